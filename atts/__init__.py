@@ -1,0 +1,62 @@
+"""Asynchronous test-time scaling of LLM reasoning, with conformal guarantees on who does the work."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atts.core import Completion as Completion
+    from atts.core import Decision as Decision
+    from atts.core import Outcome as Outcome
+    from atts.core import Problem as Problem
+    from atts.core import Rollout as Rollout
+    from atts.core import SampleRequest as SampleRequest
+    from atts.core import Sampling as Sampling
+    from atts.core import ScoreRequest as ScoreRequest
+    from atts.core import Scores as Scores
+    from atts.engine import Engine as Engine
+    from atts.engine import EngineSpec as EngineSpec
+    from atts.errors import ATTSError as ATTSError
+    from atts.seeds import Seed as Seed
+
+__all__ = [
+    "ATTSError",
+    "Completion",
+    "Decision",
+    "Engine",
+    "EngineSpec",
+    "Outcome",
+    "Problem",
+    "Rollout",
+    "SampleRequest",
+    "Sampling",
+    "ScoreRequest",
+    "Scores",
+    "Seed",
+]
+
+_HOME = {
+    "ATTSError": "atts.errors",
+    "Completion": "atts.core",
+    "Decision": "atts.core",
+    "Engine": "atts.engine",
+    "EngineSpec": "atts.engine",
+    "Outcome": "atts.core",
+    "Problem": "atts.core",
+    "Rollout": "atts.core",
+    "SampleRequest": "atts.core",
+    "Sampling": "atts.core",
+    "ScoreRequest": "atts.core",
+    "Scores": "atts.core",
+    "Seed": "atts.seeds",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name's module when the name is first used, so that `import atts` stays light."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'atts' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

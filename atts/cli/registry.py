@@ -1,0 +1,18 @@
+"""Every command, one line each: its name, where its code lives, what it is for."""
+
+from typing import NamedTuple
+
+
+class Entry(NamedTuple):
+    """A command or group of commands; `module` is imported only when it is called, `attribute` found in it."""
+
+    module: str
+    attribute: str
+    help: str
+
+
+COMMANDS: dict[str, Entry] = {
+    "calibration": Entry("atts.cli.calibration", "app", "Fit, check, import and replay calibrations."),
+    "datasets": Entry("atts.cli.datasets", "app", "List datasets, or show what is in one."),
+    "grade": Entry("atts.cli.grade", "grade", "Grade answers against references."),
+}

@@ -1,0 +1,242 @@
+"""The values that travel between engines, pipelines, gates and journals: frozen, slotted, plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from atts.seeds import Seed
+
+TokenIds = tuple[int, ...]
+Role = Literal["draft", "target"]
+Ending = Literal["delimiter", "length", "end"]
+"""Why a chunk ended: at a step delimiter, at its token limit, or because the model ended its text."""
+Action = Literal["accept", "verify", "escalate"]
+AnswerKind = Literal["math", "choice", "text"]
+Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
+"""Why a rollout stopped. "settled": the vote no longer needed it; "end": its model ended without an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question, its reference answer when there is one, and where it came from."""
+
+    id: str
+    text: str
+    answer: str | None = None
+    kind: AnswerKind = "math"
+    level: int | None = None
+    subject: str = ""
+    choices: tuple[str, ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn from the model's law; the default draws from it unchanged."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Continue `ids` by at most `max_tokens`, stopping after a token that completes a stop string or is a stop id.
+
+    The token that completes the stop stays in the completion; `rollout` only hints where a cache may be warm.
+    """
+
+    ids: TokenIds
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    seed: Seed = Seed()
+    stop: tuple[str, ...] = ()
+    stop_ids: TokenIds = ()
+    rollout: str = ""
+    priority: int = 0  # lower is sooner
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a model wrote: `ids` exactly as generated (an end token included), `text` without end tokens.
+
+    `logprobs` are under the raw law (temperature 1, nothing dropped), one per id.
+    """
+
+    ids: TokenIds
+    text: str
+    ended: Ending
+    logprobs: tuple[float, ...]
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Ask for the log-probability of every token of `suffix` after `prefix`; both are non-empty."""
+
+    prefix: TokenIds
+    suffix: TokenIds
+    rollout: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Raw log-probabilities, one per suffix token: none dropped, none invented."""
+
+    logprobs: tuple[float, ...]
+    cached_tokens: int = 0
+
+    @property
+    def perplexity(self) -> float:
+        """exp(-mean log-prob), in [1, inf]; higher is worse."""
+        assert self.logprobs, "an engine must refuse to score nothing"
+        mean = -math.fsum(self.logprobs) / len(self.logprobs)
+        return math.exp(mean) if mean < 700 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a gate said about one chunk, with all that is needed to audit it and to feed it back.
+
+    `p` near 1 means worse than the calibration chunks; None when the gate used no p-value.
+    """
+
+    action: Action
+    rate: float
+    question: str
+    turn: int = 0
+    sample: int = 0
+    issue: int | None = None
+    score: float | None = None
+    p: float | None = None
+    level: str | None = None
+    levels: tuple[str, ...] = ()  # the conformal set of levels, contiguous; empty when the gate has none
+    why: str = ""
+
+    @property
+    def escalate(self) -> bool:
+        """Whether the target takes over."""
+        return self.action == "escalate"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of reasoning in both tokenizers' ids, never re-tokenised; an end token is not part of the ids.
+
+    With a shared tokenizer the two id tuples are the same object.
+    """
+
+    author: Role
+    text: str
+    draft_ids: TokenIds
+    target_ids: TokenIds
+    ended: Ending
+    logprobs: tuple[float, ...] = ()  # the author's own, one per generated id (an end token's included)
+
+    def ids(self, role: Role) -> TokenIds:
+        """The ids this chunk has for that model."""
+        return self.draft_ids if role == "draft" else self.target_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A problem rendered once per tokenizer, chat template applied."""
+
+    draft_ids: TokenIds
+    target_ids: TokenIds
+
+    def ids(self, role: Role) -> TokenIds:
+        """The prompt's ids for that model."""
+        return self.draft_ids if role == "draft" else self.target_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One round of a rollout: what was drafted, what the target thought of it, what was done.
+
+    `chunks` are those that entered the rollout this turn, in order; `discarded` those that did not.
+    """
+
+    index: int
+    chunks: tuple[Chunk, ...]
+    discarded: tuple[Chunk, ...] = ()
+    score: float | None = None
+    decision: Decision | None = None
+    note: str = ""  # why a score is missing, what failed, what was forced
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens by model and kind, and calls; sums with +."""
+
+    draft_tokens: int = 0  # sampled by the draft
+    target_tokens: int = 0  # sampled by the target
+    scored_tokens: int = 0  # scored by the target
+    draft_prefill_tokens: int = 0
+    target_prefill_tokens: int = 0
+    wasted_tokens: int = 0  # sampled, then discarded or cancelled
+    calls: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.draft_tokens + other.draft_tokens,
+            self.target_tokens + other.target_tokens,
+            self.scored_tokens + other.scored_tokens,
+            self.draft_prefill_tokens + other.draft_prefill_tokens,
+            self.target_prefill_tokens + other.target_prefill_tokens,
+            self.wasted_tokens + other.wasted_tokens,
+            self.calls + other.calls,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One line of reasoning on one problem, grown turn by turn; a new value per turn."""
+
+    problem: str
+    sample: int
+    prompt: Prompt
+    turns: tuple[Turn, ...] = ()
+    finish: Finish | None = None  # None while it runs
+    answer: str | None = None
+    usage: Usage = Usage()
+    error: str = ""
+
+    def ids(self, role: Role) -> TokenIds:
+        """Prompt plus every chunk as that model reads them."""
+        ids = list(self.prompt.ids(role))
+        for turn in self.turns:
+            for chunk in turn.chunks:
+                ids.extend(chunk.ids(role))
+        return tuple(ids)
+
+    @property
+    def text(self) -> str:
+        """The reasoning so far: the chunks' texts, joined by nothing."""
+        return "".join(chunk.text for turn in self.turns for chunk in turn.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one problem: every rollout, and the answer they settled on."""
+
+    problem: Problem
+    rollouts: tuple[Rollout, ...]
+    answer: str | None
+    votes: Mapping[str, float] = field(default_factory=dict[str, float])
+    status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
+    why: str = ""
+    usage: Usage = Usage()

@@ -1,0 +1,149 @@
+"""What a pipeline may ask of a model: the protocol and its spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.errors import ContextOverflow, UsageError
+
+Capability = Literal["sample", "score"]
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back; `render` applies the model's chat template and opens the assistant's turn."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of vocabulary, merges, special tokens and template: equal digests read ids alike."""
+        ...
+
+    def encode(self, text: str) -> TokenIds:
+        """The ids of `text`, no special token added."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+        ...
+
+    def render(self, messages: Sequence[Message]) -> TokenIds:
+        """The ids of a conversation, ready for the assistant to go on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Who the engine is, and what its numbers mean; goes into manifests and calibration fingerprints."""
+
+    name: str
+    model: str
+    tokenizer: str  # digest
+    context_length: int
+    end_ids: TokenIds
+    vocabulary: int
+    engine: str = ""  # kind and major.minor version, such as "local 0.1"
+    dtype: str = "float32"
+    logprobs: Literal["raw", "processed"] = "raw"
+    capabilities: frozenset[Capability] = frozenset({"sample", "score"})
+    flops_per_token: float = 0.0  # of one decoded token; 0 when unknown
+
+    def fingerprint(self) -> dict[str, object]:
+        """The fields that must match before scores of one engine calibrate another."""
+        fields = asdict(self)
+        return {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine opened; a snapshot, never live."""
+
+    requests: int = 0
+    in_flight: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0  # computed, not taken from a cache
+    scored_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    busy_seconds: float = 0.0
+    queue_seconds: float = 0.0  # summed over requests
+
+
+class Engine(Protocol):
+    """A model that samples and scores; opened by `async with`, safe to call from many tasks at once.
+
+    Cancelling the awaiting scope frees the work. Who else is in flight changes speed, never the law.
+    """
+
+    @property
+    def spec(self) -> EngineSpec:
+        """Known once the engine is open."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's own; pipelines render and decode with it."""
+        ...
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Continue the ids.
+
+        :raises ContextOverflow: the ids plus `max_tokens` exceed the context.
+        :raises UsageError: empty ids, or `max_tokens` below 1.
+        :raises EngineError: the engine failed; `retryable` says whether again may help.
+        """
+        ...
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Log-probabilities of the suffix; same errors as `sample`, and a suffix must not be empty."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters so far."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None: ...
+
+
+def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
+    """Refuse a request no engine can serve; every engine calls it first.
+
+    :raises UsageError: empty ids, an id outside the vocabulary, or an impossible limit or temperature.
+    :raises ContextOverflow: the ids plus `max_tokens` exceed the context.
+    """
+    law = request.sampling
+    if request.max_tokens < 1:
+        raise UsageError(f"max_tokens is {request.max_tokens}, expected at least 1")
+    if law.temperature < 0 or not 0 < law.top_p <= 1 or not 0 <= law.min_p <= 1 or law.top_k < 0:
+        raise UsageError(f"{law}: expected temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0")
+    if "" in request.stop:
+        raise UsageError("an empty stop string would stop everywhere")
+    _check_ids(request.ids, spec, "the prompt")
+    _check_length(len(request.ids) + request.max_tokens, spec)
+
+
+def check_score(request: ScoreRequest, spec: EngineSpec) -> None:
+    """Refuse a scoring request no engine can serve; same errors as `check_sample`."""
+    _check_ids(request.prefix, spec, "the prefix")
+    _check_ids(request.suffix, spec, "the suffix")
+    _check_length(len(request.prefix) + len(request.suffix), spec)
+
+
+def _check_ids(ids: TokenIds, spec: EngineSpec, what: str) -> None:
+    if not ids:
+        raise UsageError(f"{what} is empty: there is nothing to condition on or to score")
+    if min(ids) < 0 or max(ids) >= spec.vocabulary:
+        raise UsageError(f"{what} holds an id outside 0..{spec.vocabulary - 1}: ids of another tokenizer?")
+
+
+def _check_length(needed: int, spec: EngineSpec) -> None:
+    if needed > spec.context_length:
+        raise ContextOverflow(spec.name, needed, spec.context_length)

@@ -1,0 +1,162 @@
+"""Every error a user can meet, as one tree with documented exit codes.
+
+ATTSError (1)
+├── UsageError (2)              what was asked cannot be done as asked
+│   ├── OptionError             an unknown or impossible option
+│   ├── DatasetError            a dataset that cannot be read as one
+│   ├── CalibrationInputError   not a score, not a rate, not a state
+│   └── FingerprintError        calibration, journal or tokenizer of something else
+├── EngineError (3)             an engine did not do its part
+│   ├── EngineUnavailable       it cannot be reached, or is closed (retryable)
+│   ├── EngineTimeout           it did not answer in time (retryable)
+│   ├── BadReply                it answered, and the answer cannot be true (retryable)
+│   ├── UnsupportedByEngine     it cannot do what the pipeline needs
+│   ├── ModelLoadError          a model or tokenizer that cannot be loaded
+│   ├── OutOfMemory             the work does not fit, even after shrinking
+│   └── ContextOverflow         the request is longer than the model's context
+├── JournalError (4)            the run directory cannot be used
+│   ├── JournalLocked           another process is writing it
+│   ├── JournalCorrupt          a line in the middle is damaged
+│   ├── JournalVersion          written by a newer atts
+│   └── StorageError            the disk refuses (full, read-only, gone)
+└── CheckFailed (5)             a check the user asked for did not pass
+
+An interrupted run exits with 130 and keeps what it has.
+"""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import ClassVar
+
+
+class ATTSError(Exception):
+    """Base of every error this package raises on purpose; `exit_code` is what the command line returns."""
+
+    exit_code: ClassVar[int] = 1
+    retryable: ClassVar[bool] = False
+
+
+class UsageError(ATTSError):
+    """What was asked cannot be done as asked; the message says what to change."""
+
+    exit_code = 2
+
+
+class OptionError(UsageError):
+    """An option that is unknown or has an impossible value."""
+
+    def __init__(self, option: str, problem: str, known: Sequence[str] = ()) -> None:
+        near = get_close_matches(option, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}" if known else ""
+        super().__init__(f"{option}: {problem}{hint}")
+        self.option = option
+
+
+class DatasetError(UsageError):
+    """A dataset that is missing, empty, or lacks what it should hold."""
+
+    def __init__(self, source: str, problem: str, advice: str = "") -> None:
+        super().__init__(f"dataset {source}: {problem}" + (f". {advice}" if advice else ""))
+        self.source = source
+
+
+class CalibrationInputError(UsageError):
+    """A value that is not a score, a rate, a budget or a calibration state."""
+
+    def __init__(self, what: str, value: object, expected: str) -> None:
+        super().__init__(f"{what} is {value!r}, expected {expected}")
+        self.what = what
+
+
+class FingerprintError(UsageError):
+    """A stored state was made under other conditions than it is asked to serve."""
+
+    def __init__(self, what: str, differences: Sequence[tuple[str, object, object]]) -> None:
+        lines = "; ".join(f"{name}: stored {old!r}, now {new!r}" for name, old, new in differences)
+        super().__init__(f"{what} was made under other conditions ({lines}). Fit it again, or restore those")
+        self.differences = tuple(differences)
+
+
+class EngineError(ATTSError):
+    """An engine did not do its part; `engine` names which."""
+
+    exit_code = 3
+
+    def __init__(self, engine: str, problem: str, advice: str = "") -> None:
+        super().__init__(f"engine {engine}: {problem}" + (f". {advice}" if advice else ""))
+        self.engine = engine
+
+
+class EngineUnavailable(EngineError):
+    """The engine cannot be reached, refused the call, or is closed."""
+
+    retryable = True
+
+
+class EngineTimeout(EngineError):
+    """The engine did not answer within the deadline."""
+
+    retryable = True
+
+
+class BadReply(EngineError):
+    """The engine answered, and the answer cannot be true (wrong length, wrong ids, not finite, empty)."""
+
+    retryable = True
+
+
+class UnsupportedByEngine(EngineError):
+    """The engine cannot do what was asked of it, now or ever."""
+
+
+class ModelLoadError(EngineError):
+    """A model or tokenizer that is missing, foreign, or of an unsupported family."""
+
+
+class OutOfMemory(EngineError):
+    """The work does not fit into memory, even after shrinking."""
+
+
+class ContextOverflow(EngineError):
+    """The request needs more tokens than the model's context holds."""
+
+    def __init__(self, engine: str, needed: int, context_length: int) -> None:
+        super().__init__(
+            engine,
+            f"the request needs {needed} tokens, the context holds {context_length}",
+            "Lower the token limit or the number of turns",
+        )
+        self.needed = needed
+        self.context_length = context_length
+
+
+class JournalError(ATTSError):
+    """A run directory that cannot be written or read as one."""
+
+    exit_code = 4
+
+    def __init__(self, path: object, problem: str, advice: str = "") -> None:
+        super().__init__(f"{path}: {problem}" + (f". {advice}" if advice else ""))
+        self.path = str(path)
+
+
+class JournalLocked(JournalError):
+    """Another process is writing this run directory."""
+
+
+class JournalCorrupt(JournalError):
+    """A line before the last one is damaged; nothing was overwritten."""
+
+
+class JournalVersion(JournalError):
+    """The journal was written under a schema this version does not know."""
+
+
+class StorageError(JournalError):
+    """The disk refuses: full, read-only, or gone."""
+
+
+class CheckFailed(ATTSError):
+    """A check the user asked for did not pass."""
+
+    exit_code = 5

@@ -1,0 +1,1 @@
+"""Ways to spend tokens on one problem, against the engine protocol."""

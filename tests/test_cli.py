@@ -1,0 +1,37 @@
+"""The command line answers, helps, and fails with documented codes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atts.cli.registry import COMMANDS
+
+
+def atts(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user would."""
+    return subprocess.run([sys.executable, "-m", "atts", *words], capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def test_help_lists_every_command(tmp_path: Path) -> None:
+    """One line per registered command, and the exit codes."""
+    done = atts("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS)
+    assert "Exit codes" in done.stdout
+
+
+def test_a_misspelt_command_is_usage_with_a_suggestion(tmp_path: Path) -> None:
+    """Exit code 2, the nearest name, nothing on stdout."""
+    done = atts("grad", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "grade" in done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, tmp_path: Path) -> None:
+    """A registered command loads and explains itself."""
+    done = atts(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout

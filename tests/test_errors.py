@@ -1,0 +1,34 @@
+"""The error tree is documented as drawn, words itself, and keeps its exit codes."""
+
+import inspect
+
+import pytest
+
+from atts import errors
+
+
+def classes() -> list[type[errors.ATTSError]]:
+    found = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, errors.ATTSError)]
+    return sorted(found, key=lambda cls: cls.__name__)
+
+
+@pytest.mark.parametrize("cls", classes())
+def test_every_error_is_in_the_drawn_tree_with_its_code(cls: type[errors.ATTSError]) -> None:
+    """The docstring's tree names each class; the exit code stands at the class's branch."""
+    drawing = inspect.getdoc(errors) or ""
+    line = next(line for line in drawing.splitlines() if cls.__name__ in line)
+    branch = next(parent for parent in cls.__mro__ if f"{parent.__name__} (" in drawing)
+    assert f"{branch.__name__} ({cls.exit_code})" in drawing
+    assert ("(retryable)" in line) == cls.retryable
+
+
+def test_an_unknown_option_is_answered_with_the_nearest() -> None:
+    """A misspelling gets a suggestion."""
+    assert "did you mean 'rate'" in str(errors.OptionError("ratee", "unknown option", ["rate", "turns"]))
+
+
+def test_a_fingerprint_names_every_difference() -> None:
+    """Both values stand in the message."""
+    text = str(errors.FingerprintError("calibration", [("model", "A", "B"), ("dtype", "bf16", "fp32")]))
+    assert "stored 'A', now 'B'" in text
+    assert "bf16" in text

@@ -1,0 +1,148 @@
+"""Virtual time: async code that sleeps for hours is run in milliseconds, in the order it would really have had.
+
+Time stands still while anything can run. When every task waits, it jumps to the next timer. While worker threads are
+outstanding it passes really instead: their results are waited for, and no timer overtakes them that would not have.
+Real sockets and subprocesses are polled before each jump, not waited for; tests that have them give `patience_seconds`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from typing import Any, Literal, TypeVar, TypeVarTuple, Unpack
+
+import anyio
+
+Backend = Literal["asyncio", "trio"]
+_Result = TypeVar("_Result")
+_Args = TypeVarTuple("_Args")
+
+
+def run_virtual(
+    function: Callable[[Unpack[_Args]], Awaitable[_Result]],
+    *args: *_Args,
+    backend: Backend = "asyncio",
+    patience_seconds: float = 0.0,
+) -> _Result:
+    """Run an async function under virtual time and return what it returns.
+
+    `anyio.sleep`, `anyio.current_time`, deadlines and time-outs are virtual, from 0 on. `time.monotonic` and the
+    wall clock stay real. `patience_seconds` is how long, really, sockets may take to answer before a jump.
+
+    >>> async def nap() -> float:
+    ...     await anyio.sleep(3600)
+    ...     return anyio.current_time()
+    >>> run_virtual(nap)
+    3600.0
+
+    :raises BaseException: whatever the function raises.
+    """
+    return anyio.run(function, *args, backend=backend, backend_options=virtual_options(backend, patience_seconds))
+
+
+def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str, Any]:
+    """The `backend_options` that make `anyio.run`, or an anyio test runner, use virtual time; for one run only."""
+    if backend == "asyncio":
+        return {"use_uvloop": False, "loop_factory": lambda: VirtualLoop(patience_seconds)}
+    clock = TrioClock(patience_seconds)
+    return {"clock": clock, "instruments": [clock]}
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop whose time is its selector's."""
+
+    def __init__(self, patience_seconds: float = 0.0) -> None:
+        self._executing: set[asyncio.Future[Any]] = set()
+        self._virtual = _JumpingSelector(patience_seconds, self.has_threads)
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        """Seconds since the loop was made, virtual."""
+        return self._virtual.now
+
+    def run_in_executor(  # type: ignore[override]  # the stub's variadic form cannot be restated
+        self, executor: Executor | None, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
+        """As the base class does, remembering that a thread is at work."""
+        future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
+        self._executing.add(future)
+        future.add_done_callback(self._executing.discard)
+        return future
+
+    def has_threads(self) -> bool:
+        """Whether a worker thread still owes this loop a result."""
+        return bool(self._executing) or any(_owes(thread, self) for thread in threading.enumerate())
+
+
+def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
+    # anyio keeps its asyncio workers in a set, and those whose last result arrived in a queue of idle ones beside it;
+    # both change on the loop's own thread only, so there is no moment in which a delivered result still counts as owed
+    workers, idle = getattr(thread, "workers", ()), getattr(thread, "idle_workers", ())
+    return getattr(thread, "loop", None) is loop and thread in workers and thread not in idle
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Instead of sleeping until a timer, moves `now` there."""
+
+    def __init__(self, patience_seconds: float, has_threads: Callable[[], bool]) -> None:
+        super().__init__()
+        self.now = 0.0
+        self._patience_seconds = patience_seconds
+        self._has_threads = has_threads
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None or timeout <= 0:
+            return super().select(timeout)  # nothing to jump to: whatever comes is real
+        # asked before polling: a thread that finishes in between has already woken the loop
+        wait = timeout if self._has_threads() else min(timeout, self._patience_seconds)
+        ready = super().select(wait)
+        if not ready:
+            self.now += timeout
+        return ready
+
+
+class TrioClock:
+    """A trio clock and instrument that jumps to the next deadline once polling found nothing to do.
+
+    trio's own `MockClock` does the same, except that its time overtakes worker threads.
+    """
+
+    def __init__(self, patience_seconds: float = 0.0) -> None:
+        self._now = 0.0
+        self._patience_seconds = patience_seconds
+        self._jump_at: float | None = None  # real time at which the wait under way ends; None: no wait under way
+
+    def start_clock(self) -> None:
+        """Nothing to start."""
+
+    def current_time(self) -> float:
+        """Seconds since the run began, virtual."""
+        return self._now
+
+    def before_task_step(self, task: object) -> None:
+        """A task runs: whatever wait was under way is over."""
+        self._jump_at = None
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        """How long to wait for events, really; trio asks whenever no task can run."""
+        virtual = deadline - self._now
+        if virtual <= 0 or virtual == math.inf:
+            return max(0.0, virtual)
+        real = time.monotonic()
+        if self._jump_at is None:
+            self._jump_at = real + (virtual if _trio_threads() else min(virtual, self._patience_seconds))
+        elif real >= self._jump_at:
+            self._now, self._jump_at = deadline, None
+            return 0.0
+        return max(0.0, self._jump_at - real)
+
+
+def _trio_threads() -> int:
+    from trio.testing import active_thread_count  # trio is an extra
+
+    return active_thread_count()

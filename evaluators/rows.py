@@ -1,0 +1,152 @@
+"""Reads the rows of a JSONL, JSON, CSV or Parquet file, or says which line is wrong."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import cast
+
+from atts.errors import DatasetError
+
+Row = Mapping[str, object]
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of one or more files; `places` says where each stands, such as "data.jsonl: line 7"."""
+
+    source: str
+    rows: tuple[Row, ...]
+    places: tuple[str, ...]
+    digest: str  # sha256 of the files' bytes, in order
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column of any row, in order of first appearance."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row))
+
+
+def read_table(paths: Sequence[Path], source: str) -> Table:
+    """The rows of these files, one after the other.
+
+    Raises DatasetError: a file that is missing, empty, of an unknown kind, not UTF-8, or with a line that is no row.
+    """
+    digest, rows, places = sha256(), list[Row](), list[str]()
+    for path in paths:
+        data = _bytes(path, source)
+        digest.update(data)
+        for place, row in _parse(path, data, source):
+            rows.append(row)
+            places.append(f"{source}: {place}" if path.name in source else f"{source}: {path.name} {place}")
+    if not rows:
+        raise DatasetError(source, "it holds no rows", "Check that this is the file you meant")
+    return Table(source, tuple(rows), tuple(places), digest.hexdigest())
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says how to read the file, `.gz` looked through; "" when it is not one of SUFFIXES."""
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return suffix.lower() if suffix.lower() in SUFFIXES else ""
+
+
+def _bytes(path: Path, source: str) -> bytes:
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except FileNotFoundError:
+        near = sorted(other.name for other in path.parent.glob("*") if kind_of(other)) if path.parent.is_dir() else []
+        hint = f"Its folder holds {', '.join(near[:8])}" if near else "Check the path"
+        raise DatasetError(source, f"there is no file {path}", hint) from None
+    except (OSError, EOFError, gzip.BadGzipFile) as error:
+        raise DatasetError(source, f"{path} cannot be read: {error}", "Check the path and its permissions") from error
+
+
+def _parse(path: Path, data: bytes, source: str) -> Iterator[tuple[str, Row]]:
+    kind = kind_of(path)
+    if kind == ".parquet":
+        yield from _parquet(path, data, source)
+    elif kind in (".jsonl", ".ndjson"):
+        yield from _json_lines(_text(path, data, source), path, source)
+    elif kind == ".json":
+        yield from _json_list(_text(path, data, source), path, source)
+    elif kind in (".csv", ".tsv"):
+        yield from _csv(_text(path, data, source), path, "\t" if kind == ".tsv" else ",", source)
+    else:
+        known = ", ".join(SUFFIXES)
+        raise DatasetError(source, f"{path.name} is not a kind of file that is read", f"Known: {known}, each also .gz")
+
+
+def _text(path: Path, data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8-sig")  # a byte order mark is common in exported CSV
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        problem = f"{path.name} line {line} is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start})"
+        raise DatasetError(source, problem, "Convert it, for example: iconv -f latin1 -t utf-8") from None
+
+
+def _json_lines(text: str, path: Path, source: str) -> Iterator[tuple[str, Row]]:
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: U+2028 may stand inside a string
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            problem = f"{path.name} line {number} is not JSON ({error})"
+            raise DatasetError(source, problem, "Each line must be one JSON object") from None
+        yield f"line {number}", _row(value, f"{path.name} line {number}", source)
+
+
+def _json_list(text: str, path: Path, source: str) -> Iterator[tuple[str, Row]]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(source, f"{path.name} is not JSON ({error})", "Or name it .jsonl if it is one") from None
+    if isinstance(value, dict):  # {"data": [...]} is a common wrapping
+        lists = [part for part in cast(dict[str, object], value).values() if isinstance(part, list)]
+        value = lists[0] if len(lists) == 1 else value
+    if not isinstance(value, list):
+        raise DatasetError(source, f"{path.name} holds no list of rows", "Use a list of objects, or JSON Lines")
+    for number, row in enumerate(cast(list[object], value), 1):
+        yield f"row {number}", _row(row, f"{path.name} row {number}", source)
+
+
+def _row(value: object, place: str, source: str) -> Row:
+    if not isinstance(value, dict):
+        raise DatasetError(source, f"{place} is a {type(value).__name__}, not an object", "Name its columns: {...}")
+    return cast(dict[str, object], value)
+
+
+def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[str, Row]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for row in reader:
+            if None in row:  # where DictReader puts what no header names
+                problem = f"{path.name} line {reader.line_num} has more fields than the header's {len(row) - 1}"
+                raise DatasetError(source, problem, "Quote fields that contain the delimiter")
+            yield f"line {reader.line_num}", dict(row)
+    except csv.Error as error:
+        raise DatasetError(source, f"{path.name} line {reader.line_num}: {error}", "Check its quoting") from None
+
+
+def _parquet(path: Path, data: bytes, source: str) -> Iterator[tuple[str, Row]]:
+    try:  # by name: pyarrow is optional and ships no types
+        pyarrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        advice = "Install it: pip install 'atts[parquet]'"
+        raise DatasetError(source, f"{path.name} needs pyarrow to be read, which is not installed", advice) from None
+    try:
+        rows = parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DatasetError(source, f"{path.name} is not a Parquet file ({error})", "Fetch it again") from None
+    for number, row in enumerate(cast(list[dict[str, object]], rows), 1):
+        yield f"row {number}", row

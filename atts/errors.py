@@ -71,9 +71,14 @@ class CalibrationInputError(UsageError):
 class FingerprintError(UsageError):
     """A stored state was made under other conditions than it is asked to serve."""
 
-    def __init__(self, what: str, differences: Sequence[tuple[str, object, object]]) -> None:
+    def __init__(
+        self,
+        what: str,
+        differences: Sequence[tuple[str, object, object]],
+        advice: str = "Fit it again, or restore those",
+    ) -> None:
         lines = "; ".join(f"{name}: stored {old!r}, now {new!r}" for name, old, new in differences)
-        super().__init__(f"{what} was made under other conditions ({lines}). Fit it again, or restore those")
+        super().__init__(f"{what} was made under other conditions ({lines}). {advice}")
         self.differences = tuple(differences)
 
 

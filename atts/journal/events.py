@@ -1,0 +1,239 @@
+"""What a journal can say: one frozen value per kind of event.
+
+The order of the lines is the order in which things happened. Three families:
+
+* *steps*, from which an interrupted run goes on: `Sampled`, `Scored` (results of engine calls, found again by `key`),
+  `Decided`, `Observed` (calls of the gate, replayed in order to rebuild its state);
+* *facts*, from which results and reports are made: problems, rollouts, turns, outcomes, verdicts;
+* *remarks*: sessions, nodes of the task graph, warnings, drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+from atts.core import Completion, Decision, Finish, Problem, Prompt, Role, Scores, Turn, Usage
+
+SCHEMA = 1
+"""Raised with every change that an older version could not read."""
+
+OutcomeStatus = Literal["answered", "unanswered", "cancelled", "failed"]
+NodeStatus = Literal["done", "failed", "cancelled"]
+VerdictStatus = Literal["correct", "wrong", "unscored"]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A process began to write; every start and every resume opens one."""
+
+    schema: int
+    session: int
+    version: str
+    pid: int
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """The process stopped writing on purpose; its absence means that it was killed."""
+
+    status: Literal["finished", "interrupted", "failed"]
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemStarted:
+    """Work on a problem began; written once, however often the run is resumed."""
+
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStarted:
+    """One sample of a problem, and the prompt it starts from."""
+
+    problem: str
+    sample: int
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFinished:
+    """One turn of a rollout is complete and will not change."""
+
+    problem: str
+    sample: int
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFinished:
+    """A rollout ended; its turns are the `turns` events before this one."""
+
+    problem: str
+    sample: int
+    finish: Finish
+    turns: int
+    answer: str | None = None
+    usage: Usage = Usage()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeReached:
+    """A problem is over; `samples` names its rollouts in the order of the outcome."""
+
+    problem: str
+    status: OutcomeStatus
+    answer: str | None
+    samples: tuple[int, ...]
+    votes: Mapping[str, float] = field(default_factory=dict[str, float])
+    why: str = ""
+    usage: Usage = Usage()
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """What the evaluator said of an answer: the problem's (`sample` None) or one rollout's."""
+
+    problem: str
+    status: VerdictStatus
+    sample: int | None = None
+    answer: str | None = None
+    rule: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An engine call that finished; `key` names the request by content, so a repeated request finds it."""
+
+    problem: str
+    key: str
+    completion: Completion
+    role: Role
+    sample: int = 0
+    turn: int = 0
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A scoring call that finished."""
+
+    problem: str
+    key: str
+    scores: Scores
+    role: Role = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The gate was asked and answered; `features` are what it was told besides the score."""
+
+    decision: Decision
+    features: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The gate was told what was really done with a decision."""
+
+    decision: Decision
+    escalated: Literal["yes", "no"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFinished:
+    """A node of the task graph: what it waited for, and when it was queued, started and ended (run clock, seconds)."""
+
+    stage: str
+    problem: str
+    sample: int
+    turn: int
+    queued: float
+    started: float
+    ended: float
+    status: NodeStatus = "done"
+    attempt: int = 0
+    after: tuple[str, ...] = ()
+    engine: str = ""
+    ready: float | None = None  # when its inputs were there, if that was before `queued`
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something a reader of the results should know; `code` is stable, `text` is for people."""
+
+    code: str
+    text: str
+    problem: str = ""
+    sample: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drifted:
+    """The scores left what the calibration promised; `acted` says what was done about it."""
+
+    alarm: str
+    statistic: float
+    threshold: float
+    acted: str = ""
+    text: str = ""
+
+
+Event = (
+    SessionOpened
+    | SessionClosed
+    | ProblemStarted
+    | RolloutStarted
+    | TurnFinished
+    | RolloutFinished
+    | OutcomeReached
+    | Graded
+    | Sampled
+    | Scored
+    | Decided
+    | Observed
+    | NodeFinished
+    | Warned
+    | Drifted
+)
+
+KINDS: Mapping[str, type[Event]] = MappingProxyType(
+    {
+        "session-opened": SessionOpened,
+        "session-closed": SessionClosed,
+        "problem-started": ProblemStarted,
+        "rollout-started": RolloutStarted,
+        "turn-finished": TurnFinished,
+        "rollout-finished": RolloutFinished,
+        "outcome": OutcomeReached,
+        "graded": Graded,
+        "sampled": Sampled,
+        "scored": Scored,
+        "decided": Decided,
+        "observed": Observed,
+        "node": NodeFinished,
+        "warning": Warned,
+        "drift": Drifted,
+    }
+)
+"""The word each event bears in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One event with its place in the journal and both clocks.
+
+    `at` is the run's clock, in seconds since its session opened; `wall` the date, in seconds since the epoch.
+    """
+
+    number: int
+    session: int
+    at: float
+    wall: float
+    event: Event

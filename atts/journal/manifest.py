@@ -1,0 +1,141 @@
+"""What a run is: the settings under which its journal was written, which a resume must find unchanged."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from atts.core import Problem
+from atts.errors import FingerprintError, JournalCorrupt
+from atts.journal.events import SCHEMA
+from atts.journal.files import storage, write_atomic
+from atts.journal.lines import newer
+
+Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
+
+_ADVICE = "Choose another run directory, or restore those settings"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One resolved value and where it came from: "default", a file's name, a variable's, or a flag's."""
+
+    value: Json
+    origin: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything that decides what a run's results mean.
+
+    `configuration`, `engines`, `dataset` and `seed` must match at resume; origins, versions and dates are for people.
+    `engines` maps a role to its spec's fields; `dataset` is a digest (`dataset_digest`).
+    """
+
+    seed: int = 0
+    dataset: str = ""
+    problems: int | None = None  # how many; None when they stream in
+    configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    engines: Mapping[str, Mapping[str, Json]] = field(default_factory=dict[str, Mapping[str, Json]])
+    versions: Mapping[str, str] = field(default_factory=lambda: versions())
+    created: float = 0.0  # seconds since the epoch
+    schema: int = SCHEMA
+
+    def check(self, stored: Manifest, directory: Path) -> None:
+        """Refuse to go on with a run that was started under other settings.
+
+        :raises FingerprintError: naming every field that differs.
+        """
+        old, new = dict(stored._decisive()), dict(self._decisive())
+        names = [*old, *(name for name in new if name not in old)]
+        missing = object()
+        differences = [
+            (name, old.get(name), new.get(name)) for name in names if old.get(name, missing) != new.get(name, missing)
+        ]
+        if differences:
+            raise FingerprintError(f"the run in {directory}", differences, _ADVICE)
+
+    def _decisive(self) -> Iterator[tuple[str, Json]]:
+        plain = _plain(asdict(self))
+        yield "seed", plain["seed"]
+        yield "dataset", plain["dataset"]
+        for name, setting in plain["configuration"].items():
+            yield from _flat(f"configuration.{name}", setting["value"])
+        yield from _flat("engines", plain["engines"])
+
+
+def versions(packages: Sequence[str] = ("atts", "anyio", "numpy", "scipy", "torch", "transformers")) -> dict[str, str]:
+    """What is installed here, Python included; a package that is not installed is left out."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def dataset_digest(problems: Iterable[Problem]) -> str:
+    """A hash of the problems' every field, in order.
+
+    >>> dataset_digest([Problem("1", "2+2?")]) == dataset_digest([Problem("1", "2+3?")])
+    False
+    """
+    hasher = blake2b(digest_size=16)
+    for problem in problems:
+        hasher.update(json.dumps(asdict(problem), sort_keys=True).encode() + b"\n")
+    return hasher.hexdigest()
+
+
+def save_manifest(path: Path, manifest: Manifest) -> None:
+    """Write it whole or not at all.
+
+    :raises StorageError: the disk refuses.
+    """
+    write_atomic(path, (json.dumps(_plain(asdict(manifest)), indent=2) + "\n").encode())
+
+
+def load_manifest(path: Path) -> Manifest | None:
+    """The stored manifest, None when there is none.
+
+    :raises JournalCorrupt: it is not one.
+    :raises JournalVersion: a newer version wrote it.
+    :raises StorageError: it cannot be read.
+    """
+    with storage(path):
+        if not path.exists():
+            return None
+        text = path.read_bytes()
+    try:
+        data = json.loads(text)
+        if isinstance(data["schema"], int) and data["schema"] > SCHEMA:
+            raise newer(path, data["schema"])
+        settings = {name: Setting(**setting) for name, setting in data.pop("configuration").items()}
+        return Manifest(configuration=settings, **data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise JournalCorrupt(
+            path, f"it is not a manifest ({error})", "Nothing was overwritten; restore a copy"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """As JSON would give it back: tuples become lists, sets sorted lists."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(_plain(part) for part in value)
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _flat(name: str, value: Json) -> Iterator[tuple[str, Json]]:
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            yield from _flat(f"{name}.{key}", part)
+    else:
+        yield name, value

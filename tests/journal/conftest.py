@@ -1,0 +1,74 @@
+"""Values the journal's tests share: a small rollout, and files whose disk misbehaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atts.core import Chunk, Decision, Problem, Prompt, Turn
+from atts.journal import Event, OutcomeReached, ProblemStarted, RolloutFinished, RolloutStarted, TurnFinished
+
+
+class SmallDisk:
+    """An append-only file on a disk with room for `room` bytes, taking at most `bite` at a time."""
+
+    def __init__(self, path: Path, room: int, bite: int) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._room = room
+        self._bite = bite
+        self.syncs = 0
+
+    def write(self, data: bytes, /) -> int:
+        """As a full disk does: take what fits, then refuse."""
+        if not self._room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self._file.write(data[: min(self._room, self._bite)])
+        assert taken is not None
+        self._room -= taken
+        return taken
+
+    def fileno(self) -> int:
+        """Asked once per sync."""
+        self.syncs += 1
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Give the real file back."""
+        self._file.close()
+
+
+@pytest.fixture
+def small_disk() -> Callable[..., tuple[list[SmallDisk], Callable[[Path], SmallDisk]]]:
+    """Make an opener with `room` and `bite`, and the list in which the files it opens appear."""
+
+    def make(room: int = 1 << 30, bite: int = 1 << 30) -> tuple[list[SmallDisk], Callable[[Path], SmallDisk]]:
+        opened: list[SmallDisk] = []
+
+        def opener(path: Path) -> SmallDisk:
+            opened.append(SmallDisk(path, room, bite))
+            return opened[-1]
+
+        return opened, opener
+
+    return make
+
+
+@pytest.fixture
+def story() -> list[Event]:
+    """The facts of one problem with two rollouts, from start to outcome."""
+    prompt = Prompt((1, 2, 3), (1, 2, 3))
+    events: list[Event] = [ProblemStarted(Problem("p0", "What is 2+2?" * 20, answer="4"))]
+    for sample in (0, 1):
+        events.append(RolloutStarted("p0", sample, prompt))
+        for index in range(2):
+            ids = tuple(range(40))
+            chunk = Chunk("draft", f"step {index} " * 20, ids, ids, "delimiter", tuple(-0.1 * i for i in ids))
+            decision = Decision("accept", 0.4, "p0", turn=index, sample=sample, score=1.5, p=0.25)
+            events.append(TurnFinished("p0", sample, Turn(index, (chunk,), score=1.5, decision=decision)))
+        events.append(RolloutFinished("p0", sample, "answer", 2, answer="4"))
+    events.append(OutcomeReached("p0", "answered", "4", (1, 0), {"4": 2.0}))
+    return events

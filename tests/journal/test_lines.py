@@ -1,0 +1,117 @@
+"""A journal is read exactly up to where it is whole, and damage is never read over."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atts.errors import JournalCorrupt, JournalVersion, StorageError
+from atts.journal import SCHEMA, Event, SessionOpened, Tail, Warned, read_entries
+from atts.journal.codec import Texts
+from atts.journal.lines import LineWriter
+
+OPENED = SessionOpened(SCHEMA, 1, "0.1.0", 42)
+
+
+def write(path: Path, events: list[Event]) -> list[bytes]:
+    """A journal of one session; its lines."""
+    writer = LineWriter(0, Texts())
+    data = b"".join(writer.lines(event, 0.5 * place, 1e9) for place, event in enumerate([OPENED, *events]))
+    path.write_bytes(data)
+    return data.splitlines(keepends=True)
+
+
+def read(path: Path) -> tuple[list[Event], Tail]:
+    """Events after the session's opening, and where reading ended."""
+    tails: list[Tail] = []
+    events = [entry.event for entry in read_entries(path, tails.append)]
+    return events[1:], tails[0]
+
+
+def test_reading_gives_what_was_written(tmp_path: Path, story: list[Event]) -> None:
+    """Events, order, numbers, session and clocks come back."""
+    lines = write(tmp_path / "j", story)
+    entries = list(read_entries(tmp_path / "j"))
+    assert [entry.event for entry in entries] == [OPENED, *story]
+    assert [entry.at for entry in entries] == [0.5 * place for place in range(len(entries))]
+    assert {entry.session for entry in entries} == {1}
+    assert read(tmp_path / "j")[1] == Tail(len(lines), 1, sum(map(len, lines)))
+
+
+def test_long_texts_are_stored_once(tmp_path: Path, story: list[Event]) -> None:
+    """The two rollouts' equal chunks share their texts."""
+    data = b"".join(write(tmp_path / "j", story))
+    assert data.count(b"step 1 " * 20) == 1
+
+
+def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
+    """Any JSON tool can read the file."""
+    for line in write(tmp_path / "j", story):
+        assert json.loads(line, parse_constant=pytest.fail)["crc"] == f"{zlib.crc32(line[:-19]):08x}"
+
+
+def test_a_torn_last_line_does_not_count(tmp_path: Path, story: list[Event]) -> None:
+    """Cut anywhere inside the last line, the journal reads as if that line had not been begun."""
+    *whole, last = write(tmp_path / "j", story)
+    before = b"".join(whole)
+    for cut in range(len(last)):
+        (tmp_path / "j").write_bytes(before + last[:cut])
+        events, tail = read(tmp_path / "j")
+        assert events == story[:-1]
+        assert tail.length == len(before)
+
+
+def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event]) -> None:
+    """After a power failure the tail may be zeros: torn, too."""
+    before = b"".join(write(tmp_path / "j", story))
+    for rubbish in (b"\x00" * 500, b"\x00" * 500 + b"\n", b"{}\n", b"\n"):
+        (tmp_path / "j").write_bytes(before + rubbish)
+        assert read(tmp_path / "j") == (story, Tail(len(before.splitlines()), 1, len(before)))
+
+
+def flip(line: bytes) -> bytes:
+    """One digit is another digit: still JSON."""
+    return line.replace(b'"n":3', b'"n":9', 1) if b'"n":3' in line else line.replace(b"0.", b"1.", 1)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [flip, lambda line: line[: len(line) // 2] + b"\n", lambda line: b"", lambda line: line + line, lambda line: b"\n"],
+    ids=["flipped", "cut", "missing", "doubled", "blank"],
+)
+def test_damage_in_the_middle_is_refused(tmp_path: Path, story: list[Event], harm: Callable[[bytes], bytes]) -> None:
+    """The error names the line; what came before it is still given out."""
+    lines = write(tmp_path / "j", story)
+    (tmp_path / "j").write_bytes(b"".join([*lines[:3], harm(lines[3]), *lines[4:]]))
+    place = 5 if harm(lines[3]) == lines[3] * 2 else 4
+    with pytest.raises(JournalCorrupt, match=f"line {place} is damaged") as caught:
+        list(read_entries(tmp_path / "j"))
+    assert caught.value.exit_code == 4
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    """Also when a newer version resumed a journal of ours, and whatever else the newer line holds."""
+    writer = LineWriter(0, Texts())
+    ours = writer.lines(OPENED, 0, 0) + writer.lines(Warned("a", "b"), 0, 0)
+    newer = json.dumps({"n": 2, "kind": "session-opened", "schema": SCHEMA + 1, "extra": 1}).encode()[:-1]
+    (tmp_path / "j").write_bytes(ours + newer + b',"crc":"%08x"}\n' % zlib.crc32(newer))
+    with pytest.raises(JournalVersion, match=f"schema {SCHEMA + 1}"):
+        list(read_entries(tmp_path / "j"))
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, story: list[Event]) -> None:
+    """Lines before any session, and unknown kinds, are damage."""
+    lines = write(tmp_path / "j", story)
+    (tmp_path / "j").write_bytes(b"hello\n" + lines[0])
+    with pytest.raises(JournalCorrupt, match="line 1"):
+        list(read_entries(tmp_path / "j"))
+
+
+def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
+    """In one sentence, with the documented exit code."""
+    with pytest.raises(StorageError, match="No such file"):
+        list(read_entries(tmp_path / "nothing"))

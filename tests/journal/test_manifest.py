@@ -1,0 +1,108 @@
+"""A run directory goes on only with the settings it was begun with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.core import Problem
+from atts.errors import FingerprintError, JournalCorrupt, JournalVersion
+from atts.journal import SCHEMA, Manifest, Setting, dataset_digest, load_manifest
+from atts.journal.manifest import save_manifest
+
+MANIFEST = Manifest(
+    seed=7,
+    dataset="abc",
+    problems=3,
+    configuration={"rate": Setting(0.4, "flag"), "limits": Setting({"turns": 4, "tokens": [1, 2]}, "atts.toml")},
+    engines={"draft": {"model": "tiny", "end_ids": (1,), "capabilities": ("sample",)}, "target": {"model": "big"}},
+    created=1e9,
+)
+
+
+def test_a_manifest_survives(tmp_path: Path) -> None:
+    """Stored and loaded, it matches itself, origins and versions included."""
+    save_manifest(tmp_path / "m", MANIFEST)
+    stored = load_manifest(tmp_path / "m")
+    assert stored is not None
+    MANIFEST.check(stored, tmp_path)
+    assert stored.configuration["limits"].origin == "atts.toml"
+    assert stored.versions["python"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"seed": 8}, ["seed"]),
+        ({"dataset": "abd"}, ["dataset"]),
+        ({"configuration": {**MANIFEST.configuration, "rate": Setting(0.5)}}, ["configuration.rate"]),
+        ({"configuration": {"limits": MANIFEST.configuration["limits"]}}, ["configuration.rate"]),
+        ({"configuration": {**MANIFEST.configuration, "mode": Setting("fork")}}, ["configuration.mode"]),
+        (
+            {"seed": 8, "configuration": {**MANIFEST.configuration, "limits": Setting({"turns": 5, "tokens": [1, 2]})}},
+            ["seed", "configuration.limits.turns"],
+        ),
+        ({"engines": {**MANIFEST.engines, "target": {"model": "bigger"}}}, ["engines.target.model"]),
+    ],
+)
+def test_every_difference_is_named(tmp_path: Path, changes: dict[str, Any], names: list[str]) -> None:
+    """Another run is refused, naming exactly what differs and what to do."""
+    save_manifest(tmp_path / "m", MANIFEST)
+    stored = load_manifest(tmp_path / "m")
+    assert stored is not None
+    with pytest.raises(FingerprintError, match="Choose another run directory") as caught:
+        replace(MANIFEST, **changes).check(stored, tmp_path)
+    assert [name for name, _, _ in caught.value.differences] == names
+    assert caught.value.exit_code == 2
+
+
+def test_what_does_not_decide_may_differ(tmp_path: Path) -> None:
+    """Origins, versions and dates are for people."""
+    save_manifest(tmp_path / "m", MANIFEST)
+    stored = load_manifest(tmp_path / "m")
+    assert stored is not None
+    settings = {name: replace(setting, origin="environment") for name, setting in MANIFEST.configuration.items()}
+    replace(MANIFEST, configuration=settings, versions={"python": "4"}, created=2e9).check(stored, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 1}', '{"schema": 1, "configuration": {}, "x": 1}'])
+def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    """Damaged or foreign: an error with advice, the file untouched."""
+    (tmp_path / "m").write_text(text)
+    with pytest.raises(JournalCorrupt, match="not a manifest"):
+        load_manifest(tmp_path / "m")
+    assert (tmp_path / "m").read_text() == text
+
+
+def test_a_newer_manifest_is_refused(tmp_path: Path) -> None:
+    """Whatever else it holds."""
+    (tmp_path / "m").write_text(json.dumps({"schema": SCHEMA + 1, "unheard": "of"}))
+    with pytest.raises(JournalVersion, match="newer atts"):
+        load_manifest(tmp_path / "m")
+
+
+def test_no_manifest_is_none(tmp_path: Path) -> None:
+    """A new directory."""
+    assert load_manifest(tmp_path / "m") is None
+
+
+def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
+    """Equal problems, equal digest; anything else, another."""
+    one, two = Problem("1", "a", answer="3"), Problem("2", "b", choices=("x",))
+    digests = [
+        dataset_digest(problems)
+        for problems in (
+            [one, two],
+            [two, one],
+            [one],
+            [],
+            [replace(one, answer="4"), two],
+            [one, replace(two, level=1)],
+        )
+    ]
+    assert len(set(digests)) == len(digests)
+    assert dataset_digest(iter([one, two])) == digests[0]

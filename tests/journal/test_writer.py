@@ -1,0 +1,297 @@
+"""The writer loses nothing it promised, whatever ends it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from atts import tasks
+from atts.errors import FingerprintError, JournalCorrupt, JournalLocked, JournalVersion, StorageError
+from atts.journal import (
+    JOURNAL,
+    MANIFEST,
+    SCHEMA,
+    Durability,
+    Entry,
+    Event,
+    Journal,
+    JournalOptions,
+    Manifest,
+    SessionClosed,
+    SessionOpened,
+    Warned,
+    open_journal,
+    read_entries,
+)
+
+pytestmark = pytest.mark.anyio
+SETTINGS = Manifest(seed=1)
+
+
+def texts(directory: Path) -> list[str]:
+    """The texts of the warnings in a journal."""
+    return [entry.event.text for entry in read_entries(directory / JOURNAL) if isinstance(entry.event, Warned)]
+
+
+async def test_a_run_and_its_resume(tmp_path: Path, story: list[Event]) -> None:
+    """Numbers go on, sessions count, and the resumed process is handed everything in order."""
+    run = tmp_path / "deep" / "run"
+    async with open_journal(run, SETTINGS) as journal:
+        for event in story[:5]:
+            journal.record(event)
+    seen: list[Entry] = []
+    async with open_journal(run, SETTINGS, on_entry=seen.append) as journal:
+        assert [entry.event for entry in seen[1:-1]] == story[:5]
+        assert seen[-1].event == SessionClosed("finished")
+        for event in story[5:]:
+            journal.record(event)
+    entries = list(read_entries(run / JOURNAL))
+    assert [entry.session for entry in entries] == [1] * 7 + [2] * (len(entries) - 7)
+    assert [entry.event for entry in entries if not isinstance(entry.event, SessionOpened | SessionClosed)] == story
+    assert sorted(os.listdir(run)) == [JOURNAL, "lock", MANIFEST]
+
+
+async def test_saved_means_written(tmp_path: Path) -> None:
+    """After `saved` another reader sees the event; the open session is no obstacle."""
+    async with open_journal(tmp_path, SETTINGS) as journal:
+        for number in range(5):
+            journal.record(Warned("w", str(number)))
+            await journal.saved()
+            assert texts(tmp_path)[-1] == str(number)
+
+
+async def test_many_tasks_keep_the_order_of_recording(tmp_path: Path) -> None:
+    """Lines come in the order of the calls, however many wait."""
+    order: list[str] = []
+    async with open_journal(tmp_path, SETTINGS, JournalOptions(queue_bytes=500)) as journal:
+
+        async def work(name: int) -> None:
+            for step in range(20):
+                order.append(f"{name}/{step}")
+                journal.record(Warned("w", order[-1]))
+                await (journal.saved() if step % 3 else anyio.lowlevel.checkpoint())
+
+        async with tasks.task_group() as group:
+            for name in range(20):
+                group.start_soon(work, name)
+    assert texts(tmp_path) == order
+
+
+async def test_memory_is_bounded_without_waiting(tmp_path: Path) -> None:
+    """A caller who never waits cannot outrun the file by more than the queue."""
+    options = JournalOptions(queue_bytes=2_000)
+    async with open_journal(tmp_path, SETTINGS, options) as journal:
+        for number in range(200):
+            journal.record(Warned("w", f"{number:03}"))
+            assert number - len(texts(tmp_path)) < 30
+
+
+async def test_short_writes_are_completed(tmp_path: Path, small_disk: Callable[..., Any]) -> None:
+    """A file that takes seven bytes at a time gets them all."""
+    _, opener = small_disk(bite=7)
+    async with open_journal(tmp_path, SETTINGS, JournalOptions(opener=opener)) as journal:
+        for number in range(20):
+            journal.record(Warned("w", str(number)))
+    assert texts(tmp_path) == [str(number) for number in range(20)]
+
+
+async def fill(directory: Path, options: JournalOptions, acknowledged: list[str]) -> None:
+    """Record and wait for ever."""
+    async with open_journal(directory, SETTINGS, options) as journal:
+        while True:
+            journal.record(Warned("w", str(len(acknowledged))))
+            await journal.saved()
+            acknowledged.append(str(len(acknowledged)))
+
+
+@pytest.mark.parametrize("room", [0, 1, 300, 1_000, 1_001, 1_017, 2_500])
+async def test_a_full_disk_loses_nothing_saved(tmp_path: Path, small_disk: Callable[..., Any], room: int) -> None:
+    """Everything acknowledged before the disk filled up is there; the same directory goes on once there is room."""
+    _, opener = small_disk(room=room)
+    acknowledged: list[str] = []
+    with pytest.raises(StorageError, match="Free some space") as caught:
+        await fill(tmp_path, JournalOptions(opener=opener), acknowledged)
+    assert caught.value.exit_code == 4
+    assert len(acknowledged) <= len(texts(tmp_path)) <= len(acknowledged) + 1
+    async with open_journal(tmp_path, SETTINGS) as journal:
+        journal.record(Warned("w", "more"))
+    assert texts(tmp_path)[: len(acknowledged)] == acknowledged
+    assert texts(tmp_path)[-1] == "more"
+
+
+async def test_a_full_disk_stops_whoever_records(tmp_path: Path, small_disk: Callable[..., Any]) -> None:
+    """Also those who never wait, and those who were waiting."""
+    _, opener = small_disk(room=1_000)
+    errors: list[StorageError] = []
+
+    async def work(journal: Journal, style: Literal["waits", "only records"]) -> None:
+        try:
+            while True:
+                journal.record(Warned("w", "x" * 50))
+                await (journal.saved() if style == "waits" else anyio.lowlevel.checkpoint())
+        except StorageError as error:
+            errors.append(error)
+
+    async def crowd() -> None:
+        async with (
+            open_journal(tmp_path, SETTINGS, JournalOptions(opener=opener)) as journal,
+            tasks.task_group() as group,
+        ):
+            for style in ("waits", "waits", "only records"):
+                group.start_soon(work, journal, style)
+
+    with pytest.raises(StorageError):
+        await crowd()
+    assert len(errors) == 3
+
+
+async def test_cancelled_runs_keep_what_was_recorded(tmp_path: Path) -> None:
+    """Cancellation reaches the block, not the queue; the journal says that the run was interrupted."""
+    with anyio.CancelScope() as scope:
+        async with open_journal(tmp_path, SETTINGS) as journal:
+            for number in range(10):
+                journal.record(Warned("w", str(number)))
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert texts(tmp_path) == [str(number) for number in range(10)]
+    last = list(read_entries(tmp_path / JOURNAL))[-1].event
+    assert isinstance(last, SessionClosed)
+    assert last.status == "interrupted"
+
+
+async def test_a_failed_run_says_why(tmp_path: Path) -> None:
+    """The error passes through unchanged; its words are the journal's last line."""
+    with pytest.raises(ZeroDivisionError):
+        async with open_journal(tmp_path, SETTINGS):
+            _ = 1 / 0
+    assert list(read_entries(tmp_path / JOURNAL))[-1].event == SessionClosed(
+        "failed", "ZeroDivisionError: division by zero"
+    )
+
+
+@pytest.mark.parametrize(("durability", "least", "most"), [("always", 10, 13), ("interval", 2, 6), ("close", 1, 1)])
+async def test_durability(
+    tmp_path: Path, small_disk: Callable[..., Any], durability: Durability, least: int, most: int
+) -> None:
+    """Synced before each acknowledgement, about once an interval, or once at the end."""
+    files, opener = small_disk()
+    now = 0.0
+    options = JournalOptions(durability=durability, opener=opener, clock=lambda: now, sync_seconds=3)
+    async with open_journal(tmp_path, SETTINGS, options) as journal:
+        for _ in range(10):
+            now += 1
+            journal.record(Warned("w", "x"))
+            await journal.saved()
+    assert least <= files[0].syncs <= most
+
+
+async def test_an_idle_journal_is_synced_in_time(tmp_path: Path, small_disk: Callable[..., Any]) -> None:
+    """ "interval" holds when nothing more is recorded."""
+    files, opener = small_disk()
+    async with open_journal(tmp_path, SETTINGS, JournalOptions(opener=opener, sync_seconds=0.02)) as journal:
+        await anyio.sleep(0.05)
+        journal.record(Warned("w", "x"))
+        await journal.saved()
+        before = files[0].syncs
+        journal.record(Warned("w", "y"))
+        for _ in range(1_000):
+            await anyio.sleep(0.005)
+            if files[0].syncs > before:
+                return
+        pytest.fail("never synced")
+
+
+async def test_closing_twice_is_fine(tmp_path: Path) -> None:
+    """The first word counts."""
+    async with open_journal(tmp_path, SETTINGS) as journal:
+        await journal.close(SessionClosed("interrupted", "asked to"))
+        await journal.close(SessionClosed("finished"))
+    entries = list(read_entries(tmp_path / JOURNAL))
+    assert [entry.event for entry in entries[1:]] == [SessionClosed("interrupted", "asked to")]
+
+
+async def test_two_writers_are_one_too_many(tmp_path: Path) -> None:
+    """The second is refused and changes nothing."""
+    async with open_journal(tmp_path, SETTINGS) as journal:
+        journal.record(Warned("w", "mine"))
+        with pytest.raises(JournalLocked):
+            async with open_journal(tmp_path, SETTINGS):
+                pass
+    assert texts(tmp_path) == ["mine"]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file but the lock."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
+
+
+async def refused(directory: Path, kind: type[Exception], manifest: Manifest = SETTINGS) -> None:
+    """Opening raises, and no file in the directory changes."""
+    before = contents(directory)
+    with pytest.raises(kind):
+        async with open_journal(directory, manifest):
+            pass
+    assert contents(directory) == before
+
+
+async def test_bad_directories_are_refused_untouched(tmp_path: Path, story: list[Event]) -> None:
+    """Other settings, a damaged middle, a newer schema, a lost manifest: nothing is overwritten."""
+    async with open_journal(tmp_path, SETTINGS) as journal:
+        for event in story:
+            journal.record(event)
+    await refused(tmp_path, FingerprintError, replace(SETTINGS, seed=2))
+    path, whole = tmp_path / JOURNAL, (tmp_path / JOURNAL).read_bytes()
+    path.write_bytes(whole.replace(b"decision", b"derision", 1))
+    await refused(tmp_path, JournalCorrupt)
+    path.write_bytes(whole[:-30])
+    (tmp_path / MANIFEST).write_text(f'{{"schema": {SCHEMA + 1}}}')
+    await refused(tmp_path, JournalVersion)
+    (tmp_path / MANIFEST).unlink()
+    await refused(tmp_path, JournalCorrupt)
+
+
+async def test_a_place_one_cannot_write(tmp_path: Path) -> None:
+    """A file where the directory should be, and a disk that refuses to open."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="choose another run directory"):
+        async with open_journal(tmp_path / "file", SETTINGS):
+            pass
+
+    def read_only(path: Path) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with pytest.raises(StorageError, match="read-only"):
+        async with open_journal(tmp_path / "run", SETTINGS, JournalOptions(opener=read_only)):
+            pass
+
+
+async def test_a_torn_line_is_cut_off_before_going_on(tmp_path: Path) -> None:
+    """Every way of tearing the last line leaves a journal that resumes and reads."""
+    async with open_journal(tmp_path, SETTINGS) as journal:
+        journal.record(Warned("w", "first"))
+        await journal.close(SessionClosed("finished"))
+    whole = (tmp_path / JOURNAL).read_bytes()
+    last = len(whole.splitlines(keepends=True)[-1])
+    for cut in (1, last // 2, last - 1, last):
+        (tmp_path / JOURNAL).write_bytes(whole[:-cut])
+        async with open_journal(tmp_path, SETTINGS) as journal:
+            journal.record(Warned("w", "second"))
+        assert texts(tmp_path) == ["first", "second"]
+
+
+async def test_a_first_line_may_be_torn(tmp_path: Path) -> None:
+    """Killed at the very beginning: begin again."""
+    async with open_journal(tmp_path, SETTINGS):
+        pass
+    for size in (0, 1, 20):
+        os.truncate(tmp_path / JOURNAL, size)
+        async with open_journal(tmp_path, SETTINGS) as journal:
+            assert journal.session == 1

@@ -1,0 +1,58 @@
+"""The task graph: rollouts are straight-line async functions, their awaits are nodes with limits.
+
+    graph = Graph(
+        rollouts=64,                                                  # in flight over all problems
+        limits={"draft": Limit(slots=16), "target": Limit(slots=4, tokens=200_000)},
+        sink=journal_or_recording,                                    # gets every node and span as it ends
+    )
+
+    async def solve(problem: Problem, scope: ProblemScope) -> Outcome:
+        async def rollout(line: RolloutScope[Rollout]) -> Rollout:    # one per sample, line.sample says which
+            for turn in range(10):
+                chunk = await line.call("draft", draft.sample, request, turn=turn, tokens=len(ids) + 500)
+                score = await line.call("score", target.score, request, engine="target", turn=turn)
+                if gate(score).escalate:
+                    await line.call("escalate", target.sample, request, engine="target", turn=turn)
+                line.save(state)                                      # what a cancelled rollout leaves behind
+            return state
+
+        results = await scope.rollouts(rollout, 16, settle=vote)      # ordered; vote(result) is true: cancel the rest
+        return conclude(results)                                      # each has status, value, error, why
+
+    outcomes = await graph.run(problems, solve)                       # ordered as the problems, opened lazily
+    graph.stats().busy_share("target"), graph.stop("budget"), scope.cancel("why")
+
+Places go to waiting rollouts of all problems, older problems first; a problem is opened when no rollout waits. A failed
+call is tried again as the `Policy` says; a failed rollout is recorded and sinks nobody. Within one rollout, calls may
+run side by side (`atts.tasks.collect`). The top-B baselines need rounds: `scope.rollouts(..., admit="together")` starts
+all samples at once, `values = await line.meet(mine)` waits for the round, and places are given back together.
+"""
+
+from atts.graph.graph import Graph, ProblemResult
+from atts.graph.groups import Admit, RolloutResult, RolloutScope
+from atts.graph.ledger import EngineUse, GraphStats, Sink
+from atts.graph.limits import Limit
+from atts.graph.nodes import GraphEvent, Node, NodeStatus, ProblemSpan, ProblemStatus, RolloutSpan, RolloutStatus
+from atts.graph.policy import Policy
+from atts.graph.scopes import ProblemScope
+
+__all__ = [
+    "Admit",
+    "EngineUse",
+    "Graph",
+    "GraphEvent",
+    "GraphStats",
+    "Limit",
+    "Node",
+    "NodeStatus",
+    "Policy",
+    "ProblemResult",
+    "ProblemScope",
+    "ProblemSpan",
+    "ProblemStatus",
+    "RolloutResult",
+    "RolloutScope",
+    "RolloutSpan",
+    "RolloutStatus",
+    "Sink",
+]

@@ -1,0 +1,102 @@
+"""Which rollout runs next: one queue over all problems, bounded in flight, never idle while anything waits."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import Protocol
+
+import anyio
+
+from atts.errors import OptionError
+
+
+class Gang(Protocol):
+    """Rollouts that were submitted together and may be started."""
+
+    @property
+    def unit(self) -> int:
+        """How many places one start takes: 1, or all of them when they are admitted together."""
+        ...
+
+    @property
+    def unstarted(self) -> int:
+        """Rollouts not yet started; 0 once the gang is closed."""
+        ...
+
+    def start(self) -> None:
+        """Start one unit; its places are taken already."""
+        ...
+
+
+class Admission:
+    """Places for rollouts in flight.
+
+    Waiting rollouts are started in the order of (priority, problem, submission). The next problem is opened only when
+    no rollout waits and a place is free, so what is open stays in proportion to what is in flight.
+    """
+
+    __slots__ = ("_queue", "_rooms", "_submitted", "in_flight", "open", "opening", "places")
+
+    def __init__(self, places: int) -> None:
+        if places < 1:
+            raise OptionError("rollouts", f"{places} in flight would admit nothing; give at least 1")
+        self.places = places
+        self.in_flight = 0
+        self.open = 0  # problems
+        self.opening = 0  # of these, how many have not submitted a rollout yet: each counts as one rollout
+        self._queue: list[tuple[int, int, int, Gang]] = []
+        self._submitted = 0
+        self._rooms: list[anyio.Event] = []
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts submitted and not started."""
+        return sum(gang.unstarted for *_, gang in self._queue)
+
+    def submit(self, gang: Gang, priority: int, problem: int) -> None:
+        """Queue a gang and start what fits.
+
+        :raises OptionError: it wants to be admitted together and is larger than all places.
+        """
+        if gang.unit > self.places:
+            raise OptionError("admit", f"{gang.unit} rollouts together need as many places, there are {self.places}")
+        self._submitted += 1
+        heappush(self._queue, (priority, problem, self._submitted, gang))
+        self.dispatch()
+
+    def release(self, places: int) -> None:
+        """Give places back and start what fits."""
+        self.in_flight -= places
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Start waiting rollouts while there is room, then let a new problem in."""
+        queue = self._queue
+        while queue:
+            gang = queue[0][3]
+            if not gang.unstarted:
+                heappop(queue)
+                continue
+            unit = gang.unit
+            if self.in_flight + unit > self.places:
+                return
+            self.in_flight += unit
+            gang.start()
+        if self._rooms and self.has_room():
+            self._rooms[0].set()
+
+    def has_room(self) -> bool:
+        """Whether another problem should be opened now."""
+        if self.in_flight + self.opening >= self.places or self.open >= 2 * self.places:
+            return False
+        return not any(gang.unstarted for *_, gang in self._queue)
+
+    async def room(self) -> None:
+        """Wait until another problem should be opened."""
+        while not self.has_room():
+            event = anyio.Event()
+            self._rooms.append(event)
+            try:
+                await event.wait()
+            finally:
+                self._rooms.remove(event)

@@ -1,0 +1,208 @@
+"""The graph itself: problems in, results out, everything in between bounded, timed and told."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, Protocol, TypeVar
+
+import anyio
+
+from atts.graph.admission import Admission
+from atts.graph.ledger import GraphStats, Ledger, Sink
+from atts.graph.limits import Limit
+from atts.graph.nodes import ProblemStatus
+from atts.graph.policy import Policy
+from atts.graph.runs import Run
+from atts.graph.scopes import ProblemScope
+from atts.tasks import TaskGroup, clock, task_group
+
+T = TypeVar("T")
+
+
+class HasId(Protocol):
+    """What has a name of its own, as `core.Problem` does."""
+
+    @property
+    def id(self) -> str:
+        """The name."""
+        ...
+
+
+P = TypeVar("P", bound=HasId)
+
+# How long the opening of problems waits for one that neither calls nor submits: only such problems ever meet it.
+OPENING_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemResult(Generic[T]):
+    """What came of one problem; `value` is what its function returned."""
+
+    index: int
+    problem: str
+    status: ProblemStatus
+    value: T | None = None
+    error: Exception | None = None
+    why: str = ""
+
+
+class Graph:
+    """Runs problems through engines that have limits.
+
+    `rollouts` bounds how many are in flight over all problems, `limits` what each engine takes at once. `sink` gets
+    every `Node`, `RolloutSpan` and `ProblemSpan` as it ends. A graph may run again, and runs may share it.
+
+    :raises OptionError: a limit below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        rollouts: int = 64,
+        limits: Mapping[str, Limit] | None = None,
+        policy: Policy | None = None,
+        sink: Sink | None = None,
+        first_node: int = 0,
+    ) -> None:
+        self._ledger = Ledger(limits or {}, policy or Policy(), sink, first_node)
+        self._admission = Admission(rollouts)
+        self._runs: list[Run] = []
+        self._opened = 0
+        self._seconds = 0.0
+        self._began = 0.0
+
+    async def run(
+        self,
+        problems: Iterable[P],
+        solve: Callable[[P, ProblemScope], Awaitable[T]],
+        *,
+        timeout_seconds: float | None = None,
+    ) -> list[ProblemResult[T]]:
+        """Solve every problem; results in the order of the problems, whatever order they ended in.
+
+        After a `stop`, a `cancel` or the time-out ("deadline", as `stop`) the list ends with the last one opened.
+
+        :raises Exception: the first fatal error (`Policy.is_fatal`), after everything else was cancelled.
+        """
+        results: dict[int, ProblemResult[T]] = {}
+
+        def keep(result: ProblemResult[T]) -> None:
+            results[result.index] = result
+
+        await self.drive(problems, solve, keep, timeout_seconds=timeout_seconds)
+        return [results[index] for index in sorted(results)]
+
+    async def drive(
+        self,
+        problems: Iterable[P],
+        solve: Callable[[P, ProblemScope], Awaitable[T]],
+        finished: Callable[[ProblemResult[T]], None],
+        *,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """As `run`, but hand each result to `finished` as it comes, and keep none.
+
+        :raises Exception: the first fatal error, or what `finished` raised.
+        """
+        run = self._begin()
+        try:
+            async with task_group() as tasks:
+                run.cancel_scope = tasks.cancel_scope
+                if timeout_seconds is not None:
+                    tasks.start_soon(_stop_after, run, timeout_seconds)
+                async with task_group() as solving:
+                    with run.intake:
+                        await self._open(run, solving, problems, solve, finished)
+                tasks.cancel_scope.cancel()  # the timer
+        finally:
+            self._end(run)
+        if run.error is not None:
+            raise run.error
+
+    def stop(self, why: str) -> None:
+        """Open no more problems, end all rollouts ("cancelled"), let the problems conclude from what they have."""
+        for run in self._runs:
+            run.stop(why)
+
+    def cancel(self, why: str) -> None:
+        """End everything now; problems still open are "cancelled"."""
+        for run in self._runs:
+            run.cancel(why)
+
+    def stats(self) -> GraphStats:
+        """Where the graph stands."""
+        ledger, admission = self._ledger, self._admission
+        return GraphStats(
+            seconds=self._seconds + (ledger.now() - self._began if self._runs else 0.0),
+            problems_open=admission.open,
+            problems_done=ledger.problems_done,
+            rollouts_waiting=admission.waiting,
+            rollouts_in_flight=admission.in_flight,
+            rollouts=MappingProxyType(dict(ledger.rollouts)),
+            nodes=ledger.nodes,
+            sibling_seconds=ledger.sibling_seconds,
+            engines=ledger.engines(),
+        )
+
+    def _begin(self) -> Run:
+        self._ledger.now = clock()
+        if not self._runs:
+            self._began = self._ledger.now()
+        run = Run(self._ledger, self._admission)
+        self._runs.append(run)
+        return run
+
+    def _end(self, run: Run) -> None:
+        self._runs.remove(run)
+        if not self._runs:
+            self._seconds += self._ledger.now() - self._began
+
+    async def _open(
+        self,
+        run: Run,
+        tasks: TaskGroup,
+        problems: Iterable[P],
+        solve: Callable[[P, ProblemScope], Awaitable[T]],
+        finished: Callable[[ProblemResult[T]], None],
+    ) -> None:
+        """Open problems one by one, each when there is room and the one before has shown what it wants."""
+        for index, problem in enumerate(problems):
+            await self._admission.room()
+            self._opened += 1
+            scope = ProblemScope(run, problem.id, index, self._opened)
+            self._admission.open += 1
+            self._admission.opening += 1
+            tasks.start_soon(_solve, scope, problem, solve, finished)
+            with anyio.move_on_after(OPENING_SECONDS):
+                await scope.declared.wait()
+
+
+async def _solve(
+    scope: ProblemScope,
+    problem: P,
+    solve: Callable[[P, ProblemScope], Awaitable[T]],
+    finished: Callable[[ProblemResult[T]], None],
+) -> None:
+    started = scope.run.ledger.now()
+    status: ProblemStatus = "cancelled"
+    value: T | None = None
+    error: Exception | None = None
+    try:
+        with scope.cancel_scope:
+            value = await solve(problem, scope)
+            status = "done"
+    except Exception as failure:  # noqa: BLE001 - one problem's failure is recorded and sinks no other
+        status, error = "failed", failure
+        if scope.run.ledger.policy.is_fatal(failure):
+            scope.run.fail(failure)
+    finally:
+        scope.end(status, started, error)
+        why = (scope.why or scope.run.why) if status == "cancelled" else ""
+        finished(ProblemResult(scope.index, scope.problem, status, value, error, why))
+
+
+async def _stop_after(run: Run, seconds: float) -> None:
+    await anyio.sleep(seconds)
+    run.stop("deadline")

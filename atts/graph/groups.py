@@ -1,0 +1,283 @@
+"""The rollouts of one problem that were asked for together: started, settled, cancelled and gathered as one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import anyio
+
+from atts.errors import OptionError
+from atts.graph.calls import Caller
+from atts.graph.nodes import RolloutSpan, RolloutStatus
+from atts.graph.runs import Run
+from atts.tasks import TaskGroup
+
+T = TypeVar("T")
+V = TypeVar("V")
+Admit = Literal["each", "together"]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult(Generic[T]):
+    """What came of one rollout.
+
+    `value` is what its function returned, or what it had saved last when it failed or was cancelled.
+    """
+
+    sample: int
+    status: RolloutStatus
+    value: T | None = None
+    error: Exception | None = None
+    why: str = ""
+
+
+class RolloutScope(Caller, Generic[T]):
+    """What a rollout's function is given: its name in the run, and the way to the engines."""
+
+    __slots__ = ("_group", "attempt", "saved", "waited")
+
+    def __init__(self, group: Group[T], sample: int) -> None:
+        super().__init__(group.run.ledger, group.problem, sample, group.frontier)
+        self._group = group
+        self.attempt = 0
+        self.saved: T | None = None  # survives an attempt that failed: the next one may go on from it
+        self.waited = 0.0  # seconds
+
+    def save(self, value: T) -> None:
+        """Leave what there is so far, for the result of a rollout that will not come to its end."""
+        self.saved = value
+
+    async def meet(self, value: V) -> Mapping[int, V]:
+        """Wait until every sibling still running has met too; the values of this round, by sample.
+
+        This is a barrier, for rollouts admitted "together" only. The next node waits for all nodes of the round.
+
+        :raises OptionError: the rollouts are not admitted together.
+        """
+        if self._group.admit != "together":
+            raise OptionError("admit", "rollouts admitted one by one must not wait for each other; admit them together")
+        since = self._ledger.now()
+        current = self._group.round
+        current.values[self.sample] = value
+        current.nodes.extend(self.frontier)
+        try:
+            if not self._group.close_round():
+                await current.closed.wait()
+        finally:
+            self.waited += self._ledger.now() - since
+        self.frontier = current.frontier
+        self._ready = since
+        return current.values
+
+
+class Round:
+    """One meeting; once it is closed `values` are complete and `frontier` holds every node it waited for."""
+
+    __slots__ = ("closed", "frontier", "nodes", "opened_with", "values")
+
+    def __init__(self, opened_with: tuple[int, ...]) -> None:
+        self.opened_with = opened_with
+        self.values: dict[int, Any] = {}
+        self.nodes: list[int] = []
+        self.frontier: tuple[int, ...] = ()
+        self.closed = anyio.Event()
+
+
+class _Ended(NamedTuple):
+    scope: RolloutScope[Any]
+    status: RolloutStatus
+    started: float
+    ended: float
+    error: str
+
+
+class Group(Generic[T]):
+    """A gang of rollouts; whoever asked for them waits for `done` inside `tasks`."""
+
+    __slots__ = (
+        "_context",
+        "_ended",
+        "_next",
+        "_queued",
+        "admit",
+        "alive",
+        "done",
+        "frontier",
+        "function",
+        "last_nodes",
+        "problem",
+        "results",
+        "round",
+        "run",
+        "samples",
+        "settle",
+        "tasks",
+        "why",
+    )
+
+    def __init__(
+        self,
+        run: Run,
+        asker: Caller,
+        function: Callable[[RolloutScope[T]], Awaitable[T]],
+        samples: range,
+        admit: Admit,
+        settle: Callable[[RolloutResult[T]], bool] | None,
+    ) -> None:
+        self.run = run
+        self.problem = asker.problem
+        self.frontier = asker.frontier
+        self.function = function
+        self.samples = samples
+        self.admit: Admit = admit
+        self.settle = settle
+        self.tasks: TaskGroup | None = None
+        self.results: dict[int, RolloutResult[T]] = {}
+        self.last_nodes: list[int] = []
+        self.why = run.stopped
+        self.done = anyio.Event()
+        self.alive = len(samples)
+        self.round = Round(asker.frontier)
+        self._queued = run.ledger.now()
+        self._context = copy_context()
+        self._next = 0
+        self._ended: list[_Ended] = []
+
+    @property
+    def unit(self) -> int:
+        """All places at once when admitted together, else one."""
+        return len(self.samples) if self.admit == "together" else 1
+
+    @property
+    def unstarted(self) -> int:
+        """Rollouts not yet started; none once closed."""
+        return 0 if self.why else len(self.samples) - self._next
+
+    def start(self) -> None:
+        """Start one rollout, or all when admitted together."""
+        assert self.tasks is not None, "submitted outside its task group"
+        for _ in range(self.unit):
+            sample = self.samples[self._next]
+            self._next += 1
+            # whoever gave the place back may be of another problem: its context variables are not ours
+            self._context.run(self.tasks.start_soon, self._rollout, sample)
+
+    def close(self, why: str) -> None:
+        """Start nothing more and cancel what runs; the first reason stays."""
+        if not self.why:
+            self.why = why
+            if self.tasks is not None:
+                self.tasks.cancel_scope.cancel()
+
+    def gathered(self) -> list[RolloutResult[T]]:
+        """Every result in the order of the samples, those that never started included."""
+        status = self._interruption()
+        found = [self.results.get(sample) or RolloutResult[T](sample, status) for sample in self.samples]
+        return [replace(r, why=self.why) if r.status in ("settled", "cancelled") else r for r in found]
+
+    def _interruption(self) -> RolloutStatus:
+        return "settled" if self.why == "settled" else "cancelled"
+
+    async def _rollout(self, sample: int) -> None:
+        started = self.run.ledger.now()
+        scope = RolloutScope(self, sample)
+        status: RolloutStatus = "cancelled"
+        value: T | None = None
+        error: Exception | None = None
+        try:
+            value = await self._attempts(scope)
+            status = "done"
+        except Exception as failure:  # noqa: BLE001 - whatever it is, it is this rollout's and not its siblings'
+            status, error = "failed", failure
+        except BaseException:
+            status = self._interruption()
+            raise
+        finally:
+            value = scope.saved if value is None else value
+            self._end(scope, RolloutResult(sample, status, value, error), started)
+
+    async def _attempts(self, scope: RolloutScope[T]) -> T:
+        policy = self.run.ledger.policy
+        while True:
+            try:
+                return await self.function(scope)
+            except Exception as error:
+                if policy.is_fatal(error) or not policy.retries(error, scope.attempt, policy.rollouts):
+                    raise
+            await anyio.sleep(policy.delay(scope.attempt, scope.sample))
+            scope.attempt += 1
+
+    def _end(self, scope: RolloutScope[T], result: RolloutResult[T], started: float) -> None:
+        words = "" if result.error is None else f"{type(result.error).__name__}: {result.error}"
+        ended = _Ended(scope, result.status, started, self.run.ledger.now(), words)
+        self.results[result.sample] = result
+        self.last_nodes.extend(scope.frontier)
+        try:
+            self._judge(result)
+        finally:
+            if self.admit == "together":
+                self._ended.append(ended)
+                self._leave(scope)
+            else:
+                self.run.admission.release(1)
+                self._tell(ended, ended.ended)
+            if len(self.results) == len(self.samples):
+                self.done.set()
+
+    def _judge(self, result: RolloutResult[T]) -> None:
+        error, ledger = result.error, self.run.ledger
+        has_given_up = ledger.has_given_up(result.status)
+        if error is not None and (has_given_up or ledger.policy.is_fatal(error)):
+            if has_given_up:
+                error.add_note(f"the run was given up after {ledger.failures_in_row} failed rollouts in a row")
+            self.run.fail(error)
+        elif self.settle is not None and not self.why and result.status in ("done", "failed") and self.settle(result):
+            self.close("settled")
+
+    def _tell(self, ended: _Ended, released: float) -> None:
+        scope = ended.scope
+        span = RolloutSpan(
+            problem=scope.problem,
+            sample=scope.sample,
+            status=ended.status,
+            attempts=scope.attempt + 1,
+            queued=self._queued,
+            started=ended.started,
+            ended=ended.ended,
+            released=released,
+            waited=scope.waited + (released - ended.ended),
+            error=ended.error,
+        )
+        self.run.ledger.close_rollout(span)
+
+    # admitted together: rounds, and places that are given back together
+
+    def close_round(self) -> bool:
+        """Close the round if nobody is missing; whoever waits in it goes on."""
+        current = self.round
+        if not current.values or len(current.values) < self.alive:
+            return False
+        current.values = dict(sorted(current.values.items()))
+        current.frontier = tuple(dict.fromkeys(current.nodes))
+        current.closed.set()
+        self.round = Round(current.frontier)
+        return True
+
+    def _leave(self, scope: RolloutScope[T]) -> None:
+        self.alive -= 1
+        current = self.round
+        current.values.pop(scope.sample, None)
+        if scope.frontier is not current.opened_with:  # it did something in this round: the round waited for it
+            current.nodes.extend(scope.frontier)
+        self.close_round()
+
+    def release(self) -> None:
+        """Give the places back that were taken together; until now every finished rollout waited for its siblings."""
+        if self.admit == "together" and self._next:
+            released = self.run.ledger.now()
+            self.run.admission.release(len(self.samples))
+            for ended in self._ended:
+                self._tell(ended, released)

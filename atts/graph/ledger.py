@@ -1,0 +1,133 @@
+"""What all scopes of one graph share: its clock, its pools, its sink, its totals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from atts.errors import OptionError
+from atts.graph.limits import Limit, Pool
+from atts.graph.nodes import RolloutSpan, RolloutStatus
+from atts.graph.policy import Policy
+
+Sink = Callable[[object], None]
+"""Receives every event the moment it happens; it must not block and need not be async."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """One engine's pool: now (`in_use`, `tokens_in_use`, `waiting`) and so far (the seconds, summed over slots)."""
+
+    slots: int | None
+    tokens: int | None
+    in_use: int
+    tokens_in_use: int
+    waiting: int
+    busy_seconds: float
+    queue_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStats:
+    """A snapshot of a graph; counts since it was made."""
+
+    seconds: float  # with a run in progress
+    problems_open: int
+    problems_done: int
+    rollouts_waiting: int
+    rollouts_in_flight: int
+    rollouts: Mapping[str, int]  # ended, by status
+    nodes: int
+    sibling_seconds: float  # Ts, summed over rollouts
+    engines: Mapping[str, EngineUse]
+
+    def busy_share(self, engine: str) -> float:
+        """Part of the engine's slot-seconds that was used; nan where slots are not bounded or no time passed."""
+        use = self.engines[engine]
+        return use.busy_seconds / (use.slots * self.seconds) if use.slots and self.seconds else float("nan")
+
+
+class Ledger:
+    """The mutable heart of a graph; only its scopes touch it."""
+
+    __slots__ = (
+        "failures_in_row",
+        "last_id",
+        "now",
+        "nodes",
+        "policy",
+        "pools",
+        "problems_done",
+        "rollouts",
+        "sibling_seconds",
+        "sink",
+        "strict",
+    )
+
+    def __init__(self, limits: Mapping[str, Limit], policy: Policy, sink: Sink | None, first_node: int) -> None:
+        self.now: Callable[[], float] = _no_clock
+        self.pools = {name: Pool(name, limit) for name, limit in limits.items()}
+        self.strict = bool(limits)
+        self.policy = policy
+        self.sink = sink
+        self.last_id = first_node - 1
+        self.nodes = 0
+        self.problems_done = 0
+        self.rollouts: dict[str, int] = {"done": 0, "failed": 0, "settled": 0, "cancelled": 0}
+        self.failures_in_row = 0
+        self.sibling_seconds = 0.0
+
+    def pool(self, engine: str) -> Pool:
+        """The engine's pool; without any limits given, every engine has an unbounded one.
+
+        :raises OptionError: limits were given, and none for this engine.
+        """
+        if engine not in self.pools:
+            if self.strict:
+                raise OptionError(engine, "the graph has no limit for this engine", list(self.pools))
+            self.pools[engine] = Pool(engine, Limit())
+        return self.pools[engine]
+
+    def emit(self, event: object) -> None:
+        """Pass an event on."""
+        if self.sink is not None:
+            self.sink(event)
+
+    def close_rollout(self, span: RolloutSpan) -> None:
+        """Count a rollout that ended, and pass it on."""
+        self.rollouts[span.status] += 1
+        self.sibling_seconds += span.waited
+        self.emit(span)
+
+    def has_given_up(self, status: RolloutStatus) -> bool:
+        """Count how a rollout ended; whether too many in a row have failed to go on."""
+        if status == "failed":
+            self.failures_in_row += 1
+        elif status == "done":
+            self.failures_in_row = 0
+        limit = self.policy.give_up_after
+        return limit is not None and self.failures_in_row >= limit
+
+    def engines(self) -> Mapping[str, EngineUse]:
+        """Every pool, now."""
+        return MappingProxyType({name: _use(pool) for name, pool in self.pools.items()})
+
+
+def _use(pool: Pool) -> EngineUse:
+    return EngineUse(
+        pool.limit.slots,
+        pool.limit.tokens,
+        pool.in_use,
+        pool.tokens_in_use,
+        pool.waiting,
+        pool.busy_seconds,
+        pool.queue_seconds,
+    )
+
+
+def _no_clock() -> float:
+    raise AssertionError("a graph has a clock only while it runs")
+
+
+__all__ = ["EngineUse", "GraphStats", "Ledger", "Sink"]

@@ -1,0 +1,123 @@
+"""How much of an engine may be in use at once: slots, KV tokens, and the queue before them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import anyio
+
+from atts.errors import OptionError, OutOfMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What one engine takes at once; None means no bound of ours.
+
+    :raises OptionError: a bound below 1.
+    """
+
+    slots: int | None = None
+    tokens: int | None = None  # KV tokens: prompt plus `max_tokens`, summed over the calls in flight
+
+    def __post_init__(self) -> None:
+        for name, value in (("slots", self.slots), ("tokens", self.tokens)):
+            if value is not None and value < 1:
+                raise OptionError(name, f"{value} would admit nothing; give at least 1, or None for no bound")
+
+
+class _Waiter:
+    __slots__ = ("event", "state", "tokens")
+
+    def __init__(self, tokens: int) -> None:
+        self.event = anyio.Event()
+        self.tokens = tokens
+        self.state = "waiting"  # then "granted", by the one who gave, or "gone", by its own cancellation
+
+
+class Pool:
+    """A limit at work: first come first served within a priority, granted by whoever gives back.
+
+    The head of the queue is never overtaken within its priority: a large request waits for room, it does not starve.
+    """
+
+    __slots__ = ("_asked", "_queue", "busy_seconds", "free_slots", "free_tokens", "limit", "name", "queue_seconds")
+
+    def __init__(self, name: str, limit: Limit) -> None:
+        self.name = name
+        self.limit = limit
+        self.free_slots: float = math.inf if limit.slots is None else limit.slots
+        self.free_tokens: float = math.inf if limit.tokens is None else limit.tokens
+        self.busy_seconds = 0.0  # summed over slots
+        self.queue_seconds = 0.0
+        self._queue: list[tuple[int, int, _Waiter]] = []
+        self._asked = 0
+
+    @property
+    def in_use(self) -> int:
+        """Slots taken; 0 where slots are not bounded."""
+        return 0 if self.limit.slots is None else self.limit.slots - int(self.free_slots)
+
+    @property
+    def tokens_in_use(self) -> int:
+        """KV tokens taken; 0 where tokens are not bounded."""
+        return 0 if self.limit.tokens is None else self.limit.tokens - int(self.free_tokens)
+
+    @property
+    def waiting(self) -> int:
+        """Calls in the queue."""
+        return sum(waiter.state == "waiting" for _, _, waiter in self._queue)
+
+    def take_nowait(self, tokens: int) -> bool:
+        """Take a slot and the tokens if they are free and nobody was first."""
+        if self._queue or self.free_slots < 1 or self.free_tokens < tokens:
+            return False
+        self.free_slots -= 1
+        self.free_tokens -= tokens
+        return True
+
+    async def take(self, tokens: int, priority: int) -> None:
+        """Wait for a slot and the tokens; lower priority numbers first.
+
+        :raises OutOfMemory: more tokens than the limit will ever hold.
+        """
+        if self.limit.tokens is not None and tokens > self.limit.tokens:
+            raise OutOfMemory(
+                self.name,
+                f"a call needs {tokens} KV tokens, the limit is {self.limit.tokens}",
+                "Raise the engine's token limit, or lower the chunk or context length",
+            )
+        waiter = _Waiter(tokens)
+        self._asked += 1
+        heappush(self._queue, (priority, self._asked, waiter))
+        self._grant()
+        try:
+            await waiter.event.wait()
+        except BaseException:
+            if waiter.state == "granted":  # granted and cancelled in the same step: pass it on
+                self.give(tokens)
+            else:
+                waiter.state = "gone"
+                self._grant()  # it may have stood in the way of smaller ones
+            raise
+
+    def give(self, tokens: int) -> None:
+        """Give a slot and its tokens back; the head of the queue has them before this returns."""
+        self.free_slots += 1
+        self.free_tokens += tokens
+        if self._queue:
+            self._grant()
+
+    def _grant(self) -> None:
+        queue = self._queue
+        while queue:
+            waiter = queue[0][2]
+            if waiter.state == "waiting":
+                if self.free_slots < 1 or self.free_tokens < waiter.tokens:
+                    return
+                self.free_slots -= 1
+                self.free_tokens -= waiter.tokens
+                waiter.state = "granted"
+                waiter.event.set()
+            heappop(queue)

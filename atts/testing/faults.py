@@ -1,0 +1,178 @@
+"""Failures on a seeded schedule, for engines and for those who call them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, get_args
+
+import anyio
+
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
+from atts.errors import EngineTimeout, EngineUnavailable, OptionError, UsageError
+from atts.seeds import Seed
+
+FaultKind = Literal["refused", "slow", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"]
+"""refused: turned away at once. slow: answers late. dropped: fails mid-answer. timeout: gives up late. hang: for ever.
+
+The others answer what cannot be true: a log-prob too few, a NaN among them, nothing at all, ids no vocabulary has (a
+score has no ids: a positive log-prob).
+"""
+_Answer = TypeVar("_Answer", bound=Completion | Scores)
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Which calls fail and how: a share of all calls by kind, and fixed call numbers, which go before.
+
+    The shares are drawn from the request itself (seed, ids, rollout): the same calls fail under any schedule. A retry
+    fares otherwise if it changes the seed's attempt; scores are told apart by how often they were asked. Calls are
+    numbered from 0 in order of arrival. `delay_seconds` is how late the slow, dropped and timed-out answer.
+
+    :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.
+    """
+
+    shares: Mapping[FaultKind, float] = field(default_factory=dict[FaultKind, float])
+    calls: Mapping[int, FaultKind] = field(default_factory=dict[int, FaultKind])
+    seed: int = 0
+    delay_seconds: float = 1.0
+    only: Literal["sample", "score", "both"] = "both"
+
+    def __post_init__(self) -> None:
+        for kind in (*self.shares, *self.calls.values()):
+            if kind not in get_args(FaultKind):
+                raise OptionError("faults", f"{kind!r} is unknown", get_args(FaultKind))
+        if not all(0 <= share <= 1 for share in self.shares.values()) or math.fsum(self.shares.values()) > 1 + 1e-9:
+            raise OptionError("faults", f"shares {dict(self.shares)} are not probabilities that sum to at most 1")
+
+
+NO_FAULTS = Faults()
+
+
+class FaultSchedule:
+    """The faults of one engine's life: counts its calls and says what becomes of each."""
+
+    def __init__(self, faults: Faults, engine: str) -> None:
+        self._faults = faults
+        self._engine = engine
+        self._calls = 0
+        self._asked: dict[tuple[str, int, int], int] = {}
+
+    def pick(self, request: SampleRequest | ScoreRequest) -> FaultKind | None:
+        """What goes wrong with this call, if anything."""
+        faults, number = self._faults, self._calls
+        self._calls += 1
+        verb = "sample" if isinstance(request, SampleRequest) else "score"
+        if faults.only not in ("both", verb):
+            return None
+        if number in faults.calls:
+            return faults.calls[number]
+        if not faults.shares:
+            return None
+        uniform = self._name(request).key() / 2**128
+        for kind, share in faults.shares.items():
+            uniform -= share
+            if uniform < 0:
+                return kind
+        return None
+
+    def _name(self, request: SampleRequest | ScoreRequest) -> Seed:
+        if isinstance(request, SampleRequest):
+            seed = request.seed
+            return replace(seed, purpose=f"fault {self._faults.seed} {seed.purpose} {hash(request.ids)}")
+        key = (request.rollout, hash(request.prefix), hash(request.suffix))  # hashes of ints are the same in every run
+        self._asked[key] = attempt = self._asked.get(key, -1) + 1
+        return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
+
+    async def before(self, kind: FaultKind | None) -> None:
+        """What happens instead of, or before, an answer.
+
+        :raises EngineUnavailable: refused or dropped.
+        :raises EngineTimeout: timed out.
+        """
+        if kind == "refused":
+            raise EngineUnavailable(self._engine, "the call was refused", "Try again later")
+        if kind == "hang":
+            await anyio.sleep_forever()
+        if kind in ("slow", "dropped", "timeout"):
+            await anyio.sleep(self._faults.delay_seconds)
+        if kind == "dropped":
+            raise EngineUnavailable(self._engine, "the connection was lost in the middle of an answer", "Try again")
+        if kind == "timeout":
+            raise EngineTimeout(self._engine, f"no answer within {self._faults.delay_seconds:g} s", "Try again")
+
+    def after(self, kind: FaultKind | None, answer: _Answer, vocabulary: int) -> _Answer:
+        """The answer as it arrives."""
+        logprobs = answer.logprobs
+        match kind:
+            case "wrong_length":
+                return replace(answer, logprobs=logprobs[:-1])
+            case "nan":
+                return replace(answer, logprobs=(*logprobs[:-1], math.nan))
+            case "empty":
+                return replace(answer, logprobs=(), **_ids_and_text(answer, (), ""))
+            case "wrong_ids" if isinstance(answer, Completion):
+                return replace(answer, **_ids_and_text(answer, (*answer.ids[:-1], vocabulary + 7), answer.text))
+            case "wrong_ids":
+                return replace(answer, logprobs=(*logprobs[:-1], 1.0))
+            case _:
+                return answer
+
+
+def _ids_and_text(answer: Completion | Scores, ids: TokenIds, text: str) -> dict[str, Any]:
+    return {"ids": ids, "text": text} if isinstance(answer, Completion) else {}
+
+
+class FaultyEngine:
+    """Any engine, made to fail on a schedule; opening and closing it opens and closes the engine inside."""
+
+    def __init__(self, engine: Engine, faults: Faults) -> None:
+        self._engine = engine
+        self._faults = faults
+        self._schedule: FaultSchedule | None = None
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The inner engine's."""
+        return self._engine.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The inner engine's."""
+        return self._engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        """The inner engine's: what it never saw is not counted."""
+        return self._engine.stats()
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """As the inner engine, or as the schedule has it."""
+        return await self._pass(request, self._engine.sample)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """As the inner engine, or as the schedule has it."""
+        return await self._pass(request, self._engine.score)
+
+    async def _pass(
+        self,
+        request: SampleRequest | ScoreRequest,
+        call: Callable[..., Awaitable[_Answer]],
+    ) -> _Answer:
+        if self._schedule is None:
+            raise UsageError("a faulty engine must be opened with `async with` before it is called")
+        kind = self._schedule.pick(request)
+        await self._schedule.before(kind)
+        return self._schedule.after(kind, await call(request), self.spec.vocabulary)
+
+    async def __aenter__(self) -> Self:
+        await self._engine.__aenter__()
+        self._schedule = FaultSchedule(self._faults, self.spec.name)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        return await self._engine.__aexit__(kind, error, trace)

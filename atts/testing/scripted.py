@@ -1,0 +1,283 @@
+"""An engine without a model: toy laws behind real queues, waits, failures and cancellations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
+from atts.engine import Capability, EngineSpec, EngineStats, check_sample, check_score
+from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine
+from atts.seeds import Seed
+from atts.testing.faults import NO_FAULTS, Faults, FaultSchedule
+from atts.testing.language import DRAFT, TARGET, ToyModel
+from atts.testing.slots import Slots
+from atts.testing.tokenizer import ToyTokenizer
+from atts.testing.writing import PrefixMemory, Writer, drifted
+
+_Answer = TypeVar("_Answer", bound=Completion | Scores)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long a request holds its slot, in seconds; real, or virtual under `run_virtual`.
+
+    `jitter` spreads a request's time log-normally (the deviation of its logarithm), seeded by the request itself.
+    """
+
+    per_sample: float = 0.0
+    per_score: float = 0.0
+    sampled_token: float = 0.0
+    scored_token: float = 0.0
+    prefilled_token: float = 0.0
+    jitter: float = 0.0
+    seed: int = 0
+
+    def spread(self, key: Seed) -> float:
+        """The factor on one request's time."""
+        if not self.jitter:
+            return 1.0
+        first = (key.key() % 2**64 + 0.5) / 2**64
+        second = (key.key() >> 64) / 2**64
+        normal = math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)
+        return math.exp(self.jitter * normal)
+
+
+NO_LATENCY = Latency()
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Scores that stop being what they were: log-probabilities times `factor` (above 1: perplexity rises).
+
+    It sets in after `after` score calls, or for rollouts whose text before the scored suffix has `after` steps or more.
+    """
+
+    after: int = 0
+    factor: float = 1.0
+    when: Literal["calls", "steps"] = "calls"
+
+    def __post_init__(self) -> None:
+        if self.when not in ("calls", "steps"):
+            raise OptionError("drift", f"{self.when!r} is unknown", ("calls", "steps"))
+
+
+NO_DRIFT = Drift()
+
+
+class ScriptedEngine:
+    """A toy model as an engine: seeded, honest log-probabilities, and any latency, queue, failure or drift asked for.
+
+    Without latency a call only yields to other tasks once; `concurrency` None means no queue.
+
+    >>> from atts.core import Message
+    >>> from atts.testing.clock import run_virtual
+    >>> async def main() -> str:
+    ...     async with ScriptedEngine("target", latency=Latency(sampled_token=0.01), concurrency=2) as engine:
+    ...         ids = engine.tokenizer.render([Message("user", "Start at 4. +3, -2. What is the result?")])
+    ...         return (await engine.sample(SampleRequest(ids, 200))).text
+    >>> run_virtual(main).split()[-1]
+    '\\\\boxed{5}'
+
+    :raises OptionError: an unknown role or an impossible number of slots.
+    """
+
+    def __init__(
+        self,
+        role: Role = "draft",
+        *,
+        model: ToyModel | None = None,
+        latency: Latency = NO_LATENCY,
+        concurrency: int | None = None,
+        faults: Faults = NO_FAULTS,
+        drift: Drift = NO_DRIFT,
+        context_length: int = 8192,
+        capabilities: frozenset[Capability] = frozenset({"sample", "score"}),
+    ) -> None:
+        if role not in ("draft", "target"):
+            raise OptionError("role", f"{role!r} is unknown", ("draft", "target"))
+        if concurrency is not None and concurrency < 1:
+            raise OptionError("concurrency", f"{concurrency} slots serve nobody; expected at least 1, or None")
+        self._model = model or ToyModel(DRAFT if role == "draft" else TARGET, ToyTokenizer())
+        self._writer = Writer(self._model)
+        self._cache = PrefixMemory()
+        self._latency = latency
+        self._slots = Slots(concurrency)
+        self._drift = drift
+        self._faults = FaultSchedule(faults, role)
+        self._spec = _spec(role, self._model, context_length, capabilities)
+        self._counts = _Counters()
+        self._state: Literal["new", "open", "closed"] = "new"
+        self._busy_since = 0.0
+        self._serving = 0
+        self._scored = 0
+
+    @property
+    def spec(self) -> EngineSpec:
+        """Known from the start."""
+        return self._spec
+
+    @property
+    def tokenizer(self) -> ToyTokenizer:
+        """The toy language's."""
+        return self._model.tokenizer
+
+    def stats(self) -> EngineStats:
+        """Counters so far; busy is the time in which at least one request held a slot."""
+        counts = EngineStats(**asdict(self._counts))
+        if not self._serving:
+            return counts
+        return replace(counts, busy_seconds=counts.busy_seconds + anyio.current_time() - self._busy_since)
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Continue the ids with the toy model; see `atts.engine.Engine`."""
+        self._admit("sample")
+        check_sample(request, self._spec)
+        return await self._serve(request, self._sample)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Score the suffix with the toy model; see `atts.engine.Engine`."""
+        self._admit("score")
+        check_score(request, self._spec)
+        return await self._serve(request, self._score)
+
+    async def __aenter__(self) -> Self:
+        if self._state == "closed":
+            raise EngineUnavailable(self._spec.name, "it is closed", "Make a new one")
+        self._state = "open"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        self._state = "closed"
+        return None
+
+    def _admit(self, verb: Capability) -> None:
+        if self._state != "open":
+            state = "closed" if self._state == "closed" else "not open yet"
+            raise EngineUnavailable(self._spec.name, f"it is {state}", "Call it inside `async with engine:`")
+        if verb not in self._spec.capabilities:
+            raise UnsupportedByEngine(self._spec.name, f"it cannot {verb}")
+
+    async def _serve(self, request: SampleRequest | ScoreRequest, work: Callable[..., Awaitable[_Answer]]) -> _Answer:
+        """Queue for a slot, do the work, answer as the fault schedule has it; count everything."""
+        fault, counts = self._faults.pick(request), self._counts
+        counts.requests += 1
+        counts.in_flight += 1
+        try:
+            await self._take_slot(request.priority)
+            try:
+                await self._faults.before(fault)
+                answer = await work(request)
+            finally:
+                self._free_slot()
+        except anyio.get_cancelled_exc_class():
+            counts.cancelled += 1
+            raise
+        except Exception:
+            counts.failed += 1
+            raise
+        finally:
+            counts.in_flight -= 1
+        return self._faults.after(fault, answer, self._spec.vocabulary)
+
+    async def _take_slot(self, priority: int) -> None:
+        asked = anyio.current_time()
+        await self._slots.acquire(priority)
+        now = anyio.current_time()
+        self._counts.queue_seconds += now - asked
+        if not self._serving:
+            self._busy_since = now
+        self._serving += 1
+
+    def _free_slot(self) -> None:
+        self._serving -= 1
+        if not self._serving:
+            self._counts.busy_seconds += anyio.current_time() - self._busy_since
+        self._slots.release()
+
+    async def _sample(self, request: SampleRequest) -> Completion:
+        written = self._writer.write(request)
+        cached = self._cache.cached(request.rollout, request.ids)
+        prefilled, sampled = len(request.ids) - cached, len(written.ids)
+        times = self._latency
+        seconds = times.per_sample + times.sampled_token * sampled + times.prefilled_token * prefilled
+        await self._wait(seconds, replace(request.seed, purpose=f"latency {times.seed}"))
+        self._cache.keep(request.rollout, request.ids + written.ids)
+        self._counts.add(prefilled=prefilled, cached=cached, sampled=sampled)
+        return replace(written, cached_tokens=cached)
+
+    async def _score(self, request: ScoreRequest) -> Scores:
+        logprobs = self._writer.score(request)
+        if self._has_drifted(request):
+            logprobs = drifted(logprobs, self._drift.factor)
+        self._scored += 1
+        cached = self._cache.cached(request.rollout, request.prefix)
+        prefilled, scored = len(request.prefix) - cached, len(request.suffix)
+        times = self._latency
+        seconds = times.per_score + times.scored_token * scored + times.prefilled_token * prefilled
+        name = f"{hash(request.prefix)} {hash(request.suffix)}"  # hashes of ints are the same in every run
+        await self._wait(seconds, Seed(run=times.seed, problem=name, purpose="latency"))
+        self._cache.keep(request.rollout, request.prefix + request.suffix)
+        self._counts.add(prefilled=prefilled + scored, cached=cached, scored=scored)
+        return Scores(logprobs, cached)
+
+    async def _wait(self, seconds: float, key: Seed) -> None:
+        if seconds > 0:
+            await anyio.sleep(seconds * self._latency.spread(key))
+        else:
+            await anyio.lowlevel.checkpoint()
+
+    def _has_drifted(self, request: ScoreRequest) -> bool:
+        if self._drift.factor == 1.0:
+            return False
+        if self._drift.when == "calls":
+            return self._scored >= self._drift.after
+        return self._model.read(request.prefix).steps >= self._drift.after
+
+
+@dataclass(slots=True)
+class _Counters:
+    """`EngineStats` while they grow."""
+
+    requests: int = 0
+    in_flight: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    scored_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    busy_seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+    def add(self, *, prefilled: int, cached: int, sampled: int = 0, scored: int = 0) -> None:
+        """One request served: a step per sampled token, one step per score."""
+        self.prefilled_tokens += prefilled
+        self.cached_tokens += cached
+        self.sampled_tokens += sampled
+        self.scored_tokens += scored
+        self.steps += sampled or 1
+
+
+def _spec(role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability]) -> EngineSpec:
+    return EngineSpec(
+        name=role,
+        model=f"toy {blake2b(repr(model.skill).encode(), digest_size=6).hexdigest()}",
+        tokenizer=model.tokenizer.digest,
+        context_length=context_length,
+        end_ids=(model.tokenizer.end_id,),
+        vocabulary=model.tokenizer.vocabulary,
+        engine="scripted 0.1",
+        dtype="float64",
+        capabilities=capabilities,
+    )

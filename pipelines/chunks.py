@@ -1,0 +1,71 @@
+"""Turns what a model wrote into a chunk both models can read, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atts.core import Chunk, Completion, Message, Problem, Prompt, Role, Rollout, TokenIds
+from atts.engine import Engine
+
+CHOICE_LETTERS = "ABCDEFGHIJ"
+
+
+def render(problem: Problem, system: str, draft: Engine, target: Engine) -> Prompt:
+    """The problem as each model's chat template wants it; one tuple for both when they share a tokenizer."""
+    messages = [*([Message("system", system)] if system else []), Message("user", question(problem))]
+    draft_ids = draft.tokenizer.render(messages)
+    return Prompt(draft_ids, draft_ids if shared(draft, target) else target.tokenizer.render(messages))
+
+
+def question(problem: Problem) -> str:
+    """The text a model is asked: choices lettered below the question."""
+    lines = [f"{letter}) {choice}" for letter, choice in zip(CHOICE_LETTERS, problem.choices, strict=False)]
+    return "\n".join([problem.text, *lines])
+
+
+def shared(draft: Engine, target: Engine) -> bool:
+    """Whether both read ids alike."""
+    return draft.spec.tokenizer == target.spec.tokenizer
+
+
+def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine) -> Chunk:
+    """The completion without its end token, in both tokenizers' ids.
+
+    Between different tokenizers a character cut in the middle cannot be handed over: its bytes' tokens are dropped.
+    """
+    writer, reader = (draft, target) if author == "draft" else (target, draft)
+    own = body(completion, writer)
+    text = completion.text
+    if shared(draft, target):
+        return Chunk(author, text, own, own, completion.ended, completion.logprobs)
+    if text.endswith("\ufffd"):
+        own, text = _whole_characters(own, writer)
+    other = reader.tokenizer.encode(text)
+    draft_ids, target_ids = (own, other) if author == "draft" else (other, own)
+    return Chunk(author, text, draft_ids, target_ids, completion.ended, completion.logprobs)
+
+
+def body(completion: Completion, engine: Engine) -> TokenIds:
+    """The ids without the end token, if the model ended."""
+    ids = completion.ids
+    return ids[:-1] if completion.ended == "end" and ids and ids[-1] in engine.spec.end_ids else ids
+
+
+def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
+    """Text put into a rollout from outside (a "wait"), encoded once for each side."""
+    ids = draft.tokenizer.encode(text)
+    return Chunk(author, text, ids, ids if shared(draft, target) else target.tokenizer.encode(text), "delimiter")
+
+
+def with_chunk(rollout: Rollout, role: Role, chunks: Sequence[Chunk]) -> TokenIds:
+    """That model's ids of the rollout and of chunks that have not entered it yet."""
+    ids = list(rollout.ids(role))
+    for chunk in chunks:
+        ids.extend(chunk.ids(role))
+    return tuple(ids)
+
+
+def _whole_characters(ids: TokenIds, engine: Engine) -> tuple[TokenIds, str]:
+    while ids and engine.tokenizer.decode(ids).endswith("\ufffd"):
+        ids = ids[:-1]
+    return ids, engine.tokenizer.decode(ids)

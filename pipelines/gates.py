@@ -1,0 +1,316 @@
+"""Who decides whether the target takes over: small objects that see numbers and never wait."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, runtime_checkable
+
+from atts.core import Action, Decision
+from atts.errors import OptionError
+from atts.seeds import Seed, uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """All a gate may know about a chunk besides its score: the draft's own evidence, and siblings' answers so far."""
+
+    question: str
+    turn: int = 0
+    sample: int = 0
+    issue: int | None = None  # the order in which chunks were asked for, across the run
+    attempt: int = 0
+    tokens: int = 0
+    draft_logprob: float = 0.0  # mean over the chunk's own tokens
+    has_answer: bool = False
+    answered: int = 0  # siblings with an answer
+    agreement: float = 0.0  # share of them behind the leading answer
+    agrees: bool = False  # this chunk's answer is the leading one
+    text: str = ""
+
+
+class Gate(Protocol):
+    """Decides from numbers alone. `preview` comes before the target has scored, `decide` after, `observe` last.
+
+    A preview of "verify" asks for the score; "accept" and "escalate" save it. `observe` hears what was really done.
+    """
+
+    def preview(self, features: Features) -> Decision:
+        """Whether the chunk needs a score at all."""
+        ...
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """What to do with a chunk of this score.
+
+        :raises CalibrationInputError: if `score` is not a score; the pipeline turns that into an escalation.
+        """
+        ...
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Learn from a decision that was carried out, or was overridden."""
+        ...
+
+
+@runtime_checkable
+class RoundGate(Protocol):
+    """A synchronous gate: it ranks a whole round of siblings, so all of them must be there."""
+
+    def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
+        """One decision per member, in the order given."""
+        ...
+
+
+class Calibrating(Protocol):
+    """What a conformal gate asks of a calibrator; `atts.calibration.Calibrator` is one."""
+
+    @property
+    def nominal(self) -> float:
+        """The rate it aims at."""
+        ...
+
+    def decide(
+        self, score: float, question: str = "", turn: int = 0, sample: int | None = None, issue: int | None = None
+    ) -> Decision:
+        """A decision from stored scores and decisions only."""
+        ...
+
+    def observe(self, decision: Decision, escalated: bool | None = None) -> None:
+        """What was really done."""
+        ...
+
+
+def _decision(features: Features, action: Action, rate: float, why: str, score: float | None = None) -> Decision:
+    return Decision(action, rate, features.question, features.turn, features.sample, features.issue, score, why=why)
+
+
+@dataclass(frozen=True, slots=True)
+class ConformalGate:
+    """The rank of a chunk's score among stored ones decides."""
+
+    calibrator: Calibrating
+
+    def preview(self, features: Features) -> Decision:
+        """Every chunk is scored."""
+        return _decision(features, "verify", self.calibrator.nominal, "every chunk is scored")
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """As the calibrator says."""
+        return self.calibrator.decide(score, features.question, features.turn, features.sample, features.issue)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Feed the calibrator."""
+        self.calibrator.observe(decision, escalated)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedGate:
+    """Always the same answer: rate 0 is the draft alone, rate 1 hands every chunk to the target."""
+
+    action: Literal["accept", "escalate"]
+
+    def preview(self, features: Features) -> Decision:
+        """No score is needed for a foregone conclusion."""
+        return _decision(features, self.action, float(self.action == "escalate"), "fixed")
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """The same."""
+        return _decision(features, self.action, float(self.action == "escalate"), "fixed", score)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomGate:
+    """A seeded coin per chunk: the baseline that spends the same budget without looking."""
+
+    rate: float
+    seed: int = 0
+
+    def preview(self, features: Features) -> Decision:
+        """The coin is a function of who is asked, never of when."""
+        name = Seed(self.seed, features.question, features.sample, features.turn, "gate", features.attempt, "coin")
+        action: Action = "escalate" if uniforms(name, 1)[0] < self.rate else "accept"
+        return _decision(features, action, self.rate, "coin")
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """The same coin."""
+        return self.preview(features)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdGate:
+    """Escalate above (or below) a fixed number: ratings, or a static perplexity cut. No rate is promised."""
+
+    threshold: float
+    worse: Literal["above", "below"] = "above"
+
+    def preview(self, features: Features) -> Decision:
+        """Every chunk is scored."""
+        return _decision(features, "verify", math.nan, "every chunk is scored")
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """A score that is not a number is on the wrong side."""
+        fine = score <= self.threshold if self.worse == "above" else score >= self.threshold
+        sign = "<=" if self.worse == "above" else ">="
+        why = f"{score:.4g} {'is' if fine else 'is not'} {sign} {self.threshold:.4g}"
+        return _decision(features, "accept" if fine else "escalate", math.nan, why, score)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticRankGate:
+    """The published rule, for comparison: c/N >= tau against turn-0 scores fixed in advance, at every turn."""
+
+    stored: tuple[float, ...]  # ascending
+    tau: float
+
+    @classmethod
+    def of(cls, scores: Sequence[float], rate: float) -> StaticRankGate:
+        """From calibration scores in any order; tau is 1 - rate."""
+        if not scores:
+            raise OptionError("calibration scores", "none given; the published rule needs them before the run")
+        return cls(tuple(sorted(scores)), 1 - rate)
+
+    def preview(self, features: Features) -> Decision:
+        """Every chunk is scored."""
+        return _decision(features, "verify", 1 - self.tau, "every chunk is scored")
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """Ties count as not below; nothing is added to the numerator or denominator, as published."""
+        p = bisect_left(self.stored, score) / len(self.stored)
+        action: Action = "escalate" if not math.isfinite(score) or p >= self.tau else "accept"
+        return Decision(
+            action, 1 - self.tau, features.question, features.turn, features.sample, features.issue, score, p,
+            why=f"rank {p:.4g} against {self.tau:.4g}, static",
+        )  # fmt: skip
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Static."""
+
+
+CUES = ("wait", "hmm", "alternatively", "hold on", "let me check", "let me verify", "another way", "is wrong")
+
+
+@dataclass(frozen=True, slots=True)
+class CueGate:
+    """Speculative Thinking: the target takes over where the draft's text hesitates or checks itself."""
+
+    cues: tuple[str, ...] = CUES
+
+    def preview(self, features: Features) -> Decision:
+        """Text decides; no score is needed."""
+        text = features.text.lower()
+        cue = next((cue for cue in self.cues if cue in text), None)
+        return _decision(features, "escalate" if cue else "accept", math.nan, f"cue {cue!r}" if cue else "no cue")
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """The same."""
+        return self.preview(features)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopGate:
+    """The synchronous sort: of each round the worst `rate` of the members go over, rounding carried per question.
+
+    It is the best one can do with a barrier, and the reason for the barrier.
+    """
+
+    rate: float
+    _carry: dict[str, float]
+
+    @classmethod
+    def of(cls, rate: float) -> TopGate:
+        """A gate with nothing carried."""
+        if not 0 <= rate <= 1:
+            raise OptionError("rate", f"{rate} is outside [0, 1]")
+        return cls(rate, {})
+
+    def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
+        """Scores that are not numbers are the worst of all."""
+        question = round_[0][0].question
+        want = self.rate * len(round_) + self._carry.get(question, 0.0)
+        count = max(0, min(len(round_), math.floor(want + 0.5)))
+        self._carry[question] = want - count
+        order = sorted(range(len(round_)), key=lambda i: -_badness(round_[i][1]))
+        over = set(order[:count])
+        return [
+            _decision(f, "escalate" if i in over else "accept", self.rate, f"rank in a round of {len(round_)}", score)
+            for i, (f, score) in enumerate(round_)
+        ]
+
+
+def _badness(score: float) -> float:
+    return math.inf if math.isnan(score) else score
+
+
+@dataclass(frozen=True, slots=True)
+class CappedGate:
+    """Another gate under a hard cap: an escalation needs a slot, and no order of completions exceeds the cap.
+
+    `take` reserves one slot and says whether there was one; the inner gate hears what was really done.
+    """
+
+    inner: Gate
+    take: Callable[[Features], bool]
+
+    def preview(self, features: Features) -> Decision:
+        """As the inner gate, if a slot is left for it."""
+        return self._capped(features, self.inner.preview(features))
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """As the inner gate, if a slot is left for it."""
+        return self._capped(features, self.inner.decide(features, score))
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Pass it on."""
+        self.inner.observe(decision, escalated)
+
+    def _capped(self, features: Features, decision: Decision) -> Decision:
+        if decision.escalate and not self.take(features):
+            return _instead(decision, "accept", f"{decision.why}; capped: no target slot left")
+        return decision
+
+
+@dataclass(frozen=True, slots=True)
+class ExploringGate:
+    """A seeded fraction of chunks is scored and logged but never acted on, which keeps replay and labels honest."""
+
+    inner: Gate
+    fraction: float
+    seed: int = 0
+
+    def preview(self, features: Features) -> Decision:
+        """An explored chunk is always scored."""
+        if self._explored(features):
+            return _decision(features, "verify", math.nan, "exploration: scored whatever the evidence")
+        return self.inner.preview(features)
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """What the inner gate said stays in the words; the action becomes accept."""
+        decision = self.inner.decide(features, score)
+        if not self._explored(features):
+            return decision
+        return _instead(decision, "accept", f"exploration, not acted on; would {decision.action}: {decision.why}")
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Pass it on."""
+        self.inner.observe(decision, escalated)
+
+    def _explored(self, features: Features) -> bool:
+        name = Seed(self.seed, features.question, features.sample, features.turn, "gate", features.attempt, "explore")
+        return bool(uniforms(name, 1)[0] < self.fraction)
+
+
+def _instead(decision: Decision, action: Action, why: str) -> Decision:
+    return replace(decision, action=action, why=why)

@@ -1,0 +1,127 @@
+"""How a proposal comes to a decision: evidence, the target's score if the gate wants it, the gate's word."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+from atts.core import Decision, ScoreRequest, Usage
+from atts.errors import CalibrationInputError, EngineError, ModelLoadError, UnsupportedByEngine
+from atts.pipelines.asking import ask_score
+from atts.pipelines.chunks import with_chunk
+from atts.pipelines.gates import Features, Gate, RoundGate
+from atts.pipelines.line import Line, Proposal
+from atts.tasks import collect
+
+
+async def judge(line: Line, proposal: Proposal, gate: Gate) -> tuple[Decision, Proposal]:
+    """Ask the gate, with the target's score if the gate wants it. What cannot be judged is escalated."""
+    evidence = features(line, proposal)
+    if not proposal.chunk.target_ids:
+        return _forced(evidence, "the draft wrote nothing"), proposal
+    decision = gate.preview(evidence)
+    if decision.action != "verify":
+        return decision, proposal
+    proposal = await scored(line, proposal)
+    if proposal.score is None:
+        return _forced(evidence, f"not scored: {proposal.flaw}"), proposal
+    try:
+        return gate.decide(evidence, proposal.score), proposal
+    except CalibrationInputError as error:
+        return _forced(evidence, f"not a score: {error}"), proposal
+
+
+async def judge_together(line: Line, proposal: Proposal, gate: RoundGate) -> tuple[Decision, Proposal]:
+    """Have the whole round ranked: wait for every sibling that is still running. This is the barrier."""
+    evidence = features(line, proposal)
+    if proposal.chunk.target_ids:
+        proposal = await scored(line, proposal)
+    round_ = await line.scope.meet((evidence, math.nan if proposal.score is None else proposal.score))
+    return line.siblings.ranked(round_, gate)[line.rollout.sample], proposal
+
+
+async def scored(line: Line, proposal: Proposal) -> Proposal:
+    """The proposal with the target's score, or with the reason why there is none."""
+    if line.policy.verification == "rating":
+        return await _rated(line, proposal)
+    prefix, suffix = line.rollout.ids("target"), proposal.chunk.target_ids
+    request = ScoreRequest(prefix, suffix, line.name)
+    tokens = len(prefix) + len(suffix)
+    limit = line.policy.timeout_seconds
+    call = line.scope.call(
+        "score", ask_score, line.context.target, request, limit, engine="target", turn=line.turn, tokens=tokens
+    )
+    try:
+        scores = await call
+    except EngineError as error:
+        return replace(proposal, flaw=_excused(error))
+    read = max(0, len(prefix) + len(suffix) - scores.cached_tokens)
+    line.count(Usage(scored_tokens=len(suffix), target_prefill_tokens=read, calls=1))
+    score = line.policy.score(scores.logprobs, proposal.chunk.text)
+    return replace(proposal, score=score, flaw="" if not math.isnan(score) else "the score is not a number")
+
+
+async def _rated(line: Line, proposal: Proposal) -> Proposal:
+    """The target's rating 0-9 of the chunk: the mean of its next-token law over the digits, after a question."""
+    target = line.context.target
+    prefix = with_chunk(line.rollout, "target", [proposal.chunk])
+    prefix += target.tokenizer.encode(line.policy.rating_text)
+    digits = [target.tokenizer.encode(str(digit)) for digit in range(10)]
+    requests = [ScoreRequest(prefix, ids, line.name) for ids in digits]
+
+    async def rate(request: ScoreRequest) -> float:
+        tokens = len(request.prefix) + len(request.suffix)
+        limit = line.policy.timeout_seconds
+        call = line.scope.call(
+            "score", ask_score, target, request, limit, engine="target", turn=line.turn, tokens=tokens
+        )
+        return math.fsum((await call).logprobs)
+
+    try:
+        logprobs = await collect([partial(rate, request) for request in requests])
+    except EngineError as error:
+        return replace(proposal, flaw=_excused(error))
+    line.count(Usage(scored_tokens=10, target_prefill_tokens=len(proposal.chunk.target_ids) + 10, calls=10))
+    top = max(logprobs)
+    if not math.isfinite(top):
+        return replace(proposal, flaw="the target gives no digit any probability")
+    masses = [math.exp(value - top) for value in logprobs]
+    mean = math.fsum(digit * mass for digit, mass in enumerate(masses)) / math.fsum(masses)
+    return replace(proposal, score=mean)
+
+
+def features(line: Line, proposal: Proposal) -> Features:
+    """What a gate may know of a proposal."""
+    chunk, rollout = proposal.chunk, line.rollout
+    answered, share, agrees = line.siblings.agreement(rollout.sample, proposal.answer)
+    own = chunk.logprobs
+    return Features(
+        rollout.problem,
+        line.turn,
+        rollout.sample,
+        line.siblings.issue(),
+        proposal.attempt,
+        len(own),
+        math.fsum(own) / len(own) if own else 0.0,
+        proposal.answer is not None,
+        answered,
+        share,
+        agrees,
+        chunk.text,
+    )
+
+
+def _forced(evidence: Features, why: str) -> Decision:
+    place = (evidence.question, evidence.turn, evidence.sample, evidence.issue)
+    return Decision("escalate", math.nan, *place, why=f"forced: {why}")
+
+
+def _excused(error: EngineError) -> str:
+    """The words of a failure that may be met by escalating; what would meet every chunk alike goes up.
+
+    :raises UnsupportedByEngine: the engine cannot score at all.
+    """
+    if isinstance(error, UnsupportedByEngine | ModelLoadError):
+        raise error
+    return str(error)

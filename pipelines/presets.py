@@ -1,0 +1,90 @@
+"""Every method of the comparison table as one row: a policy and a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from atts.errors import OptionError
+from atts.pipelines.gates import (
+    Calibrating,
+    ConformalGate,
+    CueGate,
+    FixedGate,
+    Gate,
+    RandomGate,
+    RoundGate,
+    StaticRankGate,
+    ThresholdGate,
+    TopGate,
+)
+from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What a preset may need besides its policy: a rate, a seed, a calibrator, scores stored before the run."""
+
+    rate: float = 0.2
+    seed: int = 0
+    calibrator: Calibrating | None = None
+    stored: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named method: what it changes in a policy, and its gate."""
+
+    name: str
+    what: str
+    changes: dict[str, Any]
+    gate: Callable[[Material], Gate | RoundGate]
+
+    def policy(self, base: Policy) -> Policy:
+        """The base policy as this method would have it: samples, limits and sampling stay."""
+        return replace(base, **self.changes)
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name.
+
+    :raises OptionError: there is none.
+    """
+    found = next((row for row in PRESETS if row.name == name), None)
+    if found is None:
+        raise OptionError("method", f"unknown method {name!r}", [row.name for row in PRESETS])
+    return found
+
+
+def _conformal(material: Material) -> Gate:
+    if material.calibrator is None:
+        raise OptionError("calibrator", "the conformal gate needs one, such as atts.calibration.Calibrator(rate)")
+    return ConformalGate(material.calibrator)
+
+
+PRESETS: tuple[Preset, ...] = (
+    Preset("atts", "draft, score, escalate by conformal rank; nothing waits for a sibling", {}, _conformal),
+    Preset("draft-only", "the small model alone", {}, lambda m: FixedGate("accept")),
+    Preset("target-only", "the large model alone", {"drafter": "target"}, lambda m: FixedGate("accept")),
+    Preset("random", "the same budget, spent by seeded coins", {}, lambda m: RandomGate(m.rate, m.seed)),
+    Preset(
+        "top-b", "synchronous: each round the worst chunks go over", {"barrier": True}, lambda m: TopGate.of(m.rate)
+    ),
+    Preset("published", "the released rule: static turn-0 scores", {}, lambda m: StaticRankGate.of(m.stored, m.rate)),
+    Preset(
+        "spec-reason",
+        "the target rates each step 0-9 and rewrites those below 7",
+        {"verification": "rating", "takeover": "replace"},
+        lambda m: ThresholdGate(7.0, worse="below"),
+    ),
+    Preset("speculative-thinking", "the target takes over where the draft hesitates", {}, lambda m: CueGate()),
+    Preset(
+        "deep-conf",
+        "draft rollouts end when they are less sure than a warm-up's",
+        {"first_wave": 4, "agreement": 0.95, "confidence_stop": ConfidenceStop(warmup=4, window=16)},
+        lambda m: FixedGate("accept"),
+    ),
+)
+
+__all__ = ["PRESETS", "Chunking", "Material", "Preset", "preset"]

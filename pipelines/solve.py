@@ -1,0 +1,163 @@
+"""One problem from prompt to outcome: rollouts side by side, a vote that may settle early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import Literal
+
+from atts.core import Decision, Outcome, Problem, Prompt, Rollout, Usage
+from atts.graph import ProblemScope, RolloutResult, RolloutScope
+from atts.pipelines.chunks import render
+from atts.pipelines.context import Context
+from atts.pipelines.gates import Gate, RoundGate
+from atts.pipelines.judging import judge, judge_together
+from atts.pipelines.line import Line, Proposal
+from atts.pipelines.policy import Policy
+from atts.pipelines.siblings import Siblings
+from atts.pipelines.takeover import take_over
+from atts.pipelines.votes import Ballot, Tally, cannot_change, settled_probability, tally, weight
+from atts.tasks import task_group
+
+
+async def solve(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    """Spend tokens on one problem as the policy says.
+
+    A rollout that fails is recorded and sinks nobody; when the vote is settled the remaining rollouts are cancelled.
+    """
+    prompt = render(problem, policy.system, context.draft, context.target)
+    ballots = Ballots(policy, context)
+    siblings = Siblings(context)
+
+    async def rollout(place: RolloutScope[Rollout]) -> Rollout:
+        line = Line(problem, prompt, policy, context, siblings, place)
+        return await run_line(line)
+
+    waves = [policy.first_wave, policy.samples - policy.first_wave] if 0 < policy.first_wave < policy.samples else []
+    results: list[RolloutResult[Rollout]] = []
+    for samples in waves or [policy.samples]:
+        first = len(results)
+        ballots.expected = first + samples
+        results += await scope.rollouts(
+            rollout,
+            range(first, first + samples),
+            admit="together" if policy.barrier else "each",
+            settle=ballots.settled_by,
+        )
+        if len(results) < policy.samples and ballots.agrees():
+            break
+    return conclude(problem, prompt, results, ballots)
+
+
+async def run_line(line: Line) -> Rollout:
+    """Turns until the rollout ends."""
+    while line.rollout.finish is None:
+        await turn(line)
+        line.scope.save(line.rollout)
+    return line.rollout
+
+
+async def turn(line: Line) -> None:
+    """Propose, judge, settle: the three stages."""
+    policy, gate = line.policy, line.context.gate
+    proposal = await line.propose()
+    if policy.drafter == "target":
+        return line.enter([proposal.chunk])
+    if proposal.answer is not None and policy.answers == "stop":
+        return line.enter([proposal.chunk], note="not judged: it holds the answer")
+    if isinstance(gate, RoundGate):
+        decision, proposal = await judge_together(line, proposal, gate)
+    elif policy.optimistic:
+        decision, proposal = await _judge_drafting_on(line, proposal, gate)
+    else:
+        decision, proposal = await judge(line, proposal, gate)
+        gate.observe(decision, decision.escalate)
+    if decision.escalate:
+        line.drop_ahead()
+        await take_over(line, proposal, decision, None if isinstance(gate, RoundGate) else gate)
+    else:
+        line.enter([proposal.chunk], (), decision, proposal.score, proposal.flaw)
+    return None
+
+
+async def _judge_drafting_on(line: Line, proposal: Proposal, gate: Gate) -> tuple[Decision, Proposal]:
+    """Judge while the drafter goes on as if the chunk had passed; a rejection stops it. The law is unchanged."""
+    async with task_group() as ahead:
+        ahead.start_soon(line.propose_ahead, proposal.chunk)
+        decision, proposal = await judge(line, proposal, gate)
+        gate.observe(decision, decision.escalate)
+        if decision.escalate:
+            ahead.cancel_scope.cancel()
+    return decision, proposal
+
+
+class Ballots:
+    """The vote of one problem while its rollouts end, one by one, in any order."""
+
+    def __init__(self, policy: Policy, context: Context) -> None:
+        self.policy = policy
+        self.context = context
+        self.expected = policy.samples
+        self.ended = 0
+        self.why = ""
+        self._cast: dict[int, Ballot] = {}
+
+    @property
+    def tally(self) -> Tally:
+        """The count so far, by sample number so that the order of arrival does not matter."""
+        return tally([self._cast[sample] for sample in sorted(self._cast)], self.context.answers.group)
+
+    def settled_by(self, result: RolloutResult[Rollout]) -> bool:
+        """Count a rollout that ended; whether the rest could be spared."""
+        self.ended += 1
+        if result.value is not None and result.value.answer is not None:
+            self._cast[result.sample] = Ballot(result.value.answer, self._weight(result.value))
+        remaining = self.expected - self.ended
+        if self.policy.early_stop == "none" or remaining == 0:
+            return False
+        current = self.tally
+        heaviest = 1.0  # weights of perplexity and confidence votes are at most 1
+        if cannot_change(current, remaining, heaviest):
+            self.why = f"settled: lead {current.lead:.3g} with {remaining} left"
+        elif self.policy.early_stop == "likely":
+            probability = settled_probability(current, remaining)
+            if probability >= self.policy.confidence:
+                self.why = f"settled with probability {probability:.3f} (Dirichlet model), {remaining} left"
+        return bool(self.why)
+
+    def agrees(self) -> bool:
+        """Whether the first wave agreed enough to spare the second."""
+        if self.tally.answers and self.tally.agreement * len(self._cast) >= self.policy.agreement * self.ended:
+            self.why = self.why or f"the first {self.ended} agree"
+            return True
+        return False
+
+    def _weight(self, rollout: Rollout) -> float:
+        scores = [turn.score for turn in rollout.turns if turn.score is not None]
+        logprobs = [value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs]
+        return weight(self.policy.vote, scores, logprobs)
+
+
+def conclude(problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[Rollout]], ballots: Ballots) -> Outcome:
+    """The outcome of everything that happened, failures and cancellations named."""
+    rollouts = tuple(_rollout(problem, prompt, result) for result in results)
+    count = ballots.tally
+    failed = [line for line in rollouts if line.finish == "failed"]
+    status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
+    why = ballots.why
+    if count.winner is None:
+        status = "failed" if failed and len(failed) == len(rollouts) else "unanswered"
+        why = failed[0].error if failed else "no rollout came to an answer"
+    usage = reduce(add, (line.usage for line in rollouts), Usage())
+    return Outcome(problem, rollouts, count.winner, count.as_mapping(), status, why, usage)
+
+
+def _rollout(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:
+    rollout = result.value or Rollout(problem.id, result.sample, prompt)
+    if rollout.finish is not None:
+        return rollout
+    if result.status == "failed":
+        return replace(rollout, finish="failed", error=f"{type(result.error).__name__}: {result.error}")
+    return replace(rollout, finish="settled" if result.status == "settled" else "cancelled")

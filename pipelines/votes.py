@@ -1,0 +1,129 @@
+"""Which answer the rollouts settled on, and whether the ones still running could change it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+VoteKind = Literal["majority", "perplexity", "confidence"]
+Grouper = Callable[[Sequence[str]], Sequence[int]]
+"""Answers in, one class label each out; equal labels mean equal answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """One rollout's vote: its answer, and how much it weighs."""
+
+    answer: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Classes of equal answers with their weights, heaviest first; ties go to the class seen first."""
+
+    answers: tuple[str, ...]
+    weights: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def winner(self) -> str | None:
+        """The representative of the heaviest class."""
+        return self.answers[0] if self.answers else None
+
+    @property
+    def lead(self) -> float:
+        """How far the heaviest class is ahead of the next."""
+        if not self.weights:
+            return 0.0
+        return self.weights[0] - (self.weights[1] if len(self.weights) > 1 else 0.0)
+
+    @property
+    def agreement(self) -> float:
+        """The heaviest class's share of all ballots, 0 without ballots."""
+        return self.counts[0] / sum(self.counts) if self.counts else 0.0
+
+    def as_mapping(self) -> Mapping[str, float]:
+        """Representative answer to weight."""
+        return dict(zip(self.answers, self.weights, strict=True))
+
+
+def weight(kind: VoteKind, perplexities: Sequence[float], logprobs: Sequence[float]) -> float:
+    """A ballot's weight: 1, the inverse of the mean perplexity, or the mean confidence of the author's own tokens.
+
+    Scores that are missing or infinite weigh nothing extra: the floor is a thousandth of a plain vote.
+    """
+    if kind == "majority":
+        return 1.0
+    if kind == "perplexity":
+        finite = [value for value in perplexities if math.isfinite(value)]
+        return max(len(finite) / math.fsum(finite), 1e-3) if finite else 1e-3
+    return max(math.exp(math.fsum(logprobs) / len(logprobs)), 1e-3) if logprobs else 1e-3
+
+
+def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
+    """Count ballots by equivalence of answers, not by string; the result does not depend on who is whose sibling."""
+    labels = list(group([ballot.answer for ballot in ballots]))
+    weights: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for ballot, label in zip(ballots, labels, strict=True):
+        weights[label] = weights.get(label, 0.0) + ballot.weight
+        counts[label] = counts.get(label, 0) + 1
+        names.setdefault(label, ballot.answer)
+    order = sorted(weights, key=lambda label: -weights[label])
+    return Tally(
+        tuple(names[label] for label in order),
+        tuple(weights[label] for label in order),
+        tuple(counts[label] for label in order),
+    )
+
+
+def cannot_change(current: Tally, remaining: int, heaviest: float = 1.0) -> bool:
+    """Whether no ballots of the `remaining` rollouts, each at most `heaviest`, could change the winner.
+
+    A tie at the end would go to the class seen first, which is already ahead, so a lead equal to what is left is enough
+    only for the leader that was seen first; we ask for more than that and stay safe.
+    """
+    return bool(current.answers) and current.lead > remaining * heaviest
+
+
+def settled_probability(current: Tally, remaining: int) -> float:
+    """A lower bound on the probability that today's leader also wins after `remaining` more plain ballots.
+
+    Model, stated because it is one: ballots are exchangeable with a Dirichlet(1, ..., 1) prior over the classes seen
+    and one not yet seen. The chances of each rival to draw level are added up (union bound), each summed exactly.
+    """
+    if not current.counts:
+        return 0.0
+    first, *rivals = current.counts
+    others = sum(rivals)
+    lost = 0.0
+    for rival in [*rivals, 0]:  # 0: a class nobody has voted for yet
+        lost += _overtaken(first, rival, others - rival, len(rivals), remaining)
+    return max(0.0, 1.0 - lost)
+
+
+@lru_cache(maxsize=1 << 16)
+def _overtaken(first: int, rival: int, rest: int, rest_classes: int, remaining: int) -> float:
+    """P(rival's count ends at or above the leader's): three cells (leader, rival, rest) of the Dirichlet law."""
+    prior = (first + 1.0, rival + 1.0, rest + float(rest_classes))
+    total = 0.0
+    for x in range(remaining + 1):
+        for y in range(max(0, first + x - rival), remaining - x + 1):
+            total += math.exp(_log_dirichlet_multinomial((x, y, remaining - x - y), prior))
+    return min(total, 1.0)
+
+
+def _log_dirichlet_multinomial(counts: tuple[int, int, int], prior: tuple[float, float, float]) -> float:
+    n, mass = sum(counts), sum(prior)
+    value = math.lgamma(n + 1) + math.lgamma(mass) - math.lgamma(n + mass)
+    for count, pseudo in zip(counts, prior, strict=True):
+        if pseudo:
+            value += math.lgamma(count + pseudo) - math.lgamma(pseudo) - math.lgamma(count + 1)
+        elif count:
+            return -math.inf
+    return value

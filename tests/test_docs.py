@@ -1,0 +1,35 @@
+"""Generated pages say what the code says, and the README keeps to its promises."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.checkout
+
+
+def test_generated_pages_are_current() -> None:
+    """`scripts/docs` would change nothing."""
+    command = [sys.executable, "-m", "scripts.studies.pages", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_module_says_why_it_exists() -> None:
+    """One sentence opens each module; the module map has no empty row."""
+    from scripts.studies.pages import module_page
+
+    rows = [line for line in module_page().splitlines() if line.startswith("| `")]
+    assert rows
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_the_readme_is_a_front_page() -> None:
+    """At most 120 lines, and every script it names exists."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    named = {word.strip("`,.)") for word in text.split() if word.startswith("./scripts/")}
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []

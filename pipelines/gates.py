@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, SupportsFloat, runtime_checkable
 
 from atts.core import Action, Decision
 from atts.errors import OptionError
@@ -66,8 +66,8 @@ class Calibrating(Protocol):
     """What a conformal gate asks of a calibrator; `atts.calibration.Calibrator` is one."""
 
     @property
-    def nominal(self) -> float:
-        """The rate it aims at."""
+    def rate(self) -> SupportsFloat:
+        """The fraction it aims at."""
         ...
 
     def decide(
@@ -93,15 +93,16 @@ class ConformalGate:
 
     def preview(self, features: Features) -> Decision:
         """Every chunk is scored."""
-        return _decision(features, "verify", self.calibrator.nominal, "every chunk is scored")
+        return _decision(features, "verify", float(self.calibrator.rate), "every chunk is scored")
 
     def decide(self, features: Features, score: float) -> Decision:
         """As the calibrator says."""
         return self.calibrator.decide(score, features.question, features.turn, features.sample, features.issue)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Feed the calibrator."""
-        self.calibrator.observe(decision, escalated)
+        """Feed the calibrator; an escalation that was forced without a score teaches it nothing."""
+        if decision.score is not None:
+            self.calibrator.observe(decision, escalated)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from atts.core import AnswerKind
 from atts.errors import OptionError
@@ -228,7 +229,9 @@ def find_hub_source(repo: str) -> tuple[Benchmark, HubSource] | None:
 
 def unknown(name: str) -> OptionError:
     """The error for a name that is neither a benchmark nor a file."""
-    return OptionError("dataset", f"there is no benchmark or file {name!r}", [*BENCHMARKS])
+    near = get_close_matches(name.lower(), BENCHMARKS, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
+    return OptionError("dataset", f"there is no benchmark or file {name!r}{hint}", [*BENCHMARKS])
 
 
 def _bare(name: str) -> str:

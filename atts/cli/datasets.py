@@ -1,0 +1,154 @@
+"""Lists datasets and shows what is in one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from atts.errors import OptionError
+
+if TYPE_CHECKING:
+    from atts.core import Problem
+    from atts.evaluators.datasets import Dataset
+    from atts.evaluators.sources import Benchmark
+
+app = typer.Typer(invoke_without_command=True)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+Cache = Annotated[Path | None, typer.Option(help="Hub cache folder, if not the usual one.")]
+
+
+@app.callback()
+def datasets(context: typer.Context, as_json: Json = False) -> None:
+    """List datasets, or show what is in one.
+
+    Example: atts datasets; atts datasets show "math500[:3]"; atts datasets show mine.csv --column text=Question
+    """
+    if context.invoked_subcommand is None:
+        list_datasets(as_json)
+
+
+@app.command("list")
+def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
+    """List the benchmarks known by name, and whether they are on this machine; the network is not used.
+
+    Example: atts datasets list --json
+    """
+    from atts.evaluators.sources import BENCHMARKS
+
+    for benchmark in BENCHMARKS.values():
+        facts = _facts(benchmark, cache)
+        if as_json:
+            print(json.dumps(facts))
+        else:
+            print(f"{benchmark.name:<14}{benchmark.size:>6}  {facts['here']:<11}{benchmark.title}")
+    if not as_json:
+        print("A file (.jsonl .json .csv .tsv .parquet) or hub:owner/name will do as well.", file=sys.stderr)
+
+
+@app.command("show")
+def show(
+    name: Annotated[
+        str, typer.Argument(help="A benchmark, a file or hub:owner/name; a slice may follow: math500[:5].")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="The dataset's record, then one problem per line.")] = False,
+    file: Annotated[Path | None, typer.Option(help="Read this benchmark from a file instead of the hub.")] = None,
+    column: Annotated[list[str] | None, typer.Option(help="FIELD=COLUMN, such as text=Question; repeatable.")] = None,
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit on the hub.")] = "main",
+    split: Annotated[str, typer.Option(help="Split of generated problems or of an unknown hub dataset.")] = "test",
+    config: Annotated[str, typer.Option(help="Configuration of an unknown hub dataset.")] = "",
+    level: Annotated[list[int] | None, typer.Option(help="Only this level; repeatable.")] = None,
+    subject: Annotated[list[str] | None, typer.Option(help="Only this subject; repeatable.")] = None,
+    identity: Annotated[list[str] | None, typer.Option("--id", help="Only this problem; repeatable.")] = None,
+    sample: Annotated[int | None, typer.Option(help="Draw this many problems.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draw, and of the order of choices.")] = 0,
+    answers: Annotated[Literal["required", "optional"], typer.Option(help="Must every problem have one?")] = "required",
+    network: Annotated[Literal["auto", "never"], typer.Option(help="May missing files be fetched?")] = "auto",
+    cache: Cache = None,
+    limit: Annotated[int, typer.Option(help="Problems to print for people; --json prints all.")] = 3,
+) -> None:
+    """Show where a dataset comes from, its digest, and its problems.
+
+    Example: atts datasets show math500 --file math500.jsonl --level 5 --json
+    """
+    from atts.evaluators.datasets import LoadOptions, load_dataset
+    from atts.evaluators.selection import Selection
+
+    found = load_dataset(
+        name,
+        Selection(tuple(identity or ()), tuple(level or ()), tuple(subject or ()), sample, seed),
+        LoadOptions(
+            columns=_mapping(column or []),
+            file=file,
+            revision=revision,
+            split=split,
+            config=config,
+            answers=answers,
+            seed=seed,
+            network=network,
+            cache=cache,
+        ),
+    )
+    if as_json:
+        _print_json(found)
+    else:
+        _print_words(found, limit)
+
+
+def _facts(benchmark: Benchmark, cache: Path | None) -> dict[str, object]:
+    from atts.evaluators.hub import cached
+
+    copies = [hub.repo for hub in benchmark.hubs]
+    held = [hub.repo for hub in benchmark.hubs if cached(hub.repo, "main", hub.files, cache)]
+    return {
+        "name": benchmark.name,
+        "title": benchmark.title,
+        "problems": benchmark.size,
+        "kind": benchmark.kind,
+        "hub": copies,
+        "cached": held,
+        "here": "cached" if held else "on the hub" if copies else "built in",
+        "quirks": {hub.repo: hub.quirk for hub in benchmark.hubs if hub.quirk},
+        "note": benchmark.note,
+    }
+
+
+def _mapping(pairs: Sequence[str]) -> dict[str, str]:
+    mapping = dict[str, str]()
+    for pair in pairs:
+        field, mark, name = pair.partition("=")
+        if not (mark and field and name):
+            raise OptionError("column", f"{pair!r} is not FIELD=COLUMN, such as text=Question")
+        mapping[field] = name
+    return mapping
+
+
+def _print_json(found: Dataset) -> None:
+    record = {name: getattr(found, name) for name in ("name", "source", "revision", "digest", "notes")}
+    print(json.dumps({"type": "dataset", **record, "problems": len(found)}))
+    for problem in found:
+        print(json.dumps({"type": "problem", **asdict(problem)}))
+
+
+def _print_words(found: Dataset, limit: int) -> None:
+    print(f"{found.name}: {len(found)} problems")
+    print(f"  source    {found.source}")
+    print(f"  revision  {found.revision}")
+    print(f"  digest    {found.digest}")
+    for note in found.notes:
+        print(f"  note      {note}")
+    for problem in found.problems[: max(0, limit)]:
+        print(f"\n{_heading(problem)}\n{problem.text}\n→ {problem.answer or 'no reference answer'}")
+    if len(found) > limit:
+        print(f"({len(found) - limit} more; --limit or --json shows them)", file=sys.stderr)
+
+
+def _heading(problem: Problem) -> str:
+    facts = [f"level {problem.level}" if problem.level is not None else "", problem.subject]
+    return " · ".join([problem.id, *filter(None, facts)])

@@ -1,0 +1,7 @@
+"""The engine on models in this process: continuous batching over a shared cache of keys and values."""
+
+from atts.local.engine import LocalEngine, LocalOptions
+from atts.local.messages import LoopStats
+from atts.local.tokenizer import LocalTokenizer
+
+__all__ = ["LocalEngine", "LocalOptions", "LocalTokenizer", "LoopStats"]

@@ -1,0 +1,169 @@
+"""Brings a model's weights from a folder or the hub into fused tensors, or says clearly why it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from atts.errors import ModelLoadError, OutOfMemory
+from atts.local.shape import Shape
+
+_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer; matrices are [out, in], query, key and value rows in one, gate and up rows in one."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    query_norm: Tensor | None  # [head_dim], Qwen3
+    key_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All of a model's weights."""
+
+    embedding: Tensor  # [vocabulary, width]
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor  # [vocabulary, width]; the embedding itself when tied
+
+
+def find_model(model: str, name: str) -> Path:
+    """The folder of a model: `model` itself when it is one, else the hub's snapshot of that id.
+
+    :raises ModelLoadError: neither a folder nor a hub id that can be had.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ModelLoadError(name, f"{model!r} is neither a folder nor a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'")
+    return _download(model, name)
+
+
+def _download(model: str, name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_WANTED)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        advice = "Check the id and the network, or download the model elsewhere and give its folder"
+        raise ModelLoadError(
+            name, f"{model!r} is no folder and cannot be had from the hub ({first})", advice
+        ) from error
+
+
+def load_weights(folder: Path, shape: Shape, dtype: torch.dtype, device: torch.device, name: str) -> Weights:
+    """Read and fuse the weights of the model in `folder`.
+
+    :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another shape.
+    :raises OutOfMemory: the weights do not fit.
+    """
+    try:
+        with ExitStack() as stack:
+            return _fuse(_Reader(folder, dtype, device, name, stack), shape)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        advice = "Use a smaller model, bfloat16, or another device"
+        raise OutOfMemory(name, f"the weights do not fit into memory on {device}", advice) from error
+
+
+def _fuse(read: _Reader, shape: Shape) -> Weights:
+    embedding = read("embed_tokens.weight", shape.vocabulary, shape.width)
+    layers = tuple(_layer(read, shape, f"layers.{index}.") for index in range(shape.layers))
+    norm = read("norm.weight", shape.width)
+    head = embedding if shape.ties_embeddings else read("lm_head.weight", shape.vocabulary, shape.width)
+    return Weights(embedding, layers, norm, head)
+
+
+def _layer(read: _Reader, shape: Shape, at: str) -> LayerWeights:
+    query, key, width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.width
+    rows = {f"{at}self_attn.q_proj": query, f"{at}self_attn.k_proj": key, f"{at}self_attn.v_proj": key}
+    mlp = {f"{at}mlp.gate_proj": shape.inner, f"{at}mlp.up_proj": shape.inner}
+    is_normed = shape.family == "qwen3"
+    return LayerWeights(
+        norm=read(f"{at}input_layernorm.weight", width),
+        qkv=torch.cat([read(f"{part}.weight", count, width) for part, count in rows.items()]),
+        qkv_bias=read.biases(rows),
+        query_norm=read(f"{at}self_attn.q_norm.weight", shape.head_dim) if is_normed else None,
+        key_norm=read(f"{at}self_attn.k_norm.weight", shape.head_dim) if is_normed else None,
+        out=read(f"{at}self_attn.o_proj.weight", width, query),
+        out_bias=read.biases({f"{at}self_attn.o_proj": width}),
+        mlp_norm=read(f"{at}post_attention_layernorm.weight", width),
+        gate_up=torch.cat([read(f"{part}.weight", count, width) for part, count in mlp.items()]),
+        gate_up_bias=read.biases(mlp),
+        down=read(f"{at}mlp.down_proj.weight", width, shape.inner),
+        down_bias=read.biases({f"{at}mlp.down_proj": width}),
+    )
+
+
+class _Reader:
+    """Reads tensors by name from the safetensors files of one folder, checked for shape."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack) -> None:
+        self._dtype, self._device, self._name, self._folder = dtype, device, name, folder
+        files = _weight_files(folder, name)
+        try:
+            handles = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
+        except (SafetensorError, OSError) as error:
+            advice = "Download it again"
+            raise ModelLoadError(name, f"the weights in {folder} are damaged ({error})", advice) from error
+        # some checkpoints carry the prefix of the full model, others hold the bare decoder
+        self._where = {key.removeprefix("model."): (handle, key) for handle in handles for key in handle.keys()}
+
+    def __call__(self, key: str, *size: int) -> Tensor:
+        if key not in self._where:
+            raise ModelLoadError(self._name, f"{self._folder} lacks the weight {key!r}: foreign or incomplete files")
+        handle, full = self._where[key]
+        tensor: Tensor = handle.get_tensor(full)
+        if tuple(tensor.shape) != size:
+            problem = f"weight {key!r} has shape {tuple(tensor.shape)}, config.json says {size}"
+            raise ModelLoadError(self._name, problem, "Configuration and weights belong to different models")
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def biases(self, parts: Mapping[str, int]) -> Tensor | None:
+        """The biases of these projections in a row, zeros for those without one; None when none has any."""
+        if not any(f"{part}.bias" in self._where for part in parts):
+            return None
+        return torch.cat(
+            [
+                self(f"{part}.bias", size)
+                if f"{part}.bias" in self._where
+                else torch.zeros(size, dtype=self._dtype, device=self._device)
+                for part, size in parts.items()
+            ]
+        )
+
+
+def _weight_files(folder: Path, name: str) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [folder / str(shard) for shard in shards]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise ModelLoadError(name, f"{folder} lacks {', '.join(missing)}", "Download the missing shards")
+    if not files:
+        raise ModelLoadError(name, f"{folder} holds no safetensors weights", "Convert them with save_pretrained")
+    return files

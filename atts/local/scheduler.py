@@ -1,0 +1,299 @@
+"""Decides what the next step computes: who is admitted, which tokens are fed, who gives way when slots run short."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from atts.local.batch import Slots, StepBatch
+from atts.local.pool import SlotPool
+from atts.local.prefix import PrefixTree
+from atts.local.sequence import Sequence
+
+_RUN = 8  # slots taken at a time while decoding: neighbours in memory, few calls
+_WORTH_WAITING = 8  # tokens a sibling must be about to share before a request waits for it
+_HEADROOM = 16  # slots kept free per running sequence when another is admitted
+
+
+class Part(NamedTuple):
+    """The tokens `start` to `stop` of a sequence, fed in one step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether a token is drawn after it."""
+        return not self.sequence.is_scoring and self.stop == len(self.sequence.ids)
+
+    @property
+    def scored_positions(self) -> range:
+        """Positions whose logits score the token that follows, or are kept for who goes on from the end."""
+        if not self.sequence.is_scoring:
+            return range(0)
+        return range(max(self.start, self.sequence.first_scored - 1), self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step does: `parts` are fed, single tokens first; `ready` need no forward, their logits are known."""
+
+    parts: list[Part]
+    num_single: int
+    ready: list[Sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much may be in one step and in the cache."""
+
+    kv_tokens: int
+    max_batch: int
+    chunk_tokens: int
+    context_length: int
+
+
+class Scheduler:
+    """Oldest first, whatever the kind; decoding never waits for prefills, which are cut into chunks.
+
+    A request that fits the context always gets done: younger ones give their slots up for it.
+    """
+
+    def __init__(self, limits: Limits, tree: PrefixTree) -> None:
+        self._limits, self._tree = limits, tree
+        self._pool = SlotPool(limits.kv_tokens)
+        self._chunk = limits.chunk_tokens
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._running: list[Sequence] = []  # by order
+        self._by_ticket: dict[int, Sequence] = {}
+        self._rows = list(range(limits.max_batch - 1, -1, -1))
+        width = min(limits.context_length, limits.kv_tokens) + 1
+        self.table: Slots = np.zeros((limits.max_batch, width), dtype=np.int32)
+        self.num_preempted = self.num_evicted = 0
+        self.admitted: list[Sequence] = []  # first-time admissions since the reader last cleared it
+
+    @property
+    def pool(self) -> SlotPool:
+        """The slots of the cache."""
+        return self._pool
+
+    @property
+    def tree(self) -> PrefixTree:
+        """What the cache remembers."""
+        return self._tree
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._by_ticket)
+
+    def running(self) -> list[Sequence]:
+        """The requests that have a row, oldest first."""
+        return list(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request."""
+        self._by_ticket[sequence.ticket] = sequence
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def cancel(self, ticket: int) -> bool:
+        """Forget a request at once, keeping what was computed of it as cache; whether it was unfinished."""
+        sequence = self._by_ticket.get(ticket)
+        if sequence is None:
+            return False
+        self.finish(sequence)
+        return True
+
+    def finish(self, sequence: Sequence, *, cache: str = "keep") -> None:
+        """The request is done: its slots become cache, or are freed at once where `cache` is "drop"."""
+        del self._by_ticket[sequence.ticket]
+        sequence.is_gone = True
+        if sequence.row >= 0:
+            self._release(sequence, cache=cache)
+
+    def shrink(self) -> bool:
+        """Feed half as many tokens and sequences a step from now on; False when that is no longer possible."""
+        if self._chunk <= 1:
+            return False
+        self._chunk //= 2
+        for sequence in self._running[max(1, len(self._running) // 2) :][::-1]:
+            self._preempt(sequence)
+        return True
+
+    def plan(self) -> Plan:
+        """Admit what fits, then choose the tokens of the next step."""
+        self._admit()
+        singles: list[Part] = []
+        longer: list[Part] = []
+        ready: list[Sequence] = []
+        budget = max(self._chunk - sum(s.is_decoding for s in self._running), (self._chunk + 3) // 4)
+        for sequence in list(self._running):
+            if sequence.row < 0:
+                continue  # gave way to an older one
+            if sequence.computed == len(sequence.ids):
+                ready.append(sequence)
+                continue
+            room = 1 if sequence.is_decoding else budget
+            stop = min(len(sequence.ids), sequence.computed + room)
+            if stop == sequence.computed or not self._reserve(sequence, stop):
+                continue
+            part = Part(sequence, sequence.computed, stop)
+            if not sequence.is_decoding:
+                budget -= stop - sequence.computed
+            (singles if stop - sequence.computed == 1 else longer).append(part)
+        return Plan(singles + longer, len(singles), ready)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Share what is computed of this sequence with all others, and read what they computed alike."""
+        row = self.table[sequence.row]
+        found = self._tree.insert(tuple(sequence.ids[: sequence.computed]), row[: sequence.computed])
+        assert sequence.node is not None, "a running sequence holds a lock"
+        self._tree.lock(found.node)
+        self._tree.unlock(sequence.node)
+        self._pool.give([row[sequence.owned : found.length]] if found.length > sequence.owned else [])
+        row[: found.length] = found.slots
+        sequence.node, sequence.owned = found.node, sequence.computed
+
+    def _admit(self) -> None:
+        deferred: list[Sequence] = []
+        while (
+            self._waiting and self._rows and len(self._running) < self._chunk and len(deferred) < self._limits.max_batch
+        ):
+            _, sequence = self._waiting[0]
+            if sequence.is_gone or self._is_worth_waiting(sequence):
+                heapq.heappop(self._waiting)
+                if not sequence.is_gone:
+                    deferred.append(sequence)
+                continue
+            if not self._enter(sequence):
+                break
+            heapq.heappop(self._waiting)
+        for sequence in deferred:
+            heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def _enter(self, sequence: Sequence) -> bool:
+        """Give a waiting request a row and all the cache knows of its ids; False when there is no room for it yet."""
+        ids = tuple(sequence.ids)
+        found = self._tree.match(ids, min(len(ids), sequence.first_scored))
+        self._tree.lock(found.node)
+        known = found.length
+        logits = None
+        if known == min(len(ids), sequence.first_scored):
+            logits = self._tree.logits(found.node)
+            known -= logits is None  # without them the last position must be computed again
+        if not self._fits(len(ids) - known):
+            self._tree.unlock(found.node)
+            return False
+        sequence.row, sequence.node, sequence.known_logits = self._rows.pop(), found.node, logits
+        self.table[sequence.row, :known] = found.slots[:known]
+        sequence.computed = sequence.owned = sequence.capacity = known
+        if not sequence.was_admitted:
+            sequence.was_admitted, sequence.cached_tokens = True, known
+            self.admitted.append(sequence)
+        insort(self._running, sequence, key=lambda other: other.order)
+        return True
+
+    def _fits(self, count: int) -> bool:
+        if not self._running:
+            return True
+        promised = sum(max(0, len(s.ids) - s.capacity) + _HEADROOM for s in self._running)
+        return self._pool.free + self._tree.evictable - promised >= count + _HEADROOM
+
+    def _is_worth_waiting(self, sequence: Sequence) -> bool:
+        """Whether a running prefill is about to compute a good part of this request's ids."""
+        busy = [s for s in self._running if s.computed < len(s.ids) and not s.is_decoding]
+        if not busy:
+            return False
+        limit = min(len(sequence.ids), sequence.first_scored)
+        known = self._tree.match(tuple(sequence.ids), limit).length
+        wanted = known + _WORTH_WAITING
+        return wanted <= limit and any(s.ids[:wanted] == sequence.ids[:wanted] for s in busy)
+
+    def _reserve(self, sequence: Sequence, stop: int) -> bool:
+        """See that the row has slots up to `stop`; failing that, the sequence itself gives way."""
+        need = stop - sequence.capacity
+        if need <= 0:
+            return True
+        count = need
+        if self._pool.free + self._tree.evictable >= _RUN * len(self._running):
+            count = min(max(need, _RUN), sequence.limit - sequence.capacity)
+        if not self._make_room(count, sequence):
+            self._preempt(sequence)
+            return False
+        self.table[sequence.row, sequence.capacity : sequence.capacity + count] = self._pool.take(count)
+        sequence.capacity += count
+        return True
+
+    def _make_room(self, count: int, sequence: Sequence) -> bool:
+        for victim in self._victims(sequence):
+            missing = count - self._pool.free
+            if missing <= 0:
+                return True
+            self.evict(missing)
+            if self._pool.free >= count:
+                return True
+            if victim is not None:
+                self._preempt(victim)
+        return False
+
+    def _victims(self, sequence: Sequence) -> Iterator[Sequence | None]:
+        """None first: eviction may do; then the younger sequences, youngest first; None again for what they freed."""
+        yield None
+        yield from [other for other in reversed(self._running) if other.order > sequence.order]
+        yield None
+
+    def evict(self, count: int) -> None:
+        """Forget cached sequences nobody reads until `count` more slots are free, or none is left."""
+        freed = self._tree.evict(count)
+        self.num_evicted += sum(len(run) for run in freed)
+        self._pool.give(freed)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue; what it generated stays, what it computed may be found in the cache again."""
+        self.num_preempted += 1
+        if sequence.is_scoring:
+            sequence.logprobs.clear()
+        self._release(sequence, cache="keep")
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def _release(self, sequence: Sequence, *, cache: str) -> None:
+        if cache == "keep" and sequence.computed > sequence.owned:
+            self.settle(sequence)
+        assert sequence.node is not None, "a running sequence holds a lock"
+        self._tree.unlock(sequence.node)
+        self._pool.give([self.table[sequence.row, sequence.owned : sequence.capacity]])
+        self._rows.append(sequence.row)
+        self._running.remove(sequence)
+        sequence.row, sequence.node, sequence.known_logits = -1, None, None
+        sequence.computed = sequence.owned = sequence.capacity = 0
+
+
+def step_batch(plan: Plan, table: Slots) -> StepBatch:
+    """The plan as arrays; wanted are first the last tokens of those that draw, then the tokens of those that score."""
+    parts = plan.parts
+    counts = np.array([part.stop - part.start for part in parts], dtype=np.int64)
+    starts = np.zeros(len(parts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    lengths = np.array([part.stop for part in parts], dtype=np.int64)
+    rows = np.array([part.sequence.row for part in parts], dtype=np.int64)
+    tokens = np.array([token for s, start, stop in parts for token in s.ids[start:stop]], dtype=np.int64)
+    positions = np.arange(len(tokens)) - np.repeat(starts[:-1] - lengths + counts, counts)
+    slots = table[np.repeat(rows, counts), positions].astype(np.int64)
+    drawn = [
+        first + part.stop - part.start - 1
+        for part, first in zip(parts, starts.tolist()[:-1], strict=True)
+        if part.draws
+    ]
+    scored = [
+        first + position - part.start
+        for part, first in zip(parts, starts.tolist()[:-1], strict=True)
+        for position in part.scored_positions
+    ]
+    wanted = np.array(drawn + scored, dtype=np.int64)
+    return StepBatch(tokens, positions, slots, rows, starts, lengths, plan.num_single, wanted)

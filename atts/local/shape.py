@@ -1,0 +1,138 @@
+"""What the local engine must know of a model before it reads a weight, read from its configuration or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atts.core import TokenIds
+from atts.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ROPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on the length at hand
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The dimensions and constants of one decoder-only model of a supported family."""
+
+    family: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int  # width of the feed-forward block
+    vocabulary: int
+    context_length: int
+    eps: float
+    frequencies: Tensor  # [head_dim / 2] float32, of the rotary embedding
+    rope_scale: float  # multiplies cosines and sines
+    ties_embeddings: bool
+    end_ids: TokenIds
+
+    @property
+    def matrix_weights(self) -> int:
+        """Weights one token is multiplied with, the output head included."""
+        attention = self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.width * self.inner) + self.vocabulary * self.width
+
+    @property
+    def kv_floats(self) -> int:
+        """Numbers the cache keeps per token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def read_shape(folder: Path, name: str) -> Shape:
+    """The shape of the model in `folder`.
+
+    :raises ModelLoadError: no readable configuration, a family or an attention we do not compute.
+    """
+    config = _config(folder, name)
+    _refuse_foreign(config, name)
+    frequencies, scale = _rope(config, name)
+    heads = config.num_attention_heads
+    return Shape(
+        family=config.model_type,
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=_head_dim(config),
+        inner=config.intermediate_size,
+        vocabulary=config.vocab_size,
+        context_length=_context(config),
+        eps=config.rms_norm_eps,
+        frequencies=frequencies,
+        rope_scale=scale,
+        ties_embeddings=bool(config.tie_word_embeddings),
+        end_ids=_end_ids(folder, config),
+    )
+
+
+def _config(folder: Path, name: str) -> Any:
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(name, f"{folder} holds no config.json", "Name a folder written by save_pretrained")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(name, f"config.json cannot be read as a model configuration ({error})") from error
+
+
+def _refuse_foreign(config: Any, name: str) -> None:
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        advice = (
+            f"The local engine computes {known}; serve other families with vLLM or SGLang and use the remote engine"
+        )
+        raise ModelLoadError(name, f"models of type {config.model_type!r} are not supported", advice)
+    if getattr(config, "quantization_config", None):
+        raise ModelLoadError(name, "its weights are quantised", "Use the unquantised checkpoint, or serve it with vLLM")
+    if config.hidden_act != "silu":
+        raise ModelLoadError(name, f"its activation {config.hidden_act!r} is not supported (only silu)")
+    if _head_dim(config) % 2:
+        raise ModelLoadError(name, f"its head dimension {_head_dim(config)} is odd")
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _context(config: Any) -> int:
+    """Within its window, sliding attention equals full attention; so the window is the context we offer."""
+    window = getattr(config, "sliding_window", None)
+    return int(min(config.max_position_embeddings, window or config.max_position_embeddings))
+
+
+def _rope(config: Any, name: str) -> tuple[Tensor, float]:
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind not in _ROPES:
+        advice = f"Supported: {', '.join(_ROPES)}"
+        raise ModelLoadError(name, f"its rotary embedding of type {kind!r} is not supported", advice)
+    if kind == "default":
+        exponent = torch.arange(0, _head_dim(config), 2, dtype=torch.float32) / _head_dim(config)
+        return 1.0 / (parameters["rope_theta"] ** exponent), 1.0
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies.float(), float(scale)
+
+
+def _end_ids(folder: Path, config: Any) -> TokenIds:
+    import json
+
+    found: object = None
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+    if found is None:
+        found = config.eos_token_id
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)  # type: ignore[arg-type]

@@ -1,0 +1,115 @@
+"""Tiny random models of every supported family, and the naive loop they are all compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|end|><|assistant|>{% endif %}"
+)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 256 bytes, a few merges and three special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner: Any = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=SPECIALS)
+    inner.train_from_iterator(["the step is done.\n\nthe next step is not done\n\n"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(folder)
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A random model of `family` whose logits are far apart enough to be compared."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    size = {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "initializer_range": 0.25,
+        **changes,
+    }
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **size)).eval()
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Save a tiny random model once a session and return its folder."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, **changes: Any) -> Path:
+        key = f"{family}-{sorted(changes.items())}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            model = tiny_model(family, **changes)
+            if changes.get("attention_bias") or family == "qwen2":
+                for name, weight in model.named_parameters():
+                    if name.endswith("bias"):
+                        torch.nn.init.normal_(weight, std=0.3)
+            model.save_pretrained(folder)
+            save_tokenizer(folder)
+            made[key] = folder
+        return made[key]
+
+    return make
+
+
+class Naive:
+    """One sequence at a time, the whole of it anew for every token: slow and obviously right."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+    @torch.inference_mode()
+    def logits(self, ids: tuple[int, ...]) -> torch.Tensor:
+        """[length, vocabulary]."""
+        return self.model(torch.tensor([ids])).logits[0].float()
+
+    def scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
+        """Log-probability of every suffix token."""
+        law = self.logits(prefix + suffix).log_softmax(-1)
+        rows = range(len(prefix) - 1, len(prefix) + len(suffix) - 1)
+        return [float(law[row, token]) for row, token in zip(rows, suffix, strict=True)]
+
+    def agrees(self, prompt: tuple[int, ...], ids: tuple[int, ...], gap: float = 1e-4) -> bool:
+        """Whether greedy decoding may write `ids`: the best token everywhere, either of two closer than `gap`."""
+        rows = self.logits(prompt + ids)[len(prompt) - 1 : -1]
+        best = rows.amax(-1)
+        chosen = rows.gather(-1, torch.tensor(ids).unsqueeze(-1)).squeeze(-1)
+        return bool((best - chosen <= gap).all())
+
+
+@pytest.fixture(scope="session")
+def naive(make_model: Callable[..., Path]) -> Callable[..., Naive]:
+    """The naive loop over the model in a folder."""
+    made: dict[Path, Naive] = {}
+
+    def make(folder: Path) -> Naive:
+        if folder not in made:
+            made[folder] = Naive(folder)
+        return made[folder]
+
+    return make

@@ -60,7 +60,7 @@ class TorchModel:
         """Query, key and value of each token, [tokens, heads, head_dim]; queries and keys turned to their position."""
         shape = self._shape
         rows = qkv.view(len(qkv), -1, shape.head_dim)
-        query, key, value = torch.split(rows, (shape.heads, shape.kv_heads, shape.kv_heads), 1)
+        query, key, value = torch.split(rows, [shape.heads, shape.kv_heads, shape.kv_heads], 1)
         if layer.query_norm is not None:
             query = F.rms_norm(query, (shape.head_dim,), layer.query_norm, shape.eps)
             key = F.rms_norm(key, (shape.head_dim,), layer.key_norm, shape.eps)

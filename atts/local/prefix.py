@@ -113,7 +113,7 @@ class PrefixTree:
             step = step.parent
 
     def evict(self, count: int) -> list[Slots]:
-        """Forget at least `count` slots' worth of unlocked sequences if there are as many, least recently used first."""
+        """Forget at least `count` unlocked slots if there are as many, those least recently used first."""
         freed: list[Slots] = []
         missing = count
         while missing > 0:

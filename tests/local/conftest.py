@@ -86,7 +86,8 @@ class Naive:
     @torch.inference_mode()
     def logits(self, ids: tuple[int, ...]) -> torch.Tensor:
         """[length, vocabulary]."""
-        return self.model(torch.tensor([ids])).logits[0].float()
+        logits: torch.Tensor = self.model(torch.tensor([ids])).logits
+        return logits[0].float()
 
     def scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
         """Log-probability of every suffix token."""

@@ -18,11 +18,11 @@ from atts.tasks import collect
 async def judge(line: Line, proposal: Proposal, gate: Gate) -> tuple[Decision, Proposal]:
     """Ask the gate, with the target's score if the gate wants it. What cannot be judged is escalated."""
     evidence = features(line, proposal)
-    if not proposal.chunk.target_ids:
-        return _forced(evidence, "the draft wrote nothing"), proposal
     decision = gate.preview(evidence)
     if decision.action != "verify":
         return decision, proposal
+    if not proposal.chunk.target_ids:
+        return _forced(evidence, "the draft wrote nothing"), proposal
     proposal = await scored(line, proposal)
     if proposal.score is None:
         return _forced(evidence, f"not scored: {proposal.flaw}"), proposal

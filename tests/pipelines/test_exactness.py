@@ -1,0 +1,164 @@
+"""The law of what comes out is the law that was promised, token for token; planted bugs must show."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from scipy import stats
+
+from atts.core import Completion, Problem, Rollout, SampleRequest, Sampling
+from atts.graph import Graph, ProblemScope
+from atts.pipelines import Answers, Chunking, Context, FixedGate, Policy, solve
+from atts.testing import run_virtual
+from atts.testing.table import TableEngine
+
+# "a" is the prompt and a letter, "n" plays the delimiter, "." is the end.
+DRAFT = {"a": [0.4, 0.3, 0.2, 0.1], "b": [0.2, 0.2, 0.5, 0.1], "n": [0.3, 0.5, 0.1, 0.1]}
+TARGET = {"a": [0.2, 0.4, 0.2, 0.2], "b": [0.5, 0.1, 0.2, 0.2], "n": [0.1, 0.3, 0.4, 0.2]}
+LENGTH = 4
+ROLLOUTS = 2400
+POLICY = Policy(
+    samples=ROLLOUTS // 20,
+    turns=8,
+    max_tokens=LENGTH,
+    chunking=Chunking(draft_tokens=2, target_tokens=2, stop=("n",)),
+    sampling=Sampling(),
+    early_stop="none",
+    system="",
+    repeats=99,  # the guard against endless repetition is a departure from the law, and off here
+)
+RAW = Sampling()
+
+
+class Glued(TableEngine):
+    """Planted bug: a delimiter is glued between chunks."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        glue = self.tokenizer.encode("n") if len(request.ids) > 1 else ()
+        return await super().sample(replace(request, ids=(*request.ids, *glue)))
+
+
+class Beheaded(TableEngine):
+    """Planted bug: the first token of every completion is dropped."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        whole = await super().sample(replace(request, max_tokens=request.max_tokens + 1))
+        ids = whole.ids[1:]
+        return replace(whole, ids=ids, text=self.tokenizer.decode(ids), logprobs=whole.logprobs[1:])
+
+
+class Reusing(TableEngine):
+    """Planted bug: half of the replacements are the rejected chunk itself."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        if request.seed.key() % 2:
+            draft = TableEngine(DRAFT)
+            return await draft.sample(replace(request, seed=replace(request.seed, role="draft")))
+        return await super().sample(request)
+
+
+def texts(draft: TableEngine, target: TableEngine, policy: Policy, action: str) -> Counter[str]:
+    """What rollouts wrote within the length, "." for an end before it."""
+    gate = FixedGate("escalate" if action == "escalate" else "accept")
+    context = Context(draft, target, gate, Answers(lambda text: None, lambda answers: list(range(len(answers)))))
+
+    async def main() -> list[Rollout]:
+        async def one(problem: Problem, scope: ProblemScope) -> tuple[Rollout, ...]:
+            return (await solve(problem, policy, context, scope)).rollouts
+
+        problems = [Problem(f"p{i}", "?") for i in range(20)]
+        results = await Graph(rollouts=256).run(problems, one)
+        return [rollout for result in results for rollout in result.value or ()]
+
+    return Counter(_text(rollout) for rollout in run_virtual(main))
+
+
+def _text(rollout: Rollout) -> str:
+    ended = rollout.finish == "end" and len(rollout.text) < LENGTH
+    return rollout.text[:LENGTH] + ("." if ended else "")
+
+
+def cells(law: Callable[[str], float]) -> dict[str, float]:
+    """Every text of the full length or ended before, with its exact probability."""
+    whole = ["".join(letters) for letters in itertools.product("abn", repeat=LENGTH)]
+    short = ["".join(letters) + "." for n in range(LENGTH) for letters in itertools.product("abn", repeat=n)]
+    found = {text: law(text) for text in [*whole, *short]}
+    assert math.isclose(sum(found.values()), 1.0)
+    return found
+
+
+def p_value(seen: Counter[str], law: dict[str, float]) -> float:
+    """Chi-square against the exact law, cells below 5 expected pooled."""
+    total = sum(seen.values())
+    big = [text for text, p in law.items() if p * total >= 5]
+    observed = [*(seen[text] for text in big), total - sum(seen[text] for text in big)]
+    expected = [*(law[text] * total for text in big), total * (1 - sum(law[text] for text in big))]
+    return float(stats.chisquare(observed, expected).pvalue)
+
+
+def exact(engine: TableEngine, sampling: Sampling = RAW) -> dict[str, float]:
+    return cells(lambda text: engine.probability(text, sampling))
+
+
+REPLACING = replace(POLICY, takeover="replace", answers="verify")
+
+
+@pytest.mark.parametrize("optimistic", [False, True])
+def test_rate_0_is_the_draft(optimistic: bool) -> None:
+    """Accepting everything, the pipeline's law is the draft's; drafting ahead does not change it."""
+    draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
+    seen = texts(draft, target, replace(POLICY, optimistic=optimistic), "accept")
+    assert p_value(seen, exact(draft)) > 1e-4
+
+
+def test_rate_1_with_replace_is_the_target() -> None:
+    """Rejecting everything and replacing it, the law is the target's: nothing of the draft shines through."""
+    draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
+    assert p_value(texts(draft, target, REPLACING, "escalate"), exact(target)) > 1e-4
+
+
+def test_rate_1_with_replace_and_its_own_temperature() -> None:
+    """The target's own sampling law is the one that counts."""
+    draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
+    law = Sampling(temperature=0.6)
+    seen = texts(draft, target, replace(REPLACING, target_sampling=law), "escalate")
+    assert p_value(seen, exact(target, law)) > 1e-4
+
+
+def test_continue_alternates_the_two_laws() -> None:
+    """Continue keeps the draft's chunk and goes on with the target's: the mixed law, computed exactly."""
+    draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
+    seen = texts(draft, target, POLICY, "escalate")
+    assert p_value(seen, cells(lambda text: _alternating(text, (draft, target)))) > 1e-4
+
+
+def _alternating(text: str, engines: Sequence[TableEngine], last: str = "a", turn: int = 0, used: int = 0) -> float:
+    """The draft writes up to two letters, then the target; a draft that ends hands over, a target that ends is done."""
+    if not text:
+        return 1.0
+    end, letter = engines[turn].probability(".", start=last), text[0]
+    handed_over = end * _alternating(text, engines, last, 1) if turn == 0 else 0.0
+    if letter == ".":
+        return handed_over if turn == 0 else end
+    over = used == 1 or letter == "n"
+    following = _alternating(text[1:], engines, letter, 1 - turn if over else turn, 0 if over else used + 1)
+    return handed_over + engines[turn].probability(letter, start=last) * following
+
+
+@pytest.mark.parametrize("bug", [Glued, Beheaded, Reusing])
+def test_a_planted_bug_shows(bug: type[TableEngine]) -> None:
+    """The test above has the power to see what it is there for."""
+    draft, target = TableEngine(DRAFT, "draft"), bug(TARGET, "target")
+    assert p_value(texts(draft, target, REPLACING, "escalate"), exact(TableEngine(TARGET))) < 1e-6
+
+
+def test_a_wrong_temperature_shows() -> None:
+    """So does sampling at another temperature than asked."""
+    draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
+    seen = texts(draft, target, replace(REPLACING, target_sampling=Sampling(temperature=0.8)), "escalate")
+    assert p_value(seen, exact(target)) < 1e-6

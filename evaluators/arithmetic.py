@@ -1,0 +1,391 @@
+"""Graded arithmetic generated from a seed, with worked solutions: what the embedded models learn and are measured on.
+
+A problem's level is its number of steps: 2, 3, 4, 5-6, 7-8 for levels 1 to 5. The splits share no computation: a
+problem belongs to the split that a hash of its operations names, whatever its wording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from random import Random
+from typing import Literal, get_args
+
+from atts.core import Problem
+from atts.errors import OptionError
+
+__all__ = ["LEVELS", "LIMIT", "Exercise", "Operation", "Split", "Step", "exercises", "problems", "split_of", "stream"]
+
+Split = Literal["train", "calibration", "test"]
+Operator = Literal["+", "-", "*", "/"]
+
+LIMIT = 199
+"""No number in a problem or its solution is larger."""
+LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (7, 8)}
+"""Numbers of steps by level."""
+
+_NAMES = ("Mia", "Leo", "Ana", "Sam", "Tom", "Eva", "Ben", "Zoe", "Kim", "Max")
+_ITEMS = ("pen", "hat", "card", "coin", "book", "cup", "nut", "cap")
+_OPENERS = ("", "", "So ", "Then ", "Next ")
+_BUCKETS = 10  # test and calibration hold one each, so that a benchmark costs ten draws a problem
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One computation; divisions are exact.
+
+    >>> Operation(87, "+", 46).worked()
+    '87 + 46 = 127 + 6 = 133'
+    """
+
+    left: int
+    operator: Operator
+    right: int
+
+    @property
+    def value(self) -> int:
+        """The result."""
+        match self.operator:
+            case "+":
+                return self.left + self.right
+            case "-":
+                return self.left - self.right
+            case "*":
+                return self.left * self.right
+            case "/":
+                return self.left // self.right
+
+    def middle(self) -> str:
+        """The intermediate form a careful person writes down; empty where the result is seen at once."""
+        tens, ones = self.right // 10 * 10, self.right % 10
+        match self.operator:
+            case "+" if tens and ones and self.left % 10 + ones >= 10:
+                return f"{self.left + tens} + {ones}"
+            case "-" if tens and ones and self.left % 10 < ones:
+                return f"{self.left - tens} - {ones}"
+            case "*" if max(self.left, self.right) >= 10:
+                large, small = (self.left, self.right) if self.left >= 10 else (self.right, self.left)
+                return f"{large // 10 * 10 * small} + {large % 10 * small}" if large % 10 else ""
+            case _:
+                return ""
+
+    def worked(self) -> str:
+        """The computation as the reference solutions write it."""
+        middle = self.middle()
+        return f"{self.left} {self.operator} {self.right} = {f'{middle} = ' if middle else ''}{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One line of a solution: words around a computation."""
+
+    before: str
+    operation: Operation
+    after: str = ""
+
+    @property
+    def text(self) -> str:
+        """The line, full stop included, delimiter left out."""
+        return f"{self.before}{self.operation.worked()}{self.after}."
+
+
+@dataclass(frozen=True, slots=True)
+class Exercise:
+    """A question with its worked solution."""
+
+    kind: str
+    text: str
+    steps: tuple[Step, ...]
+
+    @property
+    def answer(self) -> int:
+        """The value of the last step."""
+        return self.steps[-1].operation.value
+
+    @property
+    def level(self) -> int:
+        """1 to 5, by the number of steps."""
+        return next(level for level, lengths in LEVELS.items() if len(self.steps) in lengths)
+
+    @property
+    def chunks(self) -> tuple[str, ...]:
+        """The solution as a model should write it: each step ends with a blank line, the last chunk boxes the answer."""
+        return (*(f"{step.text}\n\n" for step in self.steps), f"The answer is \\boxed{{{self.answer}}}.")
+
+    @property
+    def solution(self) -> str:
+        """The chunks joined by nothing."""
+        return "".join(self.chunks)
+
+    @property
+    def canonical(self) -> str:
+        """The operations alone: two wordings of one computation share it."""
+        operations = (step.operation for step in self.steps)
+        return "|".join(f"{item.left}{item.operator}{item.right}" for item in operations)
+
+
+def split_of(canonical: str) -> Split:
+    """The one split a computation belongs to: 80 % train, 10 % calibration, 10 % test."""
+    bucket = int.from_bytes(blake2b(canonical.encode(), digest_size=8).digest(), "big") % _BUCKETS
+    return "test" if bucket == 0 else "calibration" if bucket == 1 else "train"
+
+
+def problems(
+    split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
+) -> list[Problem]:
+    """`count` distinct problems, the levels in turn; a longer call with the same seed starts with the shorter one's.
+
+    :raises OptionError: an unknown split, an unknown level or a negative count.
+
+    >>> [(p.level, p.answer is not None) for p in problems("test", 2, seed=1, levels=(1, 5))]
+    [(1, True), (5, True)]
+    """
+    return [
+        Problem(
+            id=f"arithmetic-{split}-{seed}-{index}",
+            text=exercise.text,
+            answer=str(exercise.answer),
+            level=exercise.level,
+            subject=exercise.kind,
+            source="arithmetic",
+        )
+        for index, exercise in enumerate(exercises(split, count, seed, levels))
+    ]
+
+
+def exercises(
+    split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
+) -> list[Exercise]:
+    """The same problems with their worked solutions, in the same order.
+
+    :raises OptionError: an unknown split, an unknown level or a negative count.
+    """
+    if count < 0:
+        raise OptionError("count", f"{count} is negative")
+    found: list[Exercise] = []
+    seen: set[str] = set()
+    source = stream(split, seed, levels)
+    while len(found) < count:
+        wanted = levels[len(found) % len(levels)]
+        exercise = next(source)
+        while exercise.level != wanted or exercise.canonical in seen:
+            exercise = next(source)
+        seen.add(exercise.canonical)
+        found.append(exercise)
+    return found
+
+
+def stream(split: Split, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)) -> Iterator[Exercise]:
+    """Endless exercises of one split, repeats possible: the bulk path for training. Give a level twice for more of it.
+
+    :raises OptionError: an unknown split or level.
+    """
+    if split not in get_args(Split):
+        raise OptionError("split", f"{split!r} is unknown", get_args(Split))
+    for level in levels or (0,):
+        if level not in LEVELS:
+            raise OptionError("levels", f"{level} is unknown", [str(known) for known in LEVELS])
+    return _stream(split, Random(f"{split}:{seed}"), tuple(levels))
+
+
+def _stream(split: Split, random: Random, levels: tuple[int, ...]) -> Iterator[Exercise]:
+    while True:
+        steps = random.choice(LEVELS[random.choice(levels)])
+        exercise = random.choice(_KINDS)(random, steps)
+        if exercise is not None and split_of(exercise.canonical) == split:
+            yield exercise
+
+
+def _next_operation(random: Random, value: int) -> Operation:
+    """An operation on `value` that stays between 2 and the limit; all four kinds about equally often."""
+    divisors = [divisor for divisor in range(2, 10) if value % divisor == 0 and value > divisor]
+    choices: list[Operator] = []
+    if value <= LIMIT - 2:
+        choices.append("+")
+    if value >= 4:
+        choices.append("-")
+    if 2 <= value <= LIMIT // 2:
+        choices += ["*", "*"] if value <= LIMIT // 4 else ["*"]
+    if divisors:
+        choices += ["/", "/"]
+    operator = random.choice(choices)
+    match operator:
+        case "+":
+            return Operation(value, "+", random.randint(2, min(99, LIMIT - value)))
+        case "-":
+            return Operation(value, "-", random.randint(2, min(99, value - 2)))
+        case "*":
+            return Operation(value, "*", random.randint(2, min(9, LIMIT // value)))
+        case "/":
+            return Operation(value, "/", random.choice(divisors))
+
+
+def _chain(random: Random, count: int) -> list[Operation]:
+    """Operations each of which works on the value before it."""
+    value = random.randint(2, 99)
+    operations: list[Operation] = []
+    for _ in range(count):
+        operations.append(_next_operation(random, value))
+        value = operations[-1].value
+    return operations
+
+
+def _bare(random: Random, operations: Sequence[Operation]) -> tuple[Step, ...]:
+    return tuple(Step(random.choice(_OPENERS) if index else "", item) for index, item in enumerate(operations))
+
+
+def _instructions(random: Random, count: int) -> Exercise:
+    """"Start with 24. Multiply by 3. ..."."""
+    phrases = {
+        "+": ("Add {}", "Increase by {}"),
+        "-": ("Subtract {}", "Take away {}"),
+        "*": ("Multiply by {}",),
+        "/": ("Divide by {}",),
+    }
+    operations = _chain(random, count)
+    told = [random.choice(phrases[item.operator]).format(item.right) for item in operations]
+    question = random.choice(("What do you get?", "What is the result?"))
+    text = f"Start with {operations[0].left}. {'. '.join(told)}. {question}"
+    return Exercise("instructions", text, _bare(random, operations))
+
+
+def _expression(random: Random, count: int) -> Exercise:
+    """"Compute ((24 * 3) - 17) + 5."."""
+    operations = _chain(random, count)
+    written = str(operations[0].left)
+    for index, item in enumerate(operations):
+        inner = f"({written})" if index else written
+        written = f"{inner} {item.operator} {item.right}"
+    text = random.choice(("Compute {}.", "What is {}?")).format(written)
+    return Exercise("expression", text, _bare(random, operations))
+
+
+def _variables(random: Random, count: int) -> Exercise:
+    """"Let a = 24. Let b = a * 3. Let c = b - a. ..."."""
+    values = [random.randint(2, 99)]
+    told = [f"Let a = {values[0]}."]
+    steps: list[Step] = []
+    for index in range(count):
+        name, last = "abcdefghi"[index + 1], "abcdefghi"[index]
+        item = _next_operation(random, values[-1])
+        right = str(item.right)
+        earlier = [place for place in range(index) if 2 <= values[place] <= LIMIT - values[-1]]
+        if earlier and random.random() < 0.4:
+            place = random.choice(earlier)
+            operator: Operator = "-" if values[place] < values[-1] and random.random() < 0.5 else "+"
+            item, right = Operation(values[-1], operator, values[place]), "abcdefghi"[place]
+        told.append(f"Let {name} = {last} {item.operator} {right}.")
+        steps.append(Step(f"{name} = ", item))
+        values.append(item.value)
+    return Exercise("variables", f"{' '.join(told)} What is {'abcdefghi'[count]}?", tuple(steps))
+
+
+def _story(random: Random, count: int) -> Exercise | None:
+    """One person's things, one event after another; an event takes one or two steps."""
+    name, item = random.choice(_NAMES), random.choice(_ITEMS)
+    value = random.randint(5, 99)
+    told, steps = [f"{name} has {value} {item}s."], list[Step]()
+    while len(steps) < count:
+        if count - len(steps) >= 2 and random.random() < 0.4:
+            groups, size = random.randint(2, 9), random.randint(2, 20)
+            total = Operation(groups, "*", size)
+            if value > total.value and random.random() < 0.5:
+                told.append(f"{name} gives {size} {item}s to each of {groups} friends.")
+                steps.append(Step("The friends get ", total))
+                change = Operation(value, "-", total.value)
+            else:
+                place = random.choice(("bag", "box"))
+                told.append(f"{name} buys {groups} {place}{'es' if place == 'box' else 's'} of {size} {item}s.")
+                steps.append(Step(f"The {place}{'es' if place == 'box' else 's'} hold ", total))
+                change = Operation(value, "+", total.value)
+        else:
+            change = _next_operation(random, value)
+            told.append(_event(random, name, item, change))
+        steps.append(Step(f"{name} has ", change, f" {item}s"))
+        value = change.value
+        if value > LIMIT or steps[-2 if len(steps) > 1 else -1].operation.value > LIMIT:
+            return None
+    return Exercise("story", f"{' '.join(told)} How many {item}s does {name} have now?", tuple(steps))
+
+
+def _event(random: Random, name: str, item: str, change: Operation) -> str:
+    phrases = {
+        "+": ("{n} buys {k} more.", "{n} finds {k} {i}s.", "{n} gets {k} more {i}s."),
+        "-": ("{n} gives away {k}.", "{n} loses {k} {i}s.", "{n} sells {k} {i}s."),
+        "*": ("Now {n} has {k} times as many.",),
+        "/": ("{n} makes {k} equal parts and keeps one.",),
+    }
+    return random.choice(phrases[change.operator]).format(n=name, k=change.right, i=item)
+
+
+def _comparison(random: Random, count: int) -> Exercise | None:
+    """Several people, each compared with an earlier one; asked for the last one's number or for all together."""
+    together = count % 2 == 0 and random.random() < 0.5
+    relations = count // 2 if together else count
+    item = random.choice(_ITEMS)
+    names = random.sample(_NAMES, relations + 1)
+    values = [random.randint(2, 40 if together else 99)]
+    told, steps = [f"{names[0]} has {values[0]} {item}s."], list[Step]()
+    for index in range(relations):
+        place = index if not together else random.randint(0, index)  # asked for the last one, every step must matter
+        change = _next_operation(random, values[place])
+        told.append(_relation(names[index + 1], names[place], item, change))
+        steps.append(Step(f"{names[index + 1]} has ", change))
+        values.append(change.value)
+    if not together:
+        return Exercise("comparison", f"{' '.join(told)} How many {item}s does {names[-1]} have?", tuple(steps))
+    if sum(values) > LIMIT:
+        return None
+    total = values[0]
+    for value in values[1:]:
+        steps.append(Step("Together ", Operation(total, "+", value)))
+        total += value
+    return Exercise("comparison", f"{' '.join(told)} How many {item}s do they have together?", tuple(steps))
+
+
+def _relation(name: str, other: str, item: str, change: Operation) -> str:
+    phrases = {
+        "+": "{n} has {k} more {i}s than {o}.",
+        "-": "{n} has {k} fewer {i}s than {o}.",
+        "*": "{n} has {k} times as many {i}s as {o}.",
+        "/": "{o} has {k} times as many {i}s as {n}.",
+    }
+    return phrases[change.operator].format(n=name, o=other, k=change.right, i=item)
+
+
+def _shopping(random: Random, count: int) -> Exercise | None:
+    """Several goods at a price each; asked for the bill or for the change."""
+    kinds = (count + 1) // 2
+    name, goods = random.choice(_NAMES), random.sample(_ITEMS, kinds)
+    bills = [Operation(random.randint(2, 9), "*", random.randint(2, 30)) for _ in goods]
+    total = sum(bill.value for bill in bills)
+    if total >= LIMIT:
+        return None
+    prices = _listed([f"a {good} costs {bill.right}" for good, bill in zip(goods, bills, strict=True)])
+    bought = _listed([f"{bill.left} {good}s" for good, bill in zip(goods, bills, strict=True)])
+    steps = [Step(f"{bill.left} {good}s cost ", bill) for good, bill in zip(goods, bills, strict=True)]
+    paid = bills[0].value
+    for bill in bills[1:]:
+        steps.append(Step("Together ", Operation(paid, "+", bill.value)))
+        paid += bill.value
+    text = f"{prices[0].upper()}{prices[1:]}. {name} buys {bought}."
+    if len(steps) == count:
+        return Exercise("shopping", f"{text} How much does {name} pay?", tuple(steps))
+    given = random.randint(total + 1, LIMIT)
+    steps.append(Step("The change is ", Operation(given, "-", total)))
+    return Exercise("shopping", f"{text} {name} pays with {given}. How much change does {name} get?", tuple(steps))
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+_KINDS: tuple[Callable[[Random, int], Exercise | None], ...] = (
+    _instructions,
+    _expression,
+    _variables,
+    _story,
+    _comparison,
+    _shopping,
+)

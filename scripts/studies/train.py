@@ -1,0 +1,259 @@
+"""Trains the embedded pair from a seed: tokenizer, draft, the draft's own errors, then the target that corrects them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from atts.evaluators.arithmetic import Exercise, exercises
+from scripts.studies.train_data import Batch, Cursor, Encoder, Errors, Mixture, batches, build_tokenizer, prompt
+from scripts.studies.train_eval import chunked, first_wrong, generate, graded, rate
+from scripts.studies.train_model import Llama, Shape, load, save
+from scripts.studies.train_workers import Losses, Work, Workers
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "atts" / "models"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that decides what a model becomes, its seed included."""
+
+    shape: Shape
+    steps: int
+    seed: int
+    mixture: Mixture = Mixture()
+    micro_tokens: int = 2048
+    micro_batches: int = 8  # per step, once the first `small_steps` are over
+    small_steps: int = 0  # steps of half as many micro-batches: more updates while they teach most
+    muon_rate: float = 0.02
+    adam_rate: float = 0.004
+    weight_decay: float = 0.0
+    warmup: int = 50
+    decay: float = 0.4  # the share of steps over which the rate falls to zero
+    exit_weight: float = 0.0  # loss of one earlier layer a step, read by the same output matrix
+    drafted: float = 0.0  # share of conversations built on the draft's own errors ...
+    drafted_from: int = 0  # ... from this step on
+
+
+RECIPES: dict[str, Recipe] = {
+    "draft": Recipe(Shape(64, 2, 1, 1, 128), steps=1400, seed=1, mixture=Mixture(errors=0.2), micro_batches=4),
+    "target": Recipe(
+        Shape(256, 6, 4, 2, 512),
+        steps=2600,
+        seed=2,
+        small_steps=1500,
+        exit_weight=0.1,
+        drafted=0.12,
+        drafted_from=800,
+    ),
+}
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands; saved with every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    cursor: Cursor = field(default_factory=Cursor)
+
+
+class Trainer:
+    """One model in training; the same seed, thread count and machine kind give the same weights."""
+
+    def __init__(self, name: str, recipe: Recipe, work: Path, encoder: Encoder) -> None:
+        torch.manual_seed(recipe.seed)
+        self.name, self.recipe, self.work, self.encoder = name, recipe, work, encoder
+        self.model = Llama(recipe.shape)
+        matrices = [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
+        others = [weight for weight in self.model.parameters() if all(weight is not one for one in matrices)]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=recipe.muon_rate, momentum=0.95, weight_decay=recipe.weight_decay),
+            torch.optim.AdamW(others, lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.rates = (recipe.muon_rate, recipe.adam_rate)
+        self.progress = Progress()
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where this run's state is kept."""
+        return self.work / f"{self.name}.pt"
+
+    def keep(self) -> None:
+        """Write the state in one step, so that a kill leaves the old one or the new one."""
+        part = self.checkpoint.with_suffix(".part")
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "progress": asdict(self.progress),
+            "recipe": asdict(self.recipe),
+        }
+        torch.save(state, part)
+        part.replace(self.checkpoint)
+
+    def resume(self) -> bool:
+        """Take up a checkpoint if there is one; says whether it did."""
+        if not self.checkpoint.exists():
+            return False
+        state: dict[str, Any] = torch.load(self.checkpoint, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
+        stored = dict(state["progress"])
+        stored["cursor"] = Cursor(**stored["cursor"])
+        self.progress = Progress(**stored)
+        return True
+
+    def factor(self) -> float:
+        """The learning rate now, as a share of its peak: a short rise, a plateau, a straight fall to zero."""
+        step, recipe = self.progress.step, self.recipe
+        rise = min(1.0, (step + 1) / recipe.warmup)
+        fall = (recipe.steps - step) / (recipe.steps * recipe.decay)
+        return min(rise, max(fall, 0.0), 1.0)
+
+    def stream(self, errors: Errors) -> Iterator[tuple[Batch, Cursor]]:
+        """The data from here on."""
+        recipe = self.recipe
+        drafted = recipe.drafted if self.progress.step >= recipe.drafted_from else 0.0
+        mixture = Mixture(recipe.mixture.errors, recipe.mixture.instructed, drafted)
+        return batches(self.encoder, mixture, recipe.seed, self.progress.cursor, errors, recipe.micro_tokens)
+
+    def step(self, data: Iterator[tuple[Batch, Cursor]], workers: Workers) -> Losses:
+        """One update; gives the losses before it."""
+        recipe, progress = self.recipe, self.progress
+        count = recipe.micro_batches // (2 if progress.step < recipe.small_steps else 1)
+        taken = [next(data) for _ in range(count)]
+        learned = sum(batch.learned for batch, _ in taken)
+        layers = max(1, recipe.shape.layers - 1)  # every layer but the last is an early exit in turn
+        work = [
+            Work(batch, learned, (progress.step + place) % layers, recipe.exit_weight)
+            for place, (batch, _) in enumerate(taken)
+        ]
+        losses = workers.backward(work)
+        for optimizer, peak in zip(self.optimizers, self.rates, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * self.factor()
+            optimizer.step()
+            optimizer.zero_grad()
+        progress.step += 1
+        progress.tokens += sum(batch.ids.numel() for batch, _ in taken)
+        progress.cursor = taken[-1][1]
+        return losses
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a run is watched; nothing here changes the weights."""
+
+    work: Path
+    models: Path
+    report_every: int = 20
+    keep_every: int = 100
+    check_every: int = 200
+
+
+def train(name: str, recipe: Recipe, options: Options) -> None:
+    """Train or take up one model until its recipe ends, then save it."""
+    trainer = Trainer(name, recipe, options.work, Encoder.open(options.models / name))
+    log = options.work / f"{name}.jsonl"
+    if trainer.resume():
+        _say(log, {"resumed": trainer.progress.step})
+    with Workers(trainer.model) as workers:
+        _loop(trainer, workers, options, log)
+
+
+def _loop(trainer: Trainer, workers: Workers, options: Options, log: Path) -> None:
+    recipe, progress = trainer.recipe, trainer.progress
+    watch = exercises("calibration", 200, seed=77)
+    errors = Errors()
+    data = trainer.stream(errors)
+    started, before = time.perf_counter() - progress.seconds, (progress.tokens, progress.seconds)
+    while progress.step < recipe.steps:
+        if recipe.drafted and not errors.items and progress.step >= recipe.drafted_from:
+            errors = draft_errors(options)
+            data = trainer.stream(errors)
+        losses = trainer.step(data, workers)
+        progress.seconds = time.perf_counter() - started
+        if progress.step % options.report_every == 0:
+            speed = (progress.tokens - before[0]) / (progress.seconds - before[1])
+            before = (progress.tokens, progress.seconds)
+            line = {"step": progress.step, "of": recipe.steps, "tokens": progress.tokens, "speed": round(speed)}
+            told = {"loss": round(losses.final, 4), "exit": round(losses.early, 4), "rate": round(trainer.factor(), 4)}
+            _say(log, {**line, **told})
+        if progress.step % options.keep_every == 0 or progress.step == recipe.steps:
+            trainer.keep()
+        if progress.step % options.check_every == 0 or progress.step == recipe.steps:
+            _check(trainer, watch, log)
+            save(trainer.model, options.models / trainer.name, trainer.encoder.end, trainer.encoder.pad)
+
+
+def _check(trainer: Trainer, watch: Sequence[Exercise], log: Path) -> None:
+    marks = graded(trainer.model, trainer.encoder, watch, temperature=0.7, seed=0)
+    levels = {level: rate([m for m, e in zip(marks, watch, strict=True) if e.level == level]) for level in range(1, 6)}
+    overall = rate(marks)
+    by_level = [round(found.right, 3) for found in levels.values()]
+    _say(log, {"step": trainer.progress.step, "pass@1": round(overall.right, 4), "levels": by_level})
+
+
+def _say(log: Path, fields: dict[str, object]) -> None:
+    line = json.dumps({"at": time.strftime("%H:%M:%S"), **fields})
+    with log.open("a") as file:
+        file.write(line + "\n")
+    print(line, flush=True)
+
+
+def draft_errors(options: Options) -> Errors:
+    """The draft's own mistakes on training problems, sampled once and kept in the work folder."""
+    path = options.work / "draft_errors.json"
+    tests = exercises("train", 12_000, seed=991, levels=(1, 2, 3, 4, 4, 5, 5))
+    if not path.exists():
+        draft = load(options.models / "draft")
+        encoder = Encoder.open(options.models / "draft")
+        texts = generate(draft, encoder, [prompt(item.text) for item in tests], temperature=0.8, seed=3)
+        path.write_text(json.dumps(texts))
+    found: list[tuple[Exercise, tuple[str, ...], int]] = []
+    for item, text in zip(tests, json.loads(path.read_text()), strict=True):
+        place = first_wrong(item, text)
+        if place is not None:
+            found.append((item, tuple(chunked(text)), place))
+    Random(0).shuffle(found)
+    return Errors(tuple(found))
+
+
+def main() -> None:
+    """`scripts/train [draft|target|tokenizer ...]`: all three by default; a second call takes up where the first stopped."""
+    parser = argparse.ArgumentParser(prog="scripts/train", description=main.__doc__)
+    parser.add_argument("parts", nargs="*", default=["tokenizer", "draft", "target"], help="tokenizer, draft, target")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "train", help="checkpoints and logs")
+    parser.add_argument("--models", type=Path, default=MODELS, help="where the model folders are written")
+    parser.add_argument("--steps", type=int, help="another number of steps than the recipe's (other weights)")
+    found = parser.parse_args()
+    options = Options(found.work, found.models)
+    options.work.mkdir(parents=True, exist_ok=True)
+    for part in found.parts:
+        if part == "tokenizer":
+            for name in RECIPES:
+                build_tokenizer(options.models / name)
+        else:
+            recipe = RECIPES[part]
+            train(part, recipe if found.steps is None else _with_steps(recipe, found.steps), options)
+
+
+def _with_steps(recipe: Recipe, steps: int) -> Recipe:
+    from dataclasses import replace
+
+    return replace(recipe, steps=steps)
+
+
+if __name__ == "__main__":
+    main()

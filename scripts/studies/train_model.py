@@ -1,0 +1,257 @@
+"""The embedded models in plain torch: a Llama that trains fast on two CPU cores and saves as an ordinary model folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HEAD = 64
+CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of a model; embeddings and output matrix are one."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    vocabulary: int = 512
+
+    def weights_per_token(self) -> int:
+        """Multiply-adds of one token in all matrices, output matrix included, attention to other tokens left out."""
+        attention = 2 * self.hidden * HEAD * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.mlp) + self.vocabulary * self.hidden
+
+    def flops_per_token(self, context: int = 0) -> float:
+        """Floating-point operations of one decoded token that attends to `context` others."""
+        return 2.0 * (self.weights_per_token() + 2 * context * self.layers * self.heads * HEAD)
+
+
+class Norm(nn.Module):
+    """RMS norm in float32, handed on in the compute type."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor, compute: torch.dtype) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-5).to(compute)
+
+
+class Linear(nn.Module):
+    """A weight without bias, cast to the compute type where it is used."""
+
+    def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) * scale * inputs**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+Cache = list[tuple[Tensor, Tensor]]
+"""Keys and values of each layer, [batch, kv_heads, capacity, 64]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What attention needs to know about positions: rotation tables, an additive mask, and where new keys go."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+    start: int = 0
+    stop: int = 0
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, written out: at these lengths faster than the fused kernel."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = shape.heads, shape.kv_heads
+        self.q_proj = Linear(shape.hidden, shape.heads * HEAD)
+        self.k_proj = Linear(shape.hidden, shape.kv_heads * HEAD)
+        self.v_proj = Linear(shape.hidden, shape.kv_heads * HEAD)
+        self.o_proj = Linear(shape.heads * HEAD, shape.hidden, (2 * shape.layers) ** -0.5)
+
+    def forward(self, x: Tensor, where: Where, cache: tuple[Tensor, Tensor] | None) -> Tensor:
+        batch, length, _ = x.shape
+        weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)).to(x.dtype)
+        joined = F.linear(x, weight).view(batch, length, self.heads + 2 * self.kv_heads, HEAD).transpose(1, 2)
+        turned = _rotate(joined[:, : self.heads + self.kv_heads], where.cos, where.sin)
+        q, k = turned[:, : self.heads], turned[:, self.heads :]
+        v = joined[:, self.heads + self.kv_heads :]
+        if cache is not None:
+            cache[0][:, :, where.start : where.stop] = k
+            cache[1][:, :, where.start : where.stop] = v
+            k, v = cache[0][:, :, : where.stop], cache[1][:, :, : where.stop]
+        groups = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        weights = torch.softmax((q * HEAD**-0.5) @ k.transpose(-1, -2) + where.mask, -1)
+        return self.o_proj((weights @ v).transpose(1, 2).reshape(batch, length, self.heads * HEAD))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.hidden, shape.mlp)
+        self.up_proj = Linear(shape.hidden, shape.mlp)
+        self.down_proj = Linear(shape.mlp, shape.hidden, (2 * shape.layers) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.cat((self.gate_proj.weight, self.up_proj.weight)).to(x.dtype)
+        gate, up = F.linear(x, weight).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """One transformer layer; the residual stream stays in float32."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Norm(shape.hidden)
+        self.mlp = Mlp(shape)
+
+    def forward(self, x: Tensor, where: Where, cache: tuple[Tensor, Tensor] | None) -> Tensor:
+        compute = where.cos.dtype
+        x = x + self.self_attn(self.input_layernorm(x, compute), where, cache)
+        return x + self.mlp(self.post_attention_layernorm(x, compute))
+
+
+class Body(nn.Module):
+    """Everything but the output matrix; named as the saved weights are."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        nn.init.normal_(self.embed_tokens.weight, std=0.02)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = Norm(shape.hidden)
+
+
+class Llama(nn.Module):
+    """A small Llama with tied embeddings."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Body(shape)
+
+    def where(self, length: int, compute: torch.dtype) -> Where:
+        """Positions of a fresh sequence."""
+        mask = torch.full((length, length), -1e9).triu(1).to(compute)
+        return Where(*_tables(0, length, compute), mask)
+
+    def states(self, ids: Tensor, where: Where, cache: Cache | None = None) -> list[Tensor]:
+        """The residual stream after every layer, [batch, seq, hidden] each."""
+        x = F.embedding(ids, self.model.embed_tokens.weight)
+        found: list[Tensor] = []
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, where, cache[index] if cache is not None else None)
+            found.append(x)
+        return found
+
+    def logits(self, state: Tensor, compute: torch.dtype) -> Tensor:
+        """Raw next-token scores from a residual stream."""
+        return F.linear(self.model.norm(state, compute), self.model.embed_tokens.weight.to(compute)).float()
+
+    def new_cache(self, batch: int, capacity: int, compute: torch.dtype) -> Cache:
+        """An empty cache for `batch` sequences."""
+        size = (batch, self.shape.kv_heads, capacity, HEAD)
+        return [(torch.zeros(size, dtype=compute), torch.zeros(size, dtype=compute)) for _ in range(self.shape.layers)]
+
+    def window(self, start: int, stop: int, hidden: Tensor, compute: torch.dtype) -> Where:
+        """Positions start to stop of sequences with a cache; `hidden` marks keys nobody may see, [batch, capacity]."""
+        mask = torch.full((stop - start, stop), -1e9).triu(1 + start)
+        mask = mask + hidden[:, None, None, :stop] * -1e9
+        return Where(*_tables(start, stop, compute), mask.clamp_min(-1e9).to(compute), start, stop)
+
+
+def _tables(start: int, stop: int, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+    rates = 10_000.0 ** (-torch.arange(0, HEAD, 2) / HEAD)
+    angles = torch.outer(torch.arange(start, stop).float(), rates)
+    return angles.cos().to(compute), angles.sin().to(compute)
+
+
+def save(model: Llama, folder: Path, end: int, pad: int) -> None:
+    """Write configuration and bf16 weights; each file is replaced in one step, the weights last."""
+    from safetensors.torch import save as to_bytes
+
+    shape = model.shape
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": HEAD,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": CONTEXT,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+    generation = {"do_sample": True, "temperature": 0.7, "eos_token_id": end, "pad_token_id": pad}
+    weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    _replace(folder / "generation_config.json", (json.dumps(generation, indent=2) + "\n").encode())
+    _replace(folder / "model.safetensors", to_bytes(weights, metadata={"format": "pt"}))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def load(folder: Path) -> Llama:
+    """A saved model, in float32 so that the caller picks the compute type."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    shape = Shape(
+        config["hidden_size"],
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["intermediate_size"],
+        config["vocab_size"],
+    )
+    model = Llama(shape)
+    model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
+    return model
+
+
+def shape_fields(shape: Shape) -> dict[str, int]:
+    """The shape as plain data."""
+    return asdict(shape)

@@ -141,8 +141,18 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
     table = read_table(here.files(copy.files), copy.repo)
     if copy.keep:
         table = _keep(table, *copy.keep)
-    columns = _columns(options) if options.columns != Columns() else copy.columns
-    return _dataset(benchmark, table, columns, options, f"hub:{copy.repo}", here.commit)
+    asked = _columns(options)
+    columns, gone = (asked, []) if asked != Columns() else _still_there(copy.columns, table)
+    found = _dataset(benchmark, table, columns, options, f"hub:{copy.repo}", here.commit)
+    return replace(found, notes=(*found.notes, *(f"column {name!r} of this copy is gone" for name in gone)))
+
+
+def _still_there(columns: Columns, table: Table) -> tuple[Columns, list[str]]:
+    """Without the side columns that the copy has lost since: problems can do without them, not without a text."""
+    sides = {field: getattr(columns, field) for field in ("id", "level", "subject", "context")}
+    gone = [name for name in sides.values() if name and name not in table.columns]
+    kept = {field: "" if name in gone else name for field, name in sides.items()}
+    return replace(columns, **kept, distractors=columns.distractors), gone
 
 
 def _hub(repo: str, options: LoadOptions) -> Dataset:

@@ -17,7 +17,7 @@ from atts.seeds import Seed, generator
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Method = Literal["wilson", "t", "bootstrap"]
-# Coverage of a nominal 95 % on simulated benchmarks of four difficulties, 30 problems of 16 samples (tests repeat some):
+# Coverage of a nominal 95 % on simulated benchmarks of four difficulties, 30 problems of 16 samples (tests repeat it):
 # t 0.83 to 0.96, percentile bootstrap 0.86 to 0.95, Wilson with the effective n 0.91 to 0.96 and no longer where t is
 # right. So Wilson is the default for rates.
 Over = Literal["population", "benchmark"]

@@ -230,7 +230,7 @@ def find_hub_source(repo: str) -> tuple[Benchmark, HubSource] | None:
 def unknown(name: str) -> OptionError:
     """The error for a name that is neither a benchmark nor a file."""
     near = get_close_matches(name.lower(), BENCHMARKS, n=1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
     return OptionError("dataset", f"there is no benchmark or file {name!r}{hint}", [*BENCHMARKS])
 
 

@@ -1,0 +1,437 @@
+"""Every known benchmark loads from a file and from a hub-shaped cache, quirks and all; the network is never used."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.core import Problem
+from atts.errors import DatasetError
+from atts.evaluators.columns import Columns
+from atts.evaluators.datasets import Dataset, LoadOptions, load_dataset, overlap
+from atts.evaluators.selection import Selection
+from atts.evaluators.sources import BENCHMARKS
+
+FILES = {
+    "math500": "math500",
+    "math100": "math500",
+    "aime24": "aime24",
+    "aime25": "aime25",
+    "amc23": "amc23",
+    "gsm8k": "gsm8k_test",
+    "olympiadbench": "olympiadbench_oe_math",
+    "minerva_math": "minerva_math",
+    "hmmt25_feb": "hmmt25_feb",
+    "hmmt25_nov": "hmmt25_nov",
+}
+
+
+def from_file(name: str, shared: Path) -> Dataset:
+    """A benchmark from its real file."""
+    return load_dataset(name, options=LoadOptions(file=shared / "benchmarks" / f"{FILES[name]}.jsonl"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_real_files_load_whole(name: str, shared_data: Path) -> None:
+    """The size it should have, every text and reference there, ids unique, no note but the expected."""
+    found = from_file(name, shared_data)
+    assert len(found) == BENCHMARKS[name].size
+    assert all(it.text and it.answer and it.kind == "math" for it in found)
+    assert len({it.id for it in found}) == len(found)
+    assert not [note for note in found.notes if "has" in note]
+
+
+@pytest.mark.parametrize("name", ["aime24", "aime25", "amc23", "gsm8k"])
+def test_whole_number_benchmarks_have_whole_number_references(name: str, shared_data: Path) -> None:
+    """No leading zero, no ".0", no comma; the rare other answer stays as it is."""
+    answers = [it.answer for it in from_file(name, shared_data)]
+    assert all(answer == str(int(answer)) for answer in answers if answer)
+
+
+def test_math100_is_the_reference_hundred_in_its_order(shared_data: Path) -> None:
+    """Question by question as in the published runs."""
+    found = from_file("math100", shared_data)
+    ids = dict[int, str]()
+    for line in (shared_data / "traces" / "answer_pairs.jsonl").read_text().splitlines():
+        pair = json.loads(line)
+        ids[pair["question_id"]] = pair["unique_id"].removeprefix("test/").removesuffix(".json")
+    assert len(ids) == 60
+    assert all(found.problems[at].id == f"math500/{name}" for at, name in ids.items())
+    assert set(overlap(found.problems, from_file("math500", shared_data).problems)) == {it.id for it in found}
+
+
+def test_math500_can_be_picked_apart(shared_data: Path) -> None:
+    """By level and subject."""
+    options = LoadOptions(file=shared_data / "benchmarks" / "math500.jsonl")
+    hard = load_dataset("math500", Selection(levels=(5,), subjects=("algebra",)), options)
+    assert {(it.level, it.subject) for it in hard} == {(5, "Algebra")}
+    assert len(load_dataset("MATH-500", Selection(levels=(5,)), options)) == 134
+
+
+def test_a_part_of_math500_cannot_stand_for_the_hundred(tmp_path: Path, shared_data: Path) -> None:
+    """Its indices would mean other problems."""
+    lines = (shared_data / "benchmarks" / "math500.jsonl").read_text().splitlines()[:499]
+    (tmp_path / "part.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DatasetError, match="drawn from 500 problems in order, this source has 499"):
+        load_dataset("math100", options=LoadOptions(file=tmp_path / "part.jsonl"))
+
+
+# A cache shaped as huggingface_hub shapes it
+
+
+def hub_copy(cache: Path, repo: str, files: dict[str, bytes], branch: str = "main") -> str:
+    """Blobs, a snapshot of links to them, and a branch that names the snapshot; returns the commit."""
+    root = cache / f"datasets--{repo.replace('/', '--')}"
+    commit = hashlib.sha1(json.dumps(sorted(files)).encode() + b"".join(files.values())).hexdigest()
+    for name, content in files.items():
+        blob = root / "blobs" / hashlib.sha256(content).hexdigest()
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(content)
+        link = root / "snapshots" / commit / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    (root / "refs").mkdir(exist_ok=True)
+    (root / "refs" / branch).write_text(commit)
+    return commit
+
+
+def lines(rows: list[dict[str, Any]]) -> bytes:
+    """JSON Lines."""
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def parquet(rows: list[dict[str, Any]]) -> bytes:
+    """Needs pyarrow."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+    sink = pyarrow.BufferOutputStream()
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), sink)
+    return bytes(sink.getvalue())
+
+
+def cached(name: str, cache: Path, **options: Any) -> Dataset:
+    """What loads without a network."""
+    return load_dataset(name, options=LoadOptions(cache=cache, network="never", **options))
+
+
+LONG = "Janet has 9 * 120 = <<9*120=1080>>1080 eggs.\nSo she has 1,080 eggs.\n#### 1,080"
+QUIRKS: list[tuple[str, str, str, Callable[[], bytes], Problem]] = [
+    (
+        "math500",
+        "HuggingFaceH4/MATH-500",
+        "test.jsonl",
+        lambda: lines(
+            [
+                {
+                    "problem": "P",
+                    "solution": "s",
+                    "answer": "x",
+                    "subject": "Algebra",
+                    "level": 3,
+                    "unique_id": "test/algebra/7.json",
+                }
+            ]
+        ),
+        Problem("math500/algebra/7", "P", "x", level=3, subject="Algebra"),
+    ),
+    (
+        "aime24",
+        "HuggingFaceH4/aime_2024",
+        "data/train-00000-of-00001.parquet",
+        lambda: parquet([{"id": 60, "problem": "P", "solution": "s", "answer": "025", "url": "u", "year": "2024"}]),
+        Problem("aime24/60", "P", "25"),
+    ),
+    (
+        "aime24",
+        "Maxwell-Jia/AIME_2024",
+        "aime_2024_problems.parquet",
+        lambda: parquet([{"ID": "2024-II-4", "Problem": "P", "Solution": "s", "Answer": 33}]),
+        Problem("aime24/2024-II-4", "P", "33"),
+    ),
+    (
+        "aime25",
+        "math-ai/aime25",
+        "test.jsonl",
+        lambda: lines([{"problem": "P", "answer": "70", "id": "0"}]),
+        Problem("aime25/0", "P", "70"),
+    ),
+    (
+        "aime25",
+        "MathArena/aime_2025",
+        "data/train-00000-of-00001.parquet",
+        lambda: parquet(
+            [{"problem_idx": 1, "problem": "P", "answer": 70, "problem_type": ["Number Theory", "Algebra"]}]
+        ),
+        Problem("aime25/1", "P", "70", subject="Number Theory, Algebra"),
+    ),
+    (
+        "amc23",
+        "math-ai/amc23",
+        "data/test-00000-of-00001.parquet",
+        lambda: parquet([{"id": 0, "question": "P", "answer": "27.0", "url": "u"}]),
+        Problem("amc23/0", "P", "27"),
+    ),
+    (
+        "gsm8k",
+        "openai/gsm8k",
+        "main/test-00000-of-00001.parquet",
+        lambda: parquet([{"question": "P", "answer": LONG}]),
+        Problem("gsm8k/0", "P", "1080"),
+    ),
+    (
+        "olympiadbench",
+        "Hothan/OlympiadBench",
+        "OlympiadBench/OE_TO_maths_en_COMP/OE_TO_maths_en_COMP.parquet",
+        lambda: parquet(
+            [
+                {
+                    "id": 1606,
+                    "question": "P",
+                    "final_answer": ["$2$,$-\\frac{1}{2}$"],
+                    "context": "C",
+                    "subfield": "Algebra",
+                }
+            ]
+        ),
+        Problem("olympiadbench/1606", "C\n\nP", "2, -\\frac{1}{2}", subject="Algebra"),
+    ),
+    (
+        "minerva_math",
+        "math-ai/minervamath",
+        "test.jsonl",
+        lambda: lines([{"question": "P", "answer": "4.5e33"}]),
+        Problem("minerva_math/0", "P", "4.5e33"),
+    ),
+    (
+        "hmmt25_feb",
+        "MathArena/hmmt_feb_2025",
+        "data/train-00000-of-00001.parquet",
+        lambda: parquet([{"problem_idx": 1, "answer": "103", "problem": "P", "problem_type": ["Number Theory"]}]),
+        Problem("hmmt25_feb/1", "P", "103", subject="Number Theory"),
+    ),
+    (
+        "gpqa",
+        "Idavidrein/gpqa",
+        "gpqa_diamond.csv",
+        lambda: (
+            b"Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3,Record ID,"
+            b'High-level domain\n"P\n",r,w,w,w,rec1,Physics\n'
+        ),
+        Problem(
+            "gpqa/rec1",
+            "P\n\n(A) w\n(B) w\n(C) w\n(D) r",
+            "D",
+            "choice",
+            subject="Physics",
+            choices=("w", "w", "w", "r"),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "repo", "file", "content", "expected"), QUIRKS, ids=[f"{quirk[0]}-{quirk[1]}" for quirk in QUIRKS]
+)
+def test_each_hub_copy_reads_with_its_quirks(
+    tmp_path: Path, name: str, repo: str, file: str, content: Callable[[], bytes], expected: Problem
+) -> None:
+    """By the benchmark's name and by the hub's, from the commit that is recorded."""
+    commit = hub_copy(tmp_path, repo, {file: content(), "README.md": b"# card"})
+    for asked in (name, f"hub:{repo}", repo):
+        found = cached(asked, tmp_path)
+        assert (found.source, found.revision) == (f"hub:{repo}", commit)
+        only = found.problems[0]
+        assert only.source.startswith(repo)
+        same = (only.id, only.text, only.answer, only.kind, only.level, only.subject, only.choices)
+        want = expected
+        assert same == (want.id, want.text, want.answer, want.kind, want.level, want.subject, want.choices)
+
+
+def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
+    """opencompass/AIME2025 has no ids and two files; a degree sign is no part of a whole number."""
+    files = {
+        "aime2025-II.jsonl": lines([{"question": "II", "answer": "336^\\circ"}]),
+        "aime2025-I.jsonl": lines([{"question": "I", "answer": "70"}]),
+    }
+    hub_copy(tmp_path, "opencompass/AIME2025", files)
+    found = cached("aime25", tmp_path)
+    assert [(it.id, it.text, it.answer) for it in found] == [("aime25/0", "I", "70"), ("aime25/1", "II", "336")]
+    assert "AIME 2025 has 30 problems, this source 2" in found.notes
+
+
+def test_a_copy_that_lost_a_side_column_still_loads_and_says_so(tmp_path: Path) -> None:
+    """Hub copies are edited; without text or reference they do not load."""
+    hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "answer": "1"}])})
+    found = cached("aime25", tmp_path)
+    assert found.problems[0].id == "aime25/0"
+    assert "column 'id' of this copy is gone" in found.notes
+    hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "id": "1"}])})
+    with pytest.raises(DatasetError, match="column 'answer' is not there. Columns found: problem, id"):
+        cached("aime25", tmp_path)
+
+
+def test_half_of_two_configurations_is_not_the_benchmark(tmp_path: Path) -> None:
+    """A partial cache is no cache."""
+    hub_copy(tmp_path, "opencompass/AIME2025", {"aime2025-I.jsonl": lines([{"question": "I", "answer": "70"}])})
+    with pytest.raises(DatasetError, match="not in the local cache"):
+        cached("hub:opencompass/AIME2025", tmp_path)
+
+
+def test_amc_keeps_2023_of_a_mixed_source(tmp_path: Path) -> None:
+    """Told apart by url; its answers are floats."""
+    rows = [
+        {"id": at, "problem": f"P{at}", "answer": float(at), "url": f"https://x/{2022 + at % 2}_AMC_12A"}
+        for at in range(4)
+    ]
+    hub_copy(tmp_path, "AI-MO/aimo-validation-amc", {"data/train-00000-of-00001.parquet": parquet(rows)})
+    assert [it.answer for it in cached("amc23", tmp_path)] == ["1", "3"]
+
+
+def test_a_missing_shard_is_not_overlooked(tmp_path: Path) -> None:
+    """Two of three shards are no dataset."""
+    shards = {
+        f"data/train-{at:05d}-of-00003.parquet": parquet([{"problem": "p", "answer": "1", "id": at}]) for at in (0, 2)
+    }
+    hub_copy(tmp_path, "HuggingFaceH4/aime_2024", shards)
+    with pytest.raises(DatasetError, match="not in the local cache"):
+        cached("aime24", tmp_path)
+
+
+def test_revisions_are_configurable_and_recorded(tmp_path: Path) -> None:
+    """A branch, or a commit, and always the commit in the record."""
+    old = hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "old", "answer": "1"}])}, branch="v1")
+    new = hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "new", "answer": "1"}])})
+    assert (cached("aime25", tmp_path).revision, cached("aime25", tmp_path).problems[0].text) == (new, "new")
+    for revision in ("v1", old):
+        found = cached("aime25", tmp_path, revision=revision)
+        assert (found.revision, found.problems[0].text) == (old, "old")
+    assert cached("hub:math-ai/aime25@v1", tmp_path).revision == old
+    with pytest.raises(DatasetError, match="--revision v2"):
+        cached("aime25", tmp_path, revision="v2")
+
+
+def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> None:
+    """Split and configuration are told from file names; what is not clear is an error that lists the files."""
+    files = {
+        "easy/test-00000-of-00001.jsonl": lines([{"q": "easy", "answer": "1"}]),
+        "hard/test-00000-of-00001.jsonl": lines([{"q": "hard", "answer": "2"}]),
+        "hard/train-00000-of-00001.jsonl": lines([{"q": "train", "answer": "3"}]),
+    }
+    hub_copy(tmp_path, "some/thing", files)
+    mapping = {"text": "q"}
+    assert cached("hub:some/thing", tmp_path, config="hard", columns=mapping).problems[0].text == "hard"
+    assert cached("hub:some/thing", tmp_path, config="hard", split="train", columns=mapping).problems[0].text == "train"
+    with pytest.raises(DatasetError, match=r"more than one set of files is split 'test'.*easy/test"):
+        cached("hub:some/thing", tmp_path, columns=mapping)
+    with pytest.raises(DatasetError, match="no set of files is split 'dev'"):
+        cached("hub:some/thing", tmp_path, split="dev", columns=Columns(text="q"))
+
+
+def test_what_is_not_cached_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the network forbidden by us, or by huggingface_hub's own switch."""
+    with pytest.raises(
+        DatasetError, match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or load it from a file"
+    ):
+        cached("math500", tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DatasetError, match="hf download --repo-type dataset HuggingFaceH4/MATH-500"):
+        load_dataset("math500", options=LoadOptions(cache=tmp_path))
+    with pytest.raises(DatasetError, match="no name of a hub dataset"):
+        cached("hub:-bad-/..name", tmp_path)
+
+
+# A hub on this machine: what is not cached is fetched once
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The few answers of the hub that a dataset needs: one public repository, one gated, and 404 for the rest."""
+
+    commit = "c" * 40
+    content = lines([{"problem": "fetched", "answer": "1", "id": "0"}])
+    asked: list[str]
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+    def do_HEAD(self) -> None:
+        """As GET."""
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        """Repository, tree and file."""
+        self.asked.append(self.path)
+        entry = {"type": "file", "path": "test.jsonl", "size": len(self.content), "oid": "e" * 40}
+        if "/gpqa" in self.path.lower():
+            self.reply(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif "nothing" in self.path:
+            self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        elif "/tree/" in self.path:
+            self.reply(200, json.dumps([entry]).encode())
+        elif "/resolve/" in self.path:
+            headers = {"X-Repo-Commit": self.commit, "ETag": '"etag"', "X-Linked-Size": str(len(self.content))}
+            self.reply(200, self.content, headers)
+        elif "/api/datasets/math-ai/aime25" in self.path:
+            repo = {"id": "math-ai/aime25", "sha": self.commit, "siblings": [{"rfilename": "test.jsonl"}]}
+            self.reply(200, json.dumps(repo).encode())
+        else:
+            self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        """Status, headers, body."""
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Every path asked of a hub on this machine, which huggingface_hub takes for the real one."""
+    handler = type("Handler", (Hub,), {"asked": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield handler.asked  # type: ignore[attr-defined]
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_missing_dataset_is_fetched_once(tmp_path: Path, hub: list[str]) -> None:
+    """The second load does not ask the hub for anything."""
+    options = LoadOptions(cache=tmp_path)
+    found = load_dataset("hub:math-ai/aime25", options=options)
+    assert (found.problems[0].text, found.revision) == ("fetched", Hub.commit)
+    asked = len(hub)
+    assert asked
+    assert load_dataset("hub:math-ai/aime25", options=options).digest == found.digest
+    assert len(hub) == asked
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "says"),
+    [
+        ("gpqa", "main", "gated; accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa"),
+        ("hub:math-ai/aime25", "nothing", "the hub has no revision 'nothing'"),
+        ("hub:no/such", "main", "could not be fetched"),
+    ],
+)
+def test_what_the_hub_refuses_says_what_to_do(
+    tmp_path: Path, hub: list[str], name: str, revision: str, says: str
+) -> None:
+    """Gated, absent, unknown."""
+    with pytest.raises(DatasetError, match=says):
+        load_dataset(name, options=LoadOptions(cache=tmp_path, revision=revision))
+    assert hub

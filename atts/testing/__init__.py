@@ -1,6 +1,7 @@
 """What it takes to test without models: a scripted engine, virtual time, faults, and a suite for any engine."""
 
 from atts.testing.clock import Backend, run_virtual, virtual_options
+from atts.testing.conformance import CHECKS, CheckOptions, Finding, Report, check_engine
 from atts.testing.faults import FaultKind, Faults, FaultyEngine
 from atts.testing.language import DRAFT, TARGET, Skill, ToyModel
 from atts.testing.questions import toy_problems
@@ -8,18 +9,23 @@ from atts.testing.scripted import Drift, Latency, ScriptedEngine
 from atts.testing.tokenizer import ToyTokenizer
 
 __all__ = [
+    "CHECKS",
     "DRAFT",
     "TARGET",
     "Backend",
+    "CheckOptions",
     "Drift",
     "FaultKind",
     "Faults",
     "FaultyEngine",
+    "Finding",
     "Latency",
+    "Report",
     "ScriptedEngine",
     "Skill",
     "ToyModel",
     "ToyTokenizer",
+    "check_engine",
     "run_virtual",
     "toy_problems",
     "virtual_options",

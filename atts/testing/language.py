@@ -11,13 +11,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from hashlib import blake2b
 
 from atts.core import TokenIds
+from atts.testing.grammar import Phase, Reader, atoms
 from atts.testing.laws import Law, blend
 from atts.testing.questions import MOODS, Question, read_question
-from atts.testing.tokenizer import FILLERS, OPENERS, SPECIALS, ToyTokenizer
+from atts.testing.tokenizer import FILLERS, SPECIALS, ToyTokenizer
 
 _ASSISTANT = SPECIALS.index("<|assistant|>")
 _LEAK = 1e-4  # shared by the whole vocabulary, so that nothing is impossible
@@ -47,152 +47,15 @@ DRAFT = Skill()
 TARGET = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
 
 
-class Phase(IntEnum):
-    """Where in a step the text stands."""
-
-    OPEN = 0  # at the start of a step
-    CLAIM = 1  # idle words before the colon
-    VALUE = 2  # before plus or minus
-    OPERATION = 3  # before the operand
-    OPERAND = 4  # before "is"
-    RESULT = 5  # before the result
-    AFTER = 6  # after a result
-    TAIL = 7  # idle words after a comma
-    DOT = 8
-    NEWLINE = 9  # after a single one
-    MUSE = 10
-    WAIT = 11
-    THAT = 12
-    REPAIR = 13  # before the repaired value
-    THE = 14
-    ANSWER = 15
-    BOX = 16
-    BOXED = 17  # before the answer
-    CLOSE = 18  # before the brace
-    LOST = 19  # anything that is none of these
-    QUOTE = 20  # before the value a step starts from
-
-
-_WORDS = {
-    "Hmm": "hmm", "Wait": "wait", "The": "the", " that": "that", " was": "was", " answer": "answer", " plus": "plus",
-    " minus": "minus", " is": "is", " gives": "is", " \\boxed{": "box", "}": "close", ",": "comma", ".": "dot",
-    ":": "colon", **dict.fromkeys(OPENERS, "opener"),
-}  # fmt: skip
-_NEXT: dict[tuple[Phase, str], Phase] = {
-    (Phase.OPEN, "opener"): Phase.CLAIM,
-    (Phase.OPEN, "hmm"): Phase.MUSE,
-    (Phase.OPEN, "wait"): Phase.WAIT,
-    (Phase.OPEN, "the"): Phase.THE,
-    (Phase.CLAIM, "filler"): Phase.CLAIM,
-    (Phase.CLAIM, "colon"): Phase.QUOTE,
-    (Phase.QUOTE, "number"): Phase.VALUE,
-    (Phase.VALUE, "plus"): Phase.OPERATION,
-    (Phase.VALUE, "minus"): Phase.OPERATION,
-    (Phase.OPERATION, "number"): Phase.OPERAND,
-    (Phase.OPERAND, "is"): Phase.RESULT,
-    (Phase.RESULT, "number"): Phase.AFTER,
-    (Phase.AFTER, "comma"): Phase.TAIL,
-    (Phase.AFTER, "dot"): Phase.DOT,
-    (Phase.TAIL, "filler"): Phase.TAIL,
-    (Phase.TAIL, "dot"): Phase.DOT,
-    (Phase.MUSE, "filler"): Phase.MUSE,
-    (Phase.MUSE, "dot"): Phase.DOT,
-    (Phase.WAIT, "that"): Phase.THAT,
-    (Phase.THAT, "was"): Phase.REPAIR,
-    (Phase.REPAIR, "number"): Phase.AFTER,
-    (Phase.THE, "answer"): Phase.ANSWER,
-    (Phase.ANSWER, "is"): Phase.BOX,
-    (Phase.BOX, "box"): Phase.BOXED,
-    (Phase.BOXED, "number"): Phase.CLOSE,
-    (Phase.CLOSE, "close"): Phase.AFTER,
-    (Phase.LOST, "dot"): Phase.DOT,
-}
-
-
-class Reader:
-    """What a model has understood of the ids so far; reads one id at a time, and copies cheaply."""
-
-    __slots__ = ("answered", "left", "operand", "phase", "prompt", "question", "sign", "step", "steps", "value", "word")
-
-    def __init__(self, question: Question) -> None:
-        self.question = question
-        self.prompt: list[int] | None = None  # ids of a message that is not the assistant's, while inside one
-        self.restart(question)
-
-    def restart(self, question: Question) -> None:
-        """A new answer begins."""
-        self.question, self.prompt = question, None
-        self.phase, self.word = Phase.OPEN, -1
-        self.step = self.steps = 0  # sums done; blank lines passed
-        self.value = self.left = question.start  # as last claimed; as quoted in the step under way
-        self.sign, self.operand = 1, 0
-        self.answered = False
-
-    def copy(self) -> Reader:
-        """An independent reader at the same place."""
-        other = Reader.__new__(Reader)
-        for name in Reader.__slots__:
-            setattr(other, name, getattr(self, name))
-        if self.prompt is not None:
-            other.prompt = list(self.prompt)
-        return other
-
-    def take(self, kind: str, payload: int) -> None:
-        """One word, number, mark or newline of the assistant's text."""
-        phase = self.phase
-        if kind == "newline":
-            self._break_line(phase)
-            return
-        self.phase = following = _NEXT.get((phase, kind), Phase.LOST)
-        self.word = payload if kind == "filler" else -1
-        if kind == "number" and following != Phase.LOST:
-            self._note(phase, payload)
-        elif phase == Phase.VALUE:
-            self.sign = -1 if kind == "minus" else 1
-        elif phase == Phase.CLOSE and kind == "close":
-            self.answered = True
-
-    def _break_line(self, phase: Phase) -> None:
-        if phase == Phase.NEWLINE:
-            self.steps += 1
-        self.phase = Phase.OPEN if phase in (Phase.NEWLINE, Phase.OPEN) else Phase.NEWLINE
-        self.word = -1
-
-    def _note(self, phase: Phase, number: int) -> None:
-        match phase:
-            case Phase.QUOTE:
-                self.left = number
-            case Phase.OPERATION:
-                self.operand = number
-            case Phase.RESULT:
-                self.value = number
-                self.step += 1
-            case Phase.REPAIR:
-                self.value = number
-            case _:
-                pass
-
-    @property
-    def truth(self) -> int:
-        """The right value at this point of the chain."""
-        return self.question.truth[min(self.step, len(self.question.truth) - 1)]
-
-    @property
-    def operation(self) -> int:
-        """The sum that comes next."""
-        return self.question.operations[self.step % len(self.question.operations)]
-
-
 class ToyModel:
     """A skill and a tokenizer: ids in, laws out. Equal models give equal laws, whatever they were asked before."""
 
     def __init__(self, skill: Skill, tokenizer: ToyTokenizer) -> None:
         self.skill = skill
         self.tokenizer = tokenizer
-        self._atoms = tuple(_atoms(piece) for piece in tokenizer.pieces)
+        self._atoms = tuple(atoms(piece) for piece in tokenizer.pieces)
         self._laws: dict[tuple[int, ...], Law] = {}
         self._questions: OrderedDict[TokenIds, Question] = OrderedDict()
-        self._numbers = tuple(tokenizer.piece_id(f" {number}") for number in range(100))
         self._writers: dict[Phase, Callable[[Reader], Law]] = {
             Phase.OPEN: self._open,
             Phase.RESULT: self._result,
@@ -238,7 +101,7 @@ class ToyModel:
     def _open(self, reader: Reader) -> Law:
         last = reader.step >= len(reader.question.operations)
         wrong = reader.value != reader.truth
-        key = (Phase.OPEN, reader.answered, last, wrong, reader.question.hardness)
+        key = (Phase.OPEN, reader.answered, last, wrong, reader.question.hardness, reader.question.mood)
         return self._laws.get(key) or self._store(key, self._openings(reader, last=last, wrong=wrong))
 
     def _openings(self, reader: Reader, *, last: bool, wrong: bool) -> list[tuple[str, float]]:
@@ -247,15 +110,29 @@ class ToyModel:
         wander = min(0.5, self.skill.wander * _hard(reader.question))
         repair = (self.skill.repair if wrong else 0.005) * (1 - wander)
         rest = 1 - wander - repair
-        going_on = [("The", rest)] if last else [(word, rest * share) for word, share in _OPENER_SHARES]
+        going_on = [("The", rest)] if last else self._choice(_OPENERS, reader, rest)
         return [("Hmm", wander), ("Wait", repair), *going_on]
 
+    def _firmness(self, question: Question) -> float:
+        """How settled the phrasing is, from 0 (anything goes) to `fluency` (nearly always the same)."""
+        return self.skill.fluency * (1 - question.mood / (MOODS - 1))
+
     def _idle(self, reader: Reader) -> list[tuple[str, float]]:
-        """Idle words, each with a liking for some of the others; a loose mood flattens the liking."""
-        beta = self.skill.fluency * (12 - 10 * reader.question.mood / (MOODS - 1))
-        weights = [(word, math.exp(beta * liking)) for word, liking in zip(FILLERS, _LIKINGS[reader.word], strict=True)]
-        share = self.skill.verbosity / (1 + self.skill.verbosity) / sum(weight for _, weight in weights)
+        """Idle words, each with a liking for some of the others, and for going on at all."""
+        firmness, likings = self._firmness(reader.question), _LIKINGS[reader.word]
+        weights = [
+            (word, math.exp((3 + 20 * firmness) * liking)) for word, liking in zip(FILLERS, likings, strict=False)
+        ]
+        going = self.skill.verbosity * math.exp(5 * firmness * (2 * likings[-1] - 1))
+        share = going / (1 + going) / sum(weight for _, weight in weights)
         return [(word, weight * share) for word, weight in weights]
+
+    def _choice(self, options: tuple[tuple[str, float], ...], reader: Reader, total: float) -> list[tuple[str, float]]:
+        """One of several ways to say the same, the likeliest the likelier the firmer the phrasing."""
+        power = 1 + 3 * self._firmness(reader.question)
+        weights = [(word, share**power) for word, share in options]
+        scale = total / sum(weight for _, weight in weights)
+        return [(word, weight * scale) for word, weight in weights]
 
     def _result(self, reader: Reader) -> Law:
         right = (reader.left + reader.sign * reader.operand) % 100
@@ -305,13 +182,14 @@ class ToyModel:
             case Phase.BOXED:
                 return [(f"{reader.value}", 1.0)]
             case Phase.AFTER if not reader.answered:
-                return [(",", 0.5), *((mark, 0.5 * share) for mark, share in _FULL_STOPS)]
+                comma = 0.5 - 0.45 * self._firmness(reader.question)
+                return [(",", comma), *self._choice(_FULL_STOPS, reader, 1 - comma)]
             case Phase.TAIL | Phase.MUSE:
                 idle = self._idle(reader)
                 rest = 1 - sum(weight for _, weight in idle)
-                return [*idle, *((mark, rest * share) for mark, share in _FULL_STOPS)]
+                return [*idle, *self._choice(_FULL_STOPS, reader, rest)]
             case Phase.NEWLINE if not reader.answered and not last:
-                return [("\n", 0.6), *((f"\n{word}", 0.4 * share) for word, share in _OPENER_SHARES)]
+                return [("\n", 0.6), *((f"\n{word}", share) for word, share in self._choice(_OPENERS, reader, 0.4))]
             case Phase.AFTER | Phase.DOT if reader.answered:
                 return [("<|end|>", 0.8), (".", 0.1 if reader.phase == Phase.AFTER else 0.0), ("\n\n", 0.1)]
             case phase:
@@ -323,7 +201,7 @@ class ToyModel:
         return law
 
 
-_OPENER_SHARES = (("So", 0.4), ("Now", 0.3), ("Next", 0.2), ("Then", 0.1))
+_OPENERS = (("So", 0.4), ("Now", 0.3), ("Next", 0.2), ("Then", 0.1))
 _FULL_STOPS = ((".", 0.35), (".\n", 0.15), (".\n\n", 0.5))
 _RARE_SLIPS = (3, -3, 5, -5, 7, -7, 20, -20)
 _FIXED_PHRASES: dict[Phase, list[tuple[str, float]]] = {
@@ -341,8 +219,9 @@ _FIXED_PHRASES: dict[Phase, list[tuple[str, float]]] = {
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
-    """How much each idle word (or the start of a phrase, -1) likes each to follow, from 0 to 1."""
-    rows = {word: blake2b(f"liking {word}".encode(), digest_size=len(FILLERS)).digest() for word in range(-1, 12)}
+    """How much each idle word (-1: a phrase's start) likes each to follow, from 0 to 1; last, to go on at all."""
+    size = len(FILLERS) + 1
+    rows = {word: blake2b(f"liking {word}".encode(), digest_size=size).digest() for word in range(-1, size - 1)}
     return {word: tuple(value / 255 for value in row) for word, row in rows.items()}
 
 
@@ -352,20 +231,3 @@ _LIKINGS = _likings()
 def _hard(question: Question) -> float:
     """By what a question multiplies the share of slips; 1 in the middle."""
     return (question.hardness + 0.5) / (MOODS / 2)
-
-
-def _atoms(piece: bytes) -> tuple[tuple[str, int], ...]:
-    """What a token's text means, newlines apart from the rest."""
-    head = piece.lstrip(b"\n")
-    core = head.rstrip(b"\n")
-    newline = (("newline", 0),)
-    middle = (_atom(core.decode(errors="replace")),) if core else ()
-    return newline * (len(piece) - len(head)) + middle + newline * (len(head) - len(core))
-
-
-def _atom(text: str) -> tuple[str, int]:
-    if text in FILLERS:
-        return "filler", FILLERS.index(text)
-    if text.strip().isascii() and text.strip().isdigit():
-        return "number", int(text)
-    return _WORDS.get(text, "other"), 0

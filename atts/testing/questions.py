@@ -49,7 +49,7 @@ class Question:
     @cached_property
     def mood(self) -> int:
         """Goes with hardness, loosely."""
-        return (self.hardness + self._noise[1] % MOODS) // 2
+        return (self.hardness + self._noise[1] % MOODS * 3) // 4
 
     def misconception(self, step: int) -> int:
         """By how much people usually get this step wrong."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from atts.core import Completion, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.seeds import uniforms
-from atts.testing.language import Reader, ToyModel
+from atts.testing.grammar import Reader
+from atts.testing.language import ToyModel
 
 
 class Writer:

@@ -1,0 +1,139 @@
+"""Conformance checks of how an engine works: counters, cancellation, closing, and keeping to itself."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import partial
+
+import anyio
+
+from atts.core import SampleRequest, Sampling, ScoreRequest
+from atts.engine import Engine, EngineStats
+from atts.errors import EngineUnavailable
+from atts.tasks import collect, task_group
+from atts.testing.probe import GREEDY, LOOSE, NotApplicable, Probe, fail, refused, require
+
+
+async def check_stats(probe: Probe) -> None:
+    """Counters only grow, count what was answered, and return to nothing in flight."""
+    engine = probe.engine
+    before = engine.stats()
+    require(before.in_flight == 0, f"{before.in_flight} in flight before anything was asked")
+    sampled = scored = requests = 0
+    if "sample" in engine.spec.capabilities:
+        written = await probe.sample_all(probe.requests(2))
+        sampled, requests = sum(len(completion.ids) for completion in written), len(written)
+    middle = engine.stats()
+    if "score" in engine.spec.capabilities:
+        await collect([partial(probe.score, prompt, prompt[:5]) for prompt in probe.prompts])
+        scored, requests = sum(len(prompt[:5]) for prompt in probe.prompts), requests + len(probe.prompts)
+    after = engine.stats()
+    _require_growth(before, middle)
+    _require_growth(middle, after)
+    require(after.in_flight == 0, f"{after.in_flight} in flight after everything was answered")
+    for name, grown in (("requests", requests), ("sampled_tokens", sampled), ("scored_tokens", scored)):
+        counted = getattr(after, name) - getattr(before, name)
+        require(counted == grown, f"{name} grew by {counted}, expected {grown}")
+
+
+def _require_growth(before: EngineStats, after: EngineStats) -> None:
+    for field in fields(EngineStats):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        require(new >= 0, f"{field.name} is {new}")
+        require(new >= old or field.name == "in_flight", f"{field.name} fell from {old} to {new}")
+
+
+async def check_cancellation(probe: Probe) -> None:
+    """Cancelled work stops at once, wherever it was, and leaves room for the next request."""
+    probe.need("sample")
+    expected = await probe.engine.sample(probe.request())
+    for number, delay in enumerate((0.0, 0.002, 0.02, 0.1)):
+        await _cancel_some(probe, delay)
+        await _settle(probe)
+        again = await probe.engine.sample(probe.request())
+        require(again.ids == expected.ids, f"the answer changed after {number + 1} rounds of cancellation")
+
+
+async def _cancel_some(probe: Probe, delay: float) -> None:
+    """Cancel many long requests after a delay: some are queued, some at work, some done."""
+    requests = [replace(r, max_tokens=probe.options.long_tokens, rollout=str(r.seed)) for r in probe.requests(8)]
+    cancelled_at = 0.0
+    with anyio.CancelScope() as scope:
+        async with task_group() as group:
+            for request in requests:
+                group.start_soon(_sample_and_score, probe, request)
+            await anyio.sleep(delay)
+            cancelled_at = anyio.current_time()
+            scope.cancel()
+    took = anyio.current_time() - cancelled_at
+    limit = probe.options.settle_seconds
+    require(took <= limit, f"cancelled requests returned only after {took:.2f} s (limit {limit:g} s)")
+
+
+async def _sample_and_score(probe: Probe, request: SampleRequest) -> None:
+    written = await probe.engine.sample(request)
+    if "score" in probe.engine.spec.capabilities:
+        await probe.engine.score(ScoreRequest(request.ids, written.ids, request.rollout))
+
+
+async def _settle(probe: Probe) -> None:
+    """Nothing stays in flight."""
+    with anyio.move_on_after(probe.options.settle_seconds):
+        while probe.engine.stats().in_flight:  # noqa: ASYNC110  # an engine has no event to wait for
+            await anyio.sleep(0.005)
+    left = probe.engine.stats().in_flight
+    require(not left, f"{left} requests still in flight {probe.options.settle_seconds:g} s after they were cancelled")
+
+
+async def check_closing(probe: Probe) -> None:
+    """Closing twice is fine, and a closed engine says that it is unavailable."""
+    if probe.factory is None:
+        raise NotApplicable("an engine that is already open is not closed by its checks: give a factory")
+    engine = probe.factory()
+    async with engine:
+        await _use(engine, probe)
+    await engine.__aexit__(None, None, None)
+    if "sample" in probe.engine.spec.capabilities:
+        await refused("sampling when closed", EngineUnavailable, partial(engine.sample, probe.request()))
+    if "score" in probe.engine.spec.capabilities:
+        request = ScoreRequest(probe.prompt, probe.prompt)
+        await refused("scoring when closed", EngineUnavailable, partial(engine.score, request))
+
+
+async def _use(engine: Engine, probe: Probe) -> None:
+    if "sample" in engine.spec.capabilities:
+        await engine.sample(replace(probe.request(), max_tokens=2))
+    else:
+        await engine.score(ScoreRequest(probe.prompt, probe.prompt[:2]))
+
+
+async def check_isolation(probe: Probe) -> None:
+    """A second engine, its settings and its closing change nothing about the first; nor do other requests' settings."""
+    probe.need("sample")
+    if probe.factory is None:
+        raise NotApplicable("a second engine is needed: give a factory")
+    mine = probe.requests(2, LOOSE)
+    alone = [completion.ids for completion in await probe.sample_all(mine)]
+    other = probe.factory()
+    async with other:
+        theirs = [
+            replace(r, sampling=s, stop=("e",)) for r in mine for s in (GREEDY, Sampling(temperature=0.3, top_k=2))
+        ]
+        calls = [partial(probe.engine.sample, request) for request in mine]
+        mixed = [partial(engine.sample, request) for request in theirs for engine in (other, probe.engine)]
+        answers = await collect([*mixed, *calls])
+        beside = [completion.ids for completion in answers[len(mixed) :]]
+        require(beside == alone, "answers changed while a second engine served other settings")
+    after = [completion.ids for completion in await probe.sample_all(mine)]
+    require(after == alone, "answers changed after a second engine was closed")
+
+
+async def check_order(probe: Probe) -> None:
+    """Many more requests than any engine serves at once are all answered, each with its own answer."""
+    probe.need("sample")
+    requests = [replace(r, max_tokens=4) for r in probe.requests(24, LOOSE)]
+    answers = await probe.sample_all(requests)
+    for number in range(0, len(requests), 11):
+        again = await probe.engine.sample(requests[number])
+        if again.ids != answers[number].ids:
+            fail(f"request {number} of {len(requests)} was given an answer that is not its own")

@@ -1,0 +1,151 @@
+"""What the conformance checks share: bounded requests, comparisons that know about ties, and how a check says no."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NoReturn, TypeVar
+
+from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.engine import Capability, Engine
+from atts.seeds import Seed
+from atts.tasks import collect
+
+_Result = TypeVar("_Result")
+PLAIN = Sampling()
+GREEDY = Sampling(temperature=0.0)
+LOOSE = Sampling(temperature=1.5)  # so that even a sure model has something to draw
+
+
+class Broken(Exception):
+    """A promise the engine did not keep; the message is a line of the report."""
+
+
+class NotApplicable(Exception):
+    """A check that cannot be made of this engine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """How thorough and how patient a conformance check is; the defaults suit some thousand tokens a second.
+
+    `tolerance` is in nats per token, between a token's log-prob when sampled and when scored; `tie` how close two best
+    tokens may be before either counts as greedy. `tokens` bounds ordinary requests, `long_tokens` those meant to be
+    cancelled or to reach the model's end. `draws` is how many single tokens test the sampling law. `timeout_seconds`
+    holds for each check, `settle_seconds` for the release of cancelled work. `boundary` is the longest context that is
+    filled to the brim. `skip` names checks to leave out.
+    """
+
+    tolerance: float = 1e-3
+    tie: float = 1e-4
+    tokens: int = 24
+    long_tokens: int = 256
+    draws: int = 64
+    timeout_seconds: float = 60.0
+    settle_seconds: float = 2.0
+    boundary: int = 2048
+    skip: frozenset[str] = frozenset()
+    questions: tuple[str, ...] = (
+        "Start at 17. +5, -8, +11. What is the result?",
+        "Which is larger, 2 to the power of 5 or 5 squared? Think step by step.",
+        "Write a short sentence about the sea.",
+    )
+
+
+class Probe:
+    """An open engine and the requests its checks make."""
+
+    def __init__(self, engine: Engine, options: CheckOptions, factory: Callable[[], Engine] | None = None) -> None:
+        self.engine = engine
+        self.options = options
+        self.factory = factory
+        self.prompts = tuple(engine.tokenizer.render([Message("user", text)]) for text in options.questions)
+
+    @property
+    def prompt(self) -> TokenIds:
+        """The first of the prompts."""
+        return self.prompts[0]
+
+    def request(self, prompt: int = 0, seed: int = 0, sampling: Sampling = PLAIN) -> SampleRequest:
+        """An ordinary request; what it lacks is added with `replace`."""
+        name = Seed(run=20_250_918, problem=f"check {prompt}", sample=seed)
+        return SampleRequest(self.prompts[prompt], self.options.tokens, sampling, name)
+
+    def requests(self, seeds: int, sampling: Sampling = PLAIN) -> list[SampleRequest]:
+        """Several seeds for every prompt."""
+        return [self.request(p, seed, sampling) for p in range(len(self.prompts)) for seed in range(seeds)]
+
+    async def sample_all(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """All at once, in the order given."""
+        return await collect([partial(self.engine.sample, request) for request in requests])
+
+    async def score(self, prefix: TokenIds, suffix: TokenIds, rollout: str = "") -> tuple[float, ...]:
+        """Log-probabilities, made sure to be one per token."""
+        logprobs = (await self.engine.score(ScoreRequest(prefix, suffix, rollout))).logprobs
+        require(len(logprobs) == len(suffix), f"scoring {len(suffix)} tokens gave {len(logprobs)} log-probs")
+        return logprobs
+
+    def need(self, *capabilities: Capability) -> None:
+        """Leave the check out unless the engine has them all."""
+        missing = set(capabilities) - self.engine.spec.capabilities
+        if missing:
+            raise NotApplicable(f"the engine does not {' or '.join(sorted(missing))}")
+
+    def require_close(self, what: str, ours: Iterable[float], theirs: Iterable[float]) -> None:
+        """Two series of log-probabilities agree position by position."""
+        for position, (left, right) in enumerate(zip(ours, theirs, strict=True)):
+            close = abs(left - right) <= self.options.tolerance
+            require(close, f"{what}: at token {position} {left:.6f} is not {right:.6f} (+-{self.options.tolerance:g})")
+
+    async def require_same(self, what: str, prompt: TokenIds, ours: Completion, theirs: Completion) -> None:
+        """Two completions are the same tokens, up to the first tie between best tokens."""
+        if ours.ids == theirs.ids:
+            return
+        same = first_difference(ours.ids, theirs.ids)
+        if same < min(len(ours.ids), len(theirs.ids)) and "score" in self.engine.spec.capabilities:
+            before = prompt + ours.ids[:same]
+            (left,) = await self.score(before, (ours.ids[same],))
+            (right,) = await self.score(before, (theirs.ids[same],))
+            if abs(left - right) <= self.options.tie:
+                return
+        fail(f"{what}: token {same} differs: {tail(ours.ids, same)} is not {tail(theirs.ids, same)}")
+
+
+def require(kept: bool, message: str) -> None:
+    """Fail the check unless a promise was kept."""
+    if not kept:
+        raise Broken(message)
+
+
+def fail(message: str) -> NoReturn:
+    """Fail the check."""
+    raise Broken(message)
+
+
+async def refused(what: str, error: type[Exception], call: Callable[[], Awaitable[_Result]]) -> None:
+    """A call must raise this error and no other."""
+    try:
+        result = await call()
+    except error:
+        return
+    except Exception as other:
+        raise Broken(f"{what}: expected {error.__name__}, got {type(other).__name__}: {other}") from other
+    fail(f"{what}: expected {error.__name__}, got {str(result)[:120]}")
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many leading ids two sequences share."""
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def tail(ids: TokenIds, start: int) -> str:
+    """A few ids from a place on, for messages."""
+    more = ", ..." if len(ids) > start + 4 else ""
+    return f"[{', '.join(str(index) for index in ids[start : start + 4])}{more}]"
+
+
+def with_stop(request: SampleRequest, stop: str) -> SampleRequest:
+    """The same request with one stop string."""
+    return replace(request, stop=(stop,))

@@ -1,0 +1,341 @@
+"""Conformance checks of what an engine answers: ids, endings, log-probabilities, greed, seeds, hints."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.errors import ContextOverflow, UnsupportedByEngine, UsageError
+from atts.tasks import collect
+from atts.testing.probe import GREEDY, LOOSE, NotApplicable, Probe, fail, refused, require, with_stop
+
+_TEXTS = ("Let x = 2.\n\nThen x + 1 = 3.\n", "  two  spaces,\ttab; \\boxed{42}", "naïve π ≤ 4 · 数 🙂")
+
+
+async def check_spec(probe: Probe) -> None:
+    """The spec is about this engine and its tokenizer."""
+    spec, tokenizer = probe.engine.spec, probe.engine.tokenizer
+    require(spec.context_length > 0, f"context_length is {spec.context_length}")
+    require(spec.vocabulary > 0, f"vocabulary is {spec.vocabulary}")
+    require(bool(spec.capabilities), "an engine without capabilities is no use")
+    require(bool(spec.name and spec.model and spec.engine), "name, model and engine must be given")
+    outside = [index for index in spec.end_ids if not 0 <= index < spec.vocabulary]
+    require(not outside, f"end ids {outside} are outside the vocabulary of {spec.vocabulary}")
+    require(spec.tokenizer == tokenizer.digest, f"spec.tokenizer {spec.tokenizer!r} is not {tokenizer.digest!r}")
+
+
+async def check_tokenizer(probe: Probe) -> None:
+    """Text goes to ids and back unchanged, and a rendered conversation is made of known ids."""
+    tokenizer, vocabulary = probe.engine.tokenizer, probe.engine.spec.vocabulary
+    for text in _TEXTS:
+        ids = tokenizer.encode(text)
+        require(tokenizer.decode(ids) == text, f"{text!r} came back as {tokenizer.decode(ids)!r}")
+        require(all(0 <= index < vocabulary for index in ids), f"{text!r} has ids outside 0..{vocabulary - 1}")
+    for prompt in probe.prompts:
+        require(bool(prompt), "render gave no ids")
+        require(all(0 <= index < vocabulary for index in prompt), f"render gave ids outside 0..{vocabulary - 1}")
+    require(len(set(probe.prompts)) == len(probe.prompts), "render gives different questions the same ids")
+
+
+async def check_ids(probe: Probe) -> None:
+    """A completion holds known ids, their exact text, and one finite log-prob for each."""
+    probe.need("sample")
+    for completion in await probe.sample_all(probe.requests(3)):
+        _require_sound(probe, completion)
+
+
+def _require_sound(probe: Probe, completion: Completion) -> None:
+    ids, logprobs, end = completion.ids, completion.logprobs, set(probe.engine.spec.end_ids)
+    require(bool(ids), "a completion without a single token")
+    require(all(0 <= index < probe.engine.spec.vocabulary for index in ids), f"ids outside the vocabulary: {ids}")
+    text = probe.engine.tokenizer.decode([index for index in ids if index not in end])
+    require(completion.text == text, f"text {completion.text!r} is not the ids' text {text!r}")
+    require(len(logprobs) == len(ids), f"{len(logprobs)} log-probs for {len(ids)} ids")
+    wrong = [value for value in logprobs if not (math.isfinite(value) and value <= 1e-6)]
+    require(not wrong, f"log-probs must be finite and at most 0, got {wrong[:3]}")
+
+
+async def check_length(probe: Probe) -> None:
+    """A token limit is kept exactly, and "length" is said when and only when it was what stopped the model."""
+    probe.need("sample")
+    for limit in (1, 2, 5):
+        for completion in await probe.sample_all([replace(r, max_tokens=limit) for r in probe.requests(2)]):
+            count = len(completion.ids)
+            require(count <= limit, f"{count} tokens, {limit} were allowed")
+            require(completion.ended in ("length", "end"), f"ended by {completion.ended!r} without a stop string")
+            if completion.ended == "length":
+                require(count == limit, f'ended by "length" after {count} of {limit} tokens')
+
+
+async def check_stop(probe: Probe) -> None:
+    """A stop string ends the text at the token that completes it, even where it crosses tokens."""
+    probe.need("sample")
+    places = 0
+    for request in (probe.request(0, 0, GREEDY), *probe.requests(1), *probe.requests(1, LOOSE)):
+        free = await probe.engine.sample(request)
+        for what, stop, count in _stops(probe, free.ids):
+            places += 1
+            cut = await probe.engine.sample(with_stop(request, stop))
+            require(cut.ids == free.ids[:count], f"{what} stop {stop!r}: {len(cut.ids)} tokens came, expected {count}")
+            require(cut.ended == "delimiter", f"{what} stop {stop!r}: ended by {cut.ended!r}, not delimiter")
+            _require_sound(probe, cut)
+    if not places:
+        raise NotApplicable("no text with a place for a stop string came")
+
+
+def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
+    """Stop strings, and how many tokens they must leave: one across two tokens, one that begins a longer token."""
+    found: dict[str, tuple[str, int]] = {}
+    before = ""
+    for count in range(1, len(ids) + 1):
+        text = probe.engine.tokenizer.decode(ids[:count])
+        new = text[len(before) :]
+        if new and text.startswith(before) and "\ufffd" not in text:
+            crossing, leading = before[-1:] + new[0], new[0]
+            if before and crossing not in before:
+                found.setdefault("crossing", (crossing, count))
+            if len(new) > 1 and leading not in before:
+                found["inner"] = (leading, count)
+        before = text
+    return [(what, stop, count) for what, (stop, count) in found.items()]
+
+
+async def check_stop_ids(probe: Probe) -> None:
+    """A stop id ends the text and stays in it."""
+    probe.need("sample")
+    for request in probe.requests(1):
+        free = await probe.engine.sample(request)
+        stop = free.ids[len(free.ids) // 2]
+        if stop in probe.engine.spec.end_ids:
+            continue
+        cut = await probe.engine.sample(replace(request, stop_ids=(stop,)))
+        expected = free.ids[: free.ids.index(stop) + 1]
+        require(cut.ids == expected, f"stop id {stop}: {len(cut.ids)} tokens came, expected {len(expected)}")
+        require(cut.ended == "delimiter", f"stop id {stop}: ended by {cut.ended!r}, not delimiter")
+
+
+async def check_end(probe: Probe) -> None:
+    """The model's own end comes once, last, inside the ids and outside the text."""
+    probe.need("sample")
+    end, seen = set(probe.engine.spec.end_ids), 0
+    for completion in await probe.sample_all(
+        [replace(r, max_tokens=probe.options.long_tokens) for r in probe.requests(2)]
+    ):
+        inner = [index for index in completion.ids[:-1] if index in end]
+        require(not inner, f"the model went on after its end token {inner[:1]}")
+        ended = completion.ids[-1] in end
+        require((completion.ended == "end") == ended, f"ended by {completion.ended!r}, last id {completion.ids[-1]}")
+        if ended:
+            seen += 1
+            _require_sound(probe, completion)
+    if not seen:
+        raise NotApplicable(f"no text ended by itself within {probe.options.long_tokens} tokens")
+
+
+async def check_alignment(probe: Probe) -> None:
+    """Scoring what was sampled gives the log-probs it was sampled with, whole or in parts, whatever the temperature."""
+    probe.need("sample", "score")
+    for request in (
+        *probe.requests(1),
+        *probe.requests(1, Sampling(temperature=0.7, top_p=0.9)),
+        probe.request(0, 0, GREEDY),
+    ):
+        written = await probe.engine.sample(request)
+        whole = await probe.score(request.ids, written.ids)
+        probe.require_close(f"scored against sampled at {request.sampling}", whole, written.logprobs)
+        cut = len(written.ids) // 2
+        if cut:
+            rest = await probe.score(request.ids + written.ids[:cut], written.ids[cut:])
+            probe.require_close("scored in two parts against whole", rest, whole[cut:])
+
+
+async def check_improbable(probe: Probe) -> None:
+    """A planted token scores lower than the greedy one in its place, and changes nothing before it."""
+    probe.need("sample", "score")
+    written = await probe.engine.sample(probe.request(0, 0, GREEDY))
+    place = len(written.ids) // 2
+    plain = await probe.score(probe.prompt, written.ids)
+    lower = 0
+    for step in range(1, 9):
+        planted = (written.ids[place] + step * 37) % probe.engine.spec.vocabulary
+        if planted == written.ids[place]:
+            continue
+        spoilt = await probe.score(probe.prompt, (*written.ids[:place], planted, *written.ids[place + 1 :]))
+        probe.require_close("before a planted token", spoilt[:place], plain[:place])
+        gain = spoilt[place] - plain[place]
+        require(gain <= probe.options.tolerance, f"planted token {planted} scores {gain:.4f} nats above the greedy one")
+        lower += gain < -probe.options.tie
+    require(lower > 0, "eight planted tokens score no lower than the greedy one: is the right position scored?")
+
+
+async def check_greedy(probe: Probe) -> None:
+    """Temperature 0 is one text whatever the seed, whoever asks for it: top-k 1, a tiny top-p, min-p 1, or in parts."""
+    probe.need("sample")
+    best = await probe.engine.sample(probe.request(0, 0, GREEDY))
+    same = {
+        "temperature 0 with another seed": GREEDY,
+        "top_k 1": Sampling(top_k=1),
+        "top_p 1e-9": Sampling(top_p=1e-9),
+        "min_p 1": Sampling(min_p=1.0),
+    }
+    for number, (what, sampling) in enumerate(same.items(), start=1):
+        again = await probe.engine.sample(probe.request(0, number, sampling))
+        await probe.require_same(f"{what} against temperature 0", probe.prompt, again, best)
+    cut = len(best.ids) // 2
+    if cut:
+        longer = replace(probe.request(0, 9, GREEDY), ids=probe.prompt + best.ids[:cut], max_tokens=len(best.ids) - cut)
+        rest = replace(best, ids=best.ids[cut:])
+        await probe.require_same("greedy in two parts", longer.ids, await probe.engine.sample(longer), rest)
+
+
+async def check_seeds(probe: Probe) -> None:
+    """A seed gives its text alone, in company, in any order and company; every field of it matters."""
+    probe.need("sample")
+    requests = probe.requests(4, LOOSE)
+    alone = [await probe.engine.sample(request) for request in requests]
+    together = await probe.sample_all(requests)
+    order = list(range(len(requests)))
+    random.Random(7).shuffle(order)
+    company = [replace(requests[0], seed=replace(requests[0].seed, run=n), max_tokens=1 + n) for n in range(4)]
+    shuffled = await probe.sample_all([*company, *(requests[n] for n in order)])
+    back = dict(zip(order, shuffled[len(company) :], strict=True))
+    for number, request in enumerate(requests):
+        for what, other in (("together", together[number]), ("shuffled", back[number])):
+            require(other.ids == alone[number].ids, f"{request.seed} gives other tokens {what} than alone")
+            probe.require_close(f"log-probs {what} against alone", other.logprobs, alone[number].logprobs)
+
+
+async def check_seed_fields(probe: Probe) -> None:
+    """Different seeds differ, whichever field they differ in."""
+    probe.need("sample")
+    base = probe.request(0, 0, LOOSE)
+    changes: dict[str, list[Any]] = {
+        "run": [1, 2, 3, 4], "problem": ["a", "b", "c", "d"], "sample": [1, 2, 3, 4], "turn": [1, 2, 3, 4],
+        "role": ["target", "a", "b", "c"], "attempt": [1, 2, 3, 4],
+    }  # fmt: skip
+    first = await probe.engine.sample(base)
+    for field, values in changes.items():
+        others = [replace(base, seed=replace(base.seed, **{field: value})) for value in values]
+        texts = {completion.ids for completion in await probe.sample_all(others)}
+        require(texts != {first.ids}, f"four seeds that differ in {field!r} alone all give the same text")
+
+
+async def check_law(probe: Probe) -> None:
+    """Tokens are drawn as often as their log-probs say, also by two best alone and at half the temperature."""
+    probe.need("sample", "score")
+    written = await probe.engine.sample(probe.request(0, 1, LOOSE))
+    place = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.7))  # most telling near one half
+    ids, token = probe.prompt + written.ids[:place], written.ids[place]
+    (logprob,) = await probe.score(ids, (token,))
+    drawn = await _draws(probe, ids, Sampling())
+    _require_share(f"token {token}", drawn.count(token), len(drawn), math.exp(logprob))
+    for temperature in (1.0, 0.5):
+        drawn = await _draws(probe, ids, Sampling(temperature=temperature, top_k=2))
+        scores = sorted([((await probe.score(ids, (index,)))[0], index) for index in set(drawn)], reverse=True)
+        if len(scores) < 2:
+            continue  # the second best is too rare to be seen
+        tied = scores[-1][0] >= scores[1][0] - probe.options.tie
+        require(tied, f"top_k 2 drew {len(scores)} different tokens")
+        best, second = (math.exp(score / temperature) for score, _ in scores[:2])
+        if len(scores) == 2:
+            what = f"the better of two tokens at temperature {temperature:g}"
+            _require_share(what, drawn.count(scores[0][1]), len(drawn), best / (best + second))
+
+
+async def _draws(probe: Probe, ids: TokenIds, sampling: Sampling) -> list[int]:
+    one = replace(probe.request(0, 0, sampling), ids=ids, max_tokens=1)
+    seeds = [replace(one.seed, sample=100 + number) for number in range(probe.options.draws)]
+    return [completion.ids[0] for completion in await probe.sample_all([replace(one, seed=seed) for seed in seeds])]
+
+
+def _require_share(what: str, seen: int, draws: int, share: float) -> None:
+    slack = 4.5 * math.sqrt(share * (1 - share) / draws) + 1 / draws  # a false alarm in 10^5
+    require(abs(seen / draws - share) <= slack, f"{what} came {seen} times in {draws} draws, should have {share:.3f}")
+
+
+async def check_hints(probe: Probe) -> None:
+    """`rollout` and `priority` are hints: a wrong or missing one changes no answer."""
+    probe.need("sample")
+    honest = [await probe.engine.sample(request) for request in probe.requests(1)]
+    for number, request in enumerate(probe.requests(1)):  # one rollout name for unrelated texts
+        hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
+        require(hinted.ids == honest[number].ids, "a rollout hint that names another text's cache changed the answer")
+        if "score" not in probe.engine.spec.capabilities:
+            continue
+        for rollout in ("same", "never seen"):
+            scored = await probe.score(request.ids, hinted.ids, rollout)
+            probe.require_close(f"scored under the rollout hint {rollout!r}", scored, honest[number].logprobs)
+
+
+async def check_score_company(probe: Probe) -> None:
+    """A score is the same alone and among others."""
+    probe.need("score")
+    pairs = [(prompt, other[-8:]) for prompt in probe.prompts for other in probe.prompts]
+    alone = [await probe.score(prefix, suffix) for prefix, suffix in pairs]
+    together = await collect([partial(probe.score, prefix, suffix) for prefix, suffix in pairs])
+    for left, right in zip(alone, together, strict=True):
+        probe.require_close("scored in company against alone", right, left)
+
+
+async def check_context(probe: Probe) -> None:
+    """A request longer than the context is a ContextOverflow; one that just fits is served."""
+    limit = probe.engine.spec.context_length
+    full = (probe.prompt * (1 + limit // len(probe.prompt)))[:limit]
+    if "sample" in probe.engine.spec.capabilities:
+        for ids, tokens in ((full, 1), (full[:-1], 2), (probe.prompt, limit)):
+            call = partial(probe.engine.sample, SampleRequest(ids, tokens))
+            await refused(f"{len(ids)} ids and {tokens} tokens in a context of {limit}", ContextOverflow, call)
+        if limit <= probe.options.boundary:
+            await probe.engine.sample(SampleRequest(full[:-2], 2))
+    if "score" in probe.engine.spec.capabilities:
+        long = ScoreRequest(full, probe.prompt[:1])
+        what = f"scoring {limit + 1} ids in a context of {limit}"
+        await refused(what, ContextOverflow, partial(probe.engine.score, long))
+        if limit <= probe.options.boundary:
+            await probe.score(full[:-1], full[-1:])
+
+
+async def check_refusals(probe: Probe) -> None:
+    """Requests that mean nothing are UsageErrors, and leave nothing behind."""
+    engine, prompt, unknown = probe.engine, probe.prompt, probe.engine.spec.vocabulary
+    good = probe.request()
+    bad = {
+        "no ids": replace(good, ids=()),
+        "an id beyond the vocabulary": replace(good, ids=(*prompt, unknown)),
+        "a negative id": replace(good, ids=(*prompt, -1)),
+        "no tokens": replace(good, max_tokens=0),
+        "an empty stop string": replace(good, stop=("",)),
+        "a negative temperature": replace(good, sampling=Sampling(temperature=-1.0)),
+        "top_p 0": replace(good, sampling=Sampling(top_p=0.0)),
+        "min_p 2": replace(good, sampling=Sampling(min_p=2.0)),
+        "a negative top_k": replace(good, sampling=Sampling(top_k=-1)),
+    }
+    if "sample" in engine.spec.capabilities:
+        for what, request in bad.items():
+            await refused(f"sampling with {what}", UsageError, partial(engine.sample, request))
+    if "score" in engine.spec.capabilities:
+        for what, prefix, suffix in (
+            ("an empty prefix", (), prompt),
+            ("an empty suffix", prompt, ()),
+            ("an id beyond the vocabulary", prompt, (unknown,)),
+            ("a negative id", (-1,), prompt),
+        ):
+            await refused(f"scoring {what}", UsageError, partial(engine.score, ScoreRequest(prefix, suffix)))
+    if engine.stats().in_flight:
+        fail(f"refused requests left {engine.stats().in_flight} in flight")
+
+
+async def check_capabilities(probe: Probe) -> None:
+    """What the spec does not list is refused as unsupported."""
+    engine = probe.engine
+    missing = {"sample", "score"} - engine.spec.capabilities
+    if not missing:
+        raise NotApplicable("the engine can do everything")
+    if "sample" in missing:
+        await refused("sampling", UnsupportedByEngine, partial(engine.sample, probe.request()))
+    if "score" in missing:
+        await refused("scoring", UnsupportedByEngine, partial(engine.score, ScoreRequest(probe.prompt, probe.prompt)))

@@ -1,0 +1,124 @@
+"""Whether an answer is the reference: the bounded fast path, and what it hands to the slow one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from atts.core import AnswerKind
+from atts.errors import OptionError
+from atts.evaluators.cleaning import spaceless
+from atts.evaluators.compare import Comparison
+from atts.evaluators.reading import Reading, read
+from atts.evaluators.verdict import Limits, Malformed, Prose, Undecided, Undefined, Verdict
+from atts.evaluators.words import squashed
+
+_DEFAULT = Limits()
+_KINDS = ("math", "choice", "text")
+
+
+class SecondOpinion(Protocol):
+    """What decides pairs the fast path cannot: a pool of worker processes."""
+
+    def judge(self, gold: str, answer: str, gold_reading: Reading, answer_reading: Reading) -> Verdict:
+        """A verdict within the opinion's own limits; never raises for what the texts hold."""
+        ...
+
+
+def equivalent(
+    gold: str,
+    answer: str,
+    kind: AnswerKind = "math",
+    *,
+    limits: Limits = _DEFAULT,
+    slow: SecondOpinion | None = None,
+) -> Verdict:
+    """Whether `answer` is the reference answer `gold`; symmetric, thread-safe, bounded in time and memory.
+
+    The fast path never evaluates text as code. What it cannot decide goes to `slow` if there is one and is
+    "unscored" otherwise. Raises OptionError for an unknown kind.
+
+    >>> equivalent(r"\\frac{1}{2}", "0.5").status
+    'equal'
+    >>> equivalent("12", "21").status
+    'different'
+    """
+    if kind not in _KINDS:
+        raise OptionError(f"kind {kind}", "is not a kind of answer", _KINDS)
+    if not gold.strip():
+        return Verdict("unscored", "no reference")
+    if not answer.strip():
+        return Verdict("different", "no answer")
+    if kind == "text":
+        return _verdict(squashed(gold) == squashed(answer) != "", "text")
+    if spaceless(gold) == spaceless(answer):
+        return Verdict("equal", "same text")
+    one, two = read(gold, limits), read(answer, limits)
+    decided = _by_text(one, two, kind)
+    if decided is not None:
+        return decided
+    try:
+        return _by_trees(one, two, limits)
+    except Undecided as error:
+        if slow is not None:
+            return slow.judge(gold, answer, one, two)
+        return Verdict("unscored", "undecided", str(error))
+
+
+def _verdict(same: bool, rule: str) -> Verdict:
+    return Verdict("equal" if same else "different", rule)
+
+
+def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
+    """What the texts alone decide: the same spelling, and choices."""
+    if not one.text or not two.text:
+        return Verdict("unscored", "no reference") if not one.text else Verdict("different", "no answer")
+    if spaceless(one.text) == spaceless(two.text):
+        return Verdict("equal", "same text")
+    if one.choice and two.choice and (one.is_letter or two.is_letter or kind == "choice"):
+        return _verdict(one.choice == two.choice, "choice")
+    if kind == "choice" and (one.choice or two.choice):
+        letters = [reading.choice or reading.text.strip("(). ").upper() for reading in (one, two)]
+        return _verdict(letters[0] == letters[1], "choice")
+    return None
+
+
+def _by_trees(one: Reading, two: Reading, limits: Limits) -> Verdict:
+    """The verdict of any pair of readings that are equal, else that of the first pair.
+
+    Raises Undecided when a side cannot be read or the comparison does not settle it.
+    """
+    if not one.trees or not two.trees:
+        return _unread(one, two)
+    first: Verdict | None = None
+    undecided: Undecided | None = None
+    for gold in one.trees:
+        for answer in two.trees:
+            comparison = Comparison(limits)
+            try:
+                same = comparison.same(gold, answer)
+            except Undefined as error:
+                undecided = Undecided(f"no value: {error}")
+                continue
+            except Undecided as error:
+                undecided = error
+                continue
+            if same:
+                return Verdict("equal", comparison.rule)
+            first = first or Verdict("different", comparison.rule)
+    if undecided is not None:
+        raise undecided
+    assert first is not None
+    return first
+
+
+def _unread(one: Reading, two: Reading) -> Verdict:
+    """The verdict when a side is no expression: the same phrase, or an answer that cannot be the reference."""
+    if one.squashed and one.squashed == two.squashed and not isinstance(one.problem or two.problem, Malformed):
+        return Verdict("equal", "text")
+    readable, problem = (two, one.problem) if one.problem else (one, two.problem)
+    assert problem is not None
+    if isinstance(problem, Malformed):
+        return Verdict("different", "malformed", str(problem))
+    if isinstance(problem, Prose) and readable.trees:
+        return Verdict("different", "prose", str(problem))
+    raise problem

@@ -1,0 +1,93 @@
+"""Turn one answer text into the trees it may be read as; what was read is kept for the next comparison."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from atts.evaluators import words
+from atts.evaluators.boxes import Scan, final_boxes, scan
+from atts.evaluators.cleaning import cleaned, joined_thousands
+from atts.evaluators.grammar import Parser
+from atts.evaluators.lexer import tokens
+from atts.evaluators.tree import Node, number
+from atts.evaluators.verdict import Limits, Malformed, Undecided
+
+_CHOICE = re.compile(r"[({\[\s]*([A-J])[}\s]*(?:\)[)}\]]*\s*[.:]?\s*[^\s^_!]?|[.:]\s*\S|[}\]]*$)")
+_MACRO = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|textit|mbox|rm|bf|boxed)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An answer cleaned and parsed; no trees means it could not be read, and `problem` says why."""
+
+    text: str
+    trees: tuple[Node, ...]
+    problem: Undecided | None = None
+    choice: str = ""  # the letter, when the answer is one choice, perhaps with its text
+    is_letter: bool = False  # nothing but the letter
+
+    @property
+    def squashed(self) -> str:
+        """The answer as a phrase: lower case, letters and digits."""
+        return words.squashed(_MACRO.sub(" ", self.text))
+
+
+def read(text: str, limits: Limits) -> Reading:
+    """The answer as trees; long texts are not kept."""
+    return _kept(text, limits) if len(text) <= 400 else _read(text, limits)
+
+
+@lru_cache(maxsize=4096)
+def _kept(text: str, limits: Limits) -> Reading:
+    return _read(text, limits)
+
+
+def _read(text: str, limits: Limits) -> Reading:
+    plain = text
+    try:
+        plain = cleaned(unboxed(text), limits)
+        choice = _CHOICE.match(_MACRO.sub("", plain))
+        letter = choice[1] if choice else ""
+        only = bool(letter) and not re.search(r"[^A-J\s(){}\[\].:]", _MACRO.sub("", plain))
+        return Reading(plain, tuple(_trees(plain, limits)), None, letter, only)
+    except Undecided as problem:
+        choice = _CHOICE.match(_MACRO.sub("", plain)) if len(plain) < 400 else None
+        return Reading(plain, (), problem, choice[1] if choice else "")
+
+
+def _trees(plain: str, limits: Limits) -> list[Node]:
+    """The readings of a cleaned text: thousands joined, and, where that changes it, as written."""
+    spelled = words.number_in_words(plain) if len(plain) < 120 and plain[:1].isalpha() else None
+    if spelled is not None:
+        return [number(spelled, str(spelled))]
+    joined = joined_thousands(plain)
+    found: list[Node] = []
+    problem: Undecided | None = None
+    for spelling in dict.fromkeys((joined, plain)):
+        try:
+            found.append(Parser(tokens(spelling, limits), limits).answer())
+        except Undecided as error:
+            problem = problem or error
+    if not found:
+        assert problem is not None
+        raise problem
+    return found
+
+
+def unboxed(text: str) -> str:
+    """The contents of the boxes in an answer, several joined by commas; the text itself when it has none.
+
+    Raises Malformed when its box was cut off.
+    """
+    if "box" not in text:
+        return text
+    text = text.replace("\\beginboxed", "\\boxed")
+    contents = final_boxes(text)
+    if not contents and scan(text, Scan(), ended=True)[1].open_at is not None:
+        raise Malformed("a box that was cut off")
+    return ", ".join(contents) if contents else _EMPTY_BOX.sub("", text)
+
+
+_EMPTY_BOX = re.compile(r"\\?(?:boxed|fbox)\s*\{\s*\}")

@@ -1,0 +1,108 @@
+"""The small tree every answer is parsed into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+Kind = Literal[
+    "number",  # value; text keeps how it was written
+    "huge",  # an integer literal too long to compute with; text
+    "symbol",  # text
+    "constant",  # pi, e, i, inf; text
+    "add",
+    "mul",
+    "pow",  # base, exponent
+    "root",  # radicand, index
+    "func",  # text names it, args
+    "call",  # an unknown function applied: text, args
+    "plusminus",  # one argument, both signs; text "+" or "-" says which comes first
+    "percent",
+    "degree",
+    "based",  # text: digits; value: base
+    "quantity",  # one argument; text: its unit
+    "ratio",
+    "sum",  # text: sum or prod; args: body, variable, lower, upper
+    "opaque",  # integrals, limits: kept to be handed to the slow path; text: which; args
+    "tuple",  # text: its brackets, such as "(]"
+    "list",  # bare items between commas
+    "set",
+    "union",
+    "setminus",
+    "matrix",  # args: rows, each a tuple node
+    "relation",  # text: operators joined by a space; args: its sides
+    "word",  # text
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One vertex: what it is, its children, and its name or value where it has one."""
+
+    kind: Kind
+    args: tuple[Node, ...] = ()
+    text: str = ""
+    value: Fraction | None = None
+
+    def walk(self) -> Iterator[Node]:
+        """This node and all below it; iterative, so depth does not matter."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.args)
+
+
+ZERO = Node("number", text="0", value=Fraction(0))
+ONE = Node("number", text="1", value=Fraction(1))
+TWO = Node("number", text="2", value=Fraction(2))
+MINUS_ONE = Node("number", text="-1", value=Fraction(-1))
+INFINITY = Node("constant", text="inf")
+EMPTY_SET = Node("set")
+REALS = Node("tuple", (Node("mul", (MINUS_ONE, INFINITY)), INFINITY), "()")
+
+
+def number(value: Fraction | int, text: str = "") -> Node:
+    """A numeric leaf."""
+    return Node("number", text=text, value=Fraction(value))
+
+
+def symbol(name: str) -> Node:
+    """A free variable."""
+    return Node("symbol", text=name)
+
+
+def negated(node: Node) -> Node:
+    """Minus the node, folded for literals so that -3 is one leaf."""
+    if node.kind == "number" and node.value is not None:
+        text = node.text[1:] if node.text.startswith("-") else "-" + node.text
+        return Node("number", text=text, value=-node.value)
+    return Node("mul", (MINUS_ONE, node))
+
+
+def quotient(top: Node, bottom: Node) -> Node:
+    """top / bottom."""
+    return Node("mul", (top, Node("pow", (bottom, MINUS_ONE))))
+
+
+def function(name: str, *args: Node) -> Node:
+    """A known function applied."""
+    return Node("func", args, name)
+
+
+def symbols(node: Node) -> frozenset[str]:
+    """Names of the free variables and unknown functions."""
+    return frozenset(each.text for each in node.walk() if each.kind in ("symbol", "call"))
+
+
+def variables(node: Node) -> frozenset[str]:
+    """Names of the free variables, those bound by a sum or product left out."""
+    bound = {each.args[1].text for each in node.walk() if each.kind == "sum"}
+    return frozenset(each.text for each in node.walk() if each.kind == "symbol") - bound
+
+
+def has(node: Node, *kinds: str) -> bool:
+    """Whether a node of one of these kinds is anywhere in the tree."""
+    return any(each.kind in kinds for each in node.walk())

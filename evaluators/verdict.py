@@ -1,0 +1,61 @@
+"""What a comparison says, what may bound it, and how its parts report that they cannot go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["equal", "different", "unscored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Equal, different or unscored, with the rule that decided; `detail` is for people."""
+
+    status: Status
+    rule: str
+    detail: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the answer counts as the reference."""
+        return self.status == "equal"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Caps of the fast path; what would pass one is left undecided, never attempted."""
+
+    raw_characters: int = 250_000  # looked at, to drop spacing and wrappers
+    characters: int = 20_000  # of what is left, to be parsed
+    tokens: int = 12_000
+    depth: int = 60
+    items: int = 4_000  # of a list, set, tuple or matrix
+    bits: int = 100_000  # of any exact integer
+    terms: int = 400  # of a written-out sum or product
+    steps: int = 20_000  # of one numeric evaluation
+    milliseconds: int = 400  # of probing one pair
+
+
+class Undecided(Exception):
+    """The fast path cannot say; the message says why."""
+
+
+class NotMaths(Undecided):
+    """The text is not an expression our grammar reads."""
+
+
+class Malformed(NotMaths):
+    """The text cannot be an answer: brackets unbalanced, an argument missing, an operator left hanging."""
+
+
+class Prose(NotMaths):
+    """Words deny, condition or replace the value."""
+
+
+class TooLarge(Undecided):
+    """A cap of `Limits` would be passed."""
+
+
+class Undefined(Exception):
+    """The expression has no value (division by zero, logarithm of zero)."""

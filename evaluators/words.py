@@ -1,0 +1,148 @@
+"""Words an answer may carry: units, number words, separators, and those that mean it is not a value."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+SEPARATORS = frozenset({"and", "or", "und", "et"})
+PERCENT = frozenset({"percent", "pct", "percentage", "percents"})
+DEGREES = frozenset({"degree", "degrees", "deg"})
+NEGATIONS = frozenset(
+    """not no cannot can't never none neither nor without except unless impossible undefined undetermined unknown
+    invalid infinitely nonexistent exist exists isn't doesn't don't nan null false true if when for where such that
+    is are was were be only both can could may might either""".split()
+)
+"""Words after which what precedes them is no longer simply the answer."""
+
+LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_VALUES = {word: value for value, word in enumerate(_SMALL)} | {word: 20 + 10 * i for i, word in enumerate(_TENS)}
+BASES = {
+    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
+    "twelve": 12, "sixteen": 16, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16,
+}  # fmt: skip
+_WORD = re.compile(r"[a-z]+")
+
+
+def number_in_words(text: str) -> int | None:
+    """The integer a phrase such as "twenty-seven" or "three hundred and five" spells, else None.
+
+    >>> number_in_words("two thousand and twenty-five")
+    2025
+    """
+    words = [word for word in _WORD.findall(text.lower()) if word != "and"]
+    if not words or len(words) > 12 or not all(word in _VALUES or word in LARGE for word in words):
+        return None
+    total = current = 0
+    for word in words:
+        if word in _VALUES:
+            current += _VALUES[word]
+        elif word in ("hundred", "dozen"):
+            current = max(current, 1) * LARGE[word]
+        else:
+            total, current = total + max(current, 1) * LARGE[word], 0
+    return total + current
+
+
+_UNITS: dict[str, tuple[str, Fraction]] = {}
+
+
+def _unit(dimension: str, **names: str) -> None:
+    for factor, words in names.items():
+        scale = Fraction(factor[1:].replace("_", "/"))
+        for word in words.split():
+            _UNITS[word] = (dimension, scale)
+
+
+_unit("length", x1="m meter meters metre metres", x1_100="cm centimeter centimeters centimetre centimetres",
+      x1_1000="mm millimeter millimeters", x1000="km kilometer kilometers kilometre kilometres")  # fmt: skip
+_unit("imperial", x1="in inch inches", x12="ft foot feet", x36="yd yard yards", x63360="mi mile miles")
+_unit("time", x1="s sec secs second seconds", x60="min mins minute minutes", x3600="h hr hrs hour hours",
+      x86400="day days", x604800="week weeks")  # fmt: skip
+_unit("year", x1="year years yr yrs", x1_12="month months")
+_unit("mass", x1="g gram grams", x1000="kg kilogram kilograms kgs", x1_1000="mg milligram milligrams")
+_unit("pound", x1="lb lbs pound pounds", x1_16="oz ounce ounces", x2000="ton tons")
+_unit("money", x1="dollar dollars usd buck bucks", x1_100="cent cents")
+_unit("volume", x1="l liter liters litre litres", x1_1000="ml milliliter milliliters")
+_unit("kitchen", x1="cup cups", x2="pint pints", x4="quart quarts", x16="gallon gallons")
+_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
+_RATES = {"mph": "mile per hour", "kph": "km per hour", "kmh": "km per hour", "fps": "foot per second"}
+ATTACHED = frozenset(
+    "cm mm km kg ft in yd mi lb lbs oz ml min sec hr hrs mph kph fps am pm th st nd rd mg dm hz kw kwh rpm sq cu".split()
+)
+"""Letters that, right after a number and last in an answer, are its unit and not a product of variables."""
+
+Dimension = tuple[tuple[str, int], ...]
+
+
+def measure(unit: str) -> tuple[Dimension, Fraction] | None:
+    """Dimension and scale of a unit phrase such as "square feet" or "cm^2", None when a word is unknown.
+
+    >>> measure("hours") == measure("hour")
+    True
+    """
+    total: dict[str, int] = {}
+    scale = Fraction(1)
+    sign, power, last = 1, 1, ""
+    for token in re.findall(r"[a-z]+|\^\s*\{?\s*-?\d+|/", unit.lower()):
+        for word in _RATES.get(token, token).split():
+            if word in ("per", "/", "an", "a", "each"):
+                sign = -1 if word in ("per", "/") else sign
+            elif word in _POWERS and (word in ("squared", "cubed")) and last:
+                extra = sign * (_POWERS[word] - 1)
+                total[_UNITS[last][0]] += extra
+                scale *= _UNITS[last][1] ** extra
+            elif word in _POWERS:
+                power = _POWERS[word]
+            elif word.startswith("^") and last:
+                extra = sign * (int(re.sub(r"[^\d-]", "", word)) - 1)
+                if abs(extra) > 9:
+                    return None
+                total[_UNITS[last][0]] += extra
+                scale *= _UNITS[last][1] ** extra
+            elif word in _UNITS:
+                dimension, factor = _UNITS[word]
+                total[dimension] = total.get(dimension, 0) + sign * power
+                scale *= factor ** (sign * power)
+                power, last = 1, word
+            else:
+                return None
+    return (tuple(sorted((name, size) for name, size in total.items() if size)), scale) if last else None
+
+
+PRODUCTS_OF_THREE = frozenset(
+    """odd yes two six ten one red all any sum big mon tue wed thu fri sat sun may jan feb mar apr jun jul aug sep oct
+    nov dec low old new day man men boy dog cat car bus box top end out the off per for but are was has had can cow
+    pig hen egg pen cup hat bat ant bee fox tie win nil max min gcd lcm mod deg not nor and yen won bit set ray arc
+    row""".split()
+)
+"""Three-letter words that are not x*y*z."""
+
+
+def is_word(letters: str) -> bool:
+    """Whether a run of letters in maths is more likely a word than a product of variables."""
+    lower = letters.lower()
+    if len(letters) <= 2:
+        return False
+    if any(lower in run for run in ("abcdefghijklmnopqrstuvwxyz",)):
+        return letters.isupper()
+    if len(letters) == 3:
+        return lower in PRODUCTS_OF_THREE or not (letters.islower() or letters.isupper() or letters[1:].isupper())
+    return True
+
+
+def squashed(text: str) -> str:
+    """A phrase as it is compared: lower case, letters and digits only, leading article dropped.
+
+    >>> squashed("An  Ellipse.")
+    'ellipse'
+    """
+    words = re.findall(r"[^\W_]+", text.lower())
+    if len(words) > 1 and words[0] in ("a", "an", "the"):
+        words = words[1:]
+    return " ".join(words)

@@ -3,6 +3,7 @@
 from atts.journal.events import (
     KINDS,
     SCHEMA,
+    CallFailed,
     Decided,
     Drifted,
     Entry,
@@ -12,8 +13,10 @@ from atts.journal.events import (
     Observed,
     OutcomeReached,
     ProblemStarted,
+    ProblemTimed,
     RolloutFinished,
     RolloutStarted,
+    RolloutTimed,
     Sampled,
     Scored,
     SessionClosed,
@@ -25,7 +28,7 @@ from atts.journal.files import AppendFile, Opener, open_append, write_all, write
 from atts.journal.lines import Tail, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, versions
 from atts.journal.state import OpenProblem, RunState, read_outcomes, sample_key, score_key
-from atts.journal.writer import JOURNAL, MANIFEST, Durability, Journal, JournalOptions, open_journal
+from atts.journal.writer import JOURNAL, MANIFEST, Durability, Journal, JournalOptions, check_directory, open_journal
 
 __all__ = [
     "JOURNAL",
@@ -33,6 +36,7 @@ __all__ = [
     "MANIFEST",
     "SCHEMA",
     "AppendFile",
+    "CallFailed",
     "Decided",
     "Drifted",
     "Durability",
@@ -49,8 +53,10 @@ __all__ = [
     "Opener",
     "OutcomeReached",
     "ProblemStarted",
+    "ProblemTimed",
     "RolloutFinished",
     "RolloutStarted",
+    "RolloutTimed",
     "RunState",
     "Sampled",
     "Scored",
@@ -60,6 +66,7 @@ __all__ = [
     "Tail",
     "TurnFinished",
     "Warned",
+    "check_directory",
     "dataset_digest",
     "load_manifest",
     "open_append",

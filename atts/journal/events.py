@@ -2,10 +2,10 @@
 
 The order of the lines is the order in which things happened. Three families:
 
-* *steps*, from which an interrupted run goes on: `Sampled`, `Scored` (results of engine calls, found again by `key`),
-  `Decided`, `Observed` (calls of the gate, replayed in order to rebuild its state);
+* *steps*, from which an interrupted run goes on: `Sampled`, `Scored`, `CallFailed` (what engine calls came to, found
+  again by `key`), `Decided`, `Observed` (calls of the gate, replayed in order to rebuild its state);
 * *facts*, from which results and reports are made: problems, rollouts, turns, outcomes, verdicts;
-* *remarks*: sessions, nodes of the task graph, warnings, drift.
+* *remarks*: sessions, the task graph's nodes and spans, warnings, drift.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEMA = 1
 """Raised with every change that an older version could not read."""
 
 OutcomeStatus = Literal["answered", "unanswered", "cancelled", "failed"]
-NodeStatus = Literal["done", "failed", "cancelled"]
+FailureKind = Literal["EngineUnavailable", "EngineTimeout", "BadReply", "OutOfMemory"]
 VerdictStatus = Literal["correct", "wrong", "unscored"]
 
 
@@ -62,7 +62,7 @@ class RolloutStarted:
 
 @dataclass(frozen=True, slots=True)
 class TurnFinished:
-    """One turn of a rollout is complete and will not change."""
+    """One turn of a rollout is complete. An index seen before replaces that turn and drops those after it (a fork)."""
 
     problem: str
     sample: int
@@ -108,15 +108,20 @@ class Graded:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """An engine call that finished; `key` names the request by content, so a repeated request finds it."""
+    """An engine call that finished; `key` names the request by content, so a repeated request finds it.
+
+    `rollout` is the request's own hint: what bears the same one is one line of work. `seconds` is what the call took.
+    """
 
     problem: str
     key: str
     completion: Completion
     role: Role
+    rollout: str = ""
     sample: int = 0
     turn: int = 0
     attempt: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +132,34 @@ class Scored:
     key: str
     scores: Scores
     role: Role = "target"
+    rollout: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """An engine call that failed in a way the pipeline may go on from; `error` is the class in `atts.errors`."""
+
+    problem: str
+    key: str
+    role: Role
+    error: FailureKind
+    engine: str
+    text: str  # the whole message
+    rollout: str = ""
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The gate was asked and answered; `features` are what it was told besides the score."""
+    """The gate was asked and answered, before ("preview") or after the target had scored.
+
+    `features` are the numbers it was told besides the score. A preview that asked for the score is not recorded.
+    """
 
     decision: Decision
     features: Mapping[str, float] = field(default_factory=dict[str, float])
+    asked: Literal["preview", "score", "round"] = "score"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,21 +172,54 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class NodeFinished:
-    """A node of the task graph: what it waited for, and when it was queued, started and ended (run clock, seconds)."""
+    """A node of the task graph: who called, what it waited for, and when (the run's clock, seconds).
 
+    A "recalled" node took its result from an earlier session: it did no work, and stands for the node that did.
+    """
+
+    node: int
     stage: str
+    engine: str
     problem: str
     sample: int
     turn: int
+    ready: float
     queued: float
     started: float
     ended: float
-    status: NodeStatus = "done"
+    after: tuple[int, ...] = ()
     attempt: int = 0
-    after: tuple[str, ...] = ()
-    engine: str = ""
-    ready: float | None = None  # when its inputs were there, if that was before `queued`
-    node: str = ""
+    status: Literal["done", "failed", "cancelled"] = "done"
+    tokens: int = 0
+    source: Literal["live", "recalled"] = "live"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTimed:
+    """A rollout's life in the task graph (the run's clock, seconds)."""
+
+    problem: str
+    sample: int
+    status: Literal["done", "failed", "settled", "cancelled"]
+    queued: float
+    started: float
+    ended: float
+    released: float
+    attempts: int = 1
+    waited: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemTimed:
+    """A problem's life in the task graph."""
+
+    problem: str
+    number: int
+    status: Literal["done", "failed", "cancelled"]
+    started: float
+    ended: float
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +254,12 @@ Event = (
     | Graded
     | Sampled
     | Scored
+    | CallFailed
     | Decided
     | Observed
     | NodeFinished
+    | RolloutTimed
+    | ProblemTimed
     | Warned
     | Drifted
 )
@@ -215,9 +276,12 @@ KINDS: Mapping[str, type[Event]] = MappingProxyType(
         "graded": Graded,
         "sampled": Sampled,
         "scored": Scored,
+        "call-failed": CallFailed,
         "decided": Decided,
         "observed": Observed,
         "node": NodeFinished,
+        "rollout-timed": RolloutTimed,
+        "problem-timed": ProblemTimed,
         "warning": Warned,
         "drift": Drifted,
     }

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from atts.core import Completion, Outcome, Problem, Rollout, SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.core import Outcome, Problem, Role, Rollout, SampleRequest, ScoreRequest, TokenIds, Turn
 from atts.journal.events import (
+    CallFailed,
     Decided,
     Entry,
     Event,
     Graded,
+    NodeFinished,
     Observed,
     OutcomeReached,
     ProblemStarted,
@@ -26,24 +28,28 @@ from atts.journal.events import (
     TurnFinished,
 )
 
+Call = Sampled | Scored | CallFailed
+
 
 @dataclass(slots=True)
 class OpenProblem:
     """A problem that was started: its rollouts as they stood, and every step already taken.
 
-    A step taken is not taken again: engine results are found by the request's key, decisions in their order within
-    (sample, turn). `finished` holds the samples whose rollouts ended, in the order in which they did.
+    A step taken is not taken again: what engine calls came to is found by the request's key, in order; gate calls by
+    (sample, turn), in order. A failed call counts once its rollout went on in spite of it; one that was its last step
+    is forgotten, so that the call is tried again.
     """
 
     problem: Problem
     rollouts: dict[int, Rollout] = field(default_factory=dict[int, Rollout])
-    finished: list[int] = field(default_factory=list[int])
-    completions: dict[str, Completion] = field(default_factory=dict[str, Completion])
-    scores: dict[str, Scores] = field(default_factory=dict[str, Scores])
+    calls: dict[str, deque[Call]] = field(default_factory=dict[str, deque[Call]])
     gate: dict[tuple[int, int], deque[Decided | Observed]] = field(
         default_factory=dict[tuple[int, int], deque[Decided | Observed]]
     )
+    turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
     graded: list[Graded] = field(default_factory=list[Graded])
+    _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])  # by rollout hint
+    _hints: dict[int, str] = field(default_factory=dict[int, str])
 
     def outcome(self, reached: OutcomeReached) -> Outcome:
         """The whole outcome, its rollouts in the order it names them."""
@@ -52,12 +58,43 @@ class OpenProblem:
             self.problem, rollouts, reached.answer, reached.votes, reached.status, reached.why, reached.usage
         )
 
+    def apply(self, event: Event) -> None:
+        """Take in what happened inside the problem."""
+        match event:
+            case RolloutStarted(_, sample, prompt):
+                self.rollouts[sample] = Rollout(self.problem.id, sample, prompt)
+            case TurnFinished(_, sample, turn):
+                self._settle(self._hints.get(sample, ""))
+                self.turns.setdefault(sample, deque()).append(turn)
+                rollout = self.rollouts[sample]
+                self.rollouts[sample] = replace(rollout, turns=(*rollout.turns[: turn.index], turn))
+            case RolloutFinished():
+                self.rollouts[event.sample] = _finished(self.rollouts[event.sample], event)
+            case CallFailed():
+                self._failures.setdefault(event.rollout, []).append(event)
+            case Sampled() | Scored():
+                self._settle(event.rollout)
+                self.calls.setdefault(event.key, deque()).append(event)
+                if isinstance(event, Sampled):
+                    self._hints[event.sample] = event.rollout
+            case Decided(decision) | Observed(decision):
+                self.gate.setdefault((decision.sample, decision.turn), deque()).append(event)
+            case Graded():
+                self.graded.append(event)
+            case _:
+                pass
+
+    def _settle(self, hint: str) -> None:
+        """The line of work went on: its failures so far stand."""
+        for failure in self._failures.pop(hint, ()):
+            self.calls.setdefault(failure.key, deque()).append(failure)
+
 
 @dataclass(slots=True)
 class RunState:
     """Built entry by entry with `apply`, in order; its size is that of the unfinished problems and a line per other.
 
-    `reached` and `graded` (of whole problems, by id) are kept for finished problems; their rollouts are let go.
+    `reached` and `graded` (by problem) are kept for finished problems; their rollouts are let go.
     """
 
     open: dict[str, OpenProblem] = field(default_factory=dict[str, OpenProblem])
@@ -65,10 +102,13 @@ class RunState:
     graded: dict[str, tuple[Graded, ...]] = field(default_factory=dict[str, tuple[Graded, ...]])
     sessions: int = 0
     ended: SessionClosed | None = None  # how the last session ended; None: it was killed, or still runs
+    last_node: int = -1
+    seconds: float = 0.0  # by the run's clock, all sessions together
 
     def apply(self, entry: Entry) -> Outcome | None:
         """Take one entry in; the outcome of the problem when the entry completes one."""
         event = entry.event
+        self._count(entry)
         match event:
             case SessionOpened():
                 self.sessions, self.ended = event.session, None
@@ -76,6 +116,8 @@ class RunState:
                 self.ended = event
             case ProblemStarted(problem):
                 self.open.setdefault(problem.id, OpenProblem(problem))
+            case NodeFinished():
+                self.last_node = max(self.last_node, event.node)
             case OutcomeReached(problem):
                 closed = self.open.pop(problem)
                 self.reached[problem] = event
@@ -84,38 +126,26 @@ class RunState:
             case Graded(problem) if problem in self.reached:
                 self.graded[problem] += (event,)
             case _:
-                self._apply_step(event)
+                self._apply_inside(event)
         return None
 
-    def _apply_step(self, event: Event) -> None:
-        """Events inside an open problem; those of finished problems (late clean-up) and remarks change nothing."""
+    def _apply_inside(self, event: Event) -> None:
+        """Events of an open problem; those of finished problems (late clean-up) and remarks change nothing."""
         name = event.decision.question if isinstance(event, Decided | Observed) else getattr(event, "problem", None)
-        inside = self.open.get(name) if isinstance(name, str) else None
-        if inside is None:
-            return
-        match event:
-            case RolloutStarted(_, sample, prompt):
-                inside.rollouts[sample] = Rollout(inside.problem.id, sample, prompt)
-            case TurnFinished(_, sample, turn):
-                rollout = inside.rollouts[sample]
-                inside.rollouts[sample] = replace(rollout, turns=(*rollout.turns, turn))
-            case RolloutFinished():
-                inside.rollouts[event.sample] = _finished(inside.rollouts[event.sample], event)
-                inside.finished.append(event.sample)
-            case Sampled():
-                inside.completions[event.key] = event.completion
-            case Scored():
-                inside.scores[event.key] = event.scores
-            case Decided(decision) | Observed(decision):
-                inside.gate.setdefault((decision.sample, decision.turn), deque()).append(event)
-            case Graded():
-                inside.graded.append(event)
-            case _:
-                pass
+        if isinstance(name, str) and name in self.open:
+            self.open[name].apply(event)
+
+    def _count(self, entry: Entry) -> None:
+        if isinstance(entry.event, SessionOpened):
+            self._before = self.seconds
+        self.seconds = self._before + entry.at
+
+    _before: float = 0.0
 
 
 def _finished(rollout: Rollout, event: RolloutFinished) -> Rollout:
-    return replace(rollout, finish=event.finish, answer=event.answer, usage=event.usage, error=event.error)
+    rollout = replace(rollout, turns=rollout.turns[: event.turns], finish=event.finish, answer=event.answer)
+    return replace(rollout, usage=event.usage, error=event.error)
 
 
 def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
@@ -128,19 +158,18 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
             yield outcome
 
 
-def sample_key(request: SampleRequest) -> str:
-    """A name for what is asked, from all that decides the answer; cache hints and priorities are left out."""
-    seed = request.seed
-    law = (request.max_tokens, request.sampling, seed, request.stop, request.stop_ids)
-    return _digest(repr(law), request.ids)
+def sample_key(role: Role, request: SampleRequest) -> str:
+    """A name for what is asked of whom, from all that decides the answer; cache hints and priorities are left out."""
+    law = (request.max_tokens, request.sampling, request.seed, request.stop, request.stop_ids)
+    return _digest(f"{role} {law!r}", request.ids)
 
 
-def score_key(request: ScoreRequest) -> str:
+def score_key(role: Role, request: ScoreRequest) -> str:
     """The same for a scoring request."""
-    return _digest(f"score {len(request.prefix)}", request.prefix + request.suffix)
+    return _digest(f"{role} scores after {len(request.prefix)}", request.prefix + request.suffix)
 
 
 def _digest(law: str, ids: TokenIds) -> str:
-    hasher = blake2b(law.encode(), digest_size=12)
+    hasher = blake2b(law.encode("utf-8", "surrogatepass"), digest_size=12)
     hasher.update(array("q", ids).tobytes())
     return hasher.hexdigest()

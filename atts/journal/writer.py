@@ -227,6 +227,16 @@ async def open_journal(
                     await journal.close(closing)
 
 
+def check_directory(directory: Path) -> None:
+    """Find out early, before engines are opened, that a run directory cannot be used at all.
+
+    :raises JournalLocked, JournalCorrupt, JournalVersion, StorageError: as `open_journal` would.
+    """
+    _make(directory)
+    with locked(directory / LOCK, directory):
+        load_manifest(directory / MANIFEST)
+
+
 def _make(directory: Path) -> None:
     with storage(directory):
         directory.mkdir(parents=True, exist_ok=True)

@@ -8,11 +8,15 @@ import pytest
 
 from atts.core import Completion, Decision, Problem, SampleRequest, Sampling, ScoreRequest, Scores
 from atts.journal import (
+    CallFailed,
     Decided,
     Entry,
     Event,
     Graded,
+    NodeFinished,
     Observed,
+    OpenProblem,
+    ProblemStarted,
     RolloutFinished,
     RunState,
     Sampled,
@@ -52,7 +56,6 @@ def test_every_prefix_is_a_state(story: list[Event]) -> None:
         turns = [event for event in story[:count] if isinstance(event, TurnFinished)]
         assert sum(len(rollout.turns) for rollout in inside.rollouts.values()) == len(turns)
         ended = [event.sample for event in story[:count] if isinstance(event, RolloutFinished)]
-        assert inside.finished == ended
         assert [sample for sample, rollout in inside.rollouts.items() if rollout.finish] == ended
 
 
@@ -67,25 +70,59 @@ def test_a_finished_problem_lets_go_of_its_steps(story: list[Event]) -> None:
     assert state.graded["p0"] == tuple(graded)
 
 
-def test_steps_are_found_again(story: list[Event]) -> None:
-    """Results by key, the gate's calls in order within their turn."""
-    done = Completion((1,), "x", "end", (0.0,))
-    first, second = (Decision("accept", 0.4, "p0", turn=1, score=score) for score in (1.0, 2.0))
-    steps: list[Event] = [
-        Sampled("p0", "a", done, "draft"),
-        Scored("p0", "b", Scores((-2.0,))),
-        Decided(first),
-        Decided(second),
-        Observed(first, "no"),
-        Sampled("elsewhere", "c", done, "draft"),
-        Warned("w", "about it", problem="p0"),
-    ]
+DONE = Completion((1,), "x", "end", (0.0,))
+SAMPLED = Sampled("p0", "a", DONE, "draft", "p0/0")
+REFUSED = CallFailed("p0", "b", "target", "EngineUnavailable", "target", "engine target: refused", "p0/0")
+
+
+def open_problem(story: list[Event], steps: list[Event]) -> OpenProblem:
+    """The first problem after these steps."""
     state = RunState()
     for entry in entries([story[0], *steps]):
         state.apply(entry)
-    inside = state.open["p0"]
-    assert (inside.completions, inside.scores) == ({"a": done}, {"b": Scores((-2.0,))})
-    assert [list(calls) for calls in inside.gate.values()] == [[Decided(first), Decided(second), Observed(first, "no")]]
+    return state.open["p0"]
+
+
+def test_steps_are_found_again(story: list[Event]) -> None:
+    """Results by key, the gate's calls in order within their turn; other problems' and remarks are not mixed in."""
+    first, second = (Decision("accept", 0.4, "p0", turn=1, score=score) for score in (1.0, 2.0))
+    scored = Scored("p0", "b", Scores((-2.0,)), rollout="p0/0")
+    calls: list[Event] = [Decided(first), Decided(second), Observed(first, "no")]
+    others: list[Event] = [replace(SAMPLED, problem="elsewhere"), Warned("w", "about it", problem="p0")]
+    inside = open_problem(story, [SAMPLED, scored, *calls, *others, SAMPLED])
+    assert {key: list(found) for key, found in inside.calls.items()} == {"a": [SAMPLED, SAMPLED], "b": [scored]}
+    assert [list(found) for found in inside.gate.values()] == [calls]
+
+
+def test_a_failure_stands_once_the_rollout_went_on(story: list[Event]) -> None:
+    """By another step of the same line of work, or by the end of its turn; never by a sibling's step."""
+    prompt, turn = story[1], story[2]
+    other = replace(SAMPLED, rollout="p0/1", sample=1, key="c")
+    assert "b" not in open_problem(story, [SAMPLED, REFUSED]).calls
+    assert "b" not in open_problem(story, [SAMPLED, REFUSED, other]).calls
+    for after in ([SAMPLED], [prompt, turn]):
+        assert list(open_problem(story, [SAMPLED, REFUSED, REFUSED, *after]).calls["b"]) == [REFUSED, REFUSED]
+
+
+def test_a_turn_may_be_replaced(story: list[Event]) -> None:
+    """A fork reports its turns anew: the later report counts, and cuts what followed."""
+    prompt, first, second = story[1:4]
+    assert isinstance(first, TurnFinished)
+    assert isinstance(second, TurnFinished)
+    forked = replace(first, turn=replace(first.turn, note="adopted"))
+    inside = open_problem(story, [prompt, first, second, forked])
+    assert inside.rollouts[0].turns == (forked.turn,)
+    assert list(inside.turns[0]) == [first.turn, second.turn, forked.turn]
+
+
+def test_nodes_and_time_go_on_across_sessions() -> None:
+    """The next node's number and the run's seconds are those of all sessions together."""
+    node = NodeFinished(7, "draft", "draft", "p", 0, 0, 0.0, 0.0, 0.0, 1.0)
+    state = RunState()
+    opened = SessionOpened(1, 1, "", 1)
+    for at, event in ((0.0, opened), (2.5, node), (0.0, replace(opened, session=2)), (1.5, Warned("w", ""))):
+        state.apply(Entry(0, 1, at, 0.0, event))
+    assert (state.last_node, state.seconds) == (7, 4.0)
 
 
 def test_how_the_last_session_ended() -> None:
@@ -114,8 +151,9 @@ REQUEST = SampleRequest((1, 2), 5, Sampling(0.5), Seed(1, "p", 2, 3), ("\n",), (
 )
 def test_a_key_names_all_that_decides_the_answer(other: SampleRequest) -> None:
     """Different questions never share a key; hints and priorities make no difference."""
-    assert sample_key(other) != sample_key(REQUEST)
-    assert sample_key(replace(REQUEST, rollout="elsewhere", priority=9)) == sample_key(REQUEST)
+    assert sample_key("draft", other) != sample_key("draft", REQUEST)
+    assert sample_key("draft", replace(REQUEST, rollout="x", priority=9)) == sample_key("draft", REQUEST)
+    assert sample_key("target", REQUEST) != sample_key("draft", REQUEST)
 
 
 def test_a_score_key_knows_where_the_suffix_begins() -> None:
@@ -126,13 +164,12 @@ def test_a_score_key_knows_where_the_suffix_begins() -> None:
         ScoreRequest((1, 2), (4,)),
         ScoreRequest((1,), (2,)),
     ]
-    assert len({score_key(key) for key in keys}) == 4
-    assert score_key(replace(keys[0], rollout="x", priority=3)) == score_key(keys[0])
+    assert len({score_key("target", key) for key in keys}) == 4
+    assert score_key("target", replace(keys[0], rollout="x")) == score_key("target", keys[0])
 
 
 def test_problems_are_known_by_id() -> None:
     """A problem started twice (resumed) stays one."""
-    from atts.journal import ProblemStarted
 
     state = RunState()
     for entry in entries([ProblemStarted(Problem("a", "x")), ProblemStarted(Problem("a", "x"))]):

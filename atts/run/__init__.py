@@ -1,0 +1,37 @@
+"""One evaluation: dataset x pipeline x engines x journal x listeners, resumable at any moment.
+
+    plan = Plan(draft, target, Policy(samples=8), ConformalGate(Calibrator(0.2)), Answers(extract, group), grade)
+    result = await evaluate(problems, plan, Session(Path("runs/first")))
+
+Call it again with the same directory and it goes on where it was, whatever ended it.
+"""
+
+from atts.run.evaluate import Keep, Session, evaluate
+from atts.run.plan import Grade, Judgement, Pipeline, Plan
+from atts.run.recorder import ChunkWritten, Listener, Recorder
+from atts.run.result import INTERRUPTED, ProblemLine, RunResult, RunStatus, SampleLine, problem_line
+from atts.run.steps import Pace, Restoring
+from atts.run.stopping import Signals, Stop
+
+__all__ = [
+    "INTERRUPTED",
+    "ChunkWritten",
+    "Grade",
+    "Judgement",
+    "Keep",
+    "Listener",
+    "Pace",
+    "Pipeline",
+    "Plan",
+    "ProblemLine",
+    "Recorder",
+    "Restoring",
+    "RunResult",
+    "RunStatus",
+    "SampleLine",
+    "Session",
+    "Signals",
+    "Stop",
+    "evaluate",
+    "problem_line",
+]

@@ -1,0 +1,264 @@
+"""One evaluation from dataset to result: resumable at any moment, memory bounded by what is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+
+from atts import tasks
+from atts.core import Outcome, Problem
+from atts.errors import DatasetError
+from atts.graph import Graph, ProblemResult, ProblemScope
+from atts.journal import (
+    Decided,
+    Entry,
+    Graded,
+    Journal,
+    JournalOptions,
+    Manifest,
+    Observed,
+    OpenProblem,
+    OutcomeReached,
+    ProblemStarted,
+    RunState,
+    SessionClosed,
+    Warned,
+    check_directory,
+    open_journal,
+)
+from atts.journal.events import VerdictStatus
+from atts.pipelines import Context, RoundGate
+from atts.run.plan import Plan
+from atts.run.recorder import Listener, ProblemRecord, Recorder
+from atts.run.result import ProblemLine, RunResult, RunStatus, problem_line
+from atts.run.steps import Keeper, Restoring, StepEngine, StepGate, StepRoundGate
+from atts.run.stopping import Signals, Stop, heed_signals
+
+Keep = Literal["lines", "nothing"]
+"""What the result holds per problem; the journal has everything either way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """How one process takes part in a run."""
+
+    directory: Path | None = None  # None: nothing is written, and the result keeps the outcomes
+    listeners: Sequence[Listener] = ()
+    journal: JournalOptions = JournalOptions()
+    engines: Literal["open them", "are open"] = "open them"
+    signals: Signals = "heed"
+    stop: Stop = field(default_factory=Stop)
+    keep: Keep = "lines"
+    dataset: str | None = None  # the digest of problems that stream in
+
+
+async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | None = None) -> RunResult:
+    """Solve every problem as planned; in a directory with an earlier session, go on where that one was.
+
+    The first Ctrl-C lets calls in flight finish and be recorded, the second ends at once; either way the result says
+    "interrupted" and the same call goes on from there.
+
+    :raises JournalError: the directory cannot be used, or the disk refuses; see `open_journal`.
+    :raises FingerprintError: it holds another run.
+    :raises DatasetError: two problems have one id.
+    :raises EngineError: an engine that cannot do its part at all, or is lost for good.
+    """
+    session = session or Session()
+    if session.directory is not None:
+        check_directory(session.directory)  # before models are loaded for nothing
+    async with AsyncExitStack() as engines:
+        if session.engines == "open them":
+            await engines.enter_async_context(plan.draft)
+            if plan.target is not plan.draft:
+                await engines.enter_async_context(plan.target)
+        manifest = plan.manifest(problems, session.dataset)
+        state = RunState()
+        async with _journal(session, manifest, plan, state) as journal:
+            return await _Run(plan, session, manifest, state, journal).drive(problems)
+
+
+@asynccontextmanager
+async def _journal(
+    session: Session, manifest: Manifest, plan: Plan, state: RunState
+) -> AsyncGenerator[Journal | None, None]:
+    """The journal, what it holds applied to the state, the gate and the listeners."""
+    if session.directory is None:
+        yield None
+        return
+
+    def recall(entry: Entry) -> None:
+        event = entry.event
+        state.apply(entry)
+        if isinstance(event, Decided) and isinstance(plan.gate, Restoring):
+            plan.gate.restore(event.decision)
+        elif isinstance(event, Observed) and not isinstance(plan.gate, RoundGate):
+            plan.gate.observe(event.decision, event.escalated == "yes")
+        for listener in session.listeners:
+            listener.recalled(event)
+
+    async with open_journal(session.directory, manifest, session.journal, recall) as journal:
+        yield journal
+
+
+class _Run:
+    def __init__(
+        self, plan: Plan, session: Session, manifest: Manifest, state: RunState, journal: Journal | None
+    ) -> None:
+        self._plan = plan
+        self._session = session
+        self._manifest = manifest
+        self._state = state
+        self._journal = journal
+        self._recorder = Recorder(journal, session.listeners)
+        self._graph = Graph(
+            rollouts=plan.rollouts,
+            limits=plan.limits,
+            policy=plan.retries,
+            sink=self._recorder.hear_graph,
+            first_node=state.last_node + 1,
+        )
+        self._places: dict[str, int] = {}  # of the problems in the dataset
+        self._lines: dict[str, ProblemLine] = {}
+        self._kept: list[Outcome] = []
+        self._unfinished = 0
+        self._seen: Literal["some", "all"] = "some"  # of the dataset
+
+    async def drive(self, problems: Iterable[Problem]) -> RunResult:
+        """Everything that is left to do, and the result."""
+        began = anyio.current_time()
+        for name, reached in self._state.reached.items():
+            self._keep(name, problem_line(reached, self._state.graded[name]))
+        async with tasks.background(self._end_when_asked):
+            await self._graph.drive(
+                self._left(problems), self._solve, self._finished, timeout_seconds=self._plan.timeout_seconds
+            )
+        result = self._result(anyio.current_time() - began)
+        if self._journal is not None:
+            is_cut = result.status == "interrupted"
+            await self._journal.close(SessionClosed("interrupted" if is_cut else "finished", result.why))
+        return result
+
+    def _left(self, problems: Iterable[Problem]) -> Iterator[Problem]:
+        """The problems that are not over, seen one by one."""
+        for place, problem in enumerate(problems):
+            if problem.id in self._places:
+                raise DatasetError(problem.source or "given", f"two problems have the id {problem.id!r}")
+            self._places[problem.id] = place
+            if problem.id not in self._state.reached:
+                self._unfinished += 1
+                yield problem
+        self._seen = "all"
+
+    async def _end_when_asked(self) -> None:
+        """Heed signals and requests; end the graph when nothing is left to wait for."""
+        stop = self._session.stop
+
+        def heard(number: int) -> None:
+            if stop.asked == 1:
+                text = (
+                    f"asked to end: {stop.calls} calls in flight will be finished and saved; ask again to end at once"
+                )
+                self._recorder.record(Warned("interrupted", text))
+
+        async with tasks.task_group() as group:
+            if self._session.signals == "heed":
+                group.start_soon(heed_signals, stop, heard)
+            await stop.finished()
+            self._graph.cancel("interrupted")
+
+    async def _solve(self, problem: Problem, scope: ProblemScope) -> ProblemLine:
+        recorded = self._state.open.pop(problem.id, None)
+        if recorded is None:
+            self._recorder.record(ProblemStarted(problem))
+            recorded = OpenProblem(problem)
+        record = ProblemRecord(self._recorder, recorded)
+        context = self._context(Keeper(self._recorder, recorded, self._session.stop, self._plan.pace), record)
+        outcome = await self._attempt(problem, context, scope)
+        with self._session.stop.counted():
+            line = await self._conclude(outcome, record)
+        if self._session.directory is None and self._session.keep == "lines":
+            self._kept.append(outcome)
+        return line
+
+    async def _attempt(self, problem: Problem, context: Context, scope: ProblemScope) -> Outcome:
+        """A problem whose pipeline fails is an outcome too, unless the failure would meet every other."""
+        try:
+            return await self._plan.pipeline(problem, self._plan.policy, context, scope)
+        except Exception as error:
+            if self._plan.retries.is_fatal(error):
+                raise
+            return Outcome(problem, (), None, status="failed", why=f"{type(error).__name__}: {error}")
+
+    def _context(self, keeper: Keeper, record: ProblemRecord) -> Context:
+        plan = self._plan
+        if isinstance(plan.gate, RoundGate):
+            gate: StepGate | StepRoundGate = StepRoundGate(plan.gate, keeper)
+        else:
+            gate = StepGate(plan.gate, keeper)
+        draft, target = StepEngine(plan.draft, "draft", keeper), StepEngine(plan.target, "target", keeper)
+        return Context(draft, target, gate, plan.answers, plan.seed, record)
+
+    async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> ProblemLine:
+        """Grade, record, wait until it is written; nothing is recorded before everything is known."""
+        graded = await anyio.to_thread.run_sync(self._grade, outcome)
+        record.finished(outcome)
+        for verdict in graded:
+            self._recorder.record(verdict)
+        samples = tuple(rollout.sample for rollout in outcome.rollouts)
+        reached = OutcomeReached(
+            outcome.problem.id, outcome.status, outcome.answer, samples, outcome.votes, outcome.why, outcome.usage
+        )
+        self._recorder.record(reached)
+        await self._recorder.saved()
+        return problem_line(reached, graded)
+
+    def _grade(self, outcome: Outcome) -> list[Graded]:
+        """Every rollout's answer and the problem's own, each different text once; runs in a worker thread."""
+        grade, problem = self._plan.grade, outcome.problem
+        if grade is None or problem.answer is None:
+            return []
+        known: dict[str | None, tuple[VerdictStatus, str]] = {None: ("wrong", "no answer")}
+        wanted = [(rollout.sample, rollout.answer) for rollout in outcome.rollouts]
+        graded: list[Graded] = []
+        for sample, answer in [*wanted, (None, outcome.answer)]:
+            if answer not in known and answer is not None:
+                said = grade(answer, problem)
+                words: dict[str, VerdictStatus] = {"equal": "correct", "different": "wrong"}
+                known[answer] = (words.get(said.status, "unscored"), said.rule)
+            status, rule = known[answer]
+            graded.append(Graded(problem.id, status, sample, answer, rule))
+        return graded
+
+    def _finished(self, result: ProblemResult[ProblemLine]) -> None:
+        if result.value is not None:
+            self._unfinished -= 1
+            self._keep(result.problem, result.value)
+
+    def _keep(self, name: str, line: ProblemLine) -> None:
+        if self._session.keep == "lines":
+            self._lines[name] = line
+
+    def _result(self, seconds: float) -> RunResult:
+        lines = sorted(self._lines.values(), key=lambda line: self._places.get(line.problem, len(self._places)))
+        status: RunStatus = "stopped"
+        why = "out of time"
+        if self._seen == "all" and not self._unfinished:
+            status, why = "finished", ""
+        elif self._session.stop.asked:
+            status, why = "interrupted", "asked to end"
+        return RunResult(
+            status,
+            tuple(lines),
+            replace(self._manifest, problems=len(self._places)) if status == "finished" else self._manifest,
+            self._state.seconds + seconds,
+            self._state.sessions + 1,
+            self._session.directory,
+            why,
+            tuple(self._kept),
+        )

@@ -1,0 +1,103 @@
+"""What an evaluation is made of, in one frozen value."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal, Protocol
+
+from atts import graph
+from atts.core import Outcome, Problem
+from atts.engine import Engine, EngineSpec
+from atts.errors import OptionError
+from atts.graph import Limit, ProblemScope
+from atts.journal import Json, Manifest, Setting, dataset_digest
+from atts.pipelines import Answers, Context, Gate, Policy, RoundGate, solve
+from atts.run.steps import Pace
+
+
+class Pipeline(Protocol):
+    """A way to spend tokens on one problem; `atts.pipelines.solve` is the one that has all the others as settings.
+
+    Its calls must depend on its arguments, on what its calls came to, and on seeds, never on time or chance: then an
+    interrupted problem is run again from the start, recorded calls return at once, and it goes on where it was.
+    """
+
+    async def __call__(self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /) -> Outcome:
+        """The outcome of everything that happened.
+
+        :raises ATTSError: what ends the run; anything else ends this problem alone.
+        """
+        ...
+
+
+class Judgement(Protocol):
+    """What a grader says; `atts.evaluators` verdicts are such."""
+
+    @property
+    def status(self) -> Literal["equal", "different", "unscored"]:
+        """Whether the answer is the reference."""
+        ...
+
+    @property
+    def rule(self) -> str:
+        """What decided."""
+        ...
+
+
+Grade = Callable[[str, Problem], Judgement]
+"""Compares an answer with the problem's own; called in a worker thread, so it may take its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One evaluation: the models, the policy, the gate, the answers, and how much at once.
+
+    The gate is used up: it learns from this run, so another run needs another. `configuration` goes into the
+    manifest with its origins, beside what the plan knows itself.
+    """
+
+    draft: Engine
+    target: Engine
+    policy: Policy
+    gate: Gate | RoundGate
+    answers: Answers
+    grade: Grade | None = None
+    seed: int = 0
+    rollouts: int = 64  # in flight over all problems
+    limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])  # by engine name: "draft", "target"
+    retries: graph.Policy = graph.Policy()
+    pipeline: Pipeline = solve
+    configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    pace: Pace = "instant"
+    timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
+
+    def __post_init__(self) -> None:
+        if self.rollouts < 1:
+            raise OptionError("rollouts", f"{self.rollouts} in flight would be none at all; give at least 1")
+
+    def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:
+        """What a resume must find unchanged; the engines must be open.
+
+        `dataset` is the digest of problems that stream in; a sequence's is computed.
+        """
+        count = None
+        if isinstance(problems, Sequence):
+            count, dataset = len(problems), dataset or dataset_digest(problems)
+        policy: Mapping[str, Json] = asdict(self.policy)
+        own = {"policy": Setting(policy, "policy"), "gate": Setting(type(self.gate).__name__, "gate")}
+        return Manifest(
+            self.seed,
+            dataset or "",
+            count,
+            {**own, **self.configuration},
+            {"draft": _identity(self.draft.spec), "target": _identity(self.target.spec)},
+            created=time.time(),
+        )
+
+
+def _identity(spec: EngineSpec) -> dict[str, Json]:
+    """What makes an engine's results its own; where it runs does not."""
+    names = ("engine", "model", "tokenizer", "dtype", "logprobs", "context_length", "end_ids", "vocabulary")
+    return {name: getattr(spec, name) for name in names}

@@ -1,0 +1,150 @@
+"""Where everything that happens in a run goes: the journal, and whoever listens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from atts.core import Chunk, Outcome, Rollout, Turn
+from atts.graph import Node, ProblemSpan, RolloutSpan
+from atts.journal import (
+    Event,
+    Journal,
+    NodeFinished,
+    OpenProblem,
+    ProblemTimed,
+    RolloutFinished,
+    RolloutStarted,
+    RolloutTimed,
+    TurnFinished,
+    Warned,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWritten:
+    """A model wrote a chunk; it may still be judged and discarded. Heard live only: the journal has the call itself."""
+
+    problem: str
+    sample: int
+    turn: int
+    chunk: Chunk
+
+
+class Listener(Protocol):
+    """Follows a run; must not block, and what it raises ends the run."""
+
+    def recalled(self, event: Event) -> None:
+        """An event of an earlier session, in order, before anything is heard."""
+        ...
+
+    def heard(self, event: Event | ChunkWritten) -> None:
+        """An event the moment it happens."""
+        ...
+
+
+class Recorder:
+    """The one way into the journal and to the listeners, in the same order for both."""
+
+    def __init__(self, journal: Journal | None, listeners: Sequence[Listener]) -> None:
+        self._journal = journal
+        self._listeners = tuple(listeners)
+        self.last_call: Literal["live", "recalled"] = "live"  # set by the step engines just before they return
+
+    def record(self, event: Event) -> None:
+        """Note an event.
+
+        :raises StorageError: the disk refuses.
+        """
+        if self._journal is not None:
+            self._journal.record(event)
+        self.tell(event)
+
+    def tell(self, event: Event | ChunkWritten) -> None:
+        """Let the listeners hear of something."""
+        for listener in self._listeners:
+            listener.heard(event)
+
+    async def saved(self) -> None:
+        """Wait until all that was noted is in the file.
+
+        :raises StorageError: the disk refuses.
+        """
+        if self._journal is not None:
+            await self._journal.saved()
+
+    def hear_graph(self, event: object) -> None:
+        """The sink of the task graph."""
+        if isinstance(event, Node):
+            self.record(self._node(event))
+        elif isinstance(event, RolloutSpan):
+            self.record(RolloutTimed(**event._asdict()))
+        elif isinstance(event, ProblemSpan):
+            self.record(ProblemTimed(**event._asdict()))
+        elif isinstance(event, Event):
+            self.record(event)
+
+    def _node(self, node: Node) -> NodeFinished:
+        # a call returns to the graph without giving way, so the last call to return is this node's
+        source, self.last_call = self.last_call, "live"
+        return NodeFinished(
+            node.id, node.stage, node.engine, node.problem, node.sample, node.turn, node.ready, node.queued,
+            node.started, node.ended, node.after, node.attempt, node.status, node.tokens, source,
+        )  # fmt: skip
+
+
+class ProblemRecord:
+    """One problem's rollouts and turns on their way into the journal; it is what its pipeline calls its listener.
+
+    What an earlier session recorded is not recorded again.
+    """
+
+    def __init__(self, recorder: Recorder, recorded: OpenProblem) -> None:
+        self._recorder = recorder
+        self._problem = recorded.problem.id
+        self._started = set(recorded.rollouts)
+        self._recalled = recorded.turns
+        self._turns: dict[int, int] = {}
+
+    def written(self, rollout: Rollout, chunk: Chunk) -> None:
+        """Pass it on."""
+        self._recorder.tell(ChunkWritten(self._problem, rollout.sample, len(rollout.turns), chunk))
+
+    def turned(self, rollout: Rollout, turn: Turn) -> None:
+        """Record the turn, and the rollout before its first."""
+        self._start(rollout)
+        self._turns[rollout.sample] = turn.index + 1
+        recalled = self._recalled.get(rollout.sample, deque[Turn]())
+        if recalled and repr(recalled[0]) == repr(turn):  # repr: a rate may be nan
+            recalled.popleft()
+            return
+        if recalled:
+            recalled.clear()
+            text = f"turn {turn.index} came out otherwise than in an earlier session, whose turn it replaces"
+            self._recorder.record(Warned("recall-differs", text, self._problem, rollout.sample))
+        self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))
+
+    def finished(self, outcome: Outcome) -> None:
+        """Record how every rollout ended, with whatever its pipeline has not reported."""
+        for rollout in outcome.rollouts:
+            self._start(rollout)
+            for turn in rollout.turns[self._turns.get(rollout.sample, 0) :]:
+                self.turned(rollout, turn)
+            self._recorder.record(
+                RolloutFinished(
+                    self._problem,
+                    rollout.sample,
+                    rollout.finish or "cancelled",
+                    len(rollout.turns),
+                    rollout.answer,
+                    rollout.usage,
+                    rollout.error,
+                )
+            )
+
+    def _start(self, rollout: Rollout) -> None:
+        if rollout.sample not in self._started:
+            self._started.add(rollout.sample)
+            self._recorder.record(RolloutStarted(self._problem, rollout.sample, rollout.prompt))

@@ -1,0 +1,126 @@
+"""An evaluation of toy problems by scripted engines, in virtual time or for real."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from atts.calibration import Calibrator
+from atts.core import Outcome, Problem, Rollout, Usage
+from atts.graph import Limit
+from atts.journal import JOURNAL, Event, JournalOptions, read_entries
+from atts.pipelines import Answers, Chunking, ConformalGate, Gate, Policy, ThresholdGate
+from atts.run import Plan, RunResult, Session, evaluate
+from atts.testing import Backend, Latency, ScriptedEngine, run_virtual, toy_problems
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A grader's word."""
+
+    status: Literal["equal", "different", "unscored"]
+    rule: str = "same text"
+
+
+def last_box(text: str) -> str | None:
+    """The toy language's answer."""
+    found = re.findall(r"\\boxed\{(\d+)\}", text)
+    return found[-1] if found else None
+
+
+def by_string(answers: Sequence[str]) -> list[int]:
+    """Toy answers are equal when their strings are."""
+    seen: dict[str, int] = {}
+    return [seen.setdefault(answer, len(seen)) for answer in answers]
+
+
+def grade(answer: str, problem: Problem) -> Said:
+    """Right or wrong by string."""
+    return Said("equal" if answer == problem.answer else "different")
+
+
+POLICY = Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
+QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
+
+
+@dataclass
+class World:
+    """The parts of a run; every part may be replaced."""
+
+    tmp_path: Path
+
+    def plan(self, **changes: Any) -> Plan:
+        """A plan with scripted engines and a frozen gate."""
+        parts: dict[str, Any] = {
+            "draft": ScriptedEngine("draft", latency=QUICK),
+            "target": ScriptedEngine("target", latency=QUICK),
+            "policy": POLICY,
+            "gate": self.frozen(),
+            "answers": Answers(last_box, by_string),
+            "grade": grade,
+            "rollouts": 12,
+            "limits": {"draft": Limit(slots=6), "target": Limit(slots=2)},
+        }
+        return Plan(**{**parts, **changes})
+
+    def frozen(self) -> Gate:
+        """A gate that never learns."""
+        return ThresholdGate(1.3)
+
+    def online(self) -> Gate:
+        """A gate that learns from every decision."""
+        return ConformalGate(Calibrator(0.4, "question-turn", seed=3))
+
+    def session(self, name: str | None = "run", **changes: Any) -> Session:
+        """A session in a directory of that name, or in none."""
+        parts: dict[str, Any] = {
+            "directory": self.tmp_path / name if name else None,
+            "journal": JournalOptions(durability="close"),
+            "signals": "ignore",
+        }
+        return Session(**{**parts, **changes})
+
+    def run(
+        self, plan: Plan, session: Session, problems: Sequence[Problem] | int = 5, backend: Backend = "asyncio"
+    ) -> RunResult:
+        """Evaluate toy problems in virtual time."""
+        chosen = toy_problems(problems, 5) if isinstance(problems, int) else problems
+        return run_virtual(partial(evaluate, chosen, plan, session), backend=backend)
+
+    def events(self, name: str = "run") -> list[Event]:
+        """What the journal in that directory says."""
+        return [entry.event for entry in read_entries(self.tmp_path / name / JOURNAL)]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """A place to run."""
+    return World(tmp_path)
+
+
+def essence(outcome: Outcome) -> str:
+    """All of an outcome but what depends on timing alone: the order of asking, and what caches happened to hold."""
+    rollouts: list[Rollout] = []
+    for rollout in outcome.rollouts:
+        turns = tuple(
+            replace(turn, decision=turn.decision and replace(turn.decision, issue=0)) for turn in rollout.turns
+        )
+        rollouts.append(replace(rollout, turns=turns, usage=timeless(rollout.usage)))
+    return repr(replace(outcome, rollouts=tuple(rollouts), usage=timeless(outcome.usage)))
+
+
+def timeless(usage: Usage) -> Usage:
+    """What was spent, prefill aside: a resumed run's caches are cold."""
+    return replace(usage, draft_prefill_tokens=0, target_prefill_tokens=0)
+
+
+@pytest.fixture
+def outcomes() -> Callable[[RunResult], dict[str, str]]:
+    """A result's outcomes by problem, in essence."""
+    return lambda result: {outcome.problem.id: essence(outcome) for outcome in result.outcomes()}

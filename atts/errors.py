@@ -43,10 +43,10 @@ class UsageError(ATTSError):
 
 
 class OptionError(UsageError):
-    """An option that is unknown or has an impossible value."""
+    """An option that is unknown or has an impossible value; `given` is what was misspelt, the option unless said."""
 
-    def __init__(self, option: str, problem: str, known: Sequence[str] = ()) -> None:
-        near = get_close_matches(option, known, n=1)
+    def __init__(self, option: str, problem: str, known: Sequence[str] = (), given: object = None) -> None:
+        near = get_close_matches(option if given is None else str(given), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}" if known else ""
         super().__init__(f"{option}: {problem}{hint}")
         self.option = option

@@ -24,8 +24,8 @@ async def judge(line: Line, proposal: Proposal, gate: Gate) -> tuple[Decision, P
     if not proposal.chunk.target_ids:
         return _forced(evidence, "the draft wrote nothing"), proposal
     proposal = await scored(line, proposal)
-    if proposal.score is None:
-        return _forced(evidence, f"not scored: {proposal.flaw}"), proposal
+    if proposal.score is None or proposal.flaw:
+        return _forced(evidence, f"not scored: {proposal.flaw}"), replace(proposal, score=None)
     try:
         return gate.decide(evidence, proposal.score), proposal
     except CalibrationInputError as error:

@@ -19,7 +19,7 @@ from atts.core import (
     Usage,
 )
 from atts.engine import Engine
-from atts.errors import EngineError
+from atts.errors import ContextOverflow, EngineError
 from atts.graph import RolloutScope
 from atts.pipelines.asking import ask_sample
 from atts.pipelines.chunks import chunk_of, forced, with_chunk
@@ -94,14 +94,17 @@ class Line:
     async def write(self, role: Role, pending: Sequence[Chunk], attempt: int = 0, turn: int | None = None) -> Chunk:
         """One piece of text after the rollout and the `pending` chunks, from the exact token state.
 
+        :raises ContextOverflow: not one more token fits.
         :raises EngineError: the engine failed for good.
         """
-        engine = self.engine(role)
+        engine, room = self.engine(role), self.room_left(pending)
         turn = self.turn if turn is None else turn
         ids = with_chunk(self.rollout, role, pending)
+        if room < 1:
+            raise ContextOverflow(engine.spec.name, len(ids) + 1, len(ids) + room)
         request = SampleRequest(
             ids,
-            max(1, min(self.policy.limit(role), self.room_left(pending))),
+            min(self.policy.limit(role), room),
             self.policy.law(role),
             Seed(self.context.seed, self.rollout.problem, self.rollout.sample, turn, role, attempt),
             self.policy.chunking.stop,
@@ -134,7 +137,7 @@ class Line:
         """Go on from a sibling's line up to and with this turn; its turns replace those reported before."""
         self.count(Usage(wasted_tokens=len(discarded.logprobs)))
         here = other.turns[self.turn]
-        note = f"adopted from sample {other.sample}"
+        note = f"sample {self.rollout.sample} adopted the line of sample {other.sample}"
         turn = Turn(self.turn, here.chunks, (*here.discarded, discarded), score, decision, note)
         self.rollout = replace(self.rollout, turns=(*other.turns[: self.turn], turn))
         for each in self.rollout.turns:

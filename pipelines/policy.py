@@ -103,7 +103,7 @@ class Policy:
             raise OptionError("chunk tokens", "a chunk must be allowed at least 1 token")
         for name, kinds in _CHOICES.items():
             if getattr(self, name) not in kinds:
-                raise OptionError(name, f"unknown value {getattr(self, name)!r}", kinds)
+                raise OptionError(name, f"unknown value {getattr(self, name)!r}", kinds, getattr(self, name))
         if not self.timeout_seconds > 0:
             raise OptionError("timeout_seconds", f"{self.timeout_seconds} leaves no time")
         for name in ("confidence", "agreement"):

@@ -53,7 +53,7 @@ def preset(name: str) -> Preset:
     """
     found = next((row for row in PRESETS if row.name == name), None)
     if found is None:
-        raise OptionError("method", f"unknown method {name!r}", [row.name for row in PRESETS])
+        raise OptionError("method", f"unknown method {name!r}", [row.name for row in PRESETS], name)
     return found
 
 

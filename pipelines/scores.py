@@ -26,7 +26,7 @@ class ScoreRule:
 
     def __post_init__(self) -> None:
         if self.kind not in SCORE_KINDS:
-            raise OptionError("score", f"unknown kind {self.kind!r}", SCORE_KINDS)
+            raise OptionError("score", f"unknown kind {self.kind!r}", SCORE_KINDS, self.kind)
         if self.tokens < 1:
             raise OptionError("score tokens", f"{self.tokens} is below 1")
 

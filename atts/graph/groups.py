@@ -175,7 +175,7 @@ class Group(Generic[T]):
     def gathered(self) -> list[RolloutResult[T]]:
         """Every result in the order of the samples, those that never started included."""
         status = self._interruption()
-        found = [self.results.get(sample) or RolloutResult[T](sample, status) for sample in self.samples]
+        found = [self.results.get(sample) or RolloutResult(sample, status) for sample in self.samples]
         return [replace(r, why=self.why) if r.status in ("settled", "cancelled") else r for r in found]
 
     def _interruption(self) -> RolloutStatus:

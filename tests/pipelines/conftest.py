@@ -1,0 +1,76 @@
+"""One way to run a policy on the toy language, in virtual time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from atts.core import Outcome, Problem
+from atts.engine import Engine
+from atts.graph import Graph, Limit, ProblemScope
+from atts.graph import Policy as Retries
+from atts.pipelines import Answers, Context, Gate, Policy, RoundGate, solve
+from atts.testing import Backend, ScriptedEngine, run_virtual, toy_problems
+
+Solve = Callable[..., list[Outcome]]
+
+
+def last_box(text: str) -> str | None:
+    """The toy language's answer."""
+    found = re.findall(r"\\boxed\{(\d+)\}", text)
+    return found[-1] if found else None
+
+
+def by_string(answers: Sequence[str]) -> list[int]:
+    """Toy answers are equal when their strings are."""
+    seen: dict[str, int] = {}
+    return [seen.setdefault(answer, len(seen)) for answer in answers]
+
+
+@pytest.fixture
+def answers() -> Answers:
+    """Extraction and grouping for the toy language."""
+    return Answers(last_box, by_string)
+
+
+@pytest.fixture
+def attempt(answers: Answers) -> Solve:
+    """Solve toy problems under a policy and a gate; events of the graph go to `events` when given."""
+
+    def run(
+        policy: Policy,
+        gate: Gate | RoundGate,
+        *,
+        problems: Sequence[Problem] | int = 6,
+        draft: Engine | None = None,
+        target: Engine | None = None,
+        events: list[Any] | None = None,
+        retries: Retries | None = None,
+        backend: Backend = "asyncio",
+        seed: int = 0,
+    ) -> list[Outcome]:
+        chosen = toy_problems(problems, 5) if isinstance(problems, int) else problems
+
+        async def main() -> list[Outcome]:
+            async with draft or ScriptedEngine("draft") as small, target or ScriptedEngine("target") as large:
+                context = Context(small, large, gate, answers, seed)
+                limits = {"draft": Limit(slots=16), "target": Limit(slots=4)}
+                sink = events.append if events is not None else None
+                graph = Graph(rollouts=32, limits=limits, policy=retries, sink=sink)
+
+                async def one(problem: Problem, scope: ProblemScope) -> Outcome:
+                    return await solve(problem, policy, context, scope)
+
+                results = await graph.run(chosen, one)
+                for result in results:
+                    if result.error:
+                        raise result.error
+                return [result.value for result in results if result.value is not None]
+
+        return run_virtual(partial(main), backend=backend)
+
+    return run

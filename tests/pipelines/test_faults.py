@@ -1,0 +1,132 @@
+"""Engines that fail in every way: no rollout hangs, nothing is silently accepted, the outcome says what happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from atts.calibration import Calibrator
+from atts.core import Completion, Outcome, Rollout, SampleRequest, ScoreRequest, Scores
+from atts.graph import Policy as Retries
+from atts.pipelines import ConformalGate, FixedGate, Gate, Policy
+from atts.testing import FaultKind, Faults, ScriptedEngine
+
+Solve = Callable[..., list[Outcome]]
+POLICY = Policy(samples=4, early_stop="none", timeout_seconds=5)
+PATIENT = Retries(calls=2, delay_seconds=0.1, give_up_after=None)
+
+
+def lines(outcomes: Sequence[Outcome]) -> list[Rollout]:
+    return [rollout for outcome in outcomes for rollout in outcome.rollouts]
+
+
+def conformal() -> Gate:
+    return ConformalGate(Calibrator(0.3, "marginal"))
+
+
+BROKEN: list[FaultKind] = ["refused", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"]
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_score_that_never_comes_right_is_an_escalation(attempt: Solve, kind: FaultKind, backend: str) -> None:
+    """Every scoring call fails: every judged chunk goes to the target, with the reason in its decision."""
+    target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="score"))
+    outcomes = attempt(POLICY, conformal(), target=target, retries=PATIENT, problems=2, backend=backend)
+    judged = [turn for rollout in lines(outcomes) for turn in rollout.turns if turn.decision]
+    assert judged
+    for turn in judged:
+        assert turn.decision is not None
+        assert turn.decision.escalate
+        assert turn.decision.why.startswith("forced: not scored")
+        assert turn.score is None
+    assert {rollout.finish for rollout in lines(outcomes)} == {"answer"}
+
+
+@pytest.mark.parametrize("kind", ["refused", "hang", "nan"])
+def test_a_dead_target_fails_only_the_rollouts_that_need_it(attempt: Solve, kind: FaultKind) -> None:
+    """Rollouts that never escalate finish; the others fail with the engine's words."""
+    target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="sample"))
+    outcomes = attempt(POLICY, conformal(), target=target, retries=PATIENT, problems=4)
+    ends = {rollout.finish for rollout in lines(outcomes)}
+    assert ends <= {"answer", "turns", "failed"}
+    assert "answer" in ends
+    failed = [rollout for rollout in lines(outcomes) if rollout.finish == "failed"]
+    assert failed
+    assert all("engine target" in rollout.error for rollout in failed)
+    assert all(rollout.turns == () or rollout.turns[-1].decision is not None for rollout in failed)
+
+
+def test_finished_work_is_kept_when_the_target_dies_in_mid_run(attempt: Solve) -> None:
+    """What was answered before the death stands, and its vote counts."""
+
+    class Mortal(ScriptedEngine):
+        """Dies after some calls and stays dead."""
+
+        calls = 0
+
+        async def score(self, request: ScoreRequest) -> Scores:
+            Mortal.calls += 1
+            return await self._dying().score(request) if Mortal.calls > 60 else await super().score(request)
+
+        async def sample(self, request: SampleRequest) -> Completion:
+            return await self._dying().sample(request) if Mortal.calls > 60 else await super().sample(request)
+
+        def _dying(self) -> ScriptedEngine:
+            return ScriptedEngine("target")  # never opened: every call is refused
+
+    outcomes = attempt(POLICY, conformal(), target=Mortal("target"), retries=PATIENT, problems=12)
+    assert len(outcomes) == 12
+    statuses = [outcome.status for outcome in outcomes]
+    assert statuses[0] == "answered"
+    assert sum(rollout.finish == "failed" for rollout in lines(outcomes)) > 0
+    for outcome in outcomes:
+        if outcome.status == "failed":
+            assert "target" in outcome.why
+
+
+class Mute(ScriptedEngine):
+    """A draft that returns nothing, without having ended."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        return Completion((), "", "length", ())
+
+
+def test_a_draft_that_returns_nothing_hands_over(attempt: Solve) -> None:
+    """Nothing to score is an escalation, and the target alone finishes the problem."""
+    outcomes = attempt(POLICY, conformal(), draft=Mute("draft"), problems=2)
+    assert {rollout.finish for rollout in lines(outcomes)} == {"answer"}
+    decisions = [turn.decision for rollout in lines(outcomes) for turn in rollout.turns]
+    assert all(d is not None and d.escalate and "wrote nothing" in d.why for d in decisions)
+
+
+class Stuck(ScriptedEngine):
+    """A draft that says the same for ever."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        ids = self.tokenizer.encode("Hmm.\n\n")
+        return Completion(ids, "Hmm.\n\n", "delimiter", (-0.1,) * len(ids))
+
+
+def test_endless_repetition_ends(attempt: Solve) -> None:
+    """The same chunk three times in a row ends the rollout, long before its limits."""
+    outcomes = attempt(POLICY, FixedGate("accept"), draft=Stuck("draft"), problems=1)
+    assert all(len(rollout.turns) == 3 and rollout.finish == "end" for rollout in lines(outcomes))
+    assert all("in a row" in rollout.error for rollout in lines(outcomes))
+    assert outcomes[0].status == "unanswered"
+
+
+def test_nan_from_a_score_rule_is_not_a_score(attempt: Solve) -> None:
+    """A score that is not a number cannot be accepted, whatever the gate would say."""
+
+    def rule(logprobs: Sequence[float], text: str) -> float:
+        return math.nan
+
+    policy = replace(POLICY, score=rule)  # type: ignore[arg-type]
+    outcomes = attempt(policy, conformal(), problems=2)
+    decisions = [turn.decision for rollout in lines(outcomes) for turn in rollout.turns if turn.decision]
+    assert decisions
+    assert all(d.escalate and d.why.startswith("forced") for d in decisions)

@@ -1,0 +1,143 @@
+"""Gates are pure: numbers in, a decision out, and every promise of theirs can be checked without waiting."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.calibration import Calibrator
+from atts.errors import CalibrationInputError, OptionError
+from atts.pipelines import (
+    PRESETS,
+    CappedGate,
+    ConformalGate,
+    CueGate,
+    Features,
+    FixedGate,
+    Material,
+    Policy,
+    RandomGate,
+    RoundGate,
+    StaticRankGate,
+    ThresholdGate,
+    TopGate,
+    preset,
+)
+from atts.pipelines.scores import ScoreRule
+
+SCORES = st.floats(1.0, 50.0, allow_nan=False)
+
+
+def test_the_conformal_gate_passes_on_what_the_calibrator_says() -> None:
+    """And feeds it only what had a score."""
+    calibrator = Calibrator(0.5, "marginal", stored=[1.1, 1.2, 1.3])
+    gate = ConformalGate(calibrator)
+    assert gate.preview(Features("q")).action == "verify"
+    decision = gate.decide(Features("q", 2, 3), 9.0)
+    assert (decision.question, decision.turn, decision.sample, decision.escalate) == ("q", 2, 3, True)
+    gate.observe(decision, True)
+    gate.observe(FixedGate("escalate").preview(Features("q")), True)
+    assert calibrator.decided == 1
+
+
+@pytest.mark.parametrize("score", [math.nan, 0.5, -1.0])
+def test_what_is_not_a_perplexity_is_refused(score: float) -> None:
+    """The calibrator raises; the pipeline makes an escalation of it."""
+    with pytest.raises(CalibrationInputError):
+        ConformalGate(Calibrator(0.5, "marginal")).decide(Features("q"), score)
+
+
+def test_a_threshold_knows_its_bad_side_and_fails_closed() -> None:
+    """Not a number is on the bad side of either kind."""
+    assert not ThresholdGate(2.0).decide(Features("q"), 2.0).escalate
+    assert ThresholdGate(2.0).decide(Features("q"), 2.1).escalate
+    assert ThresholdGate(7.0, "below").decide(Features("q"), 6.9).escalate
+    assert ThresholdGate(2.0).decide(Features("q"), math.nan).escalate
+    assert ThresholdGate(7.0, "below").decide(Features("q"), math.nan).escalate
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(SCORES, min_size=1, max_size=40), SCORES, st.sampled_from([0.1, 0.25, 0.4, 0.5]))
+def test_the_published_rule_is_the_published_rule(stored: list[float], score: float, rate: float) -> None:
+    """c/N >= tau with ties counted as not below."""
+    decision = StaticRankGate.of(stored, rate).decide(Features("q"), score)
+    assert decision.escalate == (bisect_left(sorted(stored), score) / len(stored) >= 1 - rate)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(SCORES, min_size=1, max_size=16), min_size=1, max_size=8), st.floats(0.0, 1.0))
+def test_the_sort_takes_the_worst_and_carries_its_rounding(rounds: list[list[float]], rate: float) -> None:
+    """After any number of rounds the count is within one half of the budget, unless a round was too small for it."""
+    gate = TopGate.of(rate)
+    total = count = 0
+    for turn, scores in enumerate(rounds):
+        decisions = gate.decide_round([(Features("q", turn, i), s) for i, s in enumerate(scores)])
+        over = [s for s, d in zip(scores, decisions, strict=True) if d.escalate]
+        kept = [s for s, d in zip(scores, decisions, strict=True) if not d.escalate]
+        assert not over or not kept or min(over) >= max(kept)
+        total, count = total + len(scores), count + len(over)
+    assert abs(count - rate * total) <= 0.5 + 1e-6
+
+
+def test_the_coin_is_fair_and_belongs_to_the_chunk() -> None:
+    """Same chunk, same coin; over many chunks the rate."""
+    gate = RandomGate(0.3, seed=2)
+    coins = [gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)]
+    assert coins == [gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)]
+    assert abs(sum(coins) / 1600 - 0.3) < 4 * math.sqrt(0.21 / 1600)
+
+
+def test_a_cue_hands_over() -> None:
+    """Hesitation in the text, in any case."""
+    assert CueGate().preview(Features("q", text="So x = 3. WAIT, no")).escalate
+    assert not CueGate().preview(Features("q", text="So x = 3.")).escalate
+
+
+def test_a_cap_is_never_exceeded_and_says_why() -> None:
+    """Slots run out: the rest is accepted, in words."""
+    slots = iter([True, True])
+    gate = CappedGate(FixedGate("escalate"), lambda features: next(slots, False))
+    decisions = [gate.preview(Features("q", turn)) for turn in range(5)]
+    assert [d.escalate for d in decisions] == [True, True, False, False, False]
+    assert "capped" in decisions[-1].why
+
+
+@pytest.mark.parametrize("row", PRESETS, ids=lambda row: row.name)
+def test_every_preset_is_a_policy_and_a_gate(row: object) -> None:
+    """Rows of the table build from the same material."""
+    found = preset(row.name)  # type: ignore[attr-defined]
+    material = Material(0.2, 0, Calibrator(0.2, "marginal"), [1.1, 1.5])
+    gate = found.gate(material)
+    assert found.policy(Policy(samples=5)).samples == 5
+    assert isinstance(gate, RoundGate) == found.policy(Policy()).barrier
+
+
+def test_misspelt_options_are_errors_with_a_suggestion() -> None:
+    """Methods, takeovers, limits."""
+    with pytest.raises(OptionError, match="did you mean 'top-b'"):
+        preset("topb")
+    with pytest.raises(OptionError, match="did you mean 'replace'"):
+        Policy(takeover="replaec")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="samples: 0 is below 1"):
+        Policy(samples=0)
+    with pytest.raises(OptionError, match="mean"):
+        ScoreRule("meen")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="needs one"):
+        preset("atts").gate(Material())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-30, 0), min_size=1, max_size=30))
+def test_scores_are_perplexities(logprobs: list[float]) -> None:
+    """Every kind lies in [1, inf]; the worst token is at least as bad as the mean."""
+    text = "x" * len(logprobs)
+    mean, worst = ScoreRule()(logprobs, text), ScoreRule("min")(logprobs, text)
+    assert 1 <= mean <= worst * (1 + 1e-9)
+    assert ScoreRule("byte")(logprobs, text) == pytest.approx(mean)
+    assert ScoreRule("last", tokens=len(logprobs))(logprobs, text) == pytest.approx(mean)
+    assert math.isnan(ScoreRule("min")([-1.0, math.nan], text))
+    assert ScoreRule()([-math.inf], text) == math.inf

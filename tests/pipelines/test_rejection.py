@@ -1,0 +1,215 @@
+"""What the three stages do with a chunk, in every mode, and what a rollout looks like afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from atts.calibration import Calibrator
+from atts.core import Outcome, Rollout, Turn
+from atts.pipelines import ConformalGate, CueGate, ExploringGate, FixedGate, Gate, Policy, RandomGate, TopGate
+from atts.testing import Latency, ScriptedEngine
+
+Solve = Callable[..., list[Outcome]]
+POLICY = Policy(samples=4, early_stop="none")
+
+
+def lines(outcomes: list[Outcome]) -> list[Rollout]:
+    return [rollout for outcome in outcomes for rollout in outcome.rollouts]
+
+
+def turns(outcomes: list[Outcome]) -> list[Turn]:
+    return [turn for rollout in lines(outcomes) for turn in rollout.turns]
+
+
+def conformal(rate: float) -> Gate:
+    return ConformalGate(Calibrator(rate, "question-turn"))
+
+
+def test_an_accepted_chunk_stays_and_nobody_else_writes(attempt: Solve) -> None:
+    """Rate 0: every chunk is the draft's, the target neither scores nor writes."""
+    outcomes = attempt(POLICY, FixedGate("accept"))
+    assert {chunk.author for turn in turns(outcomes) for chunk in turn.chunks} == {"draft"}
+    assert all(o.usage.target_tokens == o.usage.scored_tokens == 0 for o in outcomes)
+
+
+def test_continue_keeps_the_chunk_and_appends_the_targets(attempt: Solve) -> None:
+    """The paper's mode: draft chunk, then target chunk, nothing discarded, nothing between them."""
+    outcomes = attempt(POLICY, FixedGate("escalate"))
+    judged = [turn for turn in turns(outcomes) if turn.decision]
+    assert judged
+    assert all([chunk.author for chunk in turn.chunks] == ["draft", "target"] for turn in judged)
+    assert not any(turn.discarded for turn in judged)
+    for rollout in lines(outcomes):
+        ids = rollout.ids("target")[len(rollout.prompt.target_ids) :]
+        assert ScriptedEngine().tokenizer.decode(ids) == rollout.text
+
+
+def test_replace_discards_the_chunk(attempt: Solve) -> None:
+    """The target's chunk takes the place of the draft's."""
+    outcomes = attempt(replace(POLICY, takeover="replace"), FixedGate("escalate"))
+    judged = [turn for turn in turns(outcomes) if turn.decision]
+    assert all([c.author for c in t.chunks] == ["target"] and len(t.discarded) == 1 for t in judged)
+    assert all(o.usage.wasted_tokens > 0 for o in outcomes)
+
+
+def test_resample_keeps_the_best_of_its_attempts(attempt: Solve) -> None:
+    """When none passes, the kept chunk has the lowest score; the target never writes."""
+
+    class Never(CueGate):
+        """Score everything, pass nothing."""
+
+        def preview(self, features):  # type: ignore[no-untyped-def]
+            return replace(super().preview(features), action="verify")
+
+        def decide(self, features, score):  # type: ignore[no-untyped-def]
+            seen.setdefault((features.question, features.sample, features.turn), []).append(score)
+            return replace(super().preview(features), action="escalate", score=score)
+
+    seen: dict[tuple[str, int, int], list[float]] = {}
+    outcomes = attempt(replace(POLICY, takeover="resample", attempts=3), Never())
+    for rollout in lines(outcomes):
+        for turn in rollout.turns:
+            if turn.decision is not None:
+                scores = seen[rollout.problem, rollout.sample, turn.index]
+                assert turn.score == min(scores)
+                assert len(turn.discarded) == len(scores) - 1
+    assert sum(o.usage.target_tokens for o in outcomes) == 0
+
+
+def test_a_fork_adopts_a_line_that_scored_better(attempt: Solve) -> None:
+    """Each sibling's turn is adopted at most once, and the adopted chunk scored lower than the own one."""
+    slow = ScriptedEngine("draft", latency=Latency(sampled_token=0.01, jitter=0.5))
+    outcomes = attempt(replace(POLICY, samples=12, takeover="fork"), conformal(0.5), draft=slow)
+    adopted = {(r.problem, t.index, t.note) for r in lines(outcomes) for t in r.turns if "adopted" in t.note}
+    sources = [(problem, turn, note.split()[-1]) for problem, turn, note in adopted]
+    assert adopted
+    assert len(sources) == len(set(sources))
+
+
+def test_an_answer_ends_a_rollout_before_anyone_judges_it(attempt: Solve) -> None:
+    """Answer first: the chunk with the box is never scored, unless verification was asked for."""
+    stopped = attempt(POLICY, conformal(0.3))
+    assert all(r.turns[-1].decision is None or r.turns[-1].chunks[-1].author == "target" for r in lines(stopped))
+    verified = attempt(replace(POLICY, answers="verify"), conformal(0.3))
+    assert all(r.turns[-1].decision is not None for r in lines(verified) if r.finish == "answer")
+
+
+def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
+    """Turns and tokens are hard; a cut answer is no answer."""
+    few = lines(attempt(replace(POLICY, turns=1), FixedGate("accept")))
+    assert {r.finish for r in few} <= {"turns", "answer"}
+    assert all(len(r.turns) == 1 for r in few)
+    short = lines(attempt(replace(POLICY, max_tokens=20), FixedGate("escalate")))
+    assert all(len(r.ids("target")) - len(r.prompt.target_ids) <= 20 for r in short)
+    assert {r.finish for r in short} <= {"tokens", "answer"}
+
+
+def test_the_context_is_a_limit_too(attempt: Solve) -> None:
+    """A rollout that fills the smaller context ends; it does not overflow it."""
+    tight = ScriptedEngine("target", context_length=150)
+    short = lines(attempt(POLICY, FixedGate("escalate"), target=tight))
+    assert {r.finish for r in short} <= {"tokens", "answer"}
+    assert all(len(r.ids("target")) <= 150 for r in short)
+    none = lines(attempt(POLICY, FixedGate("escalate"), target=ScriptedEngine("target", context_length=20)))
+    assert {r.finish for r in none} == {"failed"}
+    assert all("context holds 20" in r.error for r in none)
+
+
+def test_budget_forcing_makes_a_rollout_go_on(attempt: Solve) -> None:
+    """After its first answer the rollout is told to wait; the answer it had is the answer if no other comes."""
+    plain = lines(attempt(POLICY, FixedGate("accept")))
+    forced = lines(attempt(replace(POLICY, waits=1, turns=30), FixedGate("accept")))
+    waited = [r for r in forced if any(t.note == "budget forcing" for t in r.turns)]
+    assert waited
+    assert all("Wait" in r.text for r in waited)
+    assert sum(len(r.turns) for r in forced) > sum(len(r.turns) for r in plain)
+    assert sum(r.answer is None for r in forced) <= sum(r.answer is None for r in plain)
+
+
+def test_drafting_ahead_changes_nothing_but_time(attempt: Solve) -> None:
+    """Same seeds, same texts: the discard depends on the earlier chunk alone."""
+    gate = RandomGate(0.4, seed=3)
+    plain = attempt(POLICY, _scoring(gate))
+    ahead = attempt(replace(POLICY, optimistic=True), _scoring(gate))
+    assert [r.text for r in lines(plain)] == [r.text for r in lines(ahead)]
+    assert sum(o.usage.wasted_tokens for o in ahead) > 0
+
+
+def _scoring(gate: Gate) -> Gate:
+    """Exploration at a fraction of nearly nothing makes no difference; a gate that previews "verify" does."""
+
+    class Scoring(RandomGate):
+        def preview(self, features):  # type: ignore[no-untyped-def]
+            return replace(super().preview(features), action="verify")
+
+        def decide(self, features, score):  # type: ignore[no-untyped-def]
+            return RandomGate.preview(self, features)
+
+    assert isinstance(gate, RandomGate)
+    return Scoring(gate.rate, gate.seed)
+
+
+def test_seeds_make_runs_repeat_under_any_schedule(attempt: Solve) -> None:
+    """With a gate that does not learn, latencies change nothing; another seed does."""
+    gate = RandomGate(0.3)
+    quick = attempt(POLICY, gate)
+    slow = attempt(POLICY, gate, draft=ScriptedEngine("draft", latency=Latency(sampled_token=0.02, jitter=1.0)))
+    other = attempt(POLICY, gate, seed=1)
+    assert [r.text for r in lines(quick)] == [r.text for r in lines(slow)]
+    assert [r.text for r in lines(quick)] != [r.text for r in lines(other)]
+
+
+def test_no_edge_between_siblings_and_no_time_lost_to_them(attempt: Solve) -> None:
+    """Asynchronous mode: a rollout's nodes wait for its own nodes only."""
+    events: list[object] = []
+    attempt(POLICY, conformal(0.3), events=events)
+    nodes = {e.id: e for e in events if hasattr(e, "after")}  # type: ignore[attr-defined]
+    assert nodes
+    for node in nodes.values():
+        assert node.wait == 0  # type: ignore[attr-defined]
+        assert {(nodes[i].problem, nodes[i].sample) for i in node.after} <= {(node.problem, node.sample)}  # type: ignore[attr-defined]
+
+
+def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
+    """Top-B: of each round exactly the carried share goes over, and time is lost waiting."""
+    events: list[object] = []
+    slow = ScriptedEngine("draft", latency=Latency(sampled_token=0.02, jitter=0.5))
+    outcomes = attempt(replace(POLICY, samples=8, barrier=True), TopGate.of(0.25), draft=slow, events=events)
+    for outcome in outcomes:
+        judged = [t for r in outcome.rollouts for t in r.turns if t.decision]
+        assert abs(sum(t.decision.escalate for t in judged) - 0.25 * len(judged)) <= 0.5 + 1e-9  # type: ignore[union-attr]
+    assert sum(e.wait for e in events if hasattr(e, "after")) > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_rate_is_held_live(attempt: Solve, backend: str) -> None:
+    """The calibrated gate lands near its rate in the pipeline, not only in replay."""
+    outcomes = attempt(replace(POLICY, samples=8), conformal(0.3), problems=30, backend=backend)
+    decisions = [t.decision for t in turns(outcomes) if t.decision]
+    rate = sum(d.escalate for d in decisions) / len(decisions)
+    assert abs(rate - 0.3) < 3 * math.sqrt(0.21 / len(decisions)) + 0.01
+
+
+def test_explored_chunks_are_scored_and_left_alone(attempt: Solve) -> None:
+    """Exploration logs what would have been done and does nothing."""
+    gate = ExploringGate(FixedGate("escalate"), fraction=0.3, seed=1)
+    judged = [t for t in turns(attempt(POLICY, gate)) if t.decision]
+    explored = [t for t in judged if "exploration" in t.decision.why]  # type: ignore[union-attr]
+    assert explored
+    assert all(t.score is not None and not t.decision.escalate for t in explored)  # type: ignore[union-attr]
+    assert all(t.decision.escalate for t in judged if t not in explored)  # type: ignore[union-attr]
+
+
+def test_the_usage_adds_up(attempt: Solve) -> None:
+    """Tokens of kept and discarded chunks are the tokens that were paid for."""
+    for outcome in attempt(replace(POLICY, takeover="replace"), RandomGate(0.5)):
+        for rollout in outcome.rollouts:
+            chunks = [c for t in rollout.turns for c in (*t.chunks, *t.discarded)]
+            assert rollout.usage.draft_tokens == sum(len(c.logprobs) for c in chunks if c.author == "draft")
+            assert rollout.usage.target_tokens == sum(len(c.logprobs) for c in chunks if c.author == "target")
+            assert all(b.index == a.index + 1 for a, b in pairwise(rollout.turns))

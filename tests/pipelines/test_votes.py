@@ -1,0 +1,115 @@
+"""Votes are counted by equivalence, settle only when they may, and say how sure they are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.core import Outcome
+from atts.pipelines import Ballot, FixedGate, Policy, Tally, cannot_change, settled_probability, tally
+from atts.pipelines.votes import weight
+
+Solve = Callable[..., list[Outcome]]
+
+
+def modulo(answers: Sequence[str]) -> list[int]:
+    """Numbers are equal modulo 3, so that equal answers have different strings."""
+    return [int(answer) % 3 for answer in answers]
+
+
+BALLOTS = st.lists(st.integers(0, 8), min_size=1, max_size=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(BALLOTS, st.randoms(use_true_random=False))
+def test_the_count_does_not_depend_on_spelling_or_on_order(numbers: list[int], rng: random.Random) -> None:
+    """Shuffling changes no class's weight, only who represents it; ties go to the first seen."""
+    count = tally([Ballot(str(n)) for n in numbers], modulo)
+    shuffled = numbers[:]
+    rng.shuffle(shuffled)
+    other = tally([Ballot(str(n)) for n in shuffled], modulo)
+    assert sorted(count.weights) == sorted(other.weights)
+    assert sum(count.counts) == len(numbers)
+    assert count.weights == tuple(sorted(count.weights, reverse=True))
+    assert count.winner in {str(n) for n in numbers}
+
+
+@settings(max_examples=60, deadline=None)
+@given(BALLOTS, st.integers(0, 4))
+def test_a_settled_vote_cannot_change(numbers: list[int], remaining: int) -> None:
+    """Whenever it says so, no way to cast the remaining ballots changes the winner; brute force over all of them."""
+    count = tally([Ballot(str(n)) for n in numbers], modulo)
+    if cannot_change(count, remaining):
+        for more in itertools.product(range(9), repeat=remaining):
+            final = tally([Ballot(str(n)) for n in (*numbers, *more)], modulo)
+            assert int(final.winner or -1) % 3 == int(count.winner or -1) % 3
+
+
+def test_a_lead_that_could_be_caught_is_not_settled() -> None:
+    """Equal to what is left is not enough, one more is."""
+    assert not cannot_change(Tally(("1", "2"), (4.0, 1.0), (4, 1)), 3)
+    assert cannot_change(Tally(("1", "2"), (5.0, 1.0), (5, 1)), 3)
+    assert not cannot_change(Tally((), (), ()), 0)
+
+
+@pytest.mark.parametrize(("counts", "remaining"), [((4,), 4), ((3, 1), 4), ((2, 1, 1), 4), ((5, 2), 6)])
+def test_the_settled_probability_is_a_lower_bound(counts: tuple[int, ...], remaining: int) -> None:
+    """Simulating the stated model, the leader wins at least as often as claimed, and not absurdly more often."""
+    names = tuple(str(i) for i in range(len(counts)))
+    claim = settled_probability(Tally(names, tuple(map(float, counts)), counts), remaining)
+    rng = random.Random(1)
+    wins = 0
+    for _ in range(4000):
+        urn = [*(count + 1.0 for count in counts), 1.0]
+        final = [*counts, 0]
+        for _ in range(remaining):
+            drawn = rng.choices(range(len(urn)), urn)[0]
+            urn[drawn] += 1
+            final[drawn] += 1
+        wins += final[0] > max(final[1:])
+    noise = 3 * math.sqrt(0.25 / 4000)
+    assert claim - noise <= wins / 4000 <= claim + 0.2
+
+
+def test_weights_are_bounded_and_survive_bad_scores() -> None:
+    """A missing or infinite score neither kills a vote nor makes it count more than a plain one."""
+    assert weight("majority", [], []) == 1.0
+    assert weight("perplexity", [2.0, 2.0], []) == 0.5
+    assert 0 < weight("perplexity", [math.inf], []) < weight("perplexity", [50.0], []) <= 1
+    assert weight("confidence", [], [math.log(0.25), math.log(0.25)]) == pytest.approx(0.25)
+    assert 0 < weight("confidence", [], []) <= 1
+
+
+POLICY = Policy(samples=12, early_stop="none")
+
+
+@pytest.mark.parametrize("stop", ["certain", "likely"])
+def test_a_settled_vote_spares_rollouts_and_keeps_the_answer(
+    attempt: Solve, stop: Literal["certain", "likely"]
+) -> None:
+    """Certain: the winner is the full vote's, always. Likely: it saves more, and says how sure it was."""
+    full = attempt(POLICY, FixedGate("accept"), problems=15)
+    early = attempt(replace(POLICY, early_stop=stop), FixedGate("accept"), problems=15)
+    spared = [sum(r.finish == "settled" for r in outcome.rollouts) for outcome in early]
+    assert sum(spared) > 0
+    assert all("settled" in outcome.why for outcome, n in zip(early, spared, strict=True) if n)
+    agree = [a.answer == b.answer for a, b in zip(full, early, strict=True)]
+    assert all(agree) if stop == "certain" else sum(agree) >= 13
+
+
+def test_a_first_wave_that_agrees_spares_the_second(attempt: Solve) -> None:
+    """The remaining samples are asked only where the first disagree."""
+    outcomes = attempt(replace(POLICY, first_wave=3), FixedGate("accept"), problems=15)
+    sizes = {len(outcome.rollouts) for outcome in outcomes}
+    assert sizes == {3, 12}
+    for outcome in outcomes:
+        first = {rollout.answer for rollout in outcome.rollouts[:3]}
+        assert (len(outcome.rollouts) == 3) == (len(first) == 1 and None not in first)

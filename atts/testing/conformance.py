@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -77,9 +77,13 @@ class Report:
         """The promises that were not kept."""
         return tuple(finding for finding in self.findings if finding.status == "broken")
 
+    def listed(self, findings: Iterable[Finding]) -> str:
+        """Some of the findings under a headline."""
+        headline = f"engine {self.engine}: {len(self.broken)} of {len(self.findings)} promises broken"
+        return "\n  ".join([headline, *map(str, findings)])
+
     def __str__(self) -> str:
-        lines = "\n".join(f"  {finding}" for finding in self.findings)
-        return f"engine {self.engine}: {len(self.broken)} of {len(self.findings)} promises broken\n{lines}"
+        return self.listed(self.findings)
 
 
 async def check_engine(
@@ -104,10 +108,10 @@ async def check_engine(
     """
     for name in options.skip:
         if name not in CHECKS:
-            raise OptionError("skip", f"there is no check {name!r}", tuple(CHECKS))
+            raise OptionError(name, "there is no such check to skip", tuple(CHECKS))
     report = await (_check_made(engine, options) if callable(engine) else _check_open(engine, options))
     if report.broken and broken == "raise":
-        raise CheckFailed(str(Report(report.engine, report.broken)))
+        raise CheckFailed(report.listed(report.broken))
     return report
 
 

@@ -11,7 +11,7 @@ from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.engine import Engine, EngineStats
 from atts.errors import EngineUnavailable
 from atts.tasks import collect, task_group
-from atts.testing.probe import GREEDY, LOOSE, NotApplicable, Probe, fail, refused, require
+from atts.testing.probe import GREEDY, LOOSE, NotApplicable, Probe, refused, require
 
 
 async def check_stats(probe: Probe) -> None:
@@ -51,7 +51,8 @@ async def check_cancellation(probe: Probe) -> None:
         await _cancel_some(probe, delay)
         await _settle(probe)
         again = await probe.engine.sample(probe.request())
-        require(again.ids == expected.ids, f"the answer changed after {number + 1} rounds of cancellation")
+        said = f"the answer changed after {number + 1} rounds of cancellation"
+        await probe.require_same(said, probe.request(), again.ids, expected.ids)
 
 
 async def _cancel_some(probe: Probe, delay: float) -> None:
@@ -112,20 +113,21 @@ async def check_isolation(probe: Probe) -> None:
     probe.need("sample")
     if probe.factory is None:
         raise NotApplicable("a second engine is needed: give a factory")
-    mine = probe.requests(2, LOOSE)
-    alone = [completion.ids for completion in await probe.sample_all(mine)]
+    requests = [r for law in (LOOSE, GREEDY, Sampling(temperature=0.3, top_k=2)) for r in probe.requests(2, law)]
+    requests = [replace(r, stop=("e",) * (number % 2)) for number, r in enumerate(requests)]
+    alone = [(await probe.engine.sample(request)).ids for request in requests]
     other = probe.factory()
     async with other:
-        theirs = [
-            replace(r, sampling=s, stop=("e",)) for r in mine for s in (GREEDY, Sampling(temperature=0.3, top_k=2))
-        ]
-        calls = [partial(probe.engine.sample, request) for request in mine]
-        mixed = [partial(engine.sample, request) for request in theirs for engine in (other, probe.engine)]
-        answers = await collect([*mixed, *calls])
-        beside = [completion.ids for completion in answers[len(mixed) :]]
-        require(beside == alone, "answers changed while a second engine served other settings")
-    after = [completion.ids for completion in await probe.sample_all(mine)]
-    require(after == alone, "answers changed after a second engine was closed")
+        calls = [partial(engine.sample, request) for request in requests for engine in (probe.engine, other)]
+        beside = [completion.ids for completion in await collect(calls)]
+    after = [completion.ids for completion in await probe.sample_all(requests)]
+    for number, request in enumerate(requests):
+        for what, answers in (
+            ("the answer changed among other settings", beside[::2]),
+            ("a second engine answers otherwise", beside[1::2]),
+            ("the answer changed after a second engine was closed", after),
+        ):
+            await probe.require_same(what, request, answers[number], alone[number])
 
 
 async def check_order(probe: Probe) -> None:
@@ -135,5 +137,5 @@ async def check_order(probe: Probe) -> None:
     answers = await probe.sample_all(requests)
     for number in range(0, len(requests), 11):
         again = await probe.engine.sample(requests[number])
-        if again.ids != answers[number].ids:
-            fail(f"request {number} of {len(requests)} was given an answer that is not its own")
+        said = f"request {number} of {len(requests)} was given an answer that is not its own"
+        await probe.require_same(said, requests[number], answers[number].ids, again.ids)

@@ -42,10 +42,15 @@ async def check_tokenizer(probe: Probe) -> None:
 
 
 async def check_ids(probe: Probe) -> None:
-    """A completion holds known ids, their exact text, and one finite log-prob for each."""
+    """A completion holds known ids, their exact text (spaces and newlines at its ends too), and a log-prob for each."""
     probe.need("sample")
-    for completion in await probe.sample_all(probe.requests(3)):
-        _require_sound(probe, completion)
+    for request in probe.requests(1):
+        written = await probe.engine.sample(request)
+        _require_sound(probe, written)
+        places = range(0, len(written.ids) - 1, 3)
+        later = [replace(request, ids=request.ids + written.ids[:n], max_tokens=1 + n % 4) for n in places]
+        for completion in await probe.sample_all(later):
+            _require_sound(probe, completion)
 
 
 def _require_sound(probe: Probe, completion: Completion) -> None:
@@ -80,7 +85,8 @@ async def check_stop(probe: Probe) -> None:
         for what, stop, count in _stops(probe, free.ids):
             places += 1
             cut = await probe.engine.sample(with_stop(request, stop))
-            require(cut.ids == free.ids[:count], f"{what} stop {stop!r}: {len(cut.ids)} tokens came, expected {count}")
+            said = f"{what} stop {stop!r} ({len(cut.ids)} tokens came, expected {count})"
+            await probe.require_same(said, request, cut.ids, free.ids[:count])
             require(cut.ended == "delimiter", f"{what} stop {stop!r}: ended by {cut.ended!r}, not delimiter")
             _require_sound(probe, cut)
     if not places:
@@ -114,7 +120,8 @@ async def check_stop_ids(probe: Probe) -> None:
             continue
         cut = await probe.engine.sample(replace(request, stop_ids=(stop,)))
         expected = free.ids[: free.ids.index(stop) + 1]
-        require(cut.ids == expected, f"stop id {stop}: {len(cut.ids)} tokens came, expected {len(expected)}")
+        said = f"stop id {stop} ({len(cut.ids)} tokens came, expected {len(expected)})"
+        await probe.require_same(said, request, cut.ids, expected)
         require(cut.ended == "delimiter", f"stop id {stop}: ended by {cut.ended!r}, not delimiter")
 
 
@@ -139,11 +146,8 @@ async def check_end(probe: Probe) -> None:
 async def check_alignment(probe: Probe) -> None:
     """Scoring what was sampled gives the log-probs it was sampled with, whole or in parts, whatever the temperature."""
     probe.need("sample", "score")
-    for request in (
-        *probe.requests(1),
-        *probe.requests(1, Sampling(temperature=0.7, top_p=0.9)),
-        probe.request(0, 0, GREEDY),
-    ):
+    laws = (Sampling(), Sampling(temperature=0.7, top_p=0.9), GREEDY)
+    for request in [replace(r, sampling=law) for law in laws for r in probe.requests(1)]:
         written = await probe.engine.sample(request)
         whole = await probe.score(request.ids, written.ids)
         probe.require_close(f"scored against sampled at {request.sampling}", whole, written.logprobs)
@@ -175,7 +179,8 @@ async def check_improbable(probe: Probe) -> None:
 async def check_greedy(probe: Probe) -> None:
     """Temperature 0 is one text whatever the seed, whoever asks for it: top-k 1, a tiny top-p, min-p 1, or in parts."""
     probe.need("sample")
-    best = await probe.engine.sample(probe.request(0, 0, GREEDY))
+    request = probe.request(0, 0, GREEDY)
+    best = (await probe.engine.sample(request)).ids
     same = {
         "temperature 0 with another seed": GREEDY,
         "top_k 1": Sampling(top_k=1),
@@ -183,18 +188,18 @@ async def check_greedy(probe: Probe) -> None:
         "min_p 1": Sampling(min_p=1.0),
     }
     for number, (what, sampling) in enumerate(same.items(), start=1):
-        again = await probe.engine.sample(probe.request(0, number, sampling))
-        await probe.require_same(f"{what} against temperature 0", probe.prompt, again, best)
-    cut = len(best.ids) // 2
+        again = await probe.engine.sample(replace(probe.request(0, number), sampling=sampling))
+        await probe.require_same(f"{what} against temperature 0", request, again.ids, best)
+    cut = len(best) // 2
     if cut:
-        longer = replace(probe.request(0, 9, GREEDY), ids=probe.prompt + best.ids[:cut], max_tokens=len(best.ids) - cut)
-        rest = replace(best, ids=best.ids[cut:])
-        await probe.require_same("greedy in two parts", longer.ids, await probe.engine.sample(longer), rest)
+        rest = replace(probe.request(0, 9, GREEDY), ids=probe.prompt + best[:cut], max_tokens=len(best) - cut)
+        await probe.require_same("greedy in two parts", rest, (await probe.engine.sample(rest)).ids, best[cut:])
 
 
 async def check_seeds(probe: Probe) -> None:
-    """A seed gives its text alone, in company, in any order and company; every field of it matters."""
+    """A seed gives its text alone, in any company and in any order."""
     probe.need("sample")
+    _need_seeds(probe)
     requests = probe.requests(4, LOOSE)
     alone = [await probe.engine.sample(request) for request in requests]
     together = await probe.sample_all(requests)
@@ -209,9 +214,15 @@ async def check_seeds(probe: Probe) -> None:
             probe.require_close(f"log-probs {what} against alone", other.logprobs, alone[number].logprobs)
 
 
+def _need_seeds(probe: Probe) -> None:
+    if probe.options.seeding != "exact":
+        raise NotApplicable("the engine does not promise to reproduce seeds")
+
+
 async def check_seed_fields(probe: Probe) -> None:
     """Different seeds differ, whichever field they differ in."""
     probe.need("sample")
+    _need_seeds(probe)
     base = probe.request(0, 0, LOOSE)
     changes: dict[str, list[Any]] = {
         "run": [1, 2, 3, 4], "problem": ["a", "b", "c", "d"], "sample": [1, 2, 3, 4], "turn": [1, 2, 3, 4],
@@ -225,29 +236,29 @@ async def check_seed_fields(probe: Probe) -> None:
 
 
 async def check_law(probe: Probe) -> None:
-    """Tokens are drawn as often as their log-probs say, also by two best alone and at half the temperature."""
+    """Tokens are drawn as often as their log-probs say, also between the two best, also at a low temperature."""
     probe.need("sample", "score")
-    written = await probe.engine.sample(probe.request(0, 1, LOOSE))
-    place = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.7))  # most telling near one half
+    written = await probe.engine.sample(probe.request(0, 1, GREEDY))
+    place = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))  # chance is most telling here
     ids, token = probe.prompt + written.ids[:place], written.ids[place]
     (logprob,) = await probe.score(ids, (token,))
     drawn = await _draws(probe, ids, Sampling())
     _require_share(f"token {token}", drawn.count(token), len(drawn), math.exp(logprob))
-    for temperature in (1.0, 0.5):
+    for temperature in (1.0, 0.25):
         drawn = await _draws(probe, ids, Sampling(temperature=temperature, top_k=2))
         scores = sorted([((await probe.score(ids, (index,)))[0], index) for index in set(drawn)], reverse=True)
         if len(scores) < 2:
             continue  # the second best is too rare to be seen
         tied = scores[-1][0] >= scores[1][0] - probe.options.tie
         require(tied, f"top_k 2 drew {len(scores)} different tokens")
-        best, second = (math.exp(score / temperature) for score, _ in scores[:2])
+        lead = (scores[0][0] - scores[1][0]) / temperature
         if len(scores) == 2:
             what = f"the better of two tokens at temperature {temperature:g}"
-            _require_share(what, drawn.count(scores[0][1]), len(drawn), best / (best + second))
+            _require_share(what, drawn.count(scores[0][1]), len(drawn), 1 / (1 + math.exp(-lead)))
 
 
 async def _draws(probe: Probe, ids: TokenIds, sampling: Sampling) -> list[int]:
-    one = replace(probe.request(0, 0, sampling), ids=ids, max_tokens=1)
+    one = replace(probe.request(), ids=ids, max_tokens=1, sampling=sampling)
     seeds = [replace(one.seed, sample=100 + number) for number in range(probe.options.draws)]
     return [completion.ids[0] for completion in await probe.sample_all([replace(one, seed=seed) for seed in seeds])]
 
@@ -263,12 +274,13 @@ async def check_hints(probe: Probe) -> None:
     honest = [await probe.engine.sample(request) for request in probe.requests(1)]
     for number, request in enumerate(probe.requests(1)):  # one rollout name for unrelated texts
         hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
-        require(hinted.ids == honest[number].ids, "a rollout hint that names another text's cache changed the answer")
+        said = "a rollout hint that names another text's cache changed the answer"
+        await probe.require_same(said, request, hinted.ids, honest[number].ids)
         if "score" not in probe.engine.spec.capabilities:
             continue
         for rollout in ("same", "never seen"):
             scored = await probe.score(request.ids, hinted.ids, rollout)
-            probe.require_close(f"scored under the rollout hint {rollout!r}", scored, honest[number].logprobs)
+            probe.require_close(f"scored under the rollout hint {rollout!r}", scored, hinted.logprobs)
 
 
 async def check_score_company(probe: Probe) -> None:

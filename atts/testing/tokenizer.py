@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
 from hashlib import blake2b
 from typing import Literal
 
@@ -48,6 +47,8 @@ class ToyTokenizer:
         pieces = [*plain, *single] if dialect == "plain" else [*single, *plain[::-1]]
         self.dialect = dialect
         self.pieces: tuple[bytes, ...] = (*(b"" for _ in SPECIALS), *pieces)
+        text = repr((self.pieces, SPECIALS, TEMPLATE))
+        self._digest = blake2b(text.encode(), digest_size=16).hexdigest()
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece}
         self._pattern = re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)))
 
@@ -61,11 +62,10 @@ class ToyTokenizer:
         """The token with which a model ends its text."""
         return 0
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """A hash of vocabulary, specials and template."""
-        text = repr((self.pieces, SPECIALS, TEMPLATE))
-        return blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._digest
 
     def piece_id(self, text: str) -> int | None:
         """The id of the token that is exactly this text; None when the vocabulary has none."""

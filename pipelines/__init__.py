@@ -18,6 +18,7 @@ from atts.pipelines.gates import (
 )
 from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
 from atts.pipelines.presets import PRESETS, Material, Preset, preset
+from atts.pipelines.replay import Replayed, ReplayedProblem, ReplayedRollout, replay
 from atts.pipelines.scores import ScoreRule
 from atts.pipelines.solve import solve
 from atts.pipelines.votes import Ballot, Tally, cannot_change, settled_probability, tally
@@ -42,6 +43,9 @@ __all__ = [
     "Policy",
     "Preset",
     "RandomGate",
+    "Replayed",
+    "ReplayedProblem",
+    "ReplayedRollout",
     "RoundGate",
     "ScoreRule",
     "Silent",
@@ -51,6 +55,7 @@ __all__ = [
     "TopGate",
     "cannot_change",
     "preset",
+    "replay",
     "settled_probability",
     "solve",
     "tally",

@@ -18,7 +18,7 @@ from atts.pipelines.line import Line, Proposal
 from atts.pipelines.policy import Policy
 from atts.pipelines.siblings import Siblings
 from atts.pipelines.takeover import take_over
-from atts.pipelines.votes import Ballot, Tally, cannot_change, settled_probability, tally, weight
+from atts.pipelines.votes import Ballot, Tally, ballot, cannot_change, settled_probability, tally
 from atts.tasks import task_group
 
 
@@ -112,8 +112,9 @@ class Ballots:
     def settled_by(self, result: RolloutResult[Rollout]) -> bool:
         """Count a rollout that ended; whether the rest could be spared."""
         self.ended += 1
-        if result.value is not None and result.value.answer is not None:
-            self._cast[result.sample] = Ballot(result.value.answer, self._weight(result.value))
+        cast = ballot(self.policy.vote, result.value) if result.value is not None else None
+        if cast is not None:
+            self._cast[result.sample] = cast
         remaining = self.expected - self.ended
         if self.policy.early_stop == "none" or remaining == 0:
             return False
@@ -133,11 +134,6 @@ class Ballots:
             self.why = self.why or f"the first {self.ended} agree"
             return True
         return False
-
-    def _weight(self, rollout: Rollout) -> float:
-        scores = [turn.score for turn in rollout.turns if turn.score is not None]
-        logprobs = [value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs]
-        return weight(self.policy.vote, scores, logprobs)
 
 
 def conclude(problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[Rollout]], ballots: Ballots) -> Outcome:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from atts.core import Rollout
+
 VoteKind = Literal["majority", "perplexity", "confidence"]
 Grouper = Callable[[Sequence[str]], Sequence[int]]
 """Answers in, one class label each out; equal labels mean equal answers."""
@@ -62,6 +64,15 @@ def weight(kind: VoteKind, perplexities: Sequence[float], logprobs: Sequence[flo
         finite = [value for value in perplexities if math.isfinite(value)]
         return max(len(finite) / math.fsum(finite), 1e-3) if finite else 1e-3
     return max(math.exp(math.fsum(logprobs) / len(logprobs)), 1e-3) if logprobs else 1e-3
+
+
+def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
+    """A rollout's vote, if it has an answer."""
+    if rollout.answer is None:
+        return None
+    scores = [turn.score for turn in rollout.turns if turn.score is not None]
+    logprobs = [value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs]
+    return Ballot(rollout.answer, weight(kind, scores, logprobs))
 
 
 def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:

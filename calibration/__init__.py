@@ -6,6 +6,7 @@ from atts.calibration.ranks import Ranks
 from atts.calibration.rates import rate_of
 from atts.calibration.replay import Replay, replay
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale
+from atts.calibration.stored import StoredScores
 
 __all__ = [
     "Calibrator",
@@ -17,6 +18,7 @@ __all__ = [
     "Ranks",
     "Replay",
     "Scale",
+    "StoredScores",
     "rate_of",
     "replay",
 ]

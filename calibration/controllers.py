@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import insort
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from atts.calibration.ranks import Ranks
 from atts.errors import CalibrationInputError
 
 Scope = Literal["overall", "turn"]
+
+
+class Gains(NamedTuple):
+    """How strongly the question, the turn and the whole stream pull, per decision owed."""
+
+    question: float
+    turn: float
+    overall: float
 
 
 class Controller(Protocol):
@@ -19,8 +28,8 @@ class Controller(Protocol):
         """The fraction of chunks like this one to escalate now: escalate iff p > 1 - level."""
         ...
 
-    def account(self, badness: float, question: str, turn: int, escalated: bool) -> None:
-        """Record what was really done with a chunk."""
+    def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
+        """Record what was really done with a chunk; it has no badness if it was decided on without a score."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -47,7 +56,7 @@ class Fixed:
     def level(self, badness: float, question: str, turn: int) -> float:
         return self._rate
 
-    def account(self, badness: float, question: str, turn: int, escalated: bool) -> None:
+    def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
         pass
 
     def state(self) -> dict[str, Any]:
@@ -63,8 +72,9 @@ class Fixed:
 class Adaptive:
     """Adaptive conformal inference on the escalation rate, overall or for each turn by itself.
 
-    After a decision the level moves by step * (rate - escalated), unclamped: at or below 0 nothing escalates, at or above
-    1 everything does, so for any sequence whatever |realised - rate| <= (max(rate, 1 - rate) + step) / (step * T).
+    After a decision the level moves by step * (rate - escalated), unclamped: at or below 0 nothing escalates, at or
+    above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1 - rate) + step) / (step * T); with
+    d decisions in flight between deciding and observing, (max(rate, 1 - rate) + (d + 1) step) / (step * T).
     """
 
     __slots__ = ("_levels", "_rate", "_scope", "_step")
@@ -78,7 +88,7 @@ class Adaptive:
     def level(self, badness: float, question: str, turn: int) -> float:
         return self._levels.get(turn if self._scope == "turn" else 0, self._rate)
 
-    def account(self, badness: float, question: str, turn: int, escalated: bool) -> None:
+    def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
         group = turn if self._scope == "turn" else 0
         self._levels[group] = self._levels.get(group, self._rate) + self._step * (self._rate - escalated)
 
@@ -100,38 +110,93 @@ class Adaptive:
             self._levels[int(group)] = mine + (level - self._rate)
 
 
-class Feedback:
-    """The rate moved, on the logit scale, by what the question, the turn and the whole stream still have to come.
+class Tracking:
+    """A threshold on the score itself that follows its own (1 - rate) quantile: quantile tracking with an integral
+    term.
 
-    Each gain multiplies a running sum of (rate - escalated). `order` leans towards consistency with the siblings decided
-    before in the same (question, turn): a chunk worse than escalated ones should escalate, one better than kept ones not.
+    After a decision it moves by step * scale * (escalated - rate), and `integral` leans it against the sum of all
+    errors, saturating with it. `scale` is the mean distance from the median of the first `warm` scores, then fixed;
+    before, the nominal rate decides. For scores that stay within b of each other |realised - rate| <= (b / (step *
+    scale) + 1) / T.
     """
 
-    __slots__ = ("_gains", "_logit", "_order", "_owed", "_owed_question", "_owed_turn", "_rate", "_siblings")
+    __slots__ = ("_first", "_integral", "_owed", "_rate", "_scale", "_step", "_threshold", "_warm")
 
-    def __init__(self, rate: float, question: float, turn: float, overall: float, order: float) -> None:
+    def __init__(self, rate: float, step: float, integral: float = 0.0, warm: int = 20) -> None:
+        if not 0 < step < math.inf:
+            raise CalibrationInputError("step", step, "a positive number")
+        self._rate, self._step, self._integral, self._warm = rate, step, integral, warm
+        self._first = list[float]()
+        self._threshold = self._scale = self._owed = 0.0
+
+    def level(self, badness: float, question: str, turn: int) -> float:
+        if not self._scale or not 0 < self._rate < 1:
+            return self._rate
+        lean = self._integral * self._scale * math.tanh(self._owed / 25) if self._integral else 0.0
+        return 1.0 if badness > self._threshold - lean else 0.0
+
+    def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
+        self._owed += self._rate - escalated
+        if self._scale:
+            self._threshold += self._step * self._scale * (escalated - self._rate)
+        elif badness is not None and math.isfinite(badness):
+            insort(self._first, badness)
+            if len(self._first) >= self._warm:
+                self._start()
+
+    def _start(self) -> None:
+        middle = self._first[len(self._first) // 2]
+        self._scale = math.fsum(abs(score - middle) for score in self._first) / len(self._first)
+        self._threshold = self._first[min(len(self._first) - 1, int((1 - self._rate) * len(self._first)))]
+        self._first = self._first[1:] if not self._scale else []  # equal scores so far: wait for another
+
+    def state(self) -> dict[str, Any]:
+        return {"first": self._first, "threshold": self._threshold, "scale": self._scale, "owed": self._owed}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._first = [float(score) for score in state["first"]]
+        self._threshold, self._scale = float(state["threshold"]), float(state["scale"])
+        self._owed = float(state["owed"])
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        self._owed += state["owed"]
+        if not self._scale:
+            self._threshold, self._scale = float(state["threshold"]), float(state["scale"])
+        elif state["scale"]:
+            self._threshold = (self._threshold + state["threshold"]) / 2
+
+
+class Feedback:
+    """The rate moved, on the logit scale, by what the question, the turn and the whole stream are still owed.
+
+    Each gain multiplies a running sum of (rate - escalated). `order` leans towards consistency with the siblings
+    decided before in the same (question, turn): a chunk worse than escalated ones should escalate, one better than
+    kept ones not. Beyond `limit` the question's sum decides alone, so for any scores whatever it stays within limit +
+    1 of zero.
+    """
+
+    __slots__ = ("_gains", "_limit", "_logit", "_order", "_owed", "_owed_question", "_owed_turn", "_rate", "_siblings")
+
+    def __init__(self, rate: float, gains: Gains, order: float, limit: float) -> None:
         self._rate = rate
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0
-        self._gains = (question, turn, overall)
-        self._order = order
+        self._gains, self._order, self._limit = gains, order, limit
         self._owed_question = dict[str, float]()
         self._owed_turn = dict[int, float]()
         self._owed = 0.0
-        self._siblings = dict[tuple[str, int], tuple[list[float], list[float]]]()
+        self._siblings = dict[tuple[str, int], tuple[Ranks, Ranks]]()  # kept, escalated
 
     def level(self, badness: float, question: str, turn: int) -> float:
         if not 0 < self._rate < 1:
             return self._rate
+        owed = self._owed_question.get(question, 0.0)
+        if abs(owed) >= self._limit:
+            return 1.0 if owed > 0 else 0.0
         by_question, by_turn, overall = self._gains
-        lean = (
-            self._logit
-            + by_question * self._owed_question.get(question, 0.0)
-            + by_turn * self._owed_turn.get(turn, 0.0)
-            + overall * self._owed
-        )
+        lean = by_question * owed + by_turn * self._owed_turn.get(turn, 0.0) + overall * self._owed
         if self._order:
             lean += self._order * max(-3, min(3, self._standing(badness, question, turn)))
-        return 1 / (1 + math.exp(-max(-700.0, min(700.0, lean))))
+        return 1 / (1 + math.exp(-max(-700.0, min(700.0, self._logit + lean))))
 
     def _standing(self, badness: float, question: str, turn: int) -> int:
         """Siblings escalated although better, minus siblings kept although worse."""
@@ -139,29 +204,34 @@ class Feedback:
         if siblings is None:
             return 0
         kept, escalated = siblings
-        return bisect_left(escalated, badness) - (len(kept) - bisect_right(kept, badness))
+        return escalated.counts(badness)[0] - (len(kept) - sum(kept.counts(badness)))
 
-    def account(self, badness: float, question: str, turn: int, escalated: bool) -> None:
+    def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
         owed = self._rate - escalated
         self._owed_question[question] = self._owed_question.get(question, 0.0) + owed
         self._owed_turn[turn] = self._owed_turn.get(turn, 0.0) + owed
         self._owed += owed
-        if self._order:
-            insort(self._siblings.setdefault((question, turn), ([], []))[escalated], badness)
+        if self._order and badness is not None:
+            self._of(question, turn)[escalated].add(badness)
+
+    def _of(self, question: str, turn: int) -> tuple[Ranks, Ranks]:
+        key = (question, turn)
+        if key not in self._siblings:
+            self._siblings[key] = (Ranks(), Ranks())
+        return self._siblings[key]
 
     def state(self) -> dict[str, Any]:
         return {
-            "questions": self._owed_question,
+            "questions": dict(self._owed_question),
             "turns": {str(turn): owed for turn, owed in self._owed_turn.items()},
             "overall": self._owed,
-            "siblings": [[question, turn, *lists] for (question, turn), lists in self._siblings.items()],
+            "siblings": [[q, t, list(kept), list(up)] for (q, t), (kept, up) in self._siblings.items()],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._owed_question = dict(state["questions"])
-        self._owed_turn = {int(turn): float(owed) for turn, owed in state["turns"].items()}
-        self._owed = float(state["overall"])
-        self._siblings = {(str(q), int(t)): (list(kept), list(up)) for q, t, kept, up in state["siblings"]}
+        self._owed_question, self._owed_turn, self._owed = {}, {}, 0.0
+        self._siblings = {}
+        self.merge(state)
 
     def merge(self, state: Mapping[str, Any]) -> None:
         for question, owed in state["questions"].items():
@@ -169,8 +239,7 @@ class Feedback:
         for turn, owed in state["turns"].items():
             self._owed_turn[int(turn)] = self._owed_turn.get(int(turn), 0.0) + owed
         self._owed += state["overall"]
-        for question, turn, kept, escalated in state["siblings"]:
-            mine = self._siblings.setdefault((question, int(turn)), ([], []))
-            for own, other in zip(mine, (kept, escalated), strict=True):
-                own.extend(other)
-                own.sort()
+        for question, turn, *lists in state["siblings"]:
+            for mine, scores in zip(self._of(str(question), int(turn)), lists, strict=True):
+                for score in scores:
+                    mine.add(float(score))

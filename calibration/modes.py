@@ -2,30 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from atts.calibration.controllers import Adaptive, Controller, Feedback, Fixed
-from atts.calibration.pools import ByTurn, Pool, Pooled, Residuals
+from atts.calibration.controllers import Adaptive, Controller, Feedback, Fixed, Gains, Tracking
+from atts.calibration.memory import Fading, Memory, Window
+from atts.calibration.pools import MINIMUM, ByTurn, Frozen, Pool, Pooled, Residuals, Siblings
 from atts.errors import OptionError
 
-Mode = Literal["marginal", "question", "turn", "question-turn", "aci"]
+Mode = Literal["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
-def build(mode: Mode, rate: float) -> tuple[Pool, Controller]:
-    """The pool and the controller of a mode.
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The constants of the modes; the defaults were chosen on the even questions of one run, for all rates at once."""
 
-    :raises OptionError: for an unknown mode.
+    aci_step: float = 0.02
+    turn_step: float = 0.01
+    tracking_step: float = 0.05  # in mean distances from the median
+    tracking_integral: float = 0.5
+    # Pull per decision owed on the logit scale, times the variance rate * (1 - rate).
+    question_gain: float = 0.23
+    turn_gain: float = 0.035
+    overall_gain: float = 0.02
+    order: float = 0.6  # what one sibling decided the other way round weighs on the logit scale
+    limit: float = 4.0  # decisions a question may be owed before it is simply given them
+    shrinkage: float = 1.0  # scores the mean of all questions is worth in a question's level
+    residuals: float = 20.0  # scores the turn's pool is worth beside the question's own residuals
+    siblings: float = 24.0  # and beside the scores of the same question and turn
+
+
+DEFAULTS = Tuning()
+
+
+def build(
+    mode: Mode, rate: float, window: int | None = None, decay: float | None = None, tuning: Tuning = DEFAULTS
+) -> tuple[Pool, Controller]:
+    """The pool and the controller of a mode, remembering the last `window` scores, or all with fading weight.
+
+    :raises OptionError: for an unknown mode, or both a window and a decay.
     """
-    variance = max(rate * (1 - rate), 1e-3)
+    remember = _memory(window, decay)
+    if mode == "split":
+        return Frozen(), Fixed(rate)
     if mode == "marginal":
-        return Pooled(), Fixed(rate)
+        return Pooled(remember), Fixed(rate)
     if mode == "aci":
-        return Pooled(), Adaptive(rate, 0.02)
+        return Pooled(remember), Adaptive(rate, tuning.aci_step)
+    if mode == "tracking":
+        return Pooled(remember), Tracking(rate, tuning.tracking_step, tuning.tracking_integral)
     if mode == "turn":
-        return ByTurn(), Adaptive(rate, 0.01, "turn")
-    if mode == "question":
-        return Residuals(minimum=10**9), Feedback(rate, 0.2 / variance, 0.0, 0.012 / variance, 0.4)
-    if mode == "question-turn":
-        return Residuals(), Feedback(rate, 0.2 / variance, 0.024 / variance, 0.012 / variance, 0.4)
+        return ByTurn(remember), Adaptive(rate, tuning.turn_step, "turn")
+    if mode in ("question", "question-turn"):
+        return _conditional(mode == "question-turn", rate, remember, tuning)
     raise OptionError(str(mode), "is not a calibration mode", MODES)
+
+
+def _conditional(by_turn: bool, rate: float, remember: Callable[[], Memory], tuning: Tuning) -> tuple[Pool, Controller]:
+    minimum = MINIMUM if by_turn else 10**18
+    pool = Siblings(Residuals(remember, minimum, tuning.shrinkage, tuning.residuals), tuning.siblings)
+    variance = max(rate * (1 - rate), 1e-3)
+    by_question, turn, overall = tuning.question_gain, tuning.turn_gain if by_turn else 0.0, tuning.overall_gain
+    gains = Gains(by_question / variance, turn / variance, overall / variance)
+    return pool, Feedback(rate, gains, tuning.order, tuning.limit)
+
+
+def _memory(window: int | None, decay: float | None) -> Callable[[], Memory]:
+    if window is not None and decay is not None:
+        raise OptionError("window and decay", "both given; a memory either ends or fades")
+    if decay is not None:
+        return lambda: Fading(decay)
+    return lambda: Window(window)

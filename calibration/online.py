@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from fractions import Fraction
 from hashlib import blake2b
+from pathlib import Path
+from typing import Any
 
-from atts.calibration.modes import Mode, build
-from atts.calibration.pools import Place
+from atts.calibration.drift import DriftEvent, DriftMonitor, Policy
+from atts.calibration.guarantees import Facts, describe
+from atts.calibration.memory import Place
+from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
+from atts.calibration.order import IssueOrder
 from atts.calibration.rates import exact_rate
 from atts.calibration.scale import PERPLEXITY, Scale
+from atts.calibration.state import read_state, write_state
+from atts.calibration.stored import StoredScores, check_fingerprint
 from atts.core import Decision
 from atts.errors import CalibrationInputError
 
 Group = int | tuple[str, int] | None
 """Which stored scores to compare with: a turn's, a question's and turn's, or all."""
 
+_KIND, _VERSION = "atts calibrator", 1
+_WIDENED, _WIDER = 500, 1.5  # after a "widen" alarm: for so many decisions the level is so many times higher
+
 
 class Calibrator:
     """Decides on a stream of scores so that the fraction of escalations is `rate`, where its mode says so.
 
-    `decide` only reads: it may be asked twice, in any order, for chunks that are then dropped. `observe` stores the score
-    and what was really done. Both are deterministic given the seed, and independent of the order of asking.
+    `decide` only reads: it may be asked twice, in any order, for chunks that are then dropped. `observe` stores the
+    score and what was really done. Both are deterministic given the seed.
 
     >>> calibrator = Calibrator(rate=0.25, mode="marginal", stored=[1.1, 1.2, 1.3, 1.4])
     >>> decision = calibrator.decide(9.0, question="q7")
@@ -37,18 +48,44 @@ class Calibrator:
         *,
         seed: int = 0,
         scale: Scale = PERPLEXITY,
-        stored: Iterable[float] = (),
+        stored: StoredScores | Sequence[float] = (),
+        fingerprint: Mapping[str, object] | None = None,
+        drift: Policy = "recalibrate",
+        window: int | None = None,
+        decay: float | None = None,
+        tuning: Tuning = DEFAULTS,
     ) -> None:
+        """`stored` are scores of a calibration run, `drift` what an alarm about them does, `fingerprint` this run's
+        conditions.
+
+        :raises CalibrationInputError: for an impossible rate, window, decay or stored score; or mode "split" without
+            stored
+            scores.
+        :raises OptionError: for an unknown mode or drift policy.
+        :raises FingerprintError: if the stored scores were made under other conditions.
+        """
         self.rate = exact_rate(rate)
         self.mode: Mode = mode
-        self.scale = scale
         self.seed = seed
-        self.decided = 0
-        self.escalated = 0
+        self.stored = stored if isinstance(stored, StoredScores) else StoredScores.of(stored, scale=scale)
+        self.scale = self.stored.scale
+        self.fingerprint = dict(self.stored.fingerprint if fingerprint is None else fingerprint)
+        if len(self.stored) and fingerprint is not None:
+            check_fingerprint("the calibration", self.stored.fingerprint, self.fingerprint)
+        if mode == "split" and not len(self.stored):
+            raise CalibrationInputError("stored scores", 0, 'at least one for mode "split", which learns nothing live')
+        self.decided = self.escalated = 0
+        self._options = {"drift": drift, "window": window, "decay": decay}
+        self._tuning = tuning
         self._nominal = float(self.rate)
-        self._pool, self._controller = build(mode, self._nominal)
-        for place, score in enumerate(stored):
-            self._pool.learn(scale.badness(score), f"stored {place}", 0)
+        self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
+        self._order = IssueOrder()
+        self._adopt_stored()
+        self._monitor = DriftMonitor(self.stored, policy=drift)
+        self._alert: Policy | None = None
+        self._widened = 0
+        for event in self._monitor.events:
+            self._act(event)
 
     def decide(
         self, score: float, question: str = "", turn: int = 0, sample: int | None = None, issue: int | None = None
@@ -58,43 +95,188 @@ class Calibrator:
         :raises CalibrationInputError: if it is not a score of the declared domain.
         """
         badness = self.scale.badness(score)
-        theta = self._theta(badness, question, turn, sample)
-        p = self._pool.place(badness, question, turn).p(theta)
+        p = self._pool.place(badness, question, turn).p(self._theta(badness, question, turn, sample))
         level = self._controller.level(badness, question, turn)
+        if self._alert:
+            level = 1.0 if self._alert == "escalate" else level * _WIDER if self._widened else level
         up = level >= 1 or (level > 0 and p > 1 - level)
+        why = f"p {p:.4f} {'>' if up else '<='} {1 - level:.4f}"
         return Decision(
-            "escalate" if up else "accept", self._nominal, question, turn, sample or 0, issue, float(score), p,
-            why=f"p {'>' if up else '<='} {1 - level:.4g}",
-        )  # fmt: skip
+            "escalate" if up else "accept", self._nominal, question, turn, sample or 0, issue, float(score), p, why=why
+        )
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
         """Record a decision and what was really done with its chunk, where that differs (a hard cap, an override).
 
-        :raises CalibrationInputError: if the decision carries no score of the declared domain.
+        The decision counts at once; its score joins the pools in order of issue, if it has one. A decision taken
+        without a score (by a gate that skipped verification) counts for the rate alone.
+
+        :raises CalibrationInputError: if the score is not one, or a decision without one names no level.
         """
-        if decision.score is None:
-            raise CalibrationInputError("decision.score", None, f"the score decided on, {self.scale.domain}")
-        badness = self.scale.badness(decision.score)
         done = decision.action == "escalate" if escalated is None else escalated
-        self.decided += 1
-        self.escalated += done
-        self._controller.account(badness, decision.question, decision.turn, done)
-        self._pool.learn(badness, decision.question, decision.turn)
+        question, turn = decision.question, decision.turn
+        if decision.score is None:
+            if decision.level is None:
+                raise CalibrationInputError("decision.score", None, f"the score decided on, {self.scale.domain}")
+            self._count(None, question, turn, done)
+            return
+        badness = self.scale.badness(decision.score)
+        self._count(badness, question, turn, done)
+        if decision.issue is None:
+            self._learn(badness, question, turn)
+            return
+        for held in self._order.push(decision.issue, (badness, question, turn)):
+            self._learn(*held)
+
+    def skip(self, issue: int) -> None:
+        """Do not wait for the score of this issue: its chunk was dropped, or could not be scored."""
+        for held in self._order.skip(issue):
+            self._learn(*held)
 
     def p_value(self, score: float, group: Group = None) -> float:
         """The conformal p-value of a score against the stored ones, without a coin: P(p <= a) <= a if exchangeable.
 
         :raises CalibrationInputError: if it is not a score of the declared domain.
         """
-        return self._place(score, group).conservative
-
-    def _place(self, score: float, group: Group) -> Place:
-        badness = self.scale.badness(score)
         question, turn = group if isinstance(group, tuple) else (None, group)
-        return self._pool.place(badness, question, turn)
+        place: Place = self._pool.place(self.scale.badness(score), question, turn)
+        return place.p(1.0)
+
+    @property
+    def realised(self) -> float:
+        """The fraction escalated so far; NaN before the first decision."""
+        return self.escalated / self.decided if self.decided else float("nan")
+
+    @property
+    def events(self) -> tuple[DriftEvent, ...]:
+        """Every drift alarm so far."""
+        return tuple(self._monitor.events)
+
+    @property
+    def guarantee(self) -> str:
+        """What this mode promises, for what sequence, with the numbers of now."""
+        return describe(self.mode, self._facts()).guarantee
+
+    @property
+    def voided_by(self) -> str:
+        """What makes that promise empty."""
+        return describe(self.mode, self._facts()).voided_by
+
+    def resume(self) -> None:
+        """End what an alarm started ("escalate" everything, or "widen"), after someone has looked."""
+        self._alert, self._widened = None, 0
+
+    def _count(self, badness: float | None, question: str, turn: int, done: bool) -> None:
+        self.decided += 1
+        self.escalated += done
+        self._widened = max(0, self._widened - 1)
+        self._controller.account(badness, question, turn, done)
+
+    def _learn(self, badness: float, question: str, turn: int) -> None:
+        self._pool.learn(badness, question, turn)
+        if self._monitor.watching:
+            event = self._monitor.observe(badness, question, turn, self._theta(badness, question, turn, -1))
+            if event is not None:
+                self._act(event)
+
+    def _act(self, event: DriftEvent) -> None:
+        if event.action == "recalibrate":
+            self._pool.disown()
+        elif event.action != "report":
+            self._alert, self._widened = event.action, _WIDENED
+
+    def _adopt_stored(self) -> None:
+        rows = zip(self.stored.badness, self.stored.questions, self.stored.turns, strict=True)
+        for place, (badness, question, turn) in enumerate(rows):
+            self._pool.adopt(badness, question or f"stored {place}", turn)
 
     def _theta(self, badness: float, question: str, turn: int, sample: int | None) -> float:
         """A uniform that belongs to this chunk: the same in every replay, whatever was decided in between."""
         position = self.decided if sample is None else sample
         text = f"{self.seed}\x1f{question}\x1f{turn}\x1f{position}\x1f{badness!r}"
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") * 2.0**-56
+
+    def _facts(self) -> Facts:
+        return Facts(self._nominal, self.stored, self.decided, self.escalated, self._tuning, self.events)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides what comes next, as JSON: restored, the same stream gets the same decisions."""
+        return {
+            "kind": _KIND,
+            "version": _VERSION,
+            "rate": str(self.rate),
+            "mode": self.mode,
+            "seed": self.seed,
+            "fingerprint": self.fingerprint,
+            "options": self._options,
+            "tuning": asdict(self._tuning),
+            "stored": self.stored.state(),
+            "decided": self.decided,
+            "escalated": self.escalated,
+            "pool": self._pool.state(),
+            "controller": self._controller.state(),
+            "order": self._order.state(),
+            "monitor": self._monitor.state(),
+            "alert": [self._alert, self._widened],
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], fingerprint: Mapping[str, object] | None = None) -> Calibrator:
+        """A calibrator that goes on where the one of this state stopped.
+
+        :raises CalibrationInputError: if it is no such state.
+        :raises FingerprintError: if it was made under other conditions than `fingerprint`.
+        """
+        if state.get("kind") != _KIND or state.get("version") != _VERSION:
+            raise CalibrationInputError("calibrator state", state.get("kind"), f"{_KIND}, version {_VERSION}")
+        if fingerprint is not None:
+            check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
+        stored, tuning = StoredScores.restore(state["stored"]), Tuning(**state["tuning"])
+        options = {"seed": state["seed"], "stored": stored, "tuning": tuning, **state["options"]}
+        made = cls(Fraction(state["rate"]), state["mode"], **options)
+        made.fingerprint = dict(state["fingerprint"])
+        made.decided, made.escalated = int(state["decided"]), int(state["escalated"])
+        made._pool.restore(state["pool"])
+        made._controller.restore(state["controller"])
+        made._order.restore(state["order"])
+        made._monitor.restore(state["monitor"])
+        if any(event.action == "recalibrate" for event in made.events):
+            made._pool.disown()
+        made._alert, made._widened = state["alert"]
+        return made
+
+    def save(self, path: Path) -> None:
+        """Write the state, replacing the file in one step so that a crash leaves the old one or the new one.
+
+        :raises StorageError: if the disk refuses.
+        """
+        write_state(path, self.state())
+
+    @classmethod
+    def load(cls, path: Path, fingerprint: Mapping[str, object] | None = None) -> Calibrator:
+        """The calibrator that `save` wrote.
+
+        :raises CalibrationInputError: if the file is missing, damaged or something else.
+        :raises FingerprintError: if it was made under other conditions than `fingerprint`.
+        """
+        return cls.restored(read_state(path), fingerprint)
+
+    def merge(self, state: Mapping[str, Any]) -> None:
+        """Add what another calibrator of the same rate, mode, conditions and stored scores has seen live.
+
+        Its alarms are not taken over: this one's monitor has not seen those scores.
+
+        :raises CalibrationInputError: if rate, mode, stored scores or options differ, or its scores wait for an issue.
+        :raises FingerprintError: if the conditions differ.
+        """
+        check_fingerprint("the calibrator to merge", state["fingerprint"], self.fingerprint)
+        mine = self.state()
+        for name in ("kind", "version", "rate", "mode", "options", "tuning", "stored"):
+            if state.get(name) != mine[name]:
+                raise CalibrationInputError(f"{name} of the calibrator to merge", "another", "the same as here")
+        if state["order"]["held"]:
+            raise CalibrationInputError("calibrator to merge", "scores held for their issue", "a finished one")
+        self._pool.merge(state["pool"])
+        self._controller.merge(state["controller"])
+        self.decided += int(state["decided"])
+        self.escalated += int(state["escalated"])

@@ -12,8 +12,8 @@ _LOAD = 512  # scores per block after a split; an insertion moves at most twice 
 class Ranks:
     """Scores in order, in blocks of bounded size under a Fenwick tree of their sizes.
 
-    Adding, counting and selecting cost O(log n) comparisons plus one bounded move; the tree is rebuilt at a split, which
-    is n / 512 work once per 512 additions. Infinities and ties are ordinary values; NaN must be refused before.
+    Adding, counting and selecting cost O(log n) comparisons plus one bounded move; the tree is rebuilt at a split,
+    which is n / 512 work once per 512 additions. Infinities and ties are ordinary values; NaN must be refused before.
 
     >>> pool = Ranks([3.0, 1.0, 3.0])
     >>> pool.add(2.0)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Integral
 from typing import Any
 
+from atts.calibration.drift import DriftEvent, Policy
 from atts.calibration.metrics import rate_metrics
-from atts.calibration.modes import Mode
+from atts.calibration.modes import DEFAULTS, Mode, Tuning
 from atts.calibration.online import Calibrator
 from atts.calibration.scale import PERPLEXITY, Scale
+from atts.calibration.stored import StoredScores
 from atts.core import Decision
 from atts.errors import CalibrationInputError
 
@@ -23,6 +26,9 @@ class Replay:
     mode: Mode
     decisions: tuple[Decision, ...]
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    guarantee: str = ""
+    voided_by: str = ""
+    events: tuple[DriftEvent, ...] = ()
 
     @property
     def escalated(self) -> float:
@@ -37,16 +43,27 @@ def replay(
     seed: int = 0,
     *,
     scale: Scale = PERPLEXITY,
-    stored: Iterable[float] = (),
+    stored: StoredScores | Sequence[float] = (),
+    drift: Policy = "recalibrate",
+    window: int | None = None,
+    decay: float | None = None,
+    tuning: Tuning = DEFAULTS,
 ) -> Replay:
-    """Decide on records {"question", "turn", "score"} ("sample" optional) one by one, each from those before it.
+    """Decide on records {"question", "turn", "score"} one by one in arrival order, each from those before it.
+
+    "sample" is optional, and "issue" (the place in the order of asking, from 0 without gaps) makes scores join the
+    pools in that order instead of the order of arrival. The options are those of `Calibrator`.
 
     :raises CalibrationInputError: if a record lacks a field, or its score is none.
+    :raises OptionError: for an unknown mode or drift policy.
 
-    >>> replay([{"question": 1, "turn": 0, "score": s} for s in (1.2, 1.4, 9.0)], rate=0.5, mode="marginal").escalated
-    0.3333333333333333
+    >>> records = [{"question": 1, "turn": 0, "score": score} for score in (1.2, 1.4, 9.0)]
+    >>> [decision.escalate for decision in replay(records, rate=0.5, mode="marginal", seed=1).decisions]
+    [True, True, True]
     """
-    calibrator = Calibrator(rate, mode, seed=seed, scale=scale, stored=stored)
+    calibrator = Calibrator(
+        rate, mode, seed=seed, scale=scale, stored=stored, drift=drift, window=window, decay=decay, tuning=tuning
+    )
     decisions: list[Decision] = []
     for number, record in enumerate(records, 1):
         decision = _decide(calibrator, record, number)
@@ -55,11 +72,12 @@ def replay(
     metrics = rate_metrics(
         [d.question for d in decisions],
         [d.turn for d in decisions],
-        [scale.badness(d.score) for d in decisions],
+        [calibrator.scale.badness(d.score) for d in decisions],
         [d.escalate for d in decisions],
         float(calibrator.rate),
     )
-    return Replay(float(calibrator.rate), mode, tuple(decisions), metrics)
+    promise = (calibrator.guarantee, calibrator.voided_by)
+    return Replay(float(calibrator.rate), mode, tuple(decisions), metrics, *promise, calibrator.events)
 
 
 def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> Decision:
@@ -67,7 +85,8 @@ def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> D
         question, turn, score = record["question"], record["turn"], record["score"]
     except KeyError as missing:
         raise CalibrationInputError(f"record {number}", dict(record), f"a field {missing}") from None
-    sample = record.get("sample")
-    if isinstance(turn, bool) or not isinstance(turn, int) or turn < 0:
-        raise CalibrationInputError(f"turn of record {number}", turn, "a whole number from 0")
-    return calibrator.decide(score, question=str(question), turn=turn, sample=sample)
+    for name in ("turn", "sample", "issue"):
+        value = record.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 0):
+            raise CalibrationInputError(f"{name} of record {number}", value, "a whole number from 0")
+    return calibrator.decide(score, str(question), int(turn), record.get("sample"), record.get("issue"))

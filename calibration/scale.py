@@ -18,8 +18,9 @@ _SLACK = 1e-6  # sums of float32 log-probs may miss a closed end of the domain b
 class Scale:
     """The declaration a score comes with.
 
-    `low` and `high` bound the domain (both ends belong to it), `worse` says which end a weak chunk is near, and `measure`
-    whether differences are read on the logarithm (perplexities) or as they are (mean log-probs, judge marks).
+    `low` and `high` bound the domain (both ends belong to it), `worse` says which end a weak chunk is near, and
+    `measure` whether differences are read on the logarithm (perplexities) or as they are (mean log-probs, judge
+    marks).
     """
 
     name: str
@@ -35,7 +36,8 @@ class Scale:
             raise CalibrationInputError("score domain", (self.low, self.high), "low > 0 for a logarithmic measure")
 
     def badness(self, score: object) -> float:
-        """The score on the scale everything here is computed on: larger is worse, never NaN, infinite only if the score is.
+        """The score on the scale everything here is computed on: larger is worse, never NaN, infinite only if the
+        score is.
 
         :raises CalibrationInputError: if it is not a number, is NaN, or lies outside the domain.
 

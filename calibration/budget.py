@@ -1,0 +1,118 @@
+"""Hard limits on how often the target takes over, exact under any order of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from atts.calibration.rates import Rate, exact_rate
+from atts.core import Decision
+from atts.errors import CalibrationInputError
+
+
+class TokenBucket:
+    """Target slots earned by deciding and spent by escalating.
+
+    Every decision earns `rate` of a slot, up to `burst` slots in hand; an escalation spends one and is refused without
+    one. So of any n consecutive decisions at most burst + rate * n escalate, and never more than `total` in all,
+    exactly (slots are counted in fractions) and in whatever order chunks complete.
+
+    >>> bucket = TokenBucket(rate=0.5, burst=1)
+    >>> [bucket.admit(True) for _ in range(4)]
+    [True, False, True, False]
+    """
+
+    __slots__ = ("_burst", "_earned", "_rate", "_spent", "_tokens", "_total")
+
+    def __init__(self, rate: Rate, burst: int = 1, total: int | None = None) -> None:
+        """`burst` slots are in hand at the start.
+
+        :raises CalibrationInputError: for a rate outside [0, 1], a burst below 1 or a negative total.
+        """
+        self._rate = exact_rate(rate)
+        if burst < 1:
+            raise CalibrationInputError("burst", burst, "at least one slot")
+        if total is not None and total < 0:
+            raise CalibrationInputError("total", total, "a number of slots from 0, or None")
+        self._burst, self._total = burst, total
+        self._tokens = Fraction(burst)
+        self._spent = 0
+
+    @property
+    def tokens(self) -> Fraction:
+        """Slots in hand."""
+        return self._tokens
+
+    @property
+    def spent(self) -> int:
+        """Slots spent and not given back."""
+        return self._spent
+
+    def admit(self, wanted: bool) -> bool:
+        """Count one decision; True iff it wanted to escalate and a slot was there, which is then spent."""
+        granted = wanted and self._tokens >= 1 and (self._total is None or self._spent < self._total)
+        if granted:
+            self._tokens -= 1
+            self._spent += 1
+        self._tokens = min(Fraction(self._burst), self._tokens + self._rate)
+        return granted
+
+    def give_back(self) -> None:
+        """Return the slot of an escalation that never started (cancelled, failed before its first token).
+
+        :raises CalibrationInputError: if no slot is out.
+        """
+        if not self._spent:
+            raise CalibrationInputError("slots given back", 1, "at most the number spent, 0")
+        self._spent -= 1
+        self._tokens = min(Fraction(self._burst), self._tokens + 1)
+
+    def state(self) -> dict[str, Any]:
+        """Slots in hand and spent, exactly, as JSON."""
+        return {"tokens": str(self._tokens), "spent": self._spent}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self._tokens, self._spent = Fraction(state["tokens"]), int(state["spent"])
+
+
+class GroupBudget:
+    """At most `budget` escalations in each group, such as B of the m samples of a question's turn.
+
+    >>> group = GroupBudget(budget=1)
+    >>> group.admit(("q1", 0), True), group.admit(("q1", 0), True), group.admit(("q2", 0), True)
+    (True, False, True)
+    """
+
+    __slots__ = ("_budget", "_spent")
+
+    def __init__(self, budget: int) -> None:
+        """:raises CalibrationInputError: for a negative budget."""
+        if budget < 0:
+            raise CalibrationInputError("B", budget, "a number from 0")
+        self._budget = budget
+        self._spent = dict[Hashable, int]()
+
+    def admit(self, group: Hashable, wanted: bool) -> bool:
+        """True iff an escalation was wanted and the group has one left, which is then spent."""
+        granted = wanted and self.spent(group) < self._budget
+        if granted:
+            self._spent[group] = self.spent(group) + 1
+        return granted
+
+    def spent(self, group: Hashable) -> int:
+        """Escalations of a group so far."""
+        return self._spent.get(group, 0)
+
+    def close(self, group: Hashable) -> int:
+        """Forget a finished group; returns what it spent."""
+        return self._spent.pop(group, 0)
+
+
+def capped(decision: Decision, bucket: TokenBucket) -> Decision:
+    """The decision after a hard cap: unchanged, or accepted with the cap as its reason because no slot was left."""
+    if bucket.admit(decision.escalate) or not decision.escalate:
+        return decision
+    return replace(decision, action="accept", why=f"{decision.why}; hard cap: no target slot left")

@@ -1,0 +1,106 @@
+"""What stored scores are worth when those of one question move together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atts.calibration.conformal import Scores
+from atts.calibration.rates import Rate, exact_rate
+from atts.errors import CalibrationInputError
+
+Clusters = Mapping[Hashable, Scores]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSummary:
+    """How many scores there are, in how many questions, and how many independent ones they are worth."""
+
+    scores: int
+    clusters: int
+    icc: float  # intraclass correlation; NaN when it cannot be estimated
+    effective: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.scores} scores in {self.clusters} questions, intraclass correlation {self.icc:.2f}, "
+            f"worth about {self.effective:.0f} independent ones"
+        )
+
+
+def by_cluster(scores: Scores, labels: Sequence[Hashable]) -> dict[Hashable, NDArray[np.float64]]:
+    """The scores of each cluster, in order of first appearance.
+
+    :raises CalibrationInputError: if scores and labels differ in number.
+    """
+    if len(scores) != len(labels):
+        raise CalibrationInputError("labels", len(labels), f"one per score, {len(scores)}")
+    parts = dict[Hashable, list[float]]()
+    for score, label in zip(scores, labels, strict=True):
+        parts.setdefault(label, []).append(float(score))
+    return {label: np.array(values) for label, values in parts.items()}
+
+
+def summarise(clusters: Clusters) -> ClusterSummary:
+    """Size, one-way intraclass correlation and effective size N / (1 + (k - 1) ICC), k the size-weighted mean size.
+
+    Infinite scores carry no correlation and are left out of it. With one cluster, or clusters of one, the correlation
+    is NaN; one cluster is then worth one score, clusters of one are worth what they are.
+    """
+    values = [np.asarray(scores, float) for scores in clusters.values() if len(scores)]
+    sizes = np.array([len(scores) for scores in values], float)
+    total = int(sizes.sum())
+    finite = [scores[np.isfinite(scores)] for scores in values]
+    rho = _icc([scores for scores in finite if len(scores)])
+    if math.isnan(rho):
+        return ClusterSummary(total, len(values), rho, float(len(values)))
+    typical = float((sizes**2).sum() / sizes.sum())
+    effective = total / (1 + (typical - 1) * max(0.0, rho))
+    return ClusterSummary(total, len(values), rho, effective)
+
+
+def _icc(clusters: list[NDArray[np.float64]]) -> float:
+    sizes = np.array([len(scores) for scores in clusters], float)
+    groups, total = len(clusters), sizes.sum()
+    if groups < 2 or total == groups:
+        return math.nan
+    means = np.array([scores.mean() for scores in clusters])
+    grand = float((sizes * means).sum() / total)
+    between = float((sizes * (means - grand) ** 2).sum()) / (groups - 1)
+    within = sum(float(((scores - scores.mean()) ** 2).sum()) for scores in clusters) / (total - groups)
+    k = (total - (sizes**2).sum() / total) / (groups - 1)
+    spread = between + (k - 1) * within
+    return float((between - within) / spread) if spread > 0 else math.nan
+
+
+def hierarchical_p_value(clusters: Clusters, score: float, theta: float = 1.0) -> float:
+    """The p-value of a score of a new cluster, near 1 for a worse one: (theta + sum over clusters of their share) /
+    (K + 1).
+
+    Valid when the K + 1 clusters are exchangeable, however their members depend on each other: P(p <= a) <= a with
+    theta 1. A cluster counts once, so it takes K >= 1/a - 1 questions, not scores, to say anything at level a.
+    """
+    if math.isnan(score):
+        raise CalibrationInputError("score", score, "a number")
+    shares = [float(np.mean(np.asarray(scores) <= score)) for scores in clusters.values() if len(scores)]
+    return (theta + math.fsum(shares)) / (len(shares) + 1)
+
+
+def hierarchical_threshold(clusters: Clusters, rate: Rate) -> float:
+    """The threshold that a score of a new, exchangeable question exceeds with probability at most `rate`."""
+    kept = [np.asarray(scores, float) for scores in clusters.values() if len(scores)]
+    values = np.concatenate(kept) if kept else np.empty(0)
+    weights = np.concatenate([np.full(len(s), 1 / (len(s) * (len(kept) + 1))) for s in kept]) if kept else values
+    order = np.argsort(values, kind="stable")
+    reached = np.cumsum(weights[order]) >= float(1 - exact_rate(rate)) - 1e-12
+    return float(values[order][int(np.argmax(reached))]) if reached.any() else math.inf
+
+
+def one_per_cluster(clusters: Clusters, seed: int = 0) -> NDArray[np.float64]:
+    """One score drawn from each cluster: exchangeable with one score of a new question, all the others unused."""
+    draw = np.random.default_rng(seed)
+    return np.array([scores[int(draw.integers(len(scores)))] for scores in clusters.values() if len(scores)])

@@ -1,0 +1,73 @@
+"""Betting against exchangeability, one p-value at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from atts.errors import CalibrationInputError
+
+_BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
+
+
+class SimpleJumper:
+    """The simple jumper martingale: five bets, between which a little capital moves at each step.
+
+    On p-values that are independent and uniform, as smoothed online conformal p-values of exchangeable values are, its
+    value ever reaches 1 / level with probability at most level (Ville). Kept in logarithms, so it cannot overflow.
+
+    >>> martingale = SimpleJumper()
+    >>> for _ in range(20): martingale.update(0.99)
+    >>> martingale.log_value > 4
+    True
+    """
+
+    __slots__ = ("_jump", "_log_total", "_shares", "log_peak")
+
+    def __init__(self, jump: float = 0.01) -> None:
+        """`jump` is the share of the capital that moves at each step.
+
+        :raises CalibrationInputError: if it is outside [0, 1].
+        """
+        if not 0 <= jump <= 1:
+            raise CalibrationInputError("jump", jump, "a number in [0, 1]")
+        self._jump = jump
+        self._shares = [1 / len(_BETS)] * len(_BETS)
+        self._log_total = 0.0
+        self.log_peak = 0.0
+
+    @property
+    def log_value(self) -> float:
+        """The logarithm of the capital, 0 at the start."""
+        return self._log_total
+
+    def update(self, p: float) -> None:
+        """Bet on one p-value.
+
+        :raises CalibrationInputError: if it is outside [0, 1].
+        """
+        if not 0 <= p <= 1:
+            raise CalibrationInputError("p-value", p, "a number in [0, 1]")
+        common = self._jump / len(_BETS)
+        grown = [
+            ((1 - self._jump) * share + common) * (1 + bet * (p - 0.5))
+            for share, bet in zip(self._shares, _BETS, strict=True)
+        ]
+        total = math.fsum(grown)
+        self._shares = [share / total for share in grown]
+        self._log_total += math.log(total)
+        self.log_peak = max(self.log_peak, self._log_total)
+
+    def alarm(self, level: float) -> bool:
+        """Whether the capital has ever reached 1 / level."""
+        return self.log_peak >= -math.log(level)
+
+    def state(self) -> dict[str, Any]:
+        """The five shares and the capital, as JSON."""
+        return {"shares": self._shares, "log_total": self._log_total, "log_peak": self.log_peak}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self._shares = [float(share) for share in state["shares"]]
+        self._log_total, self.log_peak = float(state["log_total"]), float(state["log_peak"])

@@ -1,0 +1,90 @@
+"""Scores handed on in the order their chunks were asked for, not the order they finished."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atts.errors import CalibrationInputError
+
+Held = tuple[float, str, int]
+"""A score on its way into a pool: badness, question, turn."""
+
+
+class IssueOrder:
+    """A reorder buffer with a watermark: an issue is released once every earlier one was pushed or skipped.
+
+    What finishes first is short, so pools fed in completion order are biased towards short chunks at any moment.
+    Issues count up from 0 without gaps; a chunk that never gets a score must be skipped. At most `limit` scores are
+    held: beyond that the oldest missing issues are given up (counted in `given_up`), and released at once if they
+    arrive after all.
+    """
+
+    __slots__ = ("_held", "_limit", "_next", "_skipped", "given_up")
+
+    def __init__(self, limit: int = 4096) -> None:
+        """:raises CalibrationInputError: for a limit below 1."""
+        if limit < 1:
+            raise CalibrationInputError("limit of held scores", limit, "at least 1")
+        self._limit, self._next = limit, 0
+        self._held = dict[int, Held]()
+        self._skipped = set[int]()
+        self.given_up = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def push(self, issue: int, score: Held) -> list[Held]:
+        """Take the score of an issue; all that may now be released, in order of issue.
+
+        :raises CalibrationInputError: if this issue is held already, or is negative.
+        """
+        if issue < 0 or issue in self._held:
+            raise CalibrationInputError("issue", issue, "a number from 0 that was not used before")
+        if issue < self._next:
+            return [score]
+        self._held[issue] = score
+        return self._release()
+
+    def skip(self, issue: int) -> list[Held]:
+        """Do not wait for this issue; all that may now be released."""
+        if issue >= self._next:
+            self._skipped.add(issue)
+        return self._release()
+
+    def flush(self) -> list[Held]:
+        """Everything held, in order, waiting for nothing."""
+        released = [self._held[issue] for issue in sorted(self._held)]
+        if self._held:
+            self._next = max(self._held) + 1
+        self._held = {}
+        self._skipped = {issue for issue in self._skipped if issue >= self._next}
+        return released
+
+    def _release(self) -> list[Held]:
+        released = list[Held]()
+        while True:
+            if self._next in self._held:
+                released.append(self._held.pop(self._next))
+            elif self._next in self._skipped:
+                self._skipped.discard(self._next)
+            elif len(self._held) > self._limit:
+                self.given_up += 1
+            else:
+                return released
+            self._next += 1
+
+    def state(self) -> dict[str, Any]:
+        """What is held and awaited, as JSON."""
+        return {
+            "next": self._next,
+            "held": [[issue, *held] for issue, held in self._held.items()],
+            "skipped": sorted(self._skipped),
+            "given_up": self.given_up,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self._next, self.given_up = int(state["next"]), int(state["given_up"])
+        self._held = {int(issue): (float(b), str(q), int(t)) for issue, b, q, t in state["held"]}
+        self._skipped = set(map(int, state["skipped"]))

@@ -1,0 +1,195 @@
+"""Bounds on what a policy costs in accuracy: conformal risk control and Learn-then-Test."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+from atts.errors import CalibrationInputError, OptionError
+
+Test = Literal["binomial", "hoeffding-bentkus", "betting"]
+Correction = Literal["fixed-sequence", "bonferroni", "holm"]
+Losses = NDArray[np.float64]
+
+
+def checked_losses(losses: ArrayLike) -> Losses:
+    """One loss in [0, 1] per problem, as an array.
+
+    :raises CalibrationInputError: if there is none, or one is outside [0, 1].
+    """
+    array = np.asarray(losses, float)
+    if array.ndim != 1 or not len(array):
+        raise CalibrationInputError("losses", array.shape, "one number per problem, at least one problem")
+    if not ((array >= 0) & (array <= 1)).all():
+        raise CalibrationInputError("loss", float(array[~((array >= 0) & (array <= 1))][0]), "a number in [0, 1]")
+    return array
+
+
+def lost_answers(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
+    """The loss of each problem: how often the target alone is right and the policy wrong.
+
+    One row per problem; with a column per paired sample the loss is the fraction of samples, so a problem stays one
+    unit however many samples it has.
+
+    >>> lost_answers([[1, 1], [0, 1]], [[1, 0], [0, 1]]).tolist()
+    [0.5, 0.0]
+    """
+    target, policy = np.asarray(target_right, bool), np.asarray(policy_right, bool)
+    if target.shape != policy.shape or target.ndim not in (1, 2):
+        raise CalibrationInputError("answers", (target.shape, policy.shape), "two equal shapes, a row per problem")
+    lost = (target & ~policy).astype(float)
+    return lost if lost.ndim == 1 else np.asarray(lost.mean(axis=1), float)
+
+
+def binomial_p_value(losses: ArrayLike, epsilon: float) -> float:
+    """P(Bin(n, epsilon) <= number of losses): exact for 0/1 losses of independent problems with mean >= epsilon.
+
+    :raises CalibrationInputError: if a loss is neither 0 nor 1.
+    """
+    array = checked_losses(losses)
+    if not ((array == 0) | (array == 1)).all():
+        raise CalibrationInputError("loss", "a fraction", "0 or 1 for the exact binomial test")
+    return float(stats.binom.cdf(array.sum(), len(array), epsilon))
+
+
+def hoeffding_bentkus_p_value(losses: ArrayLike, epsilon: float) -> float:
+    """min(exp(-n h(min(R, epsilon), epsilon)), e P(Bin(n, epsilon) <= ceil(n R))) for losses in [0, 1] with mean R."""
+    array = checked_losses(losses)
+    return hoeffding_bentkus(len(array), float(array.mean()), epsilon)
+
+
+def hoeffding_bentkus(n: int, risk: float, epsilon: float) -> float:
+    """The same from n and the observed risk alone."""
+    low = min(risk, epsilon)
+    hoeffding = math.exp(-n * _relative_entropy(low, epsilon))
+    bentkus = math.e * float(stats.binom.cdf(math.ceil(n * risk - 1e-9), n, epsilon))
+    return min(1.0, hoeffding, bentkus)
+
+
+def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
+    """A p-value from betting against "the mean loss is at least epsilon", problem by problem in the given order.
+
+    The capital prod(1 + b_i (epsilon - loss_i)), each b_i fixed before its loss is seen, is a supermartingale under
+    that hypothesis, so 1 / its maximum is a p-value (Ville). It gains on Hoeffding-Bentkus when losses are fractions
+    of small variance, and the order of problems must not depend on their losses.
+    """
+    log_capital = best = 0.0
+    total, square, seen = epsilon, epsilon * (1 - epsilon), 1
+    for loss in checked_losses(losses).tolist():
+        mean, variance = total / seen, square / seen
+        gain = epsilon - mean
+        bet = max(0.0, min(0.75 / (1 - epsilon), gain / max(variance + gain * gain, 1e-9)))
+        bet = max(bet, 0.1)  # never idle: an early unlucky loss must not end the betting
+        log_capital += math.log1p(bet * (epsilon - loss))
+        best = max(best, log_capital)
+        total, square, seen = total + loss, square + (loss - mean) ** 2, seen + 1
+    return math.exp(-best)
+
+
+_TESTS = {
+    "binomial": binomial_p_value,
+    "hoeffding-bentkus": hoeffding_bentkus_p_value,
+    "betting": betting_p_value,
+}
+
+
+def risk_p_value(losses: ArrayLike, epsilon: float, test: Test | None = None) -> float:
+    """The p-value of "the true mean loss exceeds epsilon"; without a test named, the sharpest one for the kind of
+    loss.
+
+    That is the exact binomial for 0/1 losses, betting for fractions.
+
+    :raises OptionError: for an unknown test.
+    """
+    if not 0 < epsilon < 1:
+        raise CalibrationInputError("epsilon", epsilon, "a number strictly between 0 and 1")
+    array = checked_losses(losses)
+    if test is None:
+        test = "binomial" if ((array == 0) | (array == 1)).all() else "betting"
+    if test not in _TESTS:
+        raise OptionError(str(test), "is not a test of risk", sorted(_TESTS))
+    return _TESTS[test](array, epsilon)
+
+
+def rejected(p_values: Sequence[float], delta: float, correction: Correction = "fixed-sequence") -> list[int]:
+    """Which hypotheses are rejected with family-wise error at most delta, as indices.
+
+    "fixed-sequence" goes down the list, whose order must not depend on the data, and stops at the first p above delta.
+
+    >>> rejected([0.001, 0.04, 0.2, 0.01], 0.1), rejected([0.001, 0.04, 0.2, 0.01], 0.1, "holm")
+    ([0, 1], [0, 1, 3])
+    """
+    count = len(p_values)
+    if correction == "fixed-sequence":
+        stop = next((place for place, p in enumerate(p_values) if p > delta), count)
+        return list(range(stop))
+    if correction == "bonferroni":
+        return [place for place, p in enumerate(p_values) if p <= delta / count]
+    if correction == "holm":
+        order = sorted(range(count), key=lambda place: p_values[place])
+        stop = next((step for step, place in enumerate(order) if p_values[place] > delta / (count - step)), count)
+        return sorted(order[:stop])
+    raise OptionError(str(correction), "is not a correction", ("fixed-sequence", "bonferroni", "holm"))
+
+
+def conformal_risk_control(
+    losses: ArrayLike, parameters: Sequence[float], alpha: float, bound: float = 1.0
+) -> float | None:
+    """The smallest parameter with n/(n+1) R(l) + bound/(n+1) <= alpha: E[loss of a new problem] <= alpha.
+
+    `losses` has a row per problem and a column per parameter, in ascending order of the parameter; each row must not
+    increase along it. None where no parameter qualifies, which is certain for n < bound/alpha - 1.
+
+    :raises CalibrationInputError: if a row increases, exceeds the bound, or the shapes do not fit.
+    """
+    table = np.asarray(losses, float)
+    if table.ndim != 2 or table.shape[1] != len(parameters) or not len(table):
+        raise CalibrationInputError("losses", table.shape, f"a row per problem of {len(parameters)} columns")
+    if (np.diff(np.asarray(parameters, float)) <= 0).any():
+        raise CalibrationInputError("parameters", "out of order", "strictly ascending numbers")
+    if not (table <= bound).all() or (np.diff(table, axis=1) > 0).any():
+        raise CalibrationInputError("losses", "a row that increases or exceeds the bound", "rows that never increase")
+    n = len(table)
+    good = np.flatnonzero((table.sum(axis=0) + bound) / (n + 1) <= alpha + 1e-12)
+    return float(parameters[int(good[0])]) if len(good) else None
+
+
+def fewest_problems(epsilon: float, delta: float) -> int:
+    """How many problems without a single loss certify epsilon at delta.
+
+    >>> fewest_problems(0.05, 0.1)
+    45
+    """
+    return math.ceil(math.log(delta) / math.log1p(-epsilon))
+
+
+def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**7) -> int | None:
+    """About how many problems certify epsilon at delta if the observed loss stays `risk`; None beyond the limit."""
+    if risk >= epsilon:
+        return None
+
+    def enough(n: int) -> bool:
+        return float(stats.binom.cdf(math.ceil(n * risk - 1e-9), n, epsilon)) <= delta
+
+    high = fewest_problems(epsilon, delta)
+    while not enough(high):
+        high *= 2
+        if high > limit:
+            return None
+    low = high // 2
+    while high - low > max(1, high // 1000):
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _relative_entropy(a: float, b: float) -> float:
+    """h(a, b) between Bernoulli laws."""
+    first = a * math.log(a / b) if a > 0 else 0.0
+    second = (1 - a) * math.log((1 - a) / (1 - b)) if a < 1 else 0.0
+    return first + second

@@ -1,0 +1,187 @@
+"""Stored scores with what they are scores of: read, checked, described."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atts.calibration.scale import PERPLEXITY, Scale, scale_named
+from atts.errors import CalibrationInputError, FingerprintError
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScores:
+    """Scores of a calibration run, each with its question and turn, and the conditions they were made under.
+
+    An empty question means that it is not known; such scores count as independent, which they rarely are.
+    """
+
+    scores: tuple[float, ...]
+    questions: tuple[str, ...]
+    turns: tuple[int, ...]
+    scale: Scale = PERPLEXITY
+    fingerprint: Mapping[str, object] = field(default_factory=dict[str, object])
+    badness: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not len(self.scores) == len(self.questions) == len(self.turns):
+            sizes = (len(self.scores), len(self.questions), len(self.turns))
+            raise CalibrationInputError("stored scores", sizes, "a question and a turn for each")
+        object.__setattr__(self, "badness", tuple(map(self.scale.badness, self.scores)))
+
+    @classmethod
+    def of(
+        cls,
+        scores: Iterable[float],
+        per_question: int | None = None,
+        scale: Scale = PERPLEXITY,
+        fingerprint: Mapping[str, object] | None = None,
+    ) -> StoredScores:
+        """Scores of turn 0 in a row; with `per_question`, that many consecutive ones belong to one question.
+
+        :raises CalibrationInputError: if the scores are not whole questions, or one is no score.
+        """
+        values = tuple(float(score) for score in scores)
+        if per_question is not None and (per_question < 1 or len(values) % per_question):
+            raise CalibrationInputError("per_question", per_question, f"a divisor of {len(values)} scores")
+        names = (f"stored {at // per_question}" if per_question else "" for at in range(len(values)))
+        return cls(values, tuple(names), (0,) * len(values), scale, dict(fingerprint or {}))
+
+    @classmethod
+    def from_records(
+        cls,
+        records: Iterable[Mapping[str, Any]],
+        scale: Scale = PERPLEXITY,
+        fingerprint: Mapping[str, object] | None = None,
+    ) -> StoredScores:
+        """Records {"score"} with optional "question" and "turn".
+
+        :raises CalibrationInputError: if a record has no score.
+        """
+        rows = list(records)
+        for number, row in enumerate(rows, 1):
+            if "score" not in row:
+                raise CalibrationInputError(f"record {number}", dict(row), 'a field "score"')
+        return cls(
+            tuple(row["score"] for row in rows),
+            tuple(str(row.get("question", "")) for row in rows),
+            tuple(int(row.get("turn", 0)) for row in rows),
+            scale,
+            dict(fingerprint or {}),
+        )
+
+    @property
+    def clustered(self) -> bool:
+        """Whether every score names its question."""
+        return bool(self.questions) and all(self.questions)
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def state(self) -> dict[str, Any]:
+        """The scores and their conditions as strict JSON, infinite scores as strings."""
+        return {
+            "kind": "atts scores",
+            "version": 1,
+            "scale": self.scale.name,
+            "fingerprint": dict(self.fingerprint),
+            "scores": [score if math.isfinite(score) else str(score) for score in self.scores],
+            "questions": list(self.questions),
+            "turns": list(self.turns),
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> StoredScores:
+        """The inverse of `state`."""
+        names = {scale.name: scale for scale in map(scale_named, ("perplexity", "logprob", "real"))}
+        scale = names.get(str(state["scale"]))
+        if scale is None:
+            raise CalibrationInputError("scale", state["scale"], f"one of {', '.join(sorted(names))}")
+        scores = tuple(float(score) for score in state["scores"])
+        return cls(scores, tuple(state["questions"]), tuple(state["turns"]), scale, dict(state["fingerprint"]))
+
+
+def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Refuse a state made under other conditions: every field that either side names must be equal.
+
+    :raises FingerprintError: naming each difference.
+    """
+    names = [*stored, *(name for name in now if name not in stored)]
+    absent = "(not recorded)"
+    pairs = [(name, stored.get(name, absent), now.get(name, absent)) for name in names]
+    different = [(name, old, new) for name, old, new in pairs if _plain(old) != _plain(new)]
+    if different:
+        raise FingerprintError(what, different)
+
+
+def read_scores(
+    path: Path,
+    per_question: int | None = None,
+    scale: Scale = PERPLEXITY,
+    fingerprint: Mapping[str, object] | None = None,
+) -> StoredScores:
+    """Scores from a file: JSON Lines of records, a published .npy array, or JSON {question: [scores]}.
+
+    A .npy file is read without unpickling: one that holds Python objects is refused.
+
+    :raises CalibrationInputError: if it is none of these, or holds something that is no score.
+    """
+    if path.suffix == ".npy":
+        return StoredScores.of(_read_array(path), per_question, scale, fingerprint)
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        return _read_mapping(path, text, scale, fingerprint)
+    return StoredScores.from_records(parse_lines(text.splitlines(), str(path)), scale, fingerprint)
+
+
+def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
+    """JSON Lines as records; blank lines are skipped.
+
+    :raises CalibrationInputError: naming the line that is not a JSON object.
+    """
+    records = list[dict[str, Any]]()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise CalibrationInputError(f"{source}, line {number}", line[:60], "one JSON object")
+        records.append(record)
+    return records
+
+
+def _read_array(path: Path) -> Sequence[float]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except ValueError as problem:
+        raise CalibrationInputError(str(path), str(problem), "an array of numbers") from None
+    if array.ndim != 1 or array.dtype.kind not in "fiu":
+        raise CalibrationInputError(str(path), f"{array.dtype} of shape {array.shape}", "one row of numbers")
+    return [float(value) for value in array]
+
+
+def _read_mapping(path: Path, text: str, scale: Scale, fingerprint: Mapping[str, object] | None) -> StoredScores:
+    try:
+        table = json.loads(text)
+    except ValueError as problem:
+        raise CalibrationInputError(str(path), str(problem), "JSON {question: [scores]}") from None
+    if isinstance(table, dict) and table.get("kind") == "atts scores":
+        return StoredScores.restore(table)
+    if not isinstance(table, dict) or not all(isinstance(scores, list) for scores in table.values()):
+        raise CalibrationInputError(str(path), type(table).__name__, "JSON {question: [scores]}")
+    records = [{"question": name, "score": score} for name, scores in table.items() for score in scores]
+    return StoredScores.from_records(records, scale, fingerprint)
+
+
+def _plain(value: object) -> object:
+    """A value as JSON would give it back, so that tuples and lists compare equal."""
+    return list(value) if isinstance(value, (tuple, list)) else value

@@ -1,8 +1,10 @@
 """What it takes to test without models: a scripted engine, virtual time, faults, and a suite for any engine."""
 
+from atts.testing.canned import CannedEngine
 from atts.testing.clock import Backend, run_virtual, virtual_options
 from atts.testing.conformance import CHECKS, CheckOptions, Finding, Report, check_engine
 from atts.testing.faults import FaultKind, Faults, FaultyEngine
+from atts.testing.interrupts import Interrupted, Interrupter, Interruption, interruptions
 from atts.testing.language import DRAFT, TARGET, Skill, ToyModel
 from atts.testing.questions import toy_problems
 from atts.testing.scripted import Drift, Latency, ScriptedEngine
@@ -13,12 +15,16 @@ __all__ = [
     "DRAFT",
     "TARGET",
     "Backend",
+    "CannedEngine",
     "CheckOptions",
     "Drift",
     "FaultKind",
     "Faults",
     "FaultyEngine",
     "Finding",
+    "Interrupted",
+    "Interrupter",
+    "Interruption",
     "Latency",
     "Report",
     "ScriptedEngine",
@@ -26,6 +32,7 @@ __all__ = [
     "ToyModel",
     "ToyTokenizer",
     "check_engine",
+    "interruptions",
     "run_virtual",
     "toy_problems",
     "virtual_options",

@@ -112,7 +112,7 @@ class ScriptedEngine:
         self._slots = Slots(concurrency)
         self._drift = drift
         self._faults = FaultSchedule(faults, role)
-        self._spec = _spec(role, self._model, context_length, capabilities)
+        self._spec = engine_spec(role, self._model, context_length, capabilities)
         self._counts = _Counters()
         self._state: Literal["new", "open", "closed"] = "new"
         self._busy_since = 0.0
@@ -269,7 +269,10 @@ class _Counters:
         self.steps += sampled or 1
 
 
-def _spec(role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability]) -> EngineSpec:
+def engine_spec(
+    role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability], *, kind: str = "scripted"
+) -> EngineSpec:
+    """The spec of an engine on a toy model; models of other skills have other names."""
     return EngineSpec(
         name=role,
         model=f"toy {blake2b(repr(model.skill).encode(), digest_size=6).hexdigest()}",
@@ -277,7 +280,7 @@ def _spec(role: Role, model: ToyModel, context_length: int, capabilities: frozen
         context_length=context_length,
         end_ids=(model.tokenizer.end_id,),
         vocabulary=model.tokenizer.vocabulary,
-        engine="scripted 0.1",
+        engine=f"{kind} 0.1",
         dtype="float64",
         capabilities=capabilities,
     )

@@ -1,0 +1,143 @@
+"""Cancellations at seeded places, for tests of what a pipeline leaves behind when it is cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Generic, Literal, Self, TypeVar, TypeVarTuple, Unpack
+
+import anyio
+
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores
+from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
+from atts.errors import OptionError
+from atts.seeds import Seed, generator
+
+_Result = TypeVar("_Result")
+_Args = TypeVarTuple("_Args")
+
+
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """When work is cut short: at a time, or around the engine call with this number; whichever comes first.
+
+    `phase` "before" cancels as the call begins, "after" when its answer is there and not yet delivered.
+    """
+
+    after_seconds: float = float("inf")
+    at_call: int = -1
+    phase: Literal["before", "after"] = "before"
+
+    def __post_init__(self) -> None:
+        if self.phase not in ("before", "after"):
+            raise OptionError("phase", f"{self.phase!r} is unknown", ("before", "after"))
+
+
+def interruptions(count: int, *, seed: int, seconds: float, calls: int) -> tuple[Interruption, ...]:
+    """Seeded places to cut work that takes about so many seconds and engine calls: half by time, half by call.
+
+    >>> interruptions(2, seed=1, seconds=10.0, calls=5) == interruptions(2, seed=1, seconds=10.0, calls=5)
+    True
+    """
+    draws = generator(Seed(run=seed, purpose="interruptions"))
+    found: list[Interruption] = []
+    for number in range(count):
+        if number % 2:
+            found.append(Interruption(after_seconds=float(draws.random()) * seconds))
+        else:
+            phase: Literal["before", "after"] = "before" if draws.random() < 0.5 else "after"
+            found.append(Interruption(at_call=int(draws.integers(0, max(1, calls))), phase=phase))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted(Generic[_Result]):
+    """What came of work that may have been cut: its value, unless it was, and whether the cut was made."""
+
+    value: _Result | None
+    fired: bool
+
+
+@dataclass
+class Interrupter:
+    """Runs work and cuts it at one place; engines the work uses are wrapped so that calls can be counted.
+
+    >>> from atts.testing import ScriptedEngine, run_virtual
+    >>> async def main() -> bool:
+    ...     cutter = Interrupter(Interruption(at_call=0))
+    ...     async with cutter.wrap(ScriptedEngine()) as engine:
+    ...         return (await cutter.run(engine.sample, SampleRequest((3,), 5))).fired
+    >>> run_virtual(main)
+    True
+    """
+
+    interruption: Interruption
+    calls: int = 0
+    _scope: anyio.CancelScope | None = field(default=None, repr=False)
+
+    def wrap(self, engine: Engine) -> Engine:
+        """The engine, with its calls counted; several engines share one count."""
+        return _CountedEngine(engine, self)
+
+    async def run(self, function: Callable[[Unpack[_Args]], Awaitable[_Result]], *args: *_Args) -> Interrupted[_Result]:
+        """Run the function to its end or to the interruption.
+
+        :raises BaseException: whatever the function raises, cancellation by this interruption excepted.
+        """
+        value: _Result | None = None
+        with anyio.CancelScope(deadline=anyio.current_time() + self.interruption.after_seconds) as self._scope:
+            value = await function(*args)
+        return Interrupted(value, self._scope.cancelled_caught)
+
+    def pass_by(self, number: int, phase: Literal["before", "after"]) -> None:
+        """Called around each engine call; cancels when this is the place."""
+        place = self.interruption
+        if self._scope is not None and (number, phase) == (place.at_call, place.phase):
+            self._scope.cancel()
+
+
+class _CountedEngine:
+    """An engine that tells an interrupter of its calls."""
+
+    def __init__(self, engine: Engine, cutter: Interrupter) -> None:
+        self._engine = engine
+        self._cutter = cutter
+
+    @property
+    def spec(self) -> EngineSpec:
+        return self._engine.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        number = self._begin()
+        answer = await self._engine.sample(request)
+        self._cutter.pass_by(number, "after")
+        return answer
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        number = self._begin()
+        answer = await self._engine.score(request)
+        self._cutter.pass_by(number, "after")
+        return answer
+
+    def _begin(self) -> int:
+        number = self._cutter.calls
+        self._cutter.calls += 1
+        self._cutter.pass_by(number, "before")
+        return number
+
+    async def __aenter__(self) -> Self:
+        await self._engine.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        return await self._engine.__aexit__(kind, error, trace)

@@ -1,0 +1,313 @@
+"""The toy language is honest: its laws are laws, its texts parse, its skills show."""
+
+import math
+import re
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.core import Completion, Message, Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.errors import OptionError, UsageError
+from atts.seeds import Seed
+from atts.testing import DRAFT, TARGET, Skill, ToyModel, ToyTokenizer, toy_problems
+from atts.testing.laws import Law
+from atts.testing.questions import read_question
+from atts.testing.writing import Writer
+
+TOKENIZERS = {dialect: ToyTokenizer(dialect) for dialect in ("plain", "other")}
+PLAIN = TOKENIZERS["plain"]
+MODEL = ToyModel(DRAFT, PLAIN)
+Vector = npt.NDArray[np.float64]
+QUICK = settings(max_examples=60, deadline=None)
+any_ids = st.lists(st.integers(0, PLAIN.vocabulary - 1), max_size=30).map(tuple)
+
+
+def ask(problem: Problem, tokenizer: ToyTokenizer = PLAIN) -> TokenIds:
+    """The problem as a user's message."""
+    return tokenizer.render([Message("user", problem.text)])
+
+
+def solve(writer: Writer, problem: Problem, sample: int = 0) -> Completion:
+    """A whole solution."""
+    ids = ask(problem, writer.model.tokenizer)
+    return writer.write(SampleRequest(ids, 600, seed=Seed(problem=problem.id, sample=sample)))
+
+
+def answer(text: str) -> str | None:
+    """What stands in the last box."""
+    found = re.findall(r"\\boxed\{(\d+)\}", text)
+    return found[-1] if found else None
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------
+
+
+@QUICK
+@given(st.text(max_size=60) | st.from_regex(r"(So| we|: 17| plus|\.|\n|,| 8|\\boxed\{){0,20}", fullmatch=True))
+def test_any_text_goes_to_ids_and_back(text: str) -> None:
+    """Encoding loses nothing, in either dialect, whatever the script."""
+    for tokenizer in TOKENIZERS.values():
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@QUICK
+@given(any_ids, any_ids)
+def test_decoding_is_concatenation(left: TokenIds, right: TokenIds) -> None:
+    """The text of two pieces is their texts joined, but for a character cut in between."""
+    whole, parts = PLAIN.decode(left + right), PLAIN.decode(left) + PLAIN.decode(right)
+    assert whole == parts or "\ufffd" in parts
+
+
+def test_the_vocabulary_has_the_traps_of_real_ones() -> None:
+    """Words of several characters, blank lines across tokens, and one text with several spellings."""
+    assert PLAIN.piece_id(" minus") is not None
+    assert PLAIN.piece_id(".\n") is not None
+    assert PLAIN.piece_id("\nSo") is not None
+    several = [
+        PLAIN.encode(".\n\n"),
+        PLAIN.encode(".\n") + PLAIN.encode("\n"),
+        PLAIN.encode(".") + PLAIN.encode("\n\n"),
+    ]
+    assert len(set(several)) == 3
+    assert {PLAIN.decode(ids) for ids in several} == {".\n\n"}
+
+
+def test_special_tokens_are_neither_text_nor_made_of_text() -> None:
+    """Spelling a special token out gives bytes; decoding leaves real ones out."""
+    assert PLAIN.end_id not in PLAIN.encode("<|end|>")
+    assert PLAIN.decode((PLAIN.end_id, *PLAIN.encode("So"), PLAIN.end_id)) == "So"
+    with pytest.raises(UsageError, match="another tokenizer"):
+        PLAIN.decode((PLAIN.vocabulary,))
+
+
+def test_the_template_opens_the_assistants_turn_once() -> None:
+    """Roles are marked; an unfinished assistant message stays open."""
+    messages = [Message("system", "Be brief."), Message("user", "So?")]
+    ids = PLAIN.render(messages)
+    assert ids[0] == 1
+    assert ids[-1] == 3
+    assert PLAIN.decode(ids) == "Be brief.So?"
+    assert PLAIN.render([*messages, Message("assistant", "Now")]) == ids + PLAIN.encode("Now")
+
+
+def test_dialects_differ_in_digest_and_are_equal_to_themselves() -> None:
+    """Equal digests mean equal ids; an unknown dialect is an error."""
+    assert PLAIN.digest == ToyTokenizer().digest != TOKENIZERS["other"].digest
+    assert PLAIN.encode("So we") != TOKENIZERS["other"].encode("So we")
+    with pytest.raises(OptionError, match="known: plain, other"):
+        ToyTokenizer("plane")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+# --- laws ------------------------------------------------------------------------------------------------
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 2, 5, 12]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+)
+weights = st.dictionaries(st.integers(0, 11), st.floats(0.01, 10), min_size=1, max_size=6)
+
+
+def dense(law: Law, size: int = 12) -> Vector:
+    """All probabilities of a law."""
+    return np.array([math.exp(law.logprob(index)) for index in range(size)])
+
+
+def shaped(raw: Vector, sampling: Sampling) -> Vector:
+    """Temperature, top-k, top-p, min-p, written out plainly; ties go to the lower id."""
+    order = np.lexsort((np.arange(len(raw)), -raw.round(13)))
+    if sampling.temperature == 0:
+        return np.asarray(np.eye(len(raw))[order[0]])
+    law = raw ** (1 / sampling.temperature)
+    kept = np.zeros(len(raw), dtype=bool)
+    kept[order[: sampling.top_k or None]] = True
+    law = np.where(kept, law, 0) / law[kept].sum()
+    reached = np.cumsum(law[order]) - law[order]
+    kept[order[reached >= sampling.top_p - 1e-12]] = sampling.top_p >= 1
+    kept[order[0]] = True
+    kept &= law >= sampling.min_p * law.max() * (1 - 1e-12)
+    return np.asarray(np.where(kept, law, 0) / law[kept].sum())
+
+
+@QUICK
+@given(weights, samplings)
+def test_shaping_is_what_it_says(table: dict[int, float], sampling: Sampling) -> None:
+    """The sparse law, shaped, equals the dense one shaped step by step, and sums to one."""
+    law = Law.of(table, 12, 1e-3)
+    assert dense(law).sum() == pytest.approx(1)
+    assert dense(law.shape(sampling)) == pytest.approx(shaped(dense(law), sampling), abs=1e-9)
+
+
+@QUICK
+@given(weights, samplings)
+def test_drawing_is_the_inverse_distribution(table: dict[int, float], sampling: Sampling) -> None:
+    """A fine grid of uniforms draws every token as often as its probability says, the rare ones included."""
+    law = Law.of(table, 12, 0.05).shape(sampling)
+    grid = 4000
+    drawn = Counter(law.draw((n + 0.5) / grid) for n in range(grid))
+    expected = dense(law)
+    assert all(abs(drawn[index] / grid - expected[index]) <= 2 / grid for index in range(12))
+    assert sum(drawn.values()) == grid
+
+
+@QUICK
+@given(st.integers(0, 50), any_ids.filter(bool))
+def test_every_prefix_has_a_law(problem: int, ids: TokenIds) -> None:
+    """Whatever was written before, the next token's probabilities are positive and sum to one."""
+    for prefix in (ids, ask(toy_problems(51)[problem]) + ids):
+        law = MODEL.law(MODEL.read(prefix))
+        assert math.fsum(dense(law, PLAIN.vocabulary)) == pytest.approx(1)
+        assert dense(law, PLAIN.vocabulary).min() > 0
+
+
+@QUICK
+@given(st.integers(0, 50), any_ids, st.integers(0, 30))
+def test_the_law_is_a_function_of_the_prefix(problem: int, ids: TokenIds, cut: int) -> None:
+    """Read at once, in two parts, by another equal model or after other work: the law is the same."""
+    prefix = ask(toy_problems(51)[problem]) + ids
+    place = min(cut, len(prefix) - 1) or 1
+    whole = dense(MODEL.law(MODEL.read(prefix)), PLAIN.vocabulary)
+    fresh = ToyModel(DRAFT, ToyTokenizer())
+    assert (dense(MODEL.law(MODEL.read(prefix[place:], MODEL.read(prefix[:place]))), PLAIN.vocabulary) == whole).all()
+    assert (dense(fresh.law(fresh.read(prefix)), PLAIN.vocabulary) == whole).all()
+
+
+@QUICK
+@given(st.integers(0, 20), st.integers(0, 5), st.integers(1, 40), st.sampled_from([Sampling(), Sampling(0.8, 5)]))
+def test_scores_are_the_log_probs_of_sampling(problem: int, sample: int, cut: int, sampling: Sampling) -> None:
+    """A memory of earlier requests changes nothing: warm and cold, whole and in parts, the numbers agree exactly."""
+    ids = ask(toy_problems(21)[problem])
+    warm = Writer(MODEL)
+    done = warm.write(SampleRequest(ids, 60, sampling, Seed(sample=sample)))
+    for writer in (warm, Writer(MODEL, memory=1)):
+        assert writer.score(ScoreRequest(ids, done.ids)) == done.logprobs
+        head, rest = done.ids[:cut], done.ids[cut:]
+        if rest:
+            assert writer.score(ScoreRequest(ids + head, rest)) == done.logprobs[cut:]
+
+
+# --- problems and texts ----------------------------------------------------------------------------------
+
+
+def test_problems_are_seeded_different_and_right() -> None:
+    """The same seed gives the same problems, another seed others; the answer is the chain's sum."""
+    problems = toy_problems(200, seed=4)
+    assert problems == toy_problems(200, seed=4)
+    assert problems[:50] == toy_problems(50, seed=4)
+    assert not {p.text for p in problems} <= {p.text for p in toy_problems(200, seed=5)}
+    assert len({p.text for p in problems}) == len({p.id for p in problems}) == 200
+    for problem in problems:
+        start, *steps = (int(value) for value in re.findall(r"[+-]?\d+", problem.text))
+        assert problem.answer == str(start + sum(steps))
+        assert problem.level in range(1, 6)
+
+
+def test_the_question_is_found_inside_a_pipelines_prompt() -> None:
+    """Instructions around the statement make no difference to what is asked."""
+    problem = toy_problems(1)[0]
+    plain = read_question(problem.text)
+    wrapped = read_question(f"Solve step by step and use \\boxed{{}}.\n\nQuestion: {problem.text}\nAnswer:")
+    assert (wrapped.truth, wrapped.hardness, wrapped.mood) == (plain.truth, plain.hardness, plain.mood)
+    assert str(plain.truth[-1]) == problem.answer
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_a_perfect_model_is_right_in_either_dialect(tokenizer: ToyTokenizer) -> None:
+    """Without slips every text ends with the right box, but for the rare one that a leaked token derails."""
+    writer = Writer(ToyModel(Skill(right=1.0, wander=0.0, repair=1.0), tokenizer))
+    tries = [(problem, solve(writer, problem)) for problem in toy_problems(60)]
+    assert sum(done.ended == "end" and answer(done.text) == problem.answer for problem, done in tries) >= 57
+
+
+def share_right(skill: Skill, samples: int = 3) -> float:
+    """Accuracy of single solutions."""
+    writer = Writer(ToyModel(skill, PLAIN))
+    tries = [(p, solve(writer, p, sample)) for p in toy_problems(80, seed=3) for sample in range(samples)]
+    return sum(answer(done.text) == p.answer for p, done in tries) / len(tries)
+
+
+def test_skill_shows_in_answers() -> None:
+    """The target is nearly always right, the draft often wrong, and a draft that notices slips is better."""
+    draft, target = share_right(DRAFT), share_right(TARGET)
+    assert 0.25 < draft < 0.65
+    assert target > 0.95
+    assert share_right(Skill(repair=0.9)) > draft + 0.1
+
+
+def test_a_target_that_takes_over_repairs() -> None:
+    """After a slip of the draft, the target's continuation is right far more often than the draft's own."""
+    right = {"draft": 0, "target": 0}
+    writers = {"draft": Writer(MODEL), "target": Writer(ToyModel(TARGET, PLAIN))}
+    for problem in toy_problems(60, seed=8):
+        reader = MODEL.read(ask(problem))
+        wrong = (reader.question.truth[1] + 1) % 100
+        sign = " plus" if reader.operation > 0 else " minus"
+        ids = ask(problem) + PLAIN.encode(f"So: {reader.value}{sign} {abs(reader.operation)} is {wrong}.\n\n")
+        for name, writer in writers.items():
+            done = writer.write(SampleRequest(ids, 600, seed=Seed(problem=problem.id)))
+            right[name] += answer(done.text) == problem.answer
+    assert right["target"] > 0.85 * 60
+    assert right["draft"] < 0.35 * 60
+
+
+def step_scores(target: Skill, draft: Skill = DRAFT, tokens: int = 40) -> list[tuple[str, float, bool]]:
+    """(problem, target's mean surprise, whether the draft slipped) for every first chunk."""
+    author, scorer = Writer(ToyModel(draft, PLAIN)), Writer(ToyModel(target, PLAIN))
+    found: list[tuple[str, float, bool]] = []
+    for problem in toy_problems(80, seed=2):
+        for sample in range(8):
+            ids = ask(problem)
+            done = author.write(SampleRequest(ids, tokens, seed=Seed(problem=problem.id, sample=sample)))
+            after = MODEL.read(ids + done.ids)
+            surprise = -math.fsum(scorer.score(ScoreRequest(ids, done.ids))) / len(done.ids)
+            found.append((problem.id, surprise, after.value != after.truth))
+    return found
+
+
+def separation(scores: list[tuple[str, float, bool]]) -> float:
+    """Probability that a slipped chunk scores worse than a sound one."""
+    slipped = [score for _, score, bad in scores if bad]
+    sound = [score for _, score, bad in scores if not bad]
+    return float(np.mean([[s > t for t in sound] for s in slipped]))
+
+
+def test_slips_raise_the_targets_perplexity_by_a_margin_one_can_set() -> None:
+    """Somewhat by default; more for a surer target, less when idle words drown the slip."""
+    plain = separation(step_scores(TARGET))
+    sure = separation(step_scores(Skill(right=0.9995, typical=0.05, fluency=1.0)))
+    drowned = separation(
+        step_scores(Skill(right=0.97, typical=0.95, verbosity=9, fluency=1.0), Skill(verbosity=9), tokens=80)
+    )
+    assert 0.55 < drowned < plain < sure
+
+
+def test_scores_cluster_by_question() -> None:
+    """A third to four fifths of the variance lies between questions, as in real traces (intraclass correlation)."""
+    scores = step_scores(TARGET, tokens=60)
+    by_question: dict[str, list[float]] = {}
+    for problem, score, _ in scores:
+        by_question.setdefault(problem, []).append(math.log(score))
+    table = np.array(list(by_question.values()))
+    size = table.shape[1]
+    between, within = size * table.mean(1).var(ddof=1), table.var(1, ddof=1).mean()
+    assert 0.33 < (between - within) / (between + (size - 1) * within) < 0.8
+
+
+def test_steps_vary_in_length_and_end_with_blank_lines_across_tokens() -> None:
+    """Chunk lengths spread, and some blank lines are completed by a token that already begins the next step."""
+    lengths: list[int] = []
+    crossing = 0
+    writer = Writer(MODEL)
+    for problem in toy_problems(60):
+        done = writer.write(SampleRequest(ask(problem), 200, seed=Seed(problem=problem.id), stop=("\n\n",)))
+        lengths.append(len(done.ids))
+        crossing += done.ended == "delimiter" and not done.text.endswith("\n\n")
+        assert done.ended != "delimiter" or "\n\n" in done.text
+    assert np.std(lengths) > 3
+    assert crossing > 0

@@ -96,7 +96,8 @@ _BLANKS = re.compile(r"\s+")
 _BRACED_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _THIN_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\\,\d{3})+(?!\d)")
 _SPACE_THOUSANDS = re.compile(r"(?<![\d.,/] )(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/]| \d)(?:\.\d+)?")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,40})\.(\d{0,40})\\(?:overline|bar)\s*\{?\s*(\d{1,40})\s*\}?")
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]])")
 _MERIDIEM = re.compile(r"\b([aApP])\.\s?[mM]\b\.?")
 _EMPHASIS = re.compile(r"\*\*(.*?)\*\*", re.DOTALL)
@@ -139,9 +140,17 @@ def _latex(text: str) -> str:
     text = text.replace(r"\[", " ").replace(r"\]", " ") if r"\[" in text and r"\\[" not in text else text
     text = _SIZES.sub("", text)
     text = _THIN_THOUSANDS.sub(lambda found: found[0].replace(r"\,", ""), text)
-    text = _NEGATIVE_SPACE.sub("", text)
+    text = _REPEATING.sub(_repeated, _NEGATIVE_SPACE.sub("", text))
     text = _SPACES.sub(" ", text)
     return text
+
+
+def _repeated(found: re.Match[str]) -> str:
+    """0.1\\overline{6} as the fraction it denotes."""
+    whole, fixed, cycle = found.groups()
+    scale, nines = 10 ** len(fixed), 10 ** len(cycle) - 1
+    top = int(whole + fixed or "0") * nines + int(cycle)
+    return f"({top}/{scale * nines})"
 
 
 def joined_thousands(text: str) -> str:

@@ -145,7 +145,7 @@ class Comparison:
                 return self.ruled("set", False)
             return self.each(pair.args, other.args, "tuple")
         one, two = members(gold), members(answer)
-        if len(one) == len(two) and _names(one) != _names(two) and (_distinct(one) or _distinct(two)):
+        if len(one) == len(two) and _distinct(one) != _distinct(two):
             return self.each(one, two, "tuple")
         return self.unordered(one, two, "set")
 
@@ -282,7 +282,7 @@ class Comparison:
             value = self.prober.constants(other)
         except (Undecided, Undefined):
             return False
-        if isinstance(value, Fraction) and _terminates(value):
+        if isinstance(value, Fraction) and terminates(value):
             return False
         unit = Fraction(10) ** -len(decimal.text.partition(".")[2])
         assert decimal.value is not None
@@ -330,13 +330,9 @@ def _variable(node: Node) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _names(nodes: tuple[Node, ...]) -> list[Node | None]:
-    return [named(node).name for node in nodes]
-
-
 def _distinct(nodes: tuple[Node, ...]) -> bool:
     """Whether members carry names, all different."""
-    found = _names(nodes)
+    found = [named(node).name for node in nodes]
     return None not in found and len(set(found)) == len(found) > 1
 
 
@@ -398,7 +394,8 @@ def is_decimal(node: Node) -> bool:
     return _digits(node) >= _ROUNDED_DIGITS
 
 
-def _terminates(value: Fraction) -> bool:
+def terminates(value: Fraction) -> bool:
+    """Whether the decimal expansion of a fraction ends."""
     rest = value.denominator
     for prime in (2, 5):
         while rest % prime == 0:

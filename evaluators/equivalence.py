@@ -9,7 +9,7 @@ from atts.errors import OptionError
 from atts.evaluators.cleaning import spaceless
 from atts.evaluators.compare import Comparison
 from atts.evaluators.reading import Reading, read
-from atts.evaluators.verdict import Limits, Malformed, Prose, Undecided, Undefined, Verdict
+from atts.evaluators.verdict import Enormous, Limits, Malformed, Prose, TooLarge, Undecided, Undefined, Verdict
 from atts.evaluators.words import squashed
 
 _DEFAULT = Limits()
@@ -19,7 +19,7 @@ _KINDS = ("math", "choice", "text")
 class SecondOpinion(Protocol):
     """What decides pairs the fast path cannot: a pool of worker processes."""
 
-    def judge(self, gold: str, answer: str, gold_reading: Reading, answer_reading: Reading) -> Verdict:
+    def judge(self, gold: Reading, answer: Reading) -> Verdict:
         """A verdict within the opinion's own limits; never raises for what the texts hold."""
         ...
 
@@ -59,9 +59,9 @@ def equivalent(
     try:
         return _by_trees(one, two, limits)
     except Undecided as error:
-        if slow is not None:
-            return slow.judge(gold, answer, one, two)
-        return Verdict("unscored", "undecided", str(error))
+        if slow is None or isinstance(error, Enormous) or TooLarge in (type(one.problem), type(two.problem)):
+            return Verdict("unscored", "limits" if isinstance(error, TooLarge) else "undecided", str(error))
+        return slow.judge(one, two)
 
 
 def _verdict(same: bool, rule: str) -> Verdict:

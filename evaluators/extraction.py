@@ -11,7 +11,7 @@ from atts.evaluators.boxes import Box, Scan, inner, is_placeholder, joins, scan
 from atts.evaluators.statements import marked, stated, trailing_number
 
 Fallback = Literal["none", "statement", "number"]
-Rule = Literal["box", "marker", "statement", "number", "cut", "none"]
+Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
 _FALLBACKS = ("none", "statement", "number")
 _KINDS = ("math", "choice", "text")
 

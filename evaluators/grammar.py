@@ -395,7 +395,7 @@ class Parser:
         if len(members) == 1:
             return inside
         if opening == "{":
-            return Node("set", members)
+            return inside
         return Node("tuple", members, opening + token.text)
 
     def braced_operator(self, inside: Node) -> Node:
@@ -462,7 +462,7 @@ def _is_proper(node: Node) -> bool:
 
 def literal(text: str) -> Node:
     """A number token as a leaf; longer ones than can be computed with stay text."""
-    mantissa, _, exponent = text.lower().partition("e")
+    mantissa, _, exponent = text.lower().rstrip(".").partition("e")
     if len(mantissa) > _MAX_LITERAL:
         return Node("huge", text=mantissa.lstrip("0") or "0")
     if abs(int(exponent or 0)) > 20_000:

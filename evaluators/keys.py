@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from atts.evaluators.compare import is_decimal, members
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from atts.evaluators.compare import is_decimal, members, terminates
 from atts.evaluators.exact import digits_in_base
-from atts.evaluators.probing import Prober, domain_of, point, written
+from atts.evaluators.probing import Prober, domain_of, is_real, point, written
 from atts.evaluators.reading import Reading
 from atts.evaluators.tree import Node, has, number, quotient, variables
 from atts.evaluators.verdict import Limits, Undecided, Undefined
@@ -31,6 +36,8 @@ class Keys:
             return "text:" + "".join(reading.text.split())
 
     def of_node(self, node: Node) -> str:
+        if node.kind == "number" and not is_decimal(node):
+            return f"v::{written(node.value)}" if node.value is not None else ""
         if is_value(node):
             marks = "".join(sorted({each.kind[0] for each in node.walk() if each.kind in ("percent", "degree")}))
             long = node.text if is_decimal(node) else ""  # how a decimal is written says what it may round
@@ -91,12 +98,12 @@ class Keys:
 
     def number_tokens(self, node: Node) -> set[str]:
         """The value at a whole point; and four digits of it where a decimal may be its rounding."""
-        names = variables(node)
-        value = Prober(self.limits).value(node, point(names, 0, "whole"))
-        text = written(value)
-        found = {"value:" + text}
-        if not names and "+i" not in text:
-            found |= _near(Prober(self.limits).approximate(value, 200).value, is_decimal(node))
+        names, prober = variables(node), Prober(self.limits)
+        value = prober.value(node, point(names, 0, "whole"))
+        found = {"value:" + written(value)}
+        terminating = isinstance(value, Fraction) and terminates(value) and not is_decimal(node)
+        if not names and not terminating and is_real(value):
+            found |= _near(prober.approximate(value, 200).value)
         return found
 
     def unit_tokens(self, node: Node) -> set[str]:
@@ -149,14 +156,15 @@ def _rank(token: str) -> tuple[bool, str]:
     return (not token.startswith("near"), token)  # a rounding and its value must choose alike
 
 
-def _near(value: object, decimal: bool) -> set[str]:
-    import mpmath
-
-    if not value or hasattr(value, "_mpc_"):
-        return set()
-    mantissa, _, exponent = mpmath.nstr(value, 12, min_fixed=0, max_fixed=0).partition("e")
-    scaled = int(float(mantissa) * 1000)
-    return {f"near:{scaled}e{exponent}"}
+def _near(value: Any) -> set[str]:
+    """Four digits of a real number, cut off and rounded, so that a long decimal and what it rounds share one."""
+    mantissa, _, exponent = mpmath.nstr(getattr(value, "real", value), 12, min_fixed=0, max_fixed=0).partition("e")
+    scaled = abs(float(mantissa)) * 1000
+    sign = "-" if mantissa.startswith("-") else ""
+    found = {(int(scaled), int(exponent or 0)), (int(scaled + 0.5), int(exponent or 0))}
+    return {
+        f"near:{sign}{1000 if digits == 10_000 else digits}e{power + (digits == 10_000)}" for digits, power in found
+    }
 
 
 def is_value(node: Node) -> bool:

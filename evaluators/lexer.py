@@ -23,7 +23,7 @@ END = Token("end", "")
 
 _TOKEN = re.compile(
     r"(?P<based>[0-9A-F]{2,40}\s*_\s*(?:\{\s*1[1-6]\s*\}|1[1-6](?!\d)))"
-    r"|(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,6}(?![\d.]))?)"
+    r"|(?P<number>\d+\.(?=\s*[-+*/^)\]}=])|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,6}(?![\d.]))?)"
     r"|\\(?P<command>[a-zA-Z]+)\s*\*?"
     r"|(?P<escaped>\\.)"
     r"|(?P<letters>[a-zA-Z]+)"
@@ -36,7 +36,7 @@ _TOKEN = re.compile(
 FUNCTIONS = frozenset(
     """sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc asin acos atan acot asec acsc sinh cosh tanh
     coth sech csch arcsinh arccosh arctanh asinh acosh atanh arsinh arcosh artanh log ln lg exp cbrt abs floor
-    ceil max min gcd lcm cis det re im arg sgn sign lcm erf gamma""".split()
+    ceil max min gcd lcm cis det re im arg sgn sign erf""".split()
 )
 _ALIASES = {
     "tg": "tan", "ctg": "cot", "arctg": "arctan", "cosec": "csc", "asin": "arcsin", "acos": "arccos",
@@ -70,7 +70,7 @@ _OPERATORS = {
 _GREEK = frozenset(
     """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma
     tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar aleph
-    partial nabla""".split()
+    partial nabla odot oplus otimes mho dagger square diamond clubsuit heartsuit spadesuit sharp flat natural wp""".split()
 )
 _ENTITIES = frozenset(
     """pi infty emptyset varnothing frac sqrt binom begin end sum prod int iint oint lim lfloor rfloor lceil rceil
@@ -224,7 +224,7 @@ class _Lexer:
             self.add("sep", lower)
         elif run in _PLAIN:
             self.add(*_PLAIN[run])
-        elif len(run) > 1 and (run in FUNCTIONS or run in _ALIASES):
+        elif len(run) > 1 and (run in FUNCTIONS or run in _ALIASES) and run.lower() not in ("re", "im", "det", "arg"):
             self.add("function", _ALIASES.get(run, run))
         elif lower in words.PERCENT and len(run) > 1:
             self.add("op", "%")

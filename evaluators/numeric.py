@@ -14,12 +14,12 @@ import mpmath
 
 from atts.evaluators.exact import Environment, NotRational, digits_in_base, exact
 from atts.evaluators.tree import Node
-from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
+from atts.evaluators.verdict import Enormous, Limits, TooLarge, Undecided, Undefined
 
 Number = Any  # an mpf or mpc of the thread's context; mpmath has no types
 NOTHING = -(10**9)  # the magnitude of zero
 _MAX_MAGNITUDE = 1 << 24  # bits of exponent past which a value is not computed
-_WARM_BITS = 6_000
+_WARM_BITS = 2_500
 
 _local = threading.local()
 _warming = threading.Lock()
@@ -36,7 +36,7 @@ def context(bits: int) -> Any:
         with _warming:
             arithmetic = mpmath.MPContext()
             arithmetic.prec = _WARM_BITS
-            for constant in (arithmetic.pi, arithmetic.e, arithmetic.ln2, arithmetic.ln10, arithmetic.euler):
+            for constant in (arithmetic.pi, arithmetic.e, arithmetic.ln2, arithmetic.ln10):
                 +constant  # noqa: B018  # computing it is the point
             _local.context = arithmetic
     arithmetic.prec = bits
@@ -79,7 +79,7 @@ class Evaluator:
     def value(self, node: Node) -> Approx:
         """The value of a tree with its error bound."""
         self.steps += 1
-        if self.steps > self.limits.steps or (self.steps % 64 == 0 and time.monotonic() > self.deadline):
+        if self.steps > self.limits.steps or (self.steps % 64 == 0 and time.thread_time() > self.deadline):
             raise TooLarge("numeric evaluation takes too long")
         rule = _RULES.get(node.kind)
         if rule is None:
@@ -90,7 +90,7 @@ class Evaluator:
         if not self.mp.isfinite(result.value):
             raise Undefined("not finite")
         if abs(result.magnitude) > _MAX_MAGNITUDE and result.magnitude != NOTHING:
-            raise TooLarge("a number of enormous size")
+            raise Enormous("a number of enormous size")
         return result
 
     def rounded(self, value: Number, error: int) -> Approx:
@@ -190,7 +190,7 @@ class Evaluator:
 
     def affordable(self, base: Approx, power: Fraction) -> None:
         if abs(power) * max(abs(base.magnitude), 1) > _MAX_MAGNITUDE:
-            raise TooLarge("a power of enormous size")
+            raise Enormous("a power of enormous size")
 
     def root(self, node: Node) -> Approx:
         index = self.exponent(node.args[1])
@@ -289,7 +289,7 @@ class Evaluator:
     def exp(self, item: Approx) -> Approx:
         """e to the item."""
         if item.magnitude > 22:
-            raise TooLarge("an exponential of enormous size")
+            raise Enormous("an exponential of enormous size")
         value = self.mp.exp(item.value)
         return self.rounded(value, magnitude(value) + max(item.error, item.magnitude - self.bits) + 2)
 
@@ -335,7 +335,7 @@ def _smooth(name: str, slope: Callable[[Any, Number], Number]) -> Callable[[Eval
 
     def rule(evaluator: Evaluator, item: Approx) -> Approx:
         if item.magnitude > 100:
-            raise TooLarge("a function of a huge number")
+            raise Enormous("a function of a huge number")
         try:
             value = getattr(evaluator.mp, name)(item.value)
             growth = magnitude(slope(evaluator.mp, item.value))

@@ -39,6 +39,8 @@ def phrase_after(parser: Parser, node: Node) -> Node:
             parser.take()
         else:
             break
+    if len(unit) > 6 and not _known(unit):
+        raise Prose("many words after the value")
     node = _compound(parser, node, unit)
     phrase = " ".join(unit)
     return Node("quantity", (node,), phrase) if phrase.strip() else node
@@ -106,7 +108,7 @@ def phrase_before(parser: Parser) -> Node | None:
     token = parser.here
     if token.kind in ("end", "sep", "close"):
         return Node("word", text=" ".join(found))
-    if any(word.lower() in _DENIALS for word in found) or len(found) > 12:
+    if any(word.lower() in _DENIALS or not word.isascii() for word in found) or len(found) > 12:
         raise Prose("words before the value")
     if any(word.lower()[:3] in _DATES for word in found):
         raise Prose("a date")

@@ -17,7 +17,7 @@ from atts.evaluators.tree import Node, has, variables
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
 Value = Fraction | Approx
-_BITS = (200, 640)
+_BITS = (200, 640, 1600)
 _POINTS = 6
 _DISCRETE = frozenset({"floor", "ceil", "factorial", "double_factorial", "binom", "gcd", "lcm"})
 # what a trace of rounding may leave, and what must remain to call two numbers different
@@ -61,7 +61,7 @@ class Prober:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.deadline = time.monotonic() + limits.milliseconds / 1000
+        self.deadline = time.thread_time() + limits.milliseconds / 1000
 
     def value(self, node: Node, env: Mapping[str, Fraction], bits: int = _BITS[0]) -> Value:
         """The exact value, or an approximation when there is none.
@@ -84,7 +84,7 @@ class Prober:
         """
         names = variables(left) | variables(right)
         if not names:
-            return self.equal_at(left, right, {})
+            return self.compare_at(left, right, {}, sure=True)[1]
         domain = domain_of(left, right)
         agreed = 0
         unreal: list[bool] = []
@@ -106,20 +106,25 @@ class Prober:
             return all(unreal)
         raise Undecided("too few points where both have a value")
 
-    def compare_at(self, left: Node, right: Node, env: Mapping[str, Fraction]) -> tuple[bool, bool]:
-        """Whether both values are real, and whether they are the same."""
-        first, second = self.value(left, env), self.value(right, env)
-        return is_real(first) and is_real(second), self.agree(first, second)
+    def compare_at(self, left: Node, right: Node, env: Mapping[str, Fraction], sure: bool = False) -> tuple[bool, bool]:
+        """Whether both values are real, and whether they are the same, with more precision where rounding hides it.
 
-    def equal_at(self, left: Node, right: Node, env: Mapping[str, Fraction]) -> bool:
-        """Whether two values are the same at one point, doubling the precision before saying yes."""
+        `sure` asks for the next precision as well before saying that two computed values are the same.
+        """
         for bits in _BITS:
             first, second = self.value(left, env, bits), self.value(right, env, bits)
-            if not self.agree(first, second, bits):
-                return False
+            real = is_real(first) and is_real(second)
             if isinstance(first, Fraction) and isinstance(second, Fraction):
-                return True
-        return True
+                return real, first == second
+            try:
+                same = self.agree(first, second, bits)
+            except Undecided:
+                if bits == _BITS[-1]:
+                    raise
+                continue
+            if not same or not sure or bits > _BITS[0]:
+                return real, same
+        raise Undecided("rounding hides the difference")
 
     def agree(self, first: Value, second: Value, bits: int = _BITS[0]) -> bool:
         """Whether two values coincide within their errors; raises Undecided when the errors are too wide to say."""

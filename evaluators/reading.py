@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 from atts.evaluators import words
@@ -44,11 +45,16 @@ def _kept(text: str, limits: Limits) -> Reading:
     return _read(text, limits)
 
 
+_PLAIN_NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?", re.ASCII)
+
+
 def _read(text: str, limits: Limits) -> Reading:
+    if _PLAIN_NUMBER.fullmatch(text):  # most answers: what the parser would find, without it
+        return Reading(text, (number(Fraction(text), text),))
     plain = text
     try:
         plain = cleaned(unboxed(text), limits)
-        choice = _CHOICE.match(_MACRO.sub("", plain))
+        choice = _CHOICE.match(_MACRO.sub("", plain).replace("{", "").replace("}", ""))
         letter = choice[1] if choice else ""
         only = bool(letter) and not re.search(r"[^A-J\s(){}\[\].:]", _MACRO.sub("", plain))
         return Reading(plain, tuple(_trees(plain, limits)), None, letter, only)

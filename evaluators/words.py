@@ -11,7 +11,7 @@ DEGREES = frozenset({"degree", "degrees", "deg"})
 NEGATIONS = frozenset(
     """not no cannot can't never none neither nor without except unless impossible undefined undetermined unknown
     invalid infinitely nonexistent exist exists isn't doesn't don't nan null false true if when for where such that
-    is are was were be only both can could may might either""".split()
+    is are was were be only both can could may might either since converts becomes equals gives""".split()
 )
 """Words after which what precedes them is no longer simply the answer."""
 
@@ -136,13 +136,17 @@ def is_word(letters: str) -> bool:
     return True
 
 
+_PIECE = re.compile(r"[^\W_]+|[-+*/^=<>!%|\\]")
+_HYPHEN = re.compile(r"(?<=[^\W\d_])-(?=[^\W\d_])")
+
+
 def squashed(text: str) -> str:
-    """A phrase as it is compared: lower case, letters and digits only, leading article dropped.
+    """A phrase as it is compared: lower case, punctuation and a leading article dropped, operators kept.
 
     >>> squashed("An  Ellipse.")
     'ellipse'
     """
-    words = re.findall(r"[^\W_]+", text.lower())
-    if len(words) > 1 and words[0] in ("a", "an", "the"):
-        words = words[1:]
-    return " ".join(words)
+    pieces = _PIECE.findall(_HYPHEN.sub(" ", text.lower()))
+    if len(pieces) > 1 and pieces[0] in ("a", "an", "the"):
+        pieces = pieces[1:]
+    return " ".join(pieces)

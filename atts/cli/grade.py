@@ -1,0 +1,88 @@
+"""Grades answers against references."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal
+
+import typer
+
+from atts.errors import DatasetError
+
+
+def grade(
+    file: Annotated[str, typer.Argument(help="A JSONL file of records with gold and answer or text; - is stdin.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One verdict per line, then a summary, as JSON.")] = False,
+    kind: Annotated[
+        Literal["math", "choice", "text"], typer.Option(help="Of answers whose record does not say.")
+    ] = "math",
+    fallback: Annotated[
+        Literal["none", "statement", "number"],
+        typer.Option(help="Without a box or mark: nothing, a value the last sentence states, or the last number."),
+    ] = "statement",
+    slow: Annotated[
+        Literal["off", "sympy", "math-verify"], typer.Option(help="Who decides what the fast path cannot.")
+    ] = "off",
+    seconds: Annotated[float, typer.Option(help="For each question to the slow path.", min=0.01)] = 0.75,
+) -> None:
+    """Grade answers against references: equal, different or unscored, with the rule that decided.
+
+    Example: atts grade answers.jsonl --json
+    Example: echo '{"gold": "1/2", "answer": "0.5"}' | atts grade -
+    """
+    from atts.evaluators.grading import Tally
+    from atts.evaluators.grading import grade as graded
+    from atts.evaluators.slow import SlowLimits, SlowPath
+
+    tally = Tally()
+    with ExitStack() as stack:
+        lines = stack.enter_context(_opened(file))
+        pool = None
+        if slow != "off":
+            pool = stack.enter_context(SlowPath(backend=slow, limits=SlowLimits(seconds=seconds)))
+        for each in graded(_records(lines, file), kind, fallback=fallback, slow=pool, source=file):
+            tally.add(each)
+            if as_json:
+                print(json.dumps(each.as_json()))
+            else:
+                detail = f" ({each.verdict.detail})" if each.verdict.detail else ""
+                print(f"{each.id:<16}{each.verdict.status:<11}{each.verdict.rule}{detail}")
+    summary = tally.as_json()
+    print(json.dumps(summary) if as_json else _words(summary))
+
+
+def _opened(file: str) -> AbstractContextManager[IO[str]]:
+    if file == "-":
+        return nullcontext(sys.stdin)
+    path = Path(file)
+    if not path.is_file():
+        raise DatasetError(file, "is not a file", "Give a JSONL file, or - for stdin")
+    return path.open(encoding="utf-8", errors="replace")
+
+
+def _records(lines: IO[str], file: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DatasetError(f"{file}, line {number}", f"is not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise DatasetError(f"{file}, line {number}", "is not a JSON object")
+        yield record
+
+
+def _words(summary: dict[str, Any]) -> str:
+    if not summary["n"]:
+        return "no records"
+    low, high = summary["interval"]
+    counts = ", ".join(f"{summary[name]} {name.replace('_', ' ')}" for name in _COUNTS if summary[name])
+    return f"{summary['n']} records: {counts}; equal {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson)"
+
+
+_COUNTS = ("equal", "different", "unscored", "no_answer", "cut", "timeout")

@@ -1,0 +1,155 @@
+"""Grade records: a reference beside an answer or a reasoning text, one verdict each, and their tally."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from atts.core import AnswerKind
+from atts.errors import DatasetError
+from atts.evaluators.equivalence import SecondOpinion, equivalent
+from atts.evaluators.extraction import Extraction, Fallback, extraction
+from atts.evaluators.verdict import Limits, Verdict
+
+_KINDS: dict[str, AnswerKind] = {"math": "math", "choice": "choice", "text": "text", "answer": "math"}
+_PROSE = 200  # characters from which a reference is taken for a worked solution, to be extracted from
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One record's verdict, the answer it is about, and how that was found when it came from a text."""
+
+    index: int
+    id: str
+    verdict: Verdict
+    answer: str | None
+    found_by: str  # "given", or the rule of the extraction
+    expected: bool | None = None  # the record's own opinion, when it carries one
+
+    def as_json(self) -> dict[str, object]:
+        """The record as one line of output."""
+        return {
+            "type": "verdict",
+            "index": self.index,
+            "id": self.id,
+            "status": self.verdict.status,
+            "rule": self.verdict.rule,
+            "detail": self.verdict.detail,
+            "answer": self.answer,
+            "found_by": self.found_by,
+        }
+
+
+def grade(
+    records: Iterable[Mapping[str, Any]],
+    kind: AnswerKind = "math",
+    *,
+    fallback: Fallback = "statement",
+    slow: SecondOpinion | None = None,
+    limits: Limits | None = None,
+    source: str = "records",
+) -> Iterator[Graded]:
+    """A verdict for each record that has `gold` and either `answer` or `text`, in order.
+
+    A record's own `kind` wins over `kind`. Raises DatasetError at the first record that cannot be graded as one.
+    """
+    bounds = limits or Limits()
+    for index, record in enumerate(records):
+        where = f"{source}, record {index + 1}"
+        gold = _text(record, "gold", where)
+        own = _KINDS.get(str(record.get("kind", kind)), None)
+        if own is None:
+            raise DatasetError(where, f"kind {record['kind']!r} is not one", f"Known: {', '.join(_KINDS)}")
+        found = _answer(record, own, fallback, where)
+        if "text" in record:
+            own = "math" if own == "text" else own
+            gold = reference(gold, own)
+        verdict = _verdict(gold, found, own, bounds, slow)
+        expected = record.get("expected")
+        name = str(record.get("id", index))
+        yield Graded(index, name, verdict, found.answer, found.rule, expected if isinstance(expected, bool) else None)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over graded records, so that no rate is read without what it leaves out."""
+
+    status: Counter[str] = field(default_factory=Counter[str])
+    rules: Counter[str] = field(default_factory=Counter[str])
+    agreed: Counter[str] = field(default_factory=Counter[str])
+
+    def add(self, graded: Graded) -> None:
+        """Count one record."""
+        self.status[graded.verdict.status] += 1
+        self.rules[graded.verdict.rule] += 1
+        if graded.expected is not None:
+            self.agreed["of"] += 1
+            self.agreed["right"] += graded.verdict.is_equal == graded.expected
+            self.agreed["false_equal"] += graded.verdict.is_equal and not graded.expected
+
+    def as_json(self) -> dict[str, object]:
+        """The tally as one line of output; accuracy counts what is unscored as not right."""
+        n = sum(self.status.values())
+        found: dict[str, object] = {
+            "type": "summary",
+            "n": n,
+            **{name: self.status[name] for name in ("equal", "different", "unscored")},
+            "accuracy": self.status["equal"] / n if n else None,
+            "interval": wilson(self.status["equal"], n) if n else None,
+            "no_answer": self.rules["no answer"],
+            "cut": self.rules["cut"],
+            "timeout": self.rules["timeout"],
+            "rules": dict(sorted(self.rules.items())),
+        }
+        if self.agreed:
+            found["expected"] = {name: self.agreed[name] for name in ("of", "right", "false_equal")}
+        return found
+
+
+def wilson(successes: int, n: int) -> tuple[float, float]:
+    """The 95 % Wilson interval of a rate over independent records."""
+    z = 1.959963984540054
+    rate = successes / n
+    centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def reference(gold: str, kind: AnswerKind = "math") -> str:
+    """The answer in a reference that may be a worked solution; a short one without boxes is the answer itself.
+
+    >>> reference(r"Adding both gives $2x = 6$, so $x = \\boxed{3}$.")
+    '3'
+    """
+    if "box" not in gold and len(gold) < _PROSE:
+        return gold
+    return extraction(gold, kind).answer or gold
+
+
+def _verdict(gold: str, found: Extraction, kind: AnswerKind, limits: Limits, slow: SecondOpinion | None) -> Verdict:
+    if found.answer is None:
+        return Verdict("different", "cut" if found.rule == "cut" else "no answer")
+    return equivalent(gold, found.answer, kind, limits=limits, slow=slow)
+
+
+def _answer(record: Mapping[str, Any], kind: AnswerKind, fallback: Fallback, where: str) -> Extraction:
+    if "text" in record:
+        return extraction(_text(record, "text", where), "math" if kind == "text" else kind, fallback=fallback)
+    if "answer" not in record:
+        raise DatasetError(where, "has neither `answer` nor `text`", "Name one of them; `gold` is the reference")
+    if record["answer"] is None:
+        return Extraction(None, "none")
+    return Extraction(_text(record, "answer", where), "given")
+
+
+def _text(record: Mapping[str, Any], name: str, where: str) -> str:
+    value = record.get(name)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        problem = f"has no `{name}`" if name not in record else f"`{name}` is {type(value).__name__}, not text"
+        raise DatasetError(where, problem)
+    return value

@@ -159,14 +159,14 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
 
 
 def sample_key(role: Role, request: SampleRequest) -> str:
-    """A name for what is asked of whom, from all that decides the answer; cache hints and priorities are left out."""
-    law = (request.max_tokens, request.sampling, request.seed, request.stop, request.stop_ids)
+    """A name for what is asked of whom and for which rollout, from all that decides the answer; not its priority."""
+    law = (request.rollout, request.max_tokens, request.sampling, request.seed, request.stop, request.stop_ids)
     return _digest(f"{role} {law!r}", request.ids)
 
 
 def score_key(role: Role, request: ScoreRequest) -> str:
     """The same for a scoring request."""
-    return _digest(f"{role} scores after {len(request.prefix)}", request.prefix + request.suffix)
+    return _digest(f"{role} scores {request.rollout!r} after {len(request.prefix)}", request.prefix + request.suffix)
 
 
 def _digest(law: str, ids: TokenIds) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import anyio
@@ -34,7 +35,7 @@ from atts.journal import (
 )
 from atts.journal.events import VerdictStatus
 from atts.pipelines import Context, RoundGate
-from atts.run.plan import Plan
+from atts.run.plan import Grade, Plan
 from atts.run.recorder import Listener, ProblemRecord, Recorder
 from atts.run.result import ProblemLine, RunResult, RunStatus, problem_line
 from atts.run.steps import Keeper, Restoring, StepEngine, StepGate, StepRoundGate
@@ -228,14 +229,14 @@ class _Run:
         graded: list[Graded] = []
         for sample, answer in [*wanted, (None, outcome.answer)]:
             if answer not in known and answer is not None:
-                said = grade(answer, problem)
-                words: dict[str, VerdictStatus] = {"equal": "correct", "different": "wrong"}
-                known[answer] = (words.get(said.status, "unscored"), said.rule)
+                known[answer] = _verdict(grade, answer, problem)
             status, rule = known[answer]
             graded.append(Graded(problem.id, status, sample, answer, rule))
         return graded
 
     def _finished(self, result: ProblemResult[ProblemLine]) -> None:
+        if result.error is not None:  # not the pipeline's: that one became an outcome
+            raise result.error
         if result.value is not None:
             self._unfinished -= 1
             self._keep(result.problem, result.value)
@@ -262,3 +263,17 @@ class _Run:
             why,
             tuple(self._kept),
         )
+
+
+_WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
+    {"equal": "correct", "different": "wrong", "unscored": "unscored"}
+)
+
+
+def _verdict(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStatus, str]:
+    """A grader that fails has not said "wrong"."""
+    try:
+        said = grade(answer, problem)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it says nothing about the answer
+        return "unscored", f"the grader failed: {type(error).__name__}: {error}"
+    return _WORDS[said.status], said.rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from atts.core import Chunk, Outcome, Rollout, Turn
@@ -117,7 +117,7 @@ class ProblemRecord:
         self._start(rollout)
         self._turns[rollout.sample] = turn.index + 1
         recalled = self._recalled.get(rollout.sample, deque[Turn]())
-        if recalled and repr(recalled[0]) == repr(turn):  # repr: a rate may be nan
+        if recalled and _timeless(recalled[0]) == _timeless(turn):
             recalled.popleft()
             return
         if recalled:
@@ -148,3 +148,8 @@ class ProblemRecord:
         if rollout.sample not in self._started:
             self._started.add(rollout.sample)
             self._recorder.record(RolloutStarted(self._problem, rollout.sample, rollout.prompt))
+
+
+def _timeless(turn: Turn) -> str:
+    """All of a turn but the place of its decision in the order of asking; as text, because a rate may be nan."""
+    return repr(replace(turn, decision=replace(turn.decision, issue=None)) if turn.decision else turn)

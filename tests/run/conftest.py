@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +56,7 @@ class World:
     """The parts of a run; every part may be replaced."""
 
     tmp_path: Path
+    quick: Latency = QUICK
 
     def plan(self, **changes: Any) -> Plan:
         """A plan with scripted engines and a frozen gate."""
@@ -87,7 +90,7 @@ class World:
         return Session(**{**parts, **changes})
 
     def run(
-        self, plan: Plan, session: Session, problems: Sequence[Problem] | int = 5, backend: Backend = "asyncio"
+        self, plan: Plan, session: Session, problems: Iterable[Problem] | int = 5, backend: Backend = "asyncio"
     ) -> RunResult:
         """Evaluate toy problems in virtual time."""
         chosen = toy_problems(problems, 5) if isinstance(problems, int) else problems
@@ -124,3 +127,33 @@ def timeless(usage: Usage) -> Usage:
 def outcomes() -> Callable[[RunResult], dict[str, str]]:
     """A result's outcomes by problem, in essence."""
     return lambda result: {outcome.problem.id: essence(outcome) for outcome in result.outcomes()}
+
+
+class SmallDisk:
+    """An append-only file on a disk with room for so many bytes."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._room = room
+
+    def write(self, data: bytes, /) -> int:
+        """As a full disk does: take what fits, then refuse."""
+        if not self._room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self._file.write(data[: self._room])
+        self._room -= taken
+        return taken
+
+    def fileno(self) -> int:
+        """The real file's."""
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Give the real file back."""
+        self._file.close()
+
+
+@pytest.fixture
+def small_disk() -> Callable[[int], Callable[[Path], SmallDisk]]:
+    """An opener of files on a disk with that much room."""
+    return lambda room: lambda path: SmallDisk(path, room)

@@ -1,0 +1,352 @@
+"""Runs that are killed, over and over, each time by SIGKILL: the children, and the bookkeeping about them.
+
+Run as a program it is a small server that forks one evaluation per line it reads, so that a child starts in
+milliseconds. The tests and the study `crash` load it by its path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import anyio
+
+from atts.core import Completion, Outcome, Problem, Rollout, SampleRequest, ScoreRequest, Scores, Usage
+from atts.errors import ATTSError
+from atts.graph import Limit
+from atts.journal import (
+    JOURNAL,
+    Decided,
+    JournalOptions,
+    Sampled,
+    Scored,
+    SessionOpened,
+    Warned,
+    open_append,
+    read_entries,
+    read_outcomes,
+    sample_key,
+    score_key,
+)
+from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
+from atts.run import Plan, Session, evaluate
+from atts.testing import Latency, ScriptedEngine, toy_problems
+
+DRAFT_SLOTS, TARGET_SLOTS = 4, 2
+SLOTS = DRAFT_SLOTS + TARGET_SLOTS
+CALLS = "calls.txt"  # every engine call that began: session and key, written before the engine is asked
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One child: where it runs, and what is to happen to it."""
+
+    directory: str
+    problems: int = 3
+    seed: int = 5
+    die_at_byte: int | None = None  # of this session's writing: SIGKILL in the middle of a write
+    signals: Literal["heed", "ignore"] = "ignore"
+
+
+class CountingEngine(ScriptedEngine):
+    """A scripted engine that notes each call as it begins."""
+
+    notes: int = -1
+    session: int = 0
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Note, then sample."""
+        self._note(sample_key("draft" if self.spec.name == "draft" else "target", request))
+        return await super().sample(request)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Note, then score."""
+        self._note(score_key("target", request))
+        return await super().score(request)
+
+    def _note(self, key: str) -> None:
+        os.write(self.notes, f"{self.session} {key}\n".encode())
+
+
+class DyingFile:
+    """An append-only file whose process is killed when a certain byte has been written."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self._file = open_append(path)
+        self._room = room
+
+    def write(self, data: bytes, /) -> int | None:
+        """Write; or a part, and die."""
+        if len(data) >= self._room:
+            self._file.write(data[: self._room])
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._room -= len(data)
+        return self._file.write(data)
+
+    def fileno(self) -> int:
+        """The real file's."""
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """The real file's."""
+        self._file.close()
+
+
+def last_box(text: str) -> str | None:
+    """The toy language's answer."""
+    found = re.findall(r"\\boxed\{(\d+)\}", text)
+    return found[-1] if found else None
+
+
+def by_string(answers: Sequence[str]) -> list[int]:
+    """Toy answers are equal when their strings are."""
+    seen: dict[str, int] = {}
+    return [seen.setdefault(answer, len(seen)) for answer in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A grader's word."""
+
+    status: Literal["equal", "different", "unscored"]
+    rule: str = "same text"
+
+
+def grade(answer: str, problem: Problem) -> Said:
+    """Right or wrong by string."""
+    return Said("equal" if answer == problem.answer else "different")
+
+
+def play(order: Order) -> int:
+    """One child: evaluate, whatever is there already, and say how it went."""
+    directory = Path(order.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    latency = Latency(per_sample=0.004, per_score=0.002, jitter=1.0)
+    draft, target = CountingEngine("draft", latency=latency), CountingEngine("target", latency=latency)
+    draft.notes = target.notes = os.open(directory / CALLS, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    draft.session = target.session = os.getpid()
+    plan = Plan(
+        draft,
+        target,
+        Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), early_stop="none"),
+        ThresholdGate(1.3),
+        Answers(last_box, by_string),
+        grade,
+        rollouts=8,
+        limits={"draft": Limit(slots=DRAFT_SLOTS), "target": Limit(slots=TARGET_SLOTS)},
+    )
+    room = order.die_at_byte
+    opener = open_append if room is None else lambda path: DyingFile(path, room)
+    session = Session(directory, journal=JournalOptions(opener=opener), signals=order.signals)
+    result = anyio.run(evaluate, toy_problems(order.problems, order.seed), plan, session)
+    return result.exit_code
+
+
+def main(directory: str) -> None:
+    """One run, as a command: its errors are words, its exit code says what happened."""
+    try:
+        code = play(Order(directory))
+    except ATTSError as error:
+        sys.stderr.write(f"{error}\n")
+        code = error.exit_code
+    sys.exit(code)
+
+
+def serve() -> None:
+    """Fork a child per line of orders; answer with its process id, then with how it ended."""
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = play(Order(**json.loads(line)))
+            finally:
+                os._exit(code)
+        sys.stdout.write(f"{child}\n")
+        sys.stdout.flush()
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+
+
+class Nursery:
+    """The server from the outside."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def start(self, order: Order) -> int:
+        """Begin a child; its process id."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(order)) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def wait(self) -> int:
+        """The exit code of the child begun last; minus the signal's number if it was killed."""
+        return self._answer()
+
+    def run(self, order: Order) -> int:
+        """A child from beginning to end."""
+        self.start(order)
+        return self.wait()
+
+    def _answer(self) -> int:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the server of children died"
+        return int(line)
+
+
+@contextmanager
+def nursery() -> Generator[Nursery, None, None]:
+    """A server of children, gone at the end."""
+    command = [sys.executable, str(Path(__file__).resolve())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Nursery(process)
+        finally:
+            process.kill()
+
+
+def kill_when(child: int, path: Path, size: int, pause: float) -> None:
+    """SIGKILL a child, `pause` seconds after its journal has grown to a size; it may have ended before."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            if path.stat().st_size >= size:
+                break
+            os.kill(child, 0)
+        except FileNotFoundError:
+            pass
+        except ProcessLookupError:
+            return
+        time.sleep(0.0005)
+    time.sleep(pause)
+    try:
+        os.kill(child, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class Crashes:
+    """What many kills did to one run."""
+
+    kills: int
+    sessions: int
+    recalled: int  # calls of earlier sessions that were not made again
+    repeated: int  # calls made again although they had been in flight, never recorded
+
+
+def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int) -> Crashes:
+    """Kill a run again and again at seeded points, half of them in the middle of a write, then let it end.
+
+    After every kill the whole lines must be the beginning of all that follows. `whole` is the size of the journal of
+    a run that nobody kills.
+
+    :raises AssertionError: anything recorded changed, or was done again.
+    """
+    draws = random.Random(seed)
+    path = directory / JOURNAL
+    done = 0
+    for _ in range(kills):
+        before = path.read_bytes() if path.exists() else b""
+        step = draws.randrange(1, max(2, 2 * whole // kills))
+        order = Order(str(directory))
+        if draws.random() < 0.5:
+            code = children.run(replace(order, die_at_byte=step))
+        else:
+            child = children.start(order)
+            kill_when(child, path, len(before) + step, draws.random() * 0.01)
+            code = children.wait()
+        done += code == -signal.SIGKILL
+        assert code in (0, -signal.SIGKILL), f"a child ended with {code}"
+        after = path.read_bytes()
+        kept = before[: before.rfind(b"\n") + 1]
+        assert after.startswith(kept), "what was recorded has changed"
+        if code == 0:
+            break
+    else:
+        assert children.run(Order(str(directory))) == 0
+    return Crashes(done, *check_calls(directory))
+
+
+def check_calls(directory: Path, interruptions: Literal["none", "some"] = "none") -> tuple[int, int, int]:
+    """Sessions, recalled calls, repeated calls; no call that had been recorded was ever made again.
+
+    :raises AssertionError: one was.
+    """
+    entries = list(read_entries(directory / JOURNAL))
+    recorded: dict[int, set[str]] = {}
+    pids: dict[str, int] = {}
+    for entry in entries:
+        if isinstance(entry.event, Sampled | Scored):
+            recorded.setdefault(entry.session, set()).add(entry.event.key)
+        elif isinstance(entry.event, SessionOpened):
+            pids[str(entry.event.pid)] = entry.session
+    begun: dict[int, set[str]] = {}
+    seen: set[str] = set()
+    repeated = 0
+    for line in (directory / CALLS).read_text().splitlines():
+        pid, key = line.split()
+        begun.setdefault(pids.get(pid, 0), set()).add(key)
+        repeated += key in seen
+        seen.add(key)
+    for session, keys in begun.items():
+        earlier = set().union(*(found for number, found in recorded.items() if 0 < number < session))
+        assert not keys & earlier, f"session {session} repeated recorded calls"
+        lost = len(keys - recorded.get(session, set()))
+        assert lost <= SLOTS, f"session {session} lost {lost} calls, and only {SLOTS} can have been in flight"
+    last = max(recorded, default=0)
+    recalled = sum(len(found) for number, found in recorded.items() if number < last)
+    warnings = {entry.event.code for entry in entries if isinstance(entry.event, Warned)}
+    assert warnings <= ({"interrupted"} if interruptions == "some" else set()), warnings
+    return len(pids), recalled, repeated
+
+
+def decisions(directory: Path) -> dict[tuple[str, int, int], str]:
+    """Every recorded decision; one per question, sample and turn in these runs."""
+    found: dict[tuple[str, int, int], str] = {}
+    for entry in read_entries(directory / JOURNAL):
+        if isinstance(entry.event, Decided):
+            decision = replace(entry.event.decision, issue=0)
+            place = (decision.question, decision.sample, decision.turn)
+            assert place not in found, f"decided twice: {place}"
+            found[place] = repr(decision)
+    return found
+
+
+def outcomes(directory: Path) -> dict[str, str]:
+    """Every outcome but what depends on timing alone: the order of asking, and what caches happened to hold."""
+    return {outcome.problem.id: _essence(outcome) for outcome in read_outcomes(read_entries(directory / JOURNAL))}
+
+
+def _essence(outcome: Outcome) -> str:
+    rollouts: list[Rollout] = []
+    for rollout in outcome.rollouts:
+        turns = tuple(replace(t, decision=t.decision and replace(t.decision, issue=0)) for t in rollout.turns)
+        rollouts.append(replace(rollout, turns=turns, usage=_timeless(rollout.usage)))
+    return repr(replace(outcome, rollouts=tuple(rollouts), usage=_timeless(outcome.usage)))
+
+
+def _timeless(usage: Usage) -> Usage:
+    return replace(usage, draft_prefill_tokens=0, target_prefill_tokens=0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        main(sys.argv[1])
+    else:
+        serve()

@@ -1,0 +1,94 @@
+"""SIGKILL at any moment: nothing recorded changes, nothing recorded is done again, and the outcome is the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the children are forked")
+
+
+@pytest.fixture(scope="module")
+def crashing() -> ModuleType:
+    """The children and their bookkeeping, loaded from the file beside this one."""
+    spec = importlib.util.spec_from_file_location("crashing", Path(__file__).with_name("crashing.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["crashing"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def children(crashing: ModuleType) -> Iterator[Any]:
+    """One server of children for all tests."""
+    with crashing.nursery() as children:
+        yield children
+
+
+@pytest.fixture(scope="module")
+def whole(crashing: ModuleType, children: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody kills."""
+    directory = tmp_path_factory.mktemp("whole")
+    assert children.run(crashing.Order(str(directory))) == 0
+    return directory
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ten_kills(crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, seed: int) -> None:
+    """Ten kills of one run at seeded points, half of them in the middle of a write, and then it is as if none had been.
+
+    Twenty in all; `scripts/bench crash` does two hundred.
+    """
+    size = (whole / crashing.JOURNAL).stat().st_size
+    crashes = crashing.crash(children, tmp_path, size, kills=10, seed=seed)
+    assert crashes.kills >= 6
+    assert crashes.recalled > 0
+    assert crashes.repeated <= crashes.kills * crashing.SLOTS
+    assert crashing.decisions(tmp_path) == crashing.decisions(whole)
+    assert crashing.outcomes(tmp_path) == crashing.outcomes(whole)
+
+
+def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_path: Path) -> None:
+    """While one process runs, another one ends at once with the documented exit code; the first is not disturbed."""
+    child = children.start(crashing.Order(str(tmp_path)))
+    journal = tmp_path / crashing.JOURNAL
+    while not journal.exists() or not journal.stat().st_size:
+        time.sleep(0.001)
+    command = [sys.executable, str(Path(__file__).with_name("crashing.py")), str(tmp_path)]
+    os.kill(child, signal.SIGSTOP)  # it must not be done before the second has begun
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    os.kill(child, signal.SIGCONT)
+    assert second.returncode == 4, second.stderr
+    assert f"process {child}" in second.stderr
+    assert children.wait() == 0
+    assert crashing.check_calls(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c(crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, times: int) -> None:
+    """Once: calls in flight finish and are saved. Twice: they are dropped. Either way 130, and the run can go on."""
+    order = crashing.Order(str(tmp_path), signals="heed")
+    child = children.start(order)
+    journal = tmp_path / crashing.JOURNAL
+    while not journal.exists() or journal.stat().st_size < 20_000:
+        time.sleep(0.001)
+    for _ in range(times):
+        os.kill(child, signal.SIGINT)
+    assert children.wait() == 130
+    assert children.run(order) == 0
+    sessions, _, repeated = crashing.check_calls(tmp_path, "some")
+    assert sessions == 2
+    assert repeated == 0 or times == 2
+    assert crashing.outcomes(tmp_path) == crashing.outcomes(whole)

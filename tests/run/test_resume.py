@@ -1,0 +1,241 @@
+"""A run goes on from any beginning of its journal as if it had never stopped."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.errors import EngineUnavailable, FingerprintError, JournalCorrupt, StorageError
+from atts.journal import (
+    JOURNAL,
+    CallFailed,
+    Decided,
+    JournalOptions,
+    NodeFinished,
+    Observed,
+    Sampled,
+    Setting,
+    TurnFinished,
+    Warned,
+)
+from atts.pipelines import Chunking, Policy, TopGate
+from atts.run import RunResult
+from atts.testing import Faults, Latency, ScriptedEngine
+
+QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
+Outcomes = Callable[[RunResult], dict[str, str]]
+
+
+def cuts(directory: Path, count: int, seed: int) -> list[int]:
+    """Seeded places to tear a journal, from inside its first line to just before its end."""
+    size = (directory / JOURNAL).stat().st_size
+    draws = random.Random(seed)
+    return [10, *(draws.randrange(size) for _ in range(count - 2)), size - 1]
+
+
+def torn_copy(world: Any, place: int, name: str = "copy") -> None:
+    """A copy of the run as a crash at this byte would have left it."""
+    shutil.rmtree(world.tmp_path / name, ignore_errors=True)
+    shutil.copytree(world.tmp_path / "run", world.tmp_path / name)
+    with (world.tmp_path / name / JOURNAL).open("r+b") as file:
+        file.truncate(place)
+
+
+def decided(world: Any, name: str) -> list[str]:
+    """Every recorded decision, in order; as text, for a rate may be nan."""
+    return [repr(event) for event in world.events(name) if isinstance(event, Decided)]
+
+
+def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcomes) -> None:
+    """Outcomes and verdicts equal those of the uninterrupted run; recorded bytes stay; no call is doubled."""
+    first = world.run(world.plan(), world.session())
+    calls = sum(isinstance(event, Sampled) for event in world.events())
+    for place in cuts(world.tmp_path / "run", 8, seed=1):
+        torn_copy(world, place)
+        before = (world.tmp_path / "copy" / JOURNAL).read_bytes()
+        again = world.run(world.plan(), world.session("copy"))
+        assert (again.status, outcomes(again)) == ("finished", outcomes(first))
+        assert [line.verdict for line in again.problems] == [line.verdict for line in first.problems]
+        assert (world.tmp_path / "copy" / JOURNAL).read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+        events = world.events("copy")
+        assert sum(isinstance(event, Sampled) for event in events) == calls
+        assert not [event for event in events if isinstance(event, Warned)]
+
+
+POLICIES = {
+    "early stop": Policy(samples=6, turns=6, chunking=Chunking(12, 12, ()), early_stop="likely"),
+    "two waves": Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), first_wave=2),
+    "resample": Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), takeover="resample", early_stop="none"),
+    "fork": Policy(samples=4, turns=5, chunking=Chunking(12, 12, ()), takeover="fork", early_stop="none"),
+    "replace": Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), takeover="replace", early_stop="none"),
+    "optimistic": Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), optimistic=True, early_stop="none"),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_virtual_schedule_ends_the_same_with_an_online_gate(world: Any, outcomes: Outcomes, name: str) -> None:
+    """When recalled calls take the time they took, decisions that depend on the order of arrival come out alike."""
+
+    def plan() -> Any:
+        return world.plan(policy=POLICIES[name], gate=world.online(), pace="recorded")
+
+    first = world.run(plan(), world.session(), problems=3)
+    for place in cuts(world.tmp_path / "run", 4, seed=2):
+        torn_copy(world, place)
+        again = world.run(plan(), world.session("copy"), problems=3)
+        assert outcomes(again) == outcomes(first)
+        assert decided(world, "copy") == decided(world, "run")
+
+
+def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
+    """At full speed later decisions may differ, recorded ones not; and the gate knows all that it was ever told."""
+    plan = world.plan(gate=world.online())
+    world.run(plan, world.session())
+    for place in cuts(world.tmp_path / "run", 5, seed=3):
+        torn_copy(world, place)
+        before = decided(world, "copy")
+        plan = world.plan(gate=world.online())
+        assert world.run(plan, world.session("copy")).status == "finished"
+        assert decided(world, "copy")[: len(before)] == before
+        told = sum(isinstance(event, Observed) for event in world.events("copy"))
+        assert plan.gate.calibrator.decided == told
+
+
+def test_a_barrier_ends_the_same(world: Any, outcomes: Outcomes) -> None:
+    """The synchronous baseline carries a rest from round to round: it is carried across a crash, too."""
+    policy = Policy(samples=4, turns=4, chunking=Chunking(12, 12, ()), barrier=True, early_stop="none")
+    first = world.run(world.plan(policy=policy, gate=TopGate.of(0.4)), world.session(), problems=3)
+    for place in cuts(world.tmp_path / "run", 4, seed=4):
+        torn_copy(world, place)
+        again = world.run(world.plan(policy=policy, gate=TopGate.of(0.4)), world.session("copy"), problems=3)
+        assert outcomes(again) == outcomes(first)
+
+
+def facts(world: Any) -> list[str]:
+    """Every decision, what was done with it, and every turn."""
+    return [repr(event) for event in world.events("copy") if isinstance(event, Decided | Observed | TurnFinished)]
+
+
+def test_failed_calls_are_remembered(world: Any) -> None:
+    """Bad scores that led to forced decisions stay bad after a crash, though the engine is well by then."""
+    ill = ScriptedEngine("target", latency=QUICK, faults=Faults({"refused": 0.3, "nan": 0.2}, seed=4, only="score"))
+    world.run(world.plan(target=ill), world.session(), problems=3)
+    assert any(isinstance(event, CallFailed) for event in world.events())
+    for place in cuts(world.tmp_path / "run", 5, seed=5):
+        torn_copy(world, place)
+        before = facts(world)
+        again = world.run(world.plan(), world.session("copy"), problems=3)
+        assert again.status == "finished"
+        after = facts(world)
+        assert after[: len(before)] == before
+        assert len(set(after)) == len(after)
+        assert not [event for event in world.events("copy") if isinstance(event, Warned)]
+
+
+def test_a_full_disk_is_survived(world: Any, outcomes: Outcomes, small_disk: Callable[..., Any]) -> None:
+    """The run ends with a clear error, everything before it is kept, and with room again it ends as it would have."""
+    whole = world.run(world.plan(), world.session("whole"))
+    for room in (100, 40_000, 90_000):
+        name = f"full {room}"
+        with pytest.raises(StorageError, match="nothing written so far is lost"):
+            world.run(world.plan(), world.session(name, journal=JournalOptions("close", opener=small_disk(room))))
+        before = (world.tmp_path / name / JOURNAL).read_bytes()
+        assert len(before) == room
+        again = world.run(world.plan(), world.session(name))
+        assert outcomes(again) == outcomes(whole)
+        assert (world.tmp_path / name / JOURNAL).read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+
+
+def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
+    """No engine call, the same result, a session more."""
+    first = world.run(world.plan(), world.session())
+    draft = ScriptedEngine("draft")
+    again = world.run(world.plan(draft=draft), world.session())
+    assert (again.status, again.problems, again.sessions) == ("finished", first.problems, 2)
+    assert again.seconds == pytest.approx(first.seconds)
+    assert draft.stats().requests == 0
+    assert outcomes(again) == outcomes(first)
+
+
+def test_node_numbers_go_on(world: Any) -> None:
+    """Edges stay true across sessions: numbers are never used twice, recalled nodes are marked and cost nothing."""
+    world.run(world.plan(), world.session())
+    torn_copy(world, cuts(world.tmp_path / "run", 3, seed=6)[1])
+    world.run(world.plan(), world.session("copy"))
+    nodes = [event for event in world.events("copy") if isinstance(event, NodeFinished)]
+    numbers = [node.node for node in nodes]
+    assert len(set(numbers)) == len(numbers)
+    recalled = [node for node in nodes if node.source == "recalled"]
+    assert recalled
+    assert all(node.ended == node.started for node in recalled)
+    assert all(set(node.after) <= set(numbers) for node in nodes if node.node > recalled[0].node)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"policy": Policy(samples=5, turns=6, chunking=Chunking(12, 12, ()))}, "configuration.policy.samples"),
+        ({"gate": TopGate.of(0.4)}, "configuration.gate"),
+        ({"configuration": {"rate": Setting(0.5, "flag")}}, "configuration.rate"),
+        ({"target": ScriptedEngine("target", context_length=4096)}, "engines.target.context_length"),
+    ],
+)
+def test_another_run_is_refused(world: Any, changes: dict[str, Any], field: str) -> None:
+    """The field that differs is named and nothing in the directory changes."""
+    world.run(world.plan(), world.session(), problems=1)
+    before = (world.tmp_path / "run" / JOURNAL).read_bytes()
+    with pytest.raises(FingerprintError, match=field):
+        world.run(world.plan(**changes), world.session(), problems=1)
+    with pytest.raises(FingerprintError, match="dataset"):
+        world.run(world.plan(), world.session(), problems=2)
+    assert (world.tmp_path / "run" / JOURNAL).read_bytes() == before
+
+
+def test_a_bad_directory_is_found_before_engines_open(world: Any) -> None:
+    """A damaged manifest, a file in the way: no model is loaded for nothing."""
+    (world.tmp_path / "run").mkdir()
+    (world.tmp_path / "run" / "manifest.json").write_text("{")
+    draft = ScriptedEngine("draft")
+    with pytest.raises(JournalCorrupt):
+        world.run(world.plan(draft=draft), world.session())
+    (world.tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        world.run(world.plan(draft=draft), world.session("file"))
+    world.run(world.plan(draft=draft), world.session(None), problems=1)  # it was never opened, so it still can be
+
+
+def test_a_damaged_middle_is_refused(world: Any) -> None:
+    """With the number of the line; the file stays as it is."""
+    world.run(world.plan(), world.session(), problems=1)
+    path = world.tmp_path / "run" / JOURNAL
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:9], lines[9][:-9] + b"\n", *lines[10:]]))
+    before = path.read_bytes()
+    with pytest.raises(JournalCorrupt, match="line 10"):
+        world.run(world.plan(), world.session(), problems=1)
+    assert path.read_bytes() == before
+
+
+def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outcomes) -> None:
+    """The error leaves; what was in flight is tried again by the next session, with an engine that is there."""
+    whole = world.run(world.plan(), world.session("whole"))
+    retries = replace(world.plan().retries, calls=1, give_up_after=2)
+
+    class Dying(ScriptedEngine):
+        async def sample(self, request: Any) -> Any:
+            if self.stats().requests >= 30:
+                raise EngineUnavailable("draft", "it is gone")
+            return await super().sample(request)
+
+    with pytest.raises(EngineUnavailable, match="gone"):
+        world.run(world.plan(draft=Dying("draft"), retries=retries), world.session())
+    again = world.run(world.plan(retries=retries), world.session())
+    assert again.status == "finished"
+    assert outcomes(again) == outcomes(whole)

@@ -1,0 +1,294 @@
+"""What a run tells, keeps, grades and refuses, and how it is asked to end."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atts.core import Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn
+from atts.errors import DatasetError, OptionError
+from atts.graph import Limit, ProblemScope, RolloutScope
+from atts.journal import (
+    Event,
+    Graded,
+    NodeFinished,
+    OutcomeReached,
+    ProblemTimed,
+    RolloutTimed,
+    Sampled,
+    Scored,
+    SessionClosed,
+    SessionOpened,
+    Warned,
+    load_manifest,
+)
+from atts.pipelines import Context, FixedGate, Policy
+from atts.run import ChunkWritten, RunResult, Stop
+from atts.seeds import Seed
+from atts.testing import Backend, ScriptedEngine, toy_problems
+
+Outcomes = Callable[[RunResult], dict[str, str]]
+
+
+class Diary:
+    """Hears everything, and may act on it."""
+
+    def __init__(self, act: Callable[[int], None] = lambda count: None) -> None:
+        self.before: list[Event] = []
+        self.live: list[Event | ChunkWritten] = []
+        self._act = act
+
+    def recalled(self, event: Event) -> None:
+        """Keep it."""
+        self.before.append(event)
+
+    def heard(self, event: Event | ChunkWritten) -> None:
+        """Keep it, then act."""
+        self.live.append(event)
+        self._act(len(self.live))
+
+    @property
+    def events(self) -> list[Event]:
+        """What was heard live and is also in the journal."""
+        return [event for event in self.live if not isinstance(event, ChunkWritten)]
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_listeners_hear_what_the_journal_holds(world: Any, backend: Backend) -> None:
+    """The same events in the same order, and chunks as they are written; a resume recalls them all."""
+    diary, later = Diary(), Diary()
+    world.run(world.plan(gate=FixedGate("escalate")), world.session(listeners=[diary]), 3, backend)
+    journal = world.events()
+    assert diary.events == journal[1:-1]
+    assert (type(journal[0]), journal[-1]) == (SessionOpened, SessionClosed("finished"))
+    chunks = [event for event in diary.live if isinstance(event, ChunkWritten)]
+    assert len(chunks) == sum(isinstance(event, Sampled) for event in journal)
+    world.run(world.plan(gate=FixedGate("escalate")), world.session(listeners=[later]), 3, backend)
+    assert later.before == journal
+    assert later.live == []
+
+
+def test_every_call_is_a_node_and_a_step(world: Any) -> None:
+    """Live calls appear once as a step and once as a timed node; rollouts and problems have their spans."""
+    world.run(world.plan(), world.session())
+    count = Counter(type(event) for event in world.events())
+    assert count[Sampled] + count[Scored] == count[NodeFinished]
+    assert (count[RolloutTimed], count[ProblemTimed], count[OutcomeReached]) == (20, 5, 5)
+    assert {event.source for event in world.events() if isinstance(event, NodeFinished)} == {"live"}
+
+
+def test_without_a_directory_the_result_keeps_the_outcomes(world: Any, outcomes: Outcomes) -> None:
+    """The same outcomes as with one; nothing is written."""
+    kept = world.run(world.plan(), world.session(None))
+    written = world.run(world.plan(), world.session())
+    assert outcomes(kept) == outcomes(written)
+    assert [path.name for path in world.tmp_path.iterdir()] == ["run"]
+
+
+def test_the_result_is_in_the_order_of_the_dataset(world: Any) -> None:
+    """Whatever order problems ended in; usage adds up; the exit code is 0."""
+    result = world.run(world.plan(), world.session())
+    assert [line.problem for line in result.problems] == [problem.id for problem in toy_problems(5, 5)]
+    assert result.usage.draft_tokens == sum(outcome.usage.draft_tokens for outcome in result.outcomes())
+    assert result.exit_code == 0
+
+
+def test_the_manifest_says_what_was_run(world: Any) -> None:
+    """Seed, dataset, policy, engines, versions, date."""
+    world.run(world.plan(seed=9), world.session())
+    manifest = load_manifest(world.tmp_path / "run" / "manifest.json")
+    assert manifest is not None
+    assert (manifest.seed, manifest.problems) == (9, 5)
+    assert manifest.engines["draft"]["engine"] == "scripted 0.1"
+    policy = manifest.configuration["policy"].value
+    assert isinstance(policy, dict)
+    assert policy["samples"] == 4
+    assert manifest.versions["python"]
+    assert manifest.created > 1e9
+
+
+def test_verdicts(world: Any) -> None:
+    """Right, wrong, no answer, undecided, and a grader that breaks: each says which."""
+    words = {"1": "equal", "2": "different", "3": "unscored"}
+
+    async def pipeline(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+        rollouts = tuple(
+            Rollout(problem.id, sample, Prompt((1,), (1,)), finish="answer", answer=answer)
+            for sample, answer in enumerate(("1", "2", "3", "4", None, "1"))
+        )
+        return Outcome(problem, rollouts, "2")
+
+    class Said:
+        def __init__(self, status: str) -> None:
+            self.status, self.rule = status, f"by {status}"
+
+    asked: list[str] = []
+
+    def grade(answer: str, problem: Problem) -> Any:
+        asked.append(answer)
+        return Said(words[answer])
+
+    result = world.run(world.plan(pipeline=pipeline, grade=grade), world.session(), problems=1)
+    line = result.problems[0]
+    assert [sample.verdict for sample in line.samples] == [
+        "correct",
+        "wrong",
+        "unscored",
+        "unscored",
+        "wrong",
+        "correct",
+    ]
+    assert (line.verdict, line.rule) == ("wrong", "by different")
+    rules = [event.rule for event in world.events() if isinstance(event, Graded)]
+    assert rules[3:5] == ["the grader failed: KeyError: '4'", "no answer"]
+    assert sorted(asked) == ["1", "2", "3", "4"]
+    ungraded = world.run(world.plan(grade=None), world.session(None), problems=1)
+    assert ungraded.problems[0].verdict is None
+
+
+def test_a_pipeline_that_breaks_fails_its_problem_alone(world: Any) -> None:
+    """The outcome says why; the others are solved."""
+
+    async def pipeline(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+        if problem.id.endswith("1"):
+            raise KeyError("oh")
+        return Outcome(problem, (), "1")
+
+    result = world.run(world.plan(pipeline=pipeline), world.session(), problems=3)
+    assert [(line.status, line.why) for line in result.problems] == [
+        ("answered", ""),
+        ("failed", "KeyError: 'oh'"),
+        ("answered", ""),
+    ]
+
+
+def test_two_problems_of_one_name_are_refused(world: Any) -> None:
+    """They could not be told apart in the journal."""
+    with pytest.raises(DatasetError, match="two problems have the id 'a'"):
+        world.run(world.plan(), world.session(), [Problem("a", "1"), Problem("a", "2")])
+
+
+def test_no_rollouts_at_once_is_refused(world: Any) -> None:
+    """An impossible option is an error when it is given."""
+    with pytest.raises(OptionError, match="rollouts"):
+        world.plan(rollouts=0)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_asked_to_end(world: Any, outcomes: Outcomes, backend: Backend, times: int) -> None:
+    """Once: calls in flight finish and are recorded. Twice: they are cancelled. Then it goes on to the same end."""
+    whole = world.run(world.plan(), world.session("whole"), backend=backend)
+    stop = Stop()
+
+    def ask(count: int) -> None:
+        for _ in range(times if count == 150 else 0):
+            stop.request()
+
+    diary = Diary(ask)
+    draft = ScriptedEngine("draft", latency=world.quick)
+    session = world.session(listeners=[diary], stop=stop)
+    result = world.run(world.plan(draft=draft), session, backend=backend)
+    assert (result.status, result.exit_code) == ("interrupted", 130)
+    assert world.events()[-1] == SessionClosed("interrupted", "asked to end")
+    cancelled = draft.stats().cancelled
+    assert (cancelled > 0) == (times == 2)
+    again = world.run(world.plan(), world.session(), backend=backend)
+    assert (again.status, again.exit_code) == ("finished", 0)
+    assert outcomes(again) == outcomes(whole)
+    keys = [event.key for event in world.events() if isinstance(event, Sampled)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_asked_at_the_very_end_is_finished(world: Any) -> None:
+    """A request that comes when all is done changes nothing."""
+    stop = Stop()
+
+    class Late(Diary):
+        def heard(self, event: Event | ChunkWritten) -> None:
+            if isinstance(event, ProblemTimed):
+                stop.request()
+
+    assert world.run(world.plan(), world.session(listeners=[Late()], stop=stop), problems=1).status == "finished"
+
+
+def test_out_of_time(world: Any) -> None:
+    """Open problems conclude from what they have, the others are left; the status says so."""
+    result = world.run(world.plan(timeout_seconds=1.0, rollouts=4), world.session())
+    assert result.status == "stopped"
+    assert 0 < len(result.problems) < 5
+    assert {rollout.finish for outcome in result.outcomes() for rollout in outcome.rollouts} & {"cancelled"}
+    assert world.run(world.plan(), world.session()).status == "finished"
+
+
+def test_recalled_turns_that_differ_are_told(world: Any) -> None:
+    """A pipeline that depends on something else than its arguments is found out."""
+    chunk = Chunk("draft", "x", (1,), (1,), "end")
+    notes = iter("abcdef")
+
+    async def pipeline(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+        rollout = Rollout(problem.id, 0, Prompt((1,), (1,)))
+        context.listener.turned(rollout, Turn(0, (chunk,), note=next(notes)))
+        if next(notes) == "b":
+            raise OptionError("x", "ends the run")
+        return Outcome(problem, (rollout,), None)
+
+    with pytest.raises(OptionError, match="ends the run"):
+        world.run(world.plan(pipeline=pipeline), world.session(), problems=1)
+    world.run(world.plan(pipeline=pipeline), world.session(), problems=1)
+    assert [event.code for event in world.events() if isinstance(event, Warned)] == ["recall-differs"]
+
+
+async def one_call(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    """The smallest pipeline that still does everything a run must handle."""
+    ids = context.draft.tokenizer.encode(problem.text)
+    prompt = Prompt(ids, ids)
+
+    async def rollout(place: RolloutScope[Rollout]) -> Rollout:
+        request = SampleRequest(ids, 4, seed=Seed(0, problem.id, place.sample))
+        done = await place.call("draft", context.draft.sample, request)
+        chunk = Chunk("draft", done.text, done.ids, done.ids, done.ended, done.logprobs)
+        grown = Rollout(problem.id, place.sample, prompt, (Turn(0, (chunk,)),), "turns")
+        context.listener.turned(grown, grown.turns[0])
+        return grown
+
+    results = await scope.rollouts(rollout, 2)
+    return Outcome(problem, tuple(result.value for result in results if result.value), None, status="unanswered")
+
+
+class Weighing(Diary):
+    """Weighs what our own files hold whenever a certain problem is over."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+        self._problems = problems
+
+    def heard(self, event: Event | ChunkWritten) -> None:
+        """Forget it, after weighing."""
+        if isinstance(event, OutcomeReached) and event.problem in self._problems:
+            ours = [tracemalloc.Filter(True, f"*/atts/{unit}/*") for unit in ("run", "journal", "graph")]
+            found = tracemalloc.take_snapshot().filter_traces([*ours, tracemalloc.Filter(True, "*/atts/tasks.py")])
+            self.bytes[event.problem] = sum(trace.size for trace in found.traces)
+
+
+def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
+    """With the journal on and nothing kept, a problem that is over leaves its name behind, and nothing else."""
+    count = 330
+    problems = (Problem(f"p{number}", f"Start at {number % 90}. +1. What is the result?") for number in range(count))
+    scales = Weighing("p30", "p320")
+    tracemalloc.start()
+    try:
+        world.run(
+            world.plan(pipeline=one_call, rollouts=8, draft=ScriptedEngine("draft"), limits={"draft": Limit(4)}),
+            world.session(keep="nothing", dataset="stream", listeners=[scales]),
+            problems,
+        )
+    finally:
+        tracemalloc.stop()
+    growth = (scales.bytes["p320"] - scales.bytes["p30"]) / 290
+    assert growth < 200, f"{growth:.0f} bytes a problem"

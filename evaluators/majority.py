@@ -115,38 +115,24 @@ def _win_shares(own: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floa
     # a real polynomial of degree <= n is known from half of the n + 1 roots; the rest are conjugates
     roots = np.exp(-2j * np.pi * np.arange((n + 1) // 2 + 1) / (n + 1))
     sizes = np.flatnonzero(rivals.any(axis=0))
-    table = _class_terms(sizes, chance, roots)
+    below = np.zeros((sizes.size, roots.size), dtype=np.complex128)  # per rival size, of fewer than j draws
     quiet = silent[:, None] * np.log(1 - chance + chance * roots)[None, :]
     result = np.zeros(own.size)
     for j in range(1, min(k, int(own.max(initial=0))) + 1):
+        below += _binomial(sizes, j - 1, chance)[:, None] * roots ** (j - 1)
+        exactly = _binomial(sizes, j, chance)[:, None] * roots**j
         rows = np.flatnonzero(own >= j)
         nodes, weights = _unit_nodes((k - j) // j)
         spectrum = np.zeros((rows.size, roots.size), dtype=np.complex128)
         for node, weight in zip(nodes, weights, strict=True):
-            logs = _log(table.below[:, j, :] + node * table.exact[:, j, :])
+            logs = _log(below + node * exactly)
             spectrum += weight * np.exp(rivals[np.ix_(rows, sizes)] @ logs + quiet[rows])
         others = np.fft.irfft(spectrum, n + 1, axis=1)[:, k - j]
         result[rows] += _binomial(own[rows], j, chance) * others
     return result / float(stats.binom.pmf(k, n, chance))
 
 
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    """Per class size, per j, at every root: the generating function of fewer than j draws, and of exactly j."""
-
-    below: NDArray[np.complex128]
-    exact: NDArray[np.complex128]
-
-
-def _class_terms(sizes: Ints, chance: float, roots: NDArray[np.complex128]) -> _Terms:
-    most = int(sizes.max(initial=0))
-    drawn = np.arange(2 * roots.size)  # j never exceeds n
-    masses = np.where(drawn <= sizes[:, None], _binomial(sizes[:, None], np.minimum(drawn, most)[None, :], chance), 0)
-    exact = masses[:, :, None] * roots[None, None, :] ** drawn[None, :, None]
-    return _Terms(np.cumsum(exact, axis=1) - exact, exact)
-
-
-def _binomial(size: Ints, drawn: Ints | int, chance: float) -> Floats:
+def _binomial(size: Ints, drawn: int, chance: float) -> Floats:
     return np.asarray(stats.binom.pmf(drawn, size, chance), dtype=np.float64)
 
 

@@ -85,7 +85,7 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
     if not 0 <= tau <= 1:
         raise OptionError("tau", f"{tau!r} is not between 0 and 1")
     counts, right = _checked(n, c, k)
-    least = max(1, math.ceil(Fraction(str(tau)) * k))  # exact: 0.55 * 20 is 11.000000000000002 in floats
+    least = max(1, math.ceil(Fraction(str(tau)) * k))  # exact: 0.28 * 25 is 7.000000000000001 in floats
     with np.errstate(invalid="ignore"):
         share = np.asarray(stats.hypergeom.sf(least - 1, counts, right, np.minimum(k, counts)), dtype=np.float64)
     return np.where(counts < k, np.nan, share)

@@ -80,7 +80,7 @@ def align(first: Mapping[str, float], second: Mapping[str, float]) -> tuple[Floa
     return np.array([*first.values()], dtype=np.float64), np.array([second[name] for name in first], dtype=np.float64)
 
 
-def compare(
+def compare_runs(
     first: ArrayLike,
     second: ArrayLike,
     *,

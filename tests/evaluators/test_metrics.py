@@ -1,0 +1,269 @@
+"""Rates equal brute force over every subset, in exact fractions."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.errors import OptionError
+from atts.evaluators.majority import Votes, maj_at_k, tally_votes, votes, weighted_maj_at_k, winners
+from atts.evaluators.metrics import (
+    avg_at_n,
+    count,
+    g_pass_at_k,
+    mean_g_pass_at_k,
+    pass_at_k,
+    pass_hat_k,
+    rate,
+)
+
+FEW = settings(max_examples=120, deadline=None)
+CASE = st.lists(st.booleans(), min_size=1, max_size=9).flatmap(
+    lambda row: st.tuples(st.just(row), st.integers(1, len(row)))
+)
+
+
+def share(row: Sequence[bool], k: int, right: Any) -> Fraction:
+    """Over every k-subset, how often `right` says yes to the number of right ones."""
+    subsets = list(itertools.combinations(row, k))
+    return Fraction(sum(bool(right(sum(subset))) for subset in subsets), len(subsets))
+
+
+@FEW
+@given(CASE)
+def test_pass_metrics_equal_brute_force(case: tuple[list[bool], int]) -> None:
+    """pass@k: any right; pass^k: all; G-pass@k: the share tau and at least one."""
+    row, k = case
+    counts = count([row])
+    assert pass_at_k(counts.n, counts.c, k)[0] == pytest.approx(float(share(row, k, lambda r: r > 0)), abs=1e-12)
+    assert pass_hat_k(counts.n, counts.c, k)[0] == pytest.approx(float(share(row, k, lambda r: r == k)), abs=1e-12)
+    for tau in (0, 0.1, 0.25, 0.5, 0.75, 1):
+        least = max(1, math.ceil(Fraction(str(tau)) * k))
+        expected = float(share(row, k, lambda r, least=least: r >= least))
+        assert g_pass_at_k(counts.n, counts.c, k, tau)[0] == pytest.approx(expected, abs=1e-12)
+    above = range(math.ceil(k / 2) + 1, k + 1)
+    mean = sum((share(row, k, lambda r, i=i: r >= i) for i in above), Fraction(0)) * 2 / k
+    assert mean_g_pass_at_k(counts.n, counts.c, k)[0] == pytest.approx(float(mean), abs=1e-12)
+
+
+def test_g_pass_takes_its_share_exactly() -> None:
+    """0.28 of 25 is 7, although 0.28 * 25 is more than 7 in floating point."""
+    assert math.ceil(0.28 * 25) == 8
+    assert g_pass_at_k([25], [7], 25, 0.28)[0] == 1
+
+
+@FEW
+@given(st.integers(1, 40), st.data())
+def test_bounds_and_order(n: int, data: st.DataObject) -> None:
+    """pass^k <= pass@1 <= pass@k, both monotone in k; k = 1 is the mean."""
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    low, high = pass_hat_k([n], [c], k)[0], pass_at_k([n], [c], k)[0]
+    assert -1e-12 <= low <= c / n + 1e-12
+    assert c / n - 1e-12 <= high <= 1 + 1e-12
+    assert pass_at_k([n], [c], 1)[0] == pytest.approx(c / n)
+    assert pass_hat_k([n], [c], 1)[0] == pytest.approx(c / n)
+    if k > 1:
+        assert pass_at_k([n], [c], k - 1)[0] <= high + 1e-12
+        assert pass_hat_k([n], [c], k - 1)[0] >= low - 1e-12
+
+
+def test_fewer_samples_than_k_is_undefined_never_a_guess() -> None:
+    """Neither 0 nor 1 nor the samples there are."""
+    for metric in (pass_at_k, pass_hat_k, mean_g_pass_at_k):
+        assert np.isnan(metric([3, 4], [3, 4], 4)).tolist() == [True, False]
+    assert np.isnan(g_pass_at_k([3], [3], 4, 0.5)[0])
+    assert np.isnan(maj_at_k([votes(["a"], [True])], 2)[0])
+    assert math.isnan(weighted_maj_at_k(["a"], [True], [1.0], 2))
+    assert math.isnan(avg_at_n(count([[]]))[0])
+
+
+def test_large_counts_neither_overflow_nor_lose_digits() -> None:
+    """Against exact integers, at sizes where binomials pass the range of floats."""
+    n, c, k = 3000, 700, 40
+    exact = 1 - Fraction(math.comb(n - c, k), math.comb(n, k))
+    assert pass_at_k([n], [c], k)[0] == pytest.approx(float(exact), rel=1e-12)
+    exact = Fraction(math.comb(c, k), math.comb(n, k))
+    assert pass_hat_k([n], [c], k)[0] == pytest.approx(float(exact), rel=1e-9)
+
+
+def test_counts_are_of_what_exists() -> None:
+    """Ragged rows, unknown samples as wrong or left out, arrays as well as lists."""
+    rows: list[list[bool | None]] = [[True, None, False], [None], []]
+    assert (count(rows).n.tolist(), count(rows).c.tolist()) == ([3, 1, 0], [1, 0, 0])
+    left = count(rows, unscored="left out")
+    assert (left.n.tolist(), left.c.tolist()) == ([2, 0, 0], [1, 0, 0])
+    array = np.array([[1, 0], [1, 1]], dtype=bool)
+    assert count(cast(Any, array)).c.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: pass_at_k([1], [1], 0),
+        lambda: pass_at_k([1], [2], 1),
+        lambda: g_pass_at_k([1], [1], 1, 1.5),
+        lambda: maj_at_k([], 0),
+        lambda: votes(["a"], []),
+        lambda: votes(["a"], [True], cast(Any, "ignore")),
+        lambda: count([[True]], cast(Any, "dropped")),
+        lambda: rate([1.0], [1], cast(Any, "exact")),
+        lambda: rate([1.0], [1], short=cast(Any, "drop")),
+        lambda: rate([1.0], [1], level=95),
+        lambda: tally_votes(["a"], [-1.0]),
+        lambda: tally_votes(["a"], [math.nan]),
+        lambda: tally_votes(["a", "b"], [1.0]),
+        lambda: weighted_maj_at_k(["a"], [True], [1.0], 0),
+    ],
+)
+def test_impossible_arguments_are_errors(wrong: Any) -> None:
+    """Named, never guessed around."""
+    with pytest.raises(OptionError):
+        wrong()
+
+
+# Votes
+
+
+LABELS = st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=9)
+
+
+def brute_majority(
+    labels: Sequence[str | None], correct: Sequence[bool], weights: Sequence[Fraction], k: int, blanks: str = "abstain"
+) -> Fraction:
+    """Every subset votes; ties are split evenly; a class is worth the share of its members that are right."""
+    total, subsets = Fraction(0), list(itertools.combinations(range(len(labels)), k))
+    worth: dict[str | None, Fraction] = {}
+    for label in set(labels):
+        members = [correct[at] for at, other in enumerate(labels) if other == label]
+        worth[label] = Fraction(sum(members), len(members)) if label is not None else Fraction(0)
+    for subset in subsets:
+        tally = Counter[str | None]()
+        for at in subset:
+            if labels[at] is not None or blanks == "vote":
+                tally[labels[at]] += cast(Any, weights[at])
+        first = [label for label, weight in tally.items() if weight == max(tally.values())]
+        total += sum((worth[label] for label in first), Fraction(0)) / max(1, len(first))
+    return total / len(subsets)
+
+
+@FEW
+@given(LABELS, st.randoms(use_true_random=False), st.sampled_from(["abstain", "vote"]))
+def test_maj_at_k_equals_brute_force(labels: list[str | None], chance: random.Random, blanks: Any) -> None:
+    """Over every subset, for every k; also where members of one class were judged differently."""
+    correct = [label == "a" or (label == "b" and chance.random() < 0.5) for label in labels]
+    for k in range(1, len(labels) + 1):
+        expected = brute_majority(labels, correct, [Fraction(1)] * len(labels), k, blanks)
+        assert maj_at_k([votes(labels, correct, blanks)], k)[0] == pytest.approx(float(expected), abs=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(LABELS, st.lists(st.integers(0, 4), min_size=9, max_size=9), st.data())
+def test_weighted_votes_equal_brute_force(labels: list[str | None], sizes: list[int], data: st.DataObject) -> None:
+    """Weights that tie exactly, weights of zero, blanks."""
+    weights = [Fraction(size, 3) for size in sizes[: len(labels)]]
+    correct = [label == "a" for label in labels]
+    k = data.draw(st.integers(1, len(labels)))
+    expected = float(brute_majority(labels, correct, weights, k))
+    assert weighted_maj_at_k(labels, correct, [float(w) for w in weights], k) == pytest.approx(expected, abs=1e-9)
+
+
+def exact_majority(right: int, wrong: Sequence[int], blank: int, k: int) -> Fraction:
+    """The polynomial in exact integers: too slow for a product, right for a test of large n."""
+    total = Fraction(0)
+    for j in range(1, min(right, k) + 1):
+        poly: Counter[tuple[int, int]] = Counter({(0, 0): 1})
+        for size in wrong:
+            grown: Counter[tuple[int, int]] = Counter()
+            for (drawn, tied), ways in poly.items():
+                for x in range(min(size, j, k - j - drawn) + 1):
+                    grown[drawn + x, tied + (x == j)] += ways * math.comb(size, x)
+            poly = grown
+        for (drawn, tied), ways in poly.items():
+            silent = math.comb(blank, k - j - drawn)
+            total += Fraction(math.comb(right, j) * ways * silent, tied + 1)
+    return total / math.comb(right + sum(wrong) + blank, k)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "blank", "k"),
+    [
+        (20, [15, 9, 5, 3, 3, 2, 1, 1, 1], 4, 32),
+        (1, [1] * 60, 3, 16),
+        (30, [30], 4, 63),
+        (12, [13, 13, 13, 13], 0, 48),
+        (60, [], 4, 2),
+        (3, [61], 0, 8),
+    ],
+)
+def test_maj_at_k_is_exact_for_64_samples(right: int, wrong: list[int], blank: int, k: int) -> None:
+    """To twelve digits, ties and blanks included, all rows in one call as well."""
+    problem = Votes((right, *wrong), (1.0, *[0.0] * len(wrong)), blank)
+    expected = float(exact_majority(right, wrong, blank, k))
+    assert maj_at_k([problem, Votes((64,), (1.0,)), problem], k).tolist() == pytest.approx([expected, 1.0, expected])
+
+
+def test_maj_at_k_survives_thousands_of_samples() -> None:
+    """Where binomial coefficients leave the range of floats: the better of two classes wins almost surely."""
+    found = maj_at_k([Votes((1500, 500), (1.0, 0.0)), Votes((1000, 1000), (1.0, 0.0))], 101)
+    assert found.tolist() == pytest.approx([1.0, 0.5], abs=1e-9)
+
+
+@given(LABELS, st.randoms(use_true_random=False))
+def test_a_vote_does_not_depend_on_the_order_of_finishing(labels: list[str | None], chance: random.Random) -> None:
+    """Neither maj@k nor the set of winners, nor the weights' sums to the last bit."""
+    weights = [chance.random() for _ in labels]
+    order = list(range(len(labels)))
+    chance.shuffle(order)
+    shuffled, moved = [labels[at] for at in order], [weights[at] for at in order]
+    assert set(winners(labels)) == set(winners(shuffled))
+    assert tally_votes(labels, weights) == tally_votes(shuffled, moved)
+    one = maj_at_k([votes(labels, [label == "a" for label in labels])], 1)
+    other = maj_at_k([votes(shuffled, [label == "a" for label in shuffled])], 1)
+    assert one[0] == pytest.approx(other[0], abs=1e-12)
+
+
+def test_seeded_subsets_approach_the_exact_weighted_vote() -> None:
+    """Past 20,000 subsets draws take over, equal for equal seeds; with equal weights they must be near maj@k."""
+    chance = random.Random(5)
+    labels = [chance.choice("aabc") for _ in range(24)]
+    correct = [label == "a" for label in labels]
+    drawn = weighted_maj_at_k(labels, correct, [1.0] * 24, 9, draws=4000, seed=1)
+    exact = maj_at_k([votes(labels, correct)], 9)[0]
+    assert drawn == weighted_maj_at_k(labels, correct, [1.0] * 24, 9, draws=4000, seed=1)
+    assert abs(drawn - exact) < 4 * math.sqrt(exact * (1 - exact) / 4000)
+
+
+# Means over problems
+
+
+def test_problems_with_too_few_samples_make_a_rate_undefined_or_are_named() -> None:
+    """Never dropped in silence."""
+    values, n = pass_at_k([4, 4, 2], [4, 0, 2], 4), [4, 4, 2]
+    whole = rate(values, n)
+    assert math.isnan(whole.value)
+    assert "too few samples in 1 of 3 problems" in str(whole)
+    kept = rate(values, n, short="left out")
+    assert (kept.value, kept.n_problems, kept.n_samples) == (0.5, 2, 8)
+    assert "1 of 3 problems left out" in str(kept)
+    assert math.isnan(rate([math.nan], [1], short="left out").value)
+
+
+def test_half_a_thousand_problems_of_64_samples_are_one_call() -> None:
+    """Shapes only; the time is in the study. All ks of a usual report."""
+    rng = np.random.default_rng(0)
+    chances = rng.beta(0.5, 0.5, 500)
+    c = rng.binomial(64, chances)
+    problems = [Votes((int(right), *[1] * (64 - int(right))), (1.0, *[0.0] * (64 - int(right)))) for right in c]
+    for k in (1, 8, 64):
+        many = maj_at_k(problems, k)
+        assert many.shape == (500,)
+        assert ((many >= 0) & (many <= 1)).all()
+        assert pass_at_k(np.full(500, 64), c, k).mean() >= many.mean() - 1e-9

@@ -1,0 +1,180 @@
+"""Two runs on the same problems are compared as pairs."""
+
+import itertools
+import math
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from atts.errors import DatasetError, OptionError
+from atts.evaluators.paired import (
+    align,
+    compare_runs,
+    mcnemar,
+    problems_needed,
+    sign_flip_p,
+    single_answer_deviation,
+)
+
+
+def test_t_is_the_paired_t_test() -> None:
+    """Interval as scipy's."""
+    rng = np.random.default_rng(0)
+    first = rng.random(25)
+    second = first + rng.normal(0.05, 0.1, 25)
+    found = compare_runs(first, second, method="t").difference
+    expected = stats.ttest_rel(second, first).confidence_interval()
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert found.value == pytest.approx((second - first).mean())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=9))
+def test_sign_flips_equal_brute_force(differences: list[int]) -> None:
+    """Every pattern of signs, as far from 0 as what was seen."""
+    patterns = list(itertools.product((-1, 1), repeat=len(differences)))
+    far = [
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True))) >= abs(sum(differences)) for signs in patterns
+    ]
+    assert sign_flip_p(np.array(differences, dtype=float)) == pytest.approx(sum(far) / len(patterns))
+
+
+def test_drawn_sign_flips_approach_the_exact_ones() -> None:
+    """Past 14 differences patterns are drawn: near the normal limit, never 0, equal for equal seeds."""
+    delta = np.array([1.0] * 13 + [-1.0] * 7)
+    exact = 2 * stats.binom.cdf(7, 20, 0.5)
+    assert sign_flip_p(delta, seed=4) == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 9999))
+    assert sign_flip_p(delta, seed=4) == sign_flip_p(delta, seed=4)
+    assert sign_flip_p(np.ones(60)) == 1 / 10_000
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
+def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> None:
+    """On the problems the runs disagree on; the four cells add up; mid-p is not above it."""
+    first, second = [a for a, _ in pairs], [b for _, b in pairs]
+    found = mcnemar(first, second)
+    lost, won = found.first_only, found.second_only
+    assert found.both + lost + won + found.neither == len(pairs)
+    expected = stats.binomtest(won, lost + won, 0.5).pvalue if lost + won else 1.0
+    assert found.p_value == pytest.approx(expected)
+    assert found.mid_p <= found.p_value + 1e-12
+    assert mcnemar(second, first).p_value == pytest.approx(found.p_value)
+    assert "exact McNemar p" in str(found)
+
+
+def test_equal_runs_do_not_differ() -> None:
+    """Difference 0, no width, p 1, and no number of problems that would show it."""
+    found = compare_runs([0.5, 1.0, 0.0], [0.5, 1.0, 0.0])
+    assert (found.difference.value, found.difference.low, found.difference.high, found.p_value) == (0, 0, 0, 1)
+    assert (found.better, found.worse, found.tied, found.problems_needed) == (0, 0, 3, None)
+
+
+def test_a_comparison_prints_all_a_reader_needs() -> None:
+    """Both rates, difference with interval, p, wins and losses, problems needed."""
+    words = str(compare_runs([0.2, 0.4, 0.9, 0.5] * 5, [0.4, 0.4, 0.8, 0.7] * 5))
+    for part in (
+        "0.500 → 0.575",
+        "difference 0.075 [",
+        "p = ",
+        "better on 10, worse on 5, tied on 5",
+        "problems would show it",
+    ):
+        assert part in words
+
+
+def test_pairing_tells_what_two_separate_intervals_cannot() -> None:
+    """Hard and easy problems vary far more than the difference: pairs see it, overlapping intervals do not."""
+    rng = np.random.default_rng(3)
+    chances = rng.beta(0.5, 0.5, 60) * 0.9
+    first, second = chances, chances + 0.05 + rng.normal(0, 0.02, 60)
+    found = compare_runs(first, second)
+    assert found.difference.low > 0
+    assert found.p_value < 0.001
+    separate = (first.std(ddof=1) + second.std(ddof=1)) / math.sqrt(60) * 1.96
+    assert separate > 3 * found.difference.value
+
+
+@pytest.mark.parametrize("method", ["bootstrap", "t"])
+def test_the_interval_of_a_difference_covers(method: Any) -> None:
+    """Nominal 95 %, 40 problems of 8 samples in each run, 300 pairs of runs (bootstrap 100): within 3.5 deviations."""
+    rng = np.random.default_rng(1)
+    hits, runs = 0, 100 if method == "bootstrap" else 300
+    for _ in range(runs):
+        chances = rng.beta(1.0, 1.0, 40)
+        better = chances + 0.3 * chances * (1 - chances)
+        first, second = rng.binomial(8, chances) / 8, rng.binomial(8, better) / 8
+        found = compare_runs(first, second, method=method).difference
+        hits += found.low <= 0.3 / 6 <= found.high
+    assert 0.95 - 3.5 * math.sqrt(0.0475 / runs) <= hits / runs
+
+
+def test_the_p_value_is_small_as_often_as_it_says() -> None:
+    """Two equal runs, 500 times: p below 0.1 in a tenth of them."""
+    rng = np.random.default_rng(2)
+    small = 0
+    for _ in range(500):
+        chances = rng.beta(1.0, 1.0, 12)
+        delta = (rng.binomial(8, chances) - rng.binomial(8, chances)) / 8
+        small += sign_flip_p(delta) <= 0.1
+    assert small / 500 <= 0.1 + 3 * math.sqrt(0.09 / 500)
+
+
+def test_the_number_of_problems_gives_the_power_it_promises() -> None:
+    """Four times in five, by simulation of the very test it is for; half as many problems give clearly less."""
+    rng = np.random.default_rng(5)
+    needed = problems_needed(0.3, 0.1)
+
+    def power(problems: int) -> float:
+        delta = rng.normal(0.1, 0.3, (2000, problems))
+        return float((stats.ttest_1samp(delta, 0, axis=1).pvalue < 0.05).mean())
+
+    assert power(needed) == pytest.approx(0.8, abs=0.03)
+    assert power(needed // 2) < 0.6
+
+
+def test_problems_needed_for_single_answers() -> None:
+    """AIME's 30 problems cannot show 5 points between independent runs; related runs need fewer."""
+    independent = problems_needed(single_answer_deviation(0.45, 0.50), 0.05)
+    related = problems_needed(single_answer_deviation(0.45, 0.50, disagree=0.15), 0.05)
+    assert independent > 1500
+    assert 400 < related < 600
+    assert problems_needed(0.5, 0.1, power=0.9) > problems_needed(0.5, 0.1)
+    assert problems_needed(0.0, 0.1) == 2
+
+
+def test_runs_are_aligned_by_problem() -> None:
+    """Order does not matter; missing problems are an error that names one."""
+    first, second = align({"a": 1.0, "b": 0.0}, {"b": 0.5, "a": 0.25})
+    assert (first.tolist(), second.tolist()) == ([1.0, 0.0], [0.25, 0.5])
+    with pytest.raises(DatasetError, match="1 problems only in the first run, 2 only in the second, such as 'a'"):
+        align({"a": 1.0, "b": 0.0}, {"b": 0.5, "c": 0.25, "d": 1.0})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: compare_runs([1.0], [1.0, 0.0]),
+        lambda: compare_runs([[1.0]], [[1.0]]),
+        lambda: compare_runs([1.0, 0.0], [1.0, 1.0], method=cast(Any, "z")),
+        lambda: mcnemar([True], []),
+        lambda: problems_needed(0.5, 0.0),
+        lambda: problems_needed(-0.5, 0.1),
+        lambda: problems_needed(0.5, 0.1, power=1.0),
+        lambda: single_answer_deviation(0.2, 0.9, disagree=0.1),
+    ],
+)
+def test_impossible_comparisons_are_errors(wrong: Any) -> None:
+    """Named, never guessed around."""
+    with pytest.raises(OptionError):
+        wrong()
+
+
+def test_too_little_to_compare_is_undefined() -> None:
+    """One problem, or a rate that is undefined itself."""
+    assert math.isnan(compare_runs([1.0], [0.0]).difference.value)
+    assert math.isnan(compare_runs([1.0, math.nan], [0.0, 1.0]).difference.value)

@@ -109,16 +109,16 @@ class Calibrator:
         """Record a decision and what was really done with its chunk, where that differs (a hard cap, an override).
 
         The decision counts at once; its score joins the pools in order of issue, if it has one. A decision taken
-        without a score (by a gate that skipped verification) counts for the rate alone.
+        without a score (verification skipped, or failed) counts for the rate alone.
 
-        :raises CalibrationInputError: if the score is not one, or a decision without one names no level.
+        :raises CalibrationInputError: if its score is not one of the declared domain.
         """
         done = decision.action == "escalate" if escalated is None else escalated
         question, turn = decision.question, decision.turn
         if decision.score is None:
-            if decision.level is None:
-                raise CalibrationInputError("decision.score", None, f"the score decided on, {self.scale.domain}")
             self._count(None, question, turn, done)
+            if decision.issue is not None:
+                self.skip(decision.issue)
             return
         badness = self.scale.badness(decision.score)
         self._count(badness, question, turn, done)

@@ -22,7 +22,7 @@ class IssueOrder:
 
     __slots__ = ("_held", "_limit", "_next", "_skipped", "given_up")
 
-    def __init__(self, limit: int = 4096) -> None:
+    def __init__(self, limit: int = 64) -> None:
         """:raises CalibrationInputError: for a limit below 1."""
         if limit < 1:
             raise CalibrationInputError("limit of held scores", limit, "at least 1")
@@ -37,11 +37,11 @@ class IssueOrder:
     def push(self, issue: int, score: Held) -> list[Held]:
         """Take the score of an issue; all that may now be released, in order of issue.
 
-        :raises CalibrationInputError: if this issue is held already, or is negative.
+        :raises CalibrationInputError: for a negative issue.
         """
-        if issue < 0 or issue in self._held:
-            raise CalibrationInputError("issue", issue, "a number from 0 that was not used before")
-        if issue < self._next:
+        if issue < 0:
+            raise CalibrationInputError("issue", issue, "a number from 0")
+        if issue < self._next or issue in self._held:
             return [score]
         self._held[issue] = score
         return self._release()

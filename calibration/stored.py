@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from atts.calibration.scale import PERPLEXITY, Scale, scale_named
+from atts.calibration.state import read_state
 from atts.errors import CalibrationInputError, FingerprintError
 
 
@@ -175,7 +176,7 @@ def _read_mapping(path: Path, text: str, scale: Scale, fingerprint: Mapping[str,
     except ValueError as problem:
         raise CalibrationInputError(str(path), str(problem), "JSON {question: [scores]}") from None
     if isinstance(table, dict) and table.get("kind") == "atts scores":
-        return StoredScores.restore(table)
+        return StoredScores.restore(read_state(path))
     if not isinstance(table, dict) or not all(isinstance(scores, list) for scores in table.values()):
         raise CalibrationInputError(str(path), type(table).__name__, "JSON {question: [scores]}")
     records = [{"question": name, "score": score} for name, scores in table.items() for score in scores]

@@ -1,0 +1,249 @@
+"""Fits, imports, reports on, checks and replays calibrations."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atts.errors import CalibrationInputError, CheckFailed, OptionError
+
+if TYPE_CHECKING:
+    from atts.calibration.health import Health
+    from atts.calibration.replay import Replay
+    from atts.calibration.stored import StoredScores
+
+app = typer.Typer(no_args_is_help=True)
+
+Rate = Annotated[float, typer.Option(help="The fraction of chunks the target takes over.")]
+Mode = Annotated[str, typer.Option(help="split, marginal, aci, tracking, turn, question or question-turn.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+Scale = Annotated[str, typer.Option(help="What the scores are: perplexity, logprob or real.")]
+PerQuestion = Annotated[int | None, typer.Option(help="This many consecutive scores of an array are one question.")]
+Condition = Annotated[list[str] | None, typer.Option(help="NAME=VALUE the scores were made under; repeatable.")]
+Source = Annotated[str, typer.Argument(help="JSON Lines of {score, question, turn}, or - for stdin; .json; .npy.")]
+
+
+_COLUMNS = ("question", "turn", "sample", "score", "p", "escalate", "why")
+
+
+@app.command("replay")
+def replay(
+    file: Source,
+    rate: Rate = 0.4,
+    mode: Mode = "question-turn",
+    seed: Annotated[int, typer.Option(help="Of the coin that breaks ties.")] = 0,
+    stored: Annotated[Path | None, typer.Option(help="Scores of a calibration run to start from.")] = None,
+    per_question: PerQuestion = None,
+    drift: Annotated[str, typer.Option(help="On alarm: recalibrate, widen, escalate or report.")] = "recalibrate",
+    window: Annotated[int | None, typer.Option(help="Remember only so many scores.")] = None,
+    decay: Annotated[float | None, typer.Option(help="Let each score fade by this factor per newer one.")] = None,
+    scale: Scale = "perplexity",
+    as_json: Json = False,
+) -> None:
+    """Decide on recorded scores in arrival order, each from those before it, and say how well the rate was held.
+
+    Example: atts calibration replay scores.jsonl --rate 0.4 --mode question-turn --json
+    """
+    from atts.calibration.replay import replay as decide
+    from atts.calibration.scale import scale_named
+
+    records = _records(file)
+    start = () if stored is None else _scores(str(stored), per_question, scale, None)
+    options: dict[str, Any] = {"mode": mode, "seed": seed, "scale": scale_named(scale), "stored": start}
+    done = decide(records, rate, drift=drift, window=window, decay=decay, **options)  # type: ignore[arg-type]  # checked there
+    if as_json:
+        _print_decisions(done)
+    else:
+        _print_replay(done)
+
+
+@app.command("import")
+def import_scores(
+    file: Source,
+    out: Annotated[Path, typer.Option(help="Where to write the scores.")],
+    per_question: PerQuestion = None,
+    scale: Scale = "perplexity",
+    condition: Condition = None,
+    as_json: Json = False,
+) -> None:
+    """Read scores of any supported kind and write them as one file with their conditions.
+
+    Example: atts calibration import ppls_math500.npy --per-question 16 --condition model=QwQ-32B --out scores.json
+    """
+    found = _scores(file, per_question, scale, condition)
+    _write(out, found.state())
+    facts = {"scores": len(found), "questions": len(set(found.questions)), "out": str(out)}
+    print(json.dumps(facts) if as_json else f"{facts['scores']} scores of {facts['questions']} questions: {out}")
+
+
+@app.command("fit")
+def fit(
+    file: Source,
+    out: Annotated[Path, typer.Option(help="Where to write the calibrator.")],
+    rate: Rate = 0.4,
+    mode: Mode = "question-turn",
+    per_question: PerQuestion = None,
+    seed: Annotated[int, typer.Option(help="Of the coin that breaks ties.")] = 0,
+    scale: Scale = "perplexity",
+    condition: Condition = None,
+    as_json: Json = False,
+) -> None:
+    """Make a calibrator that starts from these scores.
+
+    Example: atts calibration fit scores.jsonl --rate 0.4 --mode turn --condition model=QwQ-32B --out calibrator.json
+    """
+    from atts.calibration.online import Calibrator
+
+    found = _scores(file, per_question, scale, condition)
+    made = Calibrator(rate, mode, seed=seed, stored=found)  # type: ignore[arg-type]  # checked there
+    made.save(out)
+    if as_json:
+        facts = {"out": str(out), "rate": rate, "mode": mode, "scores": len(found)}
+        print(json.dumps({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by}))
+        return
+    print(f"{out}: {len(found)} scores, mode {mode}, rate {rate:g}")
+    print(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
+
+
+@app.command("report")
+def report(
+    file: Source, rate: Rate = 0.4, per_question: PerQuestion = None, scale: Scale = "perplexity", as_json: Json = False
+) -> None:
+    """Say what stored scores can promise: size, clustering, duplicates, thresholds, and how certain those are.
+
+    Example: atts calibration report ppls_math500.npy --per-question 16 --rate 0.4
+    """
+    from atts.calibration.health import examine
+
+    health = examine(_scores(file, per_question, scale, None), rate)
+    if as_json:
+        print(json.dumps(_plain({**asdict(health), "warnings": health.warnings})))
+    else:
+        _print_health(health)
+
+
+@app.command("check")
+def check(
+    file: Source,
+    live: Annotated[Path | None, typer.Option(help="Scores of the run these are meant for, in arrival order.")] = None,
+    rate: Rate = 0.4,
+    per_question: PerQuestion = None,
+    scale: Scale = "perplexity",
+    as_json: Json = False,
+) -> None:
+    """Fail (exit code 5) if stored scores are broken, or are not like those of the run they are meant for.
+
+    Example: atts calibration check scores.json --live run_scores.jsonl
+    """
+    from atts.calibration.health import examine, first_alarm
+    from atts.calibration.stored import StoredScores
+
+    stored = _scores(file, per_question, scale, None)
+    health = examine(stored, rate)
+    other = stored if live is None else _scores(str(live), None, scale, None)
+    monitor = first_alarm(stored, other if live is not None else StoredScores.of((), scale=stored.scale))
+    events = [event.state() for event in monitor.events]
+    if as_json:
+        print(json.dumps(_plain({"ok": not events, "events": events, "warnings": health.warnings})))
+    if events:
+        raise CheckFailed(f"{file}: {events[0]['message']} (noticed after {events[0]['scores']} scores)")
+    if not as_json:
+        watched = f", {len(other)} live scores watched" if live is not None else ""
+        print(f"{file}: nothing found against it ({len(stored)} scores{watched})")
+
+
+def _scores(file: str, per_question: int | None, scale: str, conditions: list[str] | None) -> StoredScores:
+    from atts.calibration.scale import scale_named
+    from atts.calibration.stored import StoredScores, read_scores
+
+    fingerprint = _conditions(conditions or [])
+    if file == "-":
+        return StoredScores.from_records(_records(file), scale_named(scale), fingerprint)
+    try:
+        return read_scores(Path(file), per_question, scale_named(scale), fingerprint)
+    except OSError as problem:
+        raise CalibrationInputError("scores", file, f"a file that can be read ({problem.strerror})") from None
+
+
+def _records(file: str) -> list[dict[str, Any]]:
+    from atts.calibration.stored import parse_lines
+
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise CalibrationInputError("records", file, f"a text file that can be read ({problem})") from None
+    return parse_lines(text.splitlines(), "stdin" if file == "-" else file)
+
+
+def _conditions(pairs: list[str]) -> dict[str, object]:
+    conditions = dict[str, object]()
+    for pair in pairs:
+        name, mark, value = pair.partition("=")
+        if not (mark and name):
+            raise OptionError("condition", f"{pair!r} is not NAME=VALUE")
+        conditions[name] = value
+    return conditions
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    from atts.calibration.state import write_state
+
+    write_state(path, state)
+
+
+def _print_decisions(done: Replay) -> None:
+    for decision in done.decisions:
+        row = {
+            name: getattr(decision, name) for name in ("question", "turn", "sample", "score", "p", "escalate", "why")
+        }
+        print(json.dumps(_plain({"type": "decision", **row})))
+    for event in done.events:
+        print(json.dumps(_plain({"type": "drift", **event.state()})))
+    summary = {"rate": done.rate, "mode": done.mode, "decisions": len(done.decisions), "escalated": done.escalated}
+    words = {"guarantee": done.guarantee, "voided_by": done.voided_by}
+    print(json.dumps(_plain({"type": "summary", **summary, **done.metrics, **words})))
+
+
+def _print_replay(done: Replay) -> None:
+    count = sum(decision.escalate for decision in done.decisions)
+    print(f"{count} of {len(done.decisions)} decisions escalated: {done.escalated:.4f} (nominal {done.rate:g})")
+    for name, value in done.metrics.items():
+        print(f"  {name.replace('_', ' '):<28}{'-' if math.isnan(value) else f'{value:.4f}'}")
+    for event in done.events:
+        print(f"drift      after {event.scores} scores: {event.message} ({event.action})")
+    print(f"guarantee  {done.guarantee}\nvoided by  {done.voided_by}")
+
+
+def _print_health(health: Health) -> None:
+    print(f"{health.clusters}")
+    print(f"  duplicates                  {health.duplicates:.1%}")
+    print(f"  escalate above              {health.threshold:.4f} (rate {health.rate:g})")
+    print(f"  ... at most, 90 % sure      {health.careful_threshold:.4f} (were scores independent)")
+    for words, (low, high) in (
+        ("long-run rate, independent", health.long_run),
+        ("long-run rate, clustered", health.long_run_clustered),
+    ):
+        print(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
+    print(f"  half of the questions       SD of the rate on the other half {health.half_split:.3f}")
+    for row in health.turns:
+        facts = f"{row.scores:>6} scores, median {row.median:.4f}, escalate above {row.threshold:.4f}"
+        print(f"  turn {row.turn:<4}{facts}")
+    for warning in health.warnings:
+        print(f"warning: {warning}")
+
+
+def _plain(value: Any) -> Any:
+    """The value as strict JSON: NaN is null, infinities are strings."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value

@@ -1,0 +1,133 @@
+"""What stored scores can and cannot promise, before anyone relies on them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
+from atts.calibration.conformal import coverage_interval, pac_threshold, split_rank, split_threshold
+from atts.calibration.drift import DriftMonitor, duplicate_share
+from atts.calibration.rates import Rate, exact_rate
+from atts.calibration.stored import StoredScores
+from atts.errors import CalibrationInputError
+
+_HALVES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class TurnHealth:
+    """The stored scores of one turn; thresholds are on the scale of the scores."""
+
+    turn: int
+    scores: int
+    median: float
+    threshold: float
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Size, clustering, duplicates and thresholds of stored scores at one rate."""
+
+    rate: float
+    scores: int
+    clusters: ClusterSummary
+    infinite: int
+    duplicates: float  # share of scores that repeat another of their question
+    threshold: float  # split conformal: escalate above it
+    careful_threshold: float  # PAC: at most the rate with probability 0.9 over the scores, were they independent
+    long_run: tuple[float, float]  # where the long-run rate of the threshold is, were the scores independent (90 %)
+    long_run_clustered: tuple[float, float]  # the same for the effective number of scores
+    half_split: float  # SD of the rate when half of the questions set the threshold for the other half
+    turns: tuple[TurnHealth, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What should stop or worry the reader."""
+        found = list[str]()
+        if self.duplicates > 0.02:
+            found.append(f"{self.duplicates:.0%} of the scores repeat another one of their question: broken draws")
+        if self.infinite:
+            found.append(f"{self.infinite} scores are infinite")
+        if math.isinf(self.threshold):
+            found.append(f"{self.scores} scores are too few for rate {self.rate:g}: nothing would escalate")
+        if self.clusters.effective < 0.5 * self.scores:
+            found.append(f"{self.clusters}: the threshold is far less certain than {self.scores} scores suggest")
+        if len(self.turns) == 1 and self.scores:
+            found.append(f"only turn {self.turns[0].turn} is here: later turns have other scores, use a mode by turn")
+        return tuple(found)
+
+
+def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
+    """Look at stored scores.
+
+    :raises CalibrationInputError: if there are none.
+    """
+    if not len(stored):
+        raise CalibrationInputError("stored scores", 0, "at least one")
+    badness = np.asarray(stored.badness, float)
+    labels = [q or f"chunk {place}" for place, q in enumerate(stored.questions)]
+    clusters = by_cluster(stored.badness, labels)
+    summary = summarise(clusters)
+    return Health(
+        float(exact_rate(rate)),
+        len(stored),
+        summary,
+        int(np.isinf(badness).sum()),
+        duplicate_share(stored),
+        _score_at(stored, split_threshold(badness, rate)),
+        _score_at(stored, pac_threshold(badness, rate, 0.1)),
+        _long_run(len(stored), rate),
+        _long_run(max(1, int(summary.effective)), rate),
+        _half_split(list(clusters.values()), rate, seed),
+        _by_turn(stored, badness, rate),
+    )
+
+
+def first_alarm(stored: StoredScores, live: StoredScores) -> DriftMonitor:
+    """A drift monitor of the stored scores that has watched the live ones in order."""
+    monitor = DriftMonitor(stored, policy="report")
+    for badness, question, turn in zip(live.badness, live.questions, live.turns, strict=True):
+        if not monitor.watching:
+            break
+        monitor.observe(badness, question, turn)
+    return monitor
+
+
+def _long_run(n: int, rate: Rate) -> tuple[float, float]:
+    k = min(n, max(1, split_rank(n, rate)))
+    low, high = coverage_interval(n, k)
+    return 1 - high, 1 - low
+
+
+def _half_split(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> float:
+    if len(clusters) < 4:
+        return math.nan
+    draw, rates = np.random.default_rng(seed), list[float]()
+    for _ in range(_HALVES):
+        order = draw.permutation(len(clusters))
+        first = np.concatenate([clusters[at] for at in order[: len(clusters) // 2]])
+        second = np.concatenate([clusters[at] for at in order[len(clusters) // 2 :]])
+        rates.append(float(np.mean(second > split_threshold(first, rate))))
+    return float(np.std(rates))
+
+
+def _by_turn(stored: StoredScores, badness: NDArray[np.float64], rate: Rate) -> tuple[TurnHealth, ...]:
+    turns = np.asarray(stored.turns)
+    rows = list[TurnHealth]()
+    for turn in sorted(set(stored.turns)):
+        scores = badness[turns == turn]
+        median, threshold = float(np.median(scores)), split_threshold(scores, rate)
+        rows.append(TurnHealth(turn, len(scores), _score_at(stored, median), _score_at(stored, threshold)))
+    return tuple(rows)
+
+
+def _score_at(stored: StoredScores, badness: float) -> float:
+    """Badness back on the scale of the scores."""
+    value = badness if stored.scale.worse == "higher" else -badness
+    if stored.scale.measure != "log":
+        return value
+    return math.exp(value) if value < 700 else math.inf

@@ -1,0 +1,221 @@
+"""The gate of ordered levels: skip verification when the draft's side suffices, verify when unclear, else hand over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+from atts.calibration.online import Calibrator
+from atts.calibration.ordinal import LEVELS, OrdinalModel, Row, fit_ordinal
+from atts.calibration.ordinal_sets import LevelSets
+from atts.core import Action, Decision
+from atts.errors import CalibrationInputError
+
+Source = Literal["gold", "vote"]
+"""Where labels come from: reference answers of a calibration run, or the settled vote of a live one."""
+
+FEATURES = ("rank", "draft_logprob", "length", "turn", "answered", "agreement", "support")
+
+_FIRST_FIT, _REFIT_GROWTH, _KEPT = 60, 1.25, 20_000
+
+
+class Evidence(Protocol):
+    """What is known of a chunk before the target has seen it; the pipelines' features are one."""
+
+    @property
+    def question(self) -> str: ...
+    @property
+    def turn(self) -> int: ...
+    @property
+    def sample(self) -> int: ...
+    @property
+    def issue(self) -> int | None: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def draft_logprob(self) -> float: ...
+    @property
+    def has_answer(self) -> bool: ...
+    @property
+    def answered(self) -> int: ...
+    @property
+    def agreement(self) -> float: ...
+    @property
+    def agrees(self) -> bool: ...
+
+
+def feature_row(evidence: Evidence, p: float | None = None) -> Row:
+    """The features named in `FEATURES`; `p` is the chunk's p-value once the target has scored it.
+
+    "agreement" is the share of answered siblings behind the leading answer, "support" the same with the sign of whether
+    this chunk's own answer is that one. Both are missing until a sibling has answered.
+    """
+    answered = evidence.answered > 0
+    sign = (1.0 if evidence.agrees else -1.0) if evidence.has_answer else 0.0
+    return (
+        p,
+        evidence.draft_logprob if math.isfinite(evidence.draft_logprob) else None,
+        math.log1p(evidence.tokens),
+        math.log1p(evidence.turn),
+        math.log1p(evidence.answered),
+        evidence.agreement if answered else None,
+        sign * evidence.agreement if answered else None,
+    )
+
+
+def level_of(right: bool, escalated: bool) -> Action:
+    """The label of a chunk after its rollout ended.
+
+    Kept and right: the draft sufficed, "accept". Kept and wrong: "escalate" would have been due. Escalated and right:
+    the target wrote on, and nobody knows whether it was needed, "verify". Escalated and wrong: "escalate", it was not
+    too much.
+    """
+    if not right:
+        return "escalate"
+    return "verify" if escalated else "accept"
+
+
+def rank_class(p: float, samples: int) -> int:
+    """The paper's ordinal class: the rank, 1 the worst, that a chunk is estimated to have among `samples` siblings.
+
+    It is found from stored scores alone, without sorting the siblings; being among the B worst is p > 1 - B / samples.
+
+    >>> [rank_class(p, 16) for p in (1.0, 0.76, 0.75, 0.0)]
+    [1, 4, 5, 16]
+    """
+    if samples < 1 or not 0 <= p <= 1:
+        raise CalibrationInputError("p and samples", (p, samples), "p in [0, 1], at least one sample")
+    return min(samples, 1 + math.floor((1 - p) * samples + 1e-9))
+
+
+class OrdinalLearner:
+    """A cumulative-logit model refitted as labels arrive, with conformal sets calibrated on labels it had not seen.
+
+    Every label first enters the sets with the probabilities of a model that did not know it, then the data of the next
+    fit. Refits happen after 60 labels and whenever there are a quarter more.
+    """
+
+    __slots__ = ("_labels", "_next_fit", "_rows", "model", "sets", "source")
+
+    def __init__(self, alpha: float = 0.1, source: Source = "vote", model: OrdinalModel | None = None) -> None:
+        """`source` says where the labels come from; `model` may be one fitted in a calibration run."""
+        self._rows = list[Row]()
+        self._labels = list[str]()
+        self._next_fit = _FIRST_FIT
+        self.model = model
+        self.sets = LevelSets(alpha)
+        self.source: Source = source
+
+    def learn(self, row: Row, level: str, question: str = "") -> None:
+        """Take one labelled chunk.
+
+        :raises CalibrationInputError: for an unknown level or a row that is not one.
+        """
+        if level not in LEVELS:
+            raise CalibrationInputError("level", level, f"one of {', '.join(LEVELS)}")
+        if self.model is not None:
+            self.sets.learn(self.model.probabilities(row), LEVELS.index(level), question)
+        self._rows.append(tuple(row))
+        self._labels.append(level)
+        if len(self._rows) >= self._next_fit:
+            self._next_fit = math.ceil(len(self._rows) * _REFIT_GROWTH)
+            self.refit()
+
+    def refit(self) -> None:
+        """Fit to the last 20,000 labelled chunks."""
+        del self._rows[:-_KEPT], self._labels[:-_KEPT]
+        if self._rows:
+            self.model = fit_ordinal(self._rows, self._labels, FEATURES)
+
+    def levels(self, row: Row) -> tuple[Action, ...]:
+        """The conformal set of a chunk; every level while nothing was fitted."""
+        if self.model is None:
+            return LEVELS
+        window = self.sets.levels(self.model.probabilities(row))
+        return LEVELS[window.start : window.stop]
+
+    @property
+    def guarantee(self) -> str:
+        """What the sets promise, and by whose labels."""
+        return f"{self.sets.guarantee}, labels by {self.source}"
+
+    def state(self) -> dict[str, Any]:
+        """Labels, model and sets as JSON."""
+        return {
+            "rows": [list(row) for row in self._rows],
+            "labels": self._labels,
+            "next_fit": self._next_fit,
+            "model": None if self.model is None else self.model.state(),
+            "sets": self.sets.state(),
+            "source": self.source,
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> OrdinalLearner:
+        """The inverse of `state`."""
+        made = cls(source=state["source"])
+        made._rows = [tuple(row) for row in state["rows"]]
+        made._labels = list(state["labels"])
+        made._next_fit = int(state["next_fit"])
+        made.model = None if state["model"] is None else OrdinalModel.restored(state["model"])
+        made.sets = LevelSets.restored(state["sets"])
+        return made
+
+
+class OrdinalGate:
+    """Decides with the conformal set of levels where it is a single one, and with the calibrator where it is not.
+
+    `preview` is asked before the target has scored the chunk: {accept} skips verification, {escalate} goes straight to
+    the target, anything else asks for the score. `decide` then adds the chunk's rank. Every decision counts for the
+    calibrator's rate, whoever took it, so its feedback makes up for what was skipped or handed over.
+    """
+
+    __slots__ = ("calibrator", "learner")
+
+    def __init__(self, calibrator: Calibrator, learner: OrdinalLearner) -> None:
+        self.calibrator, self.learner = calibrator, learner
+
+    def preview(self, features: Evidence) -> Decision:
+        """Whether the chunk needs a score at all."""
+        levels = self.learner.levels(feature_row(features))
+        return Decision(
+            _widest(levels),
+            float(self.calibrator.rate),
+            features.question,
+            features.turn,
+            features.sample,
+            features.issue,
+            level=_widest(levels),
+            levels=levels,
+            why=_why(levels),
+        )
+
+    def decide(self, features: Evidence, score: float) -> Decision:
+        """What to do with a chunk of this score.
+
+        :raises CalibrationInputError: if it is not a score.
+        """
+        said = self.calibrator.decide(score, features.question, features.turn, features.sample, features.issue)
+        levels = self.learner.levels(feature_row(features, said.p))
+        if levels in (("accept",), ("escalate",)):
+            return replace(said, action=levels[0], level=levels[0], levels=levels, why=_why(levels))
+        return replace(said, level=_widest(levels), levels=levels, why=f"{_why(levels)}; {said.why}")
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Count what was really done, and store the score if there is one."""
+        self.calibrator.observe(decision, escalated)
+
+    def learn(self, features: Evidence, p: float | None, level: str) -> None:
+        """Take the label of a finished chunk; `p` is the p-value its decision carried."""
+        self.learner.learn(feature_row(features, p), level, features.question)
+
+
+def _widest(levels: Sequence[Action]) -> Action:
+    """The level a set stands for: its only one, or verify."""
+    return levels[0] if len(levels) == 1 else "verify"
+
+
+def _why(levels: Sequence[Action]) -> str:
+    return f"levels {{{', '.join(levels)}}}"

@@ -1,0 +1,127 @@
+"""Conformal sets of ordered levels: contiguous, as short as nesting allows, with a stated coverage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atts.calibration.conformal import split_rank
+from atts.calibration.ranks import Ranks
+from atts.errors import CalibrationInputError
+
+Probabilities = Sequence[float]
+
+
+def nested_windows(probabilities: Probabilities) -> list[range]:
+    """Contiguous windows of levels from the most probable level to all, each with one level more than the one before.
+
+    Each is the heaviest window of its length that contains the one before it, which is growing towards the heavier
+    neighbour. Shortest windows need not nest for other probabilities than unimodal ones, and coverage needs nesting.
+
+    >>> [list(window) for window in nested_windows((0.35, 0.05, 0.30, 0.30))]
+    [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    """
+    _check(probabilities)
+    mode = max(range(len(probabilities)), key=lambda level: probabilities[level])
+    low, high = mode, mode + 1
+    windows = [range(low, high)]
+    while high - low < len(probabilities):
+        left = probabilities[low - 1] if low else -1.0
+        right = probabilities[high] if high < len(probabilities) else -1.0
+        low, high = (low - 1, high) if left > right else (low, high + 1)
+        windows.append(range(low, high))
+    return windows
+
+
+def shortest_window(probabilities: Probabilities, mass: float) -> range:
+    """The shortest contiguous window of at least this mass, the heaviest among equals; not nested in `mass`."""
+    _check(probabilities)
+    levels = len(probabilities)
+    for length in range(1, levels):
+        windows = [range(start, start + length) for start in range(levels - length + 1)]
+        best = max(windows, key=lambda window: math.fsum(probabilities[level] for level in window))
+        if math.fsum(probabilities[level] for level in best) >= mass - 1e-12:
+            return best
+    return range(levels)
+
+
+def entry_mass(probabilities: Probabilities, level: int) -> float:
+    """The conformity score of a level: the mass of the largest nested window without it, 0 for the most probable."""
+    inside = 0.0
+    for window in nested_windows(probabilities):
+        if level in window:
+            return inside
+        inside = math.fsum(probabilities[place] for place in window)
+    raise CalibrationInputError("level", level, f"a place among {len(probabilities)} levels")
+
+
+class LevelSets:
+    """Sets that hold the true level with probability at least 1 - alpha, calibrated on labelled chunks.
+
+    The guarantee is over a new labelled chunk exchangeable with the calibration ones, which were not used to fit the
+    probabilities. Chunks of one question count as many only if questions are many: see `guarantee`.
+    """
+
+    __slots__ = ("_alpha", "_questions", "_scores")
+
+    def __init__(self, alpha: float = 0.1) -> None:
+        """:raises CalibrationInputError: for alpha outside (0, 1)."""
+        if not 0 < alpha < 1:
+            raise CalibrationInputError("alpha", alpha, "a number strictly between 0 and 1")
+        self._alpha = alpha
+        self._scores = Ranks()
+        self._questions = set[str]()
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def learn(self, probabilities: Probabilities, level: int, question: str = "") -> None:
+        """Store one labelled chunk."""
+        self._scores.add(entry_mass(probabilities, level))
+        self._questions.add(question)
+
+    def levels(self, probabilities: Probabilities) -> range:
+        """The set of a new chunk: all levels while there are too few labelled ones to promise less."""
+        rank = split_rank(len(self._scores), self._alpha)
+        threshold = self._scores.kth(rank) if rank <= len(self._scores) else math.inf
+        inside = 0.0
+        for window in nested_windows(probabilities):
+            inside = math.fsum(probabilities[place] for place in window)
+            if inside > threshold:
+                return window
+        return range(len(probabilities))
+
+    @property
+    def guarantee(self) -> str:
+        """What the sets promise, in words."""
+        return (
+            f"the set of levels of a chunk exchangeable with the {len(self)} labelled ones ({len(self._questions)} "
+            f"questions) holds its true level with probability at least {1 - self._alpha:g}"
+        )
+
+    @property
+    def voided_by(self) -> str:
+        """What makes that promise empty, in words."""
+        return (
+            "labels from a vote where the guarantee is wanted for truth; chunks of few questions, which move together; "
+            "labels that exist only for chunks of one kind, such as those that were kept; another model or turn limit"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The stored scores, as JSON."""
+        return {"alpha": self._alpha, "scores": list(self._scores), "questions": sorted(self._questions)}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> LevelSets:
+        """The inverse of `state`."""
+        made = cls(float(state["alpha"]))
+        made._scores = Ranks(map(float, state["scores"]))
+        made._questions = set(state["questions"])
+        return made
+
+
+def _check(probabilities: Probabilities) -> None:
+    total = math.fsum(probabilities)
+    if not probabilities or not all(p >= 0 for p in probabilities) or not math.isclose(total, 1, abs_tol=1e-6):
+        raise CalibrationInputError("probabilities of levels", tuple(probabilities), "numbers from 0 that sum to 1")

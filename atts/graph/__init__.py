@@ -26,6 +26,7 @@ Places go to waiting rollouts of all problems, older problems first; a problem i
 call is tried again as the `Policy` says; a failed rollout is recorded and sinks nobody. Within one rollout, calls may
 run side by side (`atts.tasks.collect`). The top-B baselines need rounds: `scope.rollouts(..., admit="together")` starts
 all samples at once, `values = await line.meet(mine)` waits for the round, and places are given back together.
+A `Recording` is a sink that keeps all; `measure` and `write_trace` read nodes, live ones or out of a journal.
 """
 
 from atts.graph.graph import Graph, ProblemResult
@@ -34,7 +35,10 @@ from atts.graph.ledger import EngineUse, GraphStats, Sink
 from atts.graph.limits import Limit
 from atts.graph.nodes import GraphEvent, Node, NodeStatus, ProblemSpan, ProblemStatus, RolloutSpan, RolloutStatus
 from atts.graph.policy import Policy
+from atts.graph.recording import Recording
 from atts.graph.scopes import ProblemScope
+from atts.graph.timing import Path, StageTime, Timing, edges, measure, sibling_edges
+from atts.graph.trace import trace_events, write_trace
 
 __all__ = [
     "Admit",
@@ -45,14 +49,23 @@ __all__ = [
     "Limit",
     "Node",
     "NodeStatus",
+    "Path",
     "Policy",
     "ProblemResult",
     "ProblemScope",
     "ProblemSpan",
     "ProblemStatus",
+    "Recording",
     "RolloutResult",
     "RolloutScope",
     "RolloutSpan",
     "RolloutStatus",
     "Sink",
+    "StageTime",
+    "Timing",
+    "edges",
+    "measure",
+    "sibling_edges",
+    "trace_events",
+    "write_trace",
 ]

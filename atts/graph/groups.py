@@ -11,7 +11,7 @@ import anyio
 
 from atts.errors import OptionError
 from atts.graph.calls import Caller
-from atts.graph.nodes import RolloutSpan, RolloutStatus
+from atts.graph.nodes import RELEASE, Node, RolloutSpan, RolloutStatus
 from atts.graph.runs import Run
 from atts.tasks import TaskGroup
 
@@ -71,6 +71,14 @@ class RolloutScope(Caller, Generic[T]):
         self.frontier = current.frontier
         self._ready = since
         return current.values
+
+    def note_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
+        """Tell, as a node without compute, how long this finished rollout kept its place for its siblings."""
+        ledger = self._ledger
+        ledger.last_id = node = ledger.last_id + 1
+        ready = ended if self._ready is None else self._ready
+        who = (node, RELEASE, "", self.problem, self.sample, -1, self.attempt, "done")
+        ledger.emit(Node._make((*who, ready, released, released, released, after, 0)))
 
 
 class Round:
@@ -248,7 +256,7 @@ class Group(Generic[T]):
             started=ended.started,
             ended=ended.ended,
             released=released,
-            waited=scope.waited + (released - ended.ended),
+            waited=scope.waited,
             error=ended.error,
         )
         self.run.ledger.close_rollout(span)
@@ -279,5 +287,9 @@ class Group(Generic[T]):
         if self.admit == "together" and self._next:
             released = self.run.ledger.now()
             self.run.admission.release(len(self.samples))
+            after = tuple(dict.fromkeys(self.last_nodes))
             for ended in self._ended:
+                if ended.status in ("done", "failed"):
+                    ended.scope.waited += released - ended.ended
+                    ended.scope.note_release(ended.ended, released, after)
                 self._tell(ended, released)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
+from collections import deque
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 import anyio
 
@@ -42,7 +43,7 @@ class Pool:
     The head of the queue is never overtaken within its priority: a large request waits for room, it does not starve.
     """
 
-    __slots__ = ("_asked", "_queue", "busy_seconds", "free_slots", "free_tokens", "limit", "name", "queue_seconds")
+    __slots__ = ("_lanes", "_priorities", "busy_seconds", "free_slots", "free_tokens", "limit", "name", "queue_seconds")
 
     def __init__(self, name: str, limit: Limit) -> None:
         self.name = name
@@ -51,8 +52,8 @@ class Pool:
         self.free_tokens: float = math.inf if limit.tokens is None else limit.tokens
         self.busy_seconds = 0.0  # summed over slots
         self.queue_seconds = 0.0
-        self._queue: list[tuple[int, int, _Waiter]] = []
-        self._asked = 0
+        self._lanes: dict[int, deque[_Waiter]] = {}  # by priority; an empty lane is removed
+        self._priorities: list[int] = []  # of the lanes, sorted
 
     @property
     def in_use(self) -> int:
@@ -67,11 +68,11 @@ class Pool:
     @property
     def waiting(self) -> int:
         """Calls in the queue."""
-        return sum(waiter.state == "waiting" for _, _, waiter in self._queue)
+        return sum(waiter.state == "waiting" for lane in self._lanes.values() for waiter in lane)
 
     def take_nowait(self, tokens: int) -> bool:
         """Take a slot and the tokens if they are free and nobody was first."""
-        if self._queue or self.free_slots < 1 or self.free_tokens < tokens:
+        if self._lanes or self.free_slots < 1 or self.free_tokens < tokens:
             return False
         self.free_slots -= 1
         self.free_tokens -= tokens
@@ -89,8 +90,10 @@ class Pool:
                 "Raise the engine's token limit, or lower the chunk or context length",
             )
         waiter = _Waiter(tokens)
-        self._asked += 1
-        heappush(self._queue, (priority, self._asked, waiter))
+        if priority not in self._lanes:
+            self._lanes[priority] = deque()
+            insort(self._priorities, priority)
+        self._lanes[priority].append(waiter)
         self._grant()
         try:
             await waiter.event.wait()
@@ -106,18 +109,20 @@ class Pool:
         """Give a slot and its tokens back; the head of the queue has them before this returns."""
         self.free_slots += 1
         self.free_tokens += tokens
-        if self._queue:
+        if self._lanes:
             self._grant()
 
     def _grant(self) -> None:
-        queue = self._queue
-        while queue:
-            waiter = queue[0][2]
-            if waiter.state == "waiting":
-                if self.free_slots < 1 or self.free_tokens < waiter.tokens:
-                    return
-                self.free_slots -= 1
-                self.free_tokens -= waiter.tokens
-                waiter.state = "granted"
-                waiter.event.set()
-            heappop(queue)
+        while self._priorities:
+            lane = self._lanes[self._priorities[0]]
+            while lane:
+                waiter = lane[0]
+                if waiter.state == "waiting":
+                    if self.free_slots < 1 or self.free_tokens < waiter.tokens:
+                        return
+                    self.free_slots -= 1
+                    self.free_tokens -= waiter.tokens
+                    waiter.state = "granted"
+                    waiter.event.set()
+                lane.popleft()
+            del self._lanes[self._priorities.pop(0)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 NodeStatus = Literal["done", "failed", "cancelled"]
 RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
 ProblemStatus = Literal["done", "failed", "cancelled"]
+
+RELEASE = "release"
+"""The stage of the node that ends each rollout admitted together: it waited for all siblings' last nodes."""
 
 # Named tuples, not dataclasses: a frozen dataclass of this width takes four times as long to make, and one is made
 # for every engine call.
@@ -47,6 +51,24 @@ class Node(NamedTuple):
     def compute(self) -> float:
         """Seconds spent in the call."""
         return self.ended - self.started
+
+    def fields(self) -> dict[str, Any]:
+        """The node as plain fields, under the names a journal uses: `id` is `node` there."""
+        fields = self._asdict()
+        return {"node": fields.pop("id"), **fields}
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Node:
+        """The node that `fields` were made of; names it does not know are left alone.
+
+        >>> node = Node(7, "draft", "draft", "p", 0, 1, 0, "done", 1.0, 1.0, 2.0, 3.0, (5,))
+        >>> Node.read(node.fields()) == node
+        True
+
+        :raises KeyError: a field is missing.
+        """
+        values = [fields["node"], *(fields[name] for name in cls._fields[1:])]
+        return cls._make(values)
 
 
 class RolloutSpan(NamedTuple):

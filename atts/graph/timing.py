@@ -1,0 +1,122 @@
+"""Where the time went: busy shares, the critical path, time lost to siblings, arithmetic intensity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from atts.graph.nodes import Node
+
+COMPUTE_BOUND = frozenset({"score"})
+"""Stages that are one prefill: their time is arithmetic. Decoding moves every weight for every token: memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds summed over a stage's nodes."""
+
+    nodes: int = 0
+    wait: float = 0.0  # for siblings
+    queue: float = 0.0  # for a slot
+    compute: float = 0.0
+
+    def __add__(self, node: Node) -> StageTime:
+        """With one more node."""
+        return StageTime(self.nodes + 1, self.wait + node.wait, self.queue + node.queue, self.compute + node.compute)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A chain of nodes, each of which waited for the one before."""
+
+    seconds: float
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A run's time, taken apart."""
+
+    seconds: float  # from the first node asked for to the last one ended
+    stages: Mapping[str, StageTime]
+    busy_seconds: Mapping[str, float]  # per engine, summed over slots
+    critical_path: Path  # no schedule and no number of slots ends sooner
+    arithmetic_seconds: float  # Tc
+    memory_seconds: float  # Tm
+    sibling_seconds: float  # Ts
+
+    @property
+    def intensity(self) -> float:
+        """r = Tc / (Tm + Ts): arithmetic done per second of moving weights or of waiting for siblings."""
+        rest = self.memory_seconds + self.sibling_seconds
+        if not rest:
+            return math.inf if self.arithmetic_seconds else math.nan
+        return self.arithmetic_seconds / rest
+
+    def busy_share(self, engine: str, slots: int) -> float:
+        """Part of the engine's slot-seconds that was used."""
+        return self.busy_seconds.get(engine, 0.0) / (slots * self.seconds) if self.seconds else math.nan
+
+    def lower_bound(self, slots: Mapping[str, int]) -> float:
+        """Seconds that no schedule on these slots beats: the most loaded engine's work, or the longest chain."""
+        loads = [self.busy_seconds.get(engine, 0.0) / count for engine, count in slots.items()]
+        return max([self.critical_path.seconds, *loads])
+
+
+def measure(nodes: Iterable[Node], *, compute_bound: Collection[str] = COMPUTE_BOUND) -> Timing:
+    """Take a run's nodes apart, live ones or ones read from a journal, in any order.
+
+    >>> draft = Node(0, "draft", "draft", "p", 0, 0, 0, "done", 0.0, 0.0, 0.0, 2.0, ())
+    >>> score = Node(1, "score", "target", "p", 0, 0, 0, "done", 2.0, 2.0, 3.0, 4.0, (0,))
+    >>> found = measure([score, draft])
+    >>> found.seconds, found.critical_path.seconds, found.intensity, found.sibling_seconds
+    (4.0, 3.0, 0.5, 0.0)
+    """
+    found = sorted(nodes)  # by id: a node has a higher id than those it waited for
+    stages: dict[str, StageTime] = {}
+    busy: dict[str, float] = {}
+    for node in found:
+        stages[node.stage] = stages.get(node.stage, StageTime()) + node
+        if node.engine:
+            busy[node.engine] = busy.get(node.engine, 0.0) + node.compute
+    arithmetic = math.fsum(time.compute for stage, time in stages.items() if stage in compute_bound)
+    return Timing(
+        seconds=max((n.ended for n in found), default=0.0) - min((n.ready for n in found), default=0.0),
+        stages=MappingProxyType(stages),
+        busy_seconds=MappingProxyType(busy),
+        critical_path=_longest_chain(found),
+        arithmetic_seconds=arithmetic,
+        memory_seconds=math.fsum(time.compute for time in stages.values()) - arithmetic,
+        sibling_seconds=math.fsum(time.wait for time in stages.values()),
+    )
+
+
+def _longest_chain(nodes: list[Node]) -> Path:
+    ends: dict[int, float] = {}
+    before: dict[int, int] = {}
+    for node in nodes:
+        known = [other for other in node.after if other in ends]
+        last = max(known, key=ends.__getitem__, default=None)
+        ends[node.id] = node.compute + (0.0 if last is None else ends[last])
+        if last is not None:
+            before[node.id] = last
+    if not ends:
+        return Path(0.0, ())
+    chain = [max(ends, key=ends.__getitem__)]
+    while chain[-1] in before:
+        chain.append(before[chain[-1]])
+    return Path(ends[chain[0]], tuple(reversed(chain)))
+
+
+def edges(nodes: Iterable[Node]) -> set[tuple[int, int]]:
+    """Every (earlier, later) pair of which the later waited for the earlier."""
+    return {(other, node.id) for node in nodes for other in node.after}
+
+
+def sibling_edges(nodes: Iterable[Node]) -> set[tuple[int, int]]:
+    """The edges between different rollouts of one problem; none in a run without barriers."""
+    found = {node.id: node for node in nodes}
+    pairs = ((found[a], found[b]) for a, b in edges(found.values()) if a in found)
+    return {(a.id, b.id) for a, b in pairs if a.sample != b.sample and min(a.sample, b.sample) >= 0}

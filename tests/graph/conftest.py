@@ -1,0 +1,117 @@
+"""An engine that can be watched, and the real rollouts the graph is measured on."""
+
+import gzip
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import anyio
+import pytest
+
+from atts.graph import Graph
+from atts.testing.clock import Backend, run_virtual
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A problem, as far as the graph is concerned."""
+
+    id: str
+
+
+class Tick(Protocol):
+    """Called at every step of every call of the engine, with the number of the step."""
+
+    def __call__(self, step: int) -> None: ...
+
+
+@dataclass
+class Watched:
+    """An engine that sleeps as long as it is told, counts what is inside it, and can be disturbed at any step."""
+
+    tick: Tick | None = None
+    in_flight: dict[str, int] = field(default_factory=dict[str, int])
+    peak: dict[str, int] = field(default_factory=dict[str, int])
+    calls: int = 0
+    steps: int = 0
+
+    def step(self) -> None:
+        """One more step."""
+        self.steps += 1
+        if self.tick is not None:
+            self.tick(self.steps)
+
+    async def work(self, name: str, seconds: float) -> float:
+        """Be busy for so long; free again however it ends."""
+        self.calls += 1
+        now = self.in_flight[name] = self.in_flight.get(name, 0) + 1
+        self.peak[name] = max(self.peak.get(name, 0), now)
+        try:
+            self.step()
+            await anyio.sleep(seconds)
+            self.step()
+        finally:
+            self.in_flight[name] -= 1
+        return seconds
+
+
+@pytest.fixture
+def engine() -> Watched:
+    """A fresh watched engine."""
+    return Watched()
+
+
+@pytest.fixture
+def named() -> Callable[[int], list[Named]]:
+    """Makes that many problems."""
+    return lambda count: [Named(f"p{number}") for number in range(count)]
+
+
+@pytest.fixture
+def virtually(anyio_backend: Backend) -> Callable[[Callable[[], Awaitable[T]]], T]:
+    """Runs an async function without arguments under virtual time on this test's back end."""
+    return lambda function: run_virtual(function, backend=anyio_backend)
+
+
+@pytest.fixture
+def is_empty() -> Callable[[Graph], bool]:
+    """Whether a graph holds nothing: no place, slot, token, waiter or open problem."""
+
+    def check(graph: Graph) -> bool:
+        stats = graph.stats()
+        held = [stats.problems_open, stats.rollouts_in_flight, stats.rollouts_waiting]
+        held += [n for use in stats.engines.values() for n in (use.in_use, use.tokens_in_use, use.waiting)]
+        return not any(held)
+
+    return check
+
+
+Stage = tuple[str, str, int, float]
+"""Stage, engine, turn, seconds."""
+
+
+@pytest.fixture(scope="session")
+def real_rollouts(shared_data: Path) -> dict[str, list[list[Stage]]]:
+    """By question and sample, the stages of run ct0 with the durations fitted to it (16 draft, 4 target slots)."""
+    questions: dict[str, list[list[Stage]]] = {}
+    with gzip.open(shared_data / "traces" / "draft_target.jsonl.gz", "rt") as lines:
+        for record in map(json.loads, lines):
+            if record["run"] == "ct0":
+                questions.setdefault(str(record["question_id"]), []).append(_stages(record["turns"]))
+    return questions
+
+
+def _stages(turns: list[dict[str, Any]]) -> list[Stage]:
+    stages: list[Stage] = []
+    for turn in turns:
+        number = turn["turn"]
+        stages.append(("draft", "draft", number, 0.1943 + 0.002420 * turn["draft_chars"]))
+        if turn["ppl"] is not None:
+            stages.append(("score", "target", number, 0.1499))
+        if turn["escalated"]:
+            stages.append(("escalate", "target", number, 0.2139 + 0.004994 * turn["target_chars"]))
+    return stages

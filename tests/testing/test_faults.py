@@ -1,0 +1,246 @@
+"""Planted failures and interruptions strike where they were planted, and nowhere else."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Literal, get_args
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores
+from atts.engine import Engine
+from atts.errors import EngineTimeout, EngineUnavailable, OptionError, UsageError
+from atts.seeds import Seed
+from atts.tasks import collect
+from atts.testing import (
+    FaultKind,
+    Faults,
+    FaultyEngine,
+    Interrupter,
+    Interruption,
+    Latency,
+    ScriptedEngine,
+    interruptions,
+    run_virtual,
+    toy_problems,
+)
+
+TEXT = toy_problems(1)[0].text
+SLOW = Latency(per_sample=1.0, per_score=0.5)
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+
+
+def asking(engine: Engine, sample: int = 0, attempt: int = 0) -> SampleRequest:
+    """A request of ten tokens."""
+    ids = engine.tokenizer.render([Message("user", TEXT)])
+    return SampleRequest(ids, 10, seed=Seed(sample=sample, attempt=attempt))
+
+
+def scoring(engine: Engine) -> ScoreRequest:
+    """A score of three tokens."""
+    return ScoreRequest(asking(engine).ids, engine.tokenizer.encode("So we take"))
+
+
+def inside(faults: Faults) -> Engine:
+    """Faults built into the scripted engine."""
+    return ScriptedEngine(latency=SLOW, concurrency=1, faults=faults)
+
+
+def around(faults: Faults) -> Engine:
+    """The same around an engine that knows nothing of them."""
+    return FaultyEngine(ScriptedEngine(latency=SLOW, concurrency=1), faults)
+
+
+ways = pytest.mark.parametrize("make", [inside, around])
+
+
+async def what_happens(engine: Engine, verb: Literal["sample", "score"]) -> tuple[str, float]:
+    """How a call ends, in a word, and how long it took."""
+    began = anyio.current_time()
+    with anyio.move_on_after(1000) as patience:
+        try:
+            answer = await (engine.sample(asking(engine)) if verb == "sample" else engine.score(scoring(engine)))
+        except EngineUnavailable as error:
+            return ("dropped" if "lost" in str(error) else "refused"), anyio.current_time() - began
+        except EngineTimeout:
+            return "timeout", anyio.current_time() - began
+        return flaw(engine, answer), anyio.current_time() - began
+    assert patience.cancelled_caught
+    return "hang", 0.0
+
+
+def flaw(engine: Engine, answer: Completion | Scores) -> str:
+    """What cannot be true about an answer."""
+    expected = len(answer.ids) if isinstance(answer, Completion) else 3
+    if not answer.logprobs:
+        return "empty"
+    if len(answer.logprobs) != expected:
+        return "wrong_length"
+    if any(math.isnan(value) for value in answer.logprobs):
+        return "nan"
+    if max(answer.logprobs) > 0:
+        return "wrong_ids"
+    if isinstance(answer, Completion) and max(answer.ids) >= engine.spec.vocabulary:
+        return "wrong_ids"
+    return "slow"  # a true answer
+
+
+@ways
+@pytest.mark.parametrize("verb", ["sample", "score"])
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_each_kind_does_what_its_name_says(
+    make: Callable[[Faults], Engine], verb: Literal["sample", "score"], backend: Literal["asyncio", "trio"]
+) -> None:
+    """Nine calls, one of each kind, then a tenth that is sound: the failed ones left no slot behind."""
+
+    async def main() -> None:
+        delay = {"slow": 7.0, "dropped": 7.0, "timeout": 7.0}
+        async with make(Faults(calls=dict(enumerate(KINDS)), delay_seconds=7.0)) as engine:
+            usual = 1.0 if verb == "sample" else 0.5
+            for kind in KINDS:
+                seen, seconds = await what_happens(engine, verb)
+                assert seen == kind
+                answered = kind not in ("refused", "dropped", "timeout", "hang")
+                assert seconds == delay.get(kind, 0.0) + usual * answered
+            assert await what_happens(engine, verb) == ("slow", usual)
+            assert engine.stats().in_flight == 0
+
+    run_virtual(main, backend=backend)
+
+
+@ways
+def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults], Engine]) -> None:
+    """About the share asked for, the same ones in any order, others at another attempt or seed."""
+
+    async def struck(order: list[int], attempt: int = 0, seed: int = 0) -> set[int]:
+        async def one(engine: Engine, sample: int) -> int | None:
+            try:
+                await engine.sample(asking(engine, sample, attempt))
+            except EngineUnavailable:
+                return sample
+            return None
+
+        async with make(Faults({"refused": 0.2}, seed=seed)) as engine:
+            return {n for n in await collect([partial(one, engine, sample) for sample in order]) if n is not None}
+
+    first = run_virtual(struck, list(range(200)))
+    assert 20 < len(first) < 60
+    assert run_virtual(struck, list(range(199, -1, -1))) == first
+    assert run_virtual(struck, list(range(200)), 1) != first
+    assert run_virtual(struck, list(range(200)), 0, 1) != first
+
+
+@ways
+def test_a_score_asked_again_may_fare_better(make: Callable[[Faults], Engine]) -> None:
+    """Scores have no seed: the same one is told apart by how often it was asked."""
+
+    async def main() -> set[str]:
+        async with make(Faults({"refused": 0.5})) as engine:
+            return {(await what_happens(engine, "score"))[0] for _ in range(30)}
+
+    assert run_virtual(main) == {"refused", "slow"}
+
+
+def test_faults_can_be_kept_to_one_verb() -> None:
+    """A target that scores badly may still sample well."""
+
+    async def main() -> tuple[str, str]:
+        async with inside(Faults({"nan": 1.0}, only="score")) as engine:
+            return (await what_happens(engine, "sample"))[0], (await what_happens(engine, "score"))[0]
+
+    assert run_virtual(main) == ("slow", "nan")
+
+
+def test_a_faulty_engine_is_opened_first() -> None:
+    """Calling it unopened is the caller's mistake and says so."""
+    engine = around(Faults())
+
+    async def main() -> None:
+        await engine.sample(asking(engine))
+
+    with pytest.raises(UsageError, match="async with"):
+        run_virtual(main)
+
+
+def test_impossible_faults_are_errors() -> None:
+    """Unknown kinds and shares that are no probabilities."""
+    with pytest.raises(OptionError, match="known: refused"):
+        Faults({"refuse": 0.1})  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
+    for shares in ({"nan": -0.1}, {"nan": 0.7, "slow": 0.7}, {"nan": math.nan}):
+        with pytest.raises(OptionError, match="probabilities"):
+            Faults(shares)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+# --- interruptions ---------------------------------------------------------------------------------------
+
+
+async def pipeline(draft: Engine, target: Engine) -> int:
+    """Four turns of sampling and scoring: eight calls, six seconds."""
+    request = asking(draft)
+    for turn in range(4):
+        done = await draft.sample(replace(request, seed=Seed(turn=turn)))
+        await target.score(ScoreRequest(request.ids, done.ids))
+        request = replace(request, ids=request.ids + done.ids)
+    return len(request.ids)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(["asyncio", "trio"]))
+def test_an_interruption_ends_the_work_and_leaves_nothing(seed: int, backend: Literal["asyncio", "trio"]) -> None:
+    """Wherever the cut is made, the engines are free afterwards and serve again."""
+
+    async def main() -> None:
+        async with ScriptedEngine(latency=SLOW, concurrency=1) as draft, ScriptedEngine(latency=SLOW) as target:
+            for place in interruptions(4, seed=seed, seconds=6.5, calls=9):
+                cutter = Interrupter(place)
+                began = anyio.current_time()
+                result = await cutter.run(pipeline, cutter.wrap(draft), cutter.wrap(target))
+                assert result.fired == (result.value is None)
+                assert anyio.current_time() - began <= min(6.0, place.after_seconds) + 1e-9
+                assert draft.stats().in_flight == target.stats().in_flight == 0
+            assert await pipeline(draft, target) > 0
+
+    run_virtual(main, backend=backend)
+
+
+def test_interruptions_happen_at_their_place() -> None:
+    """Before a call nothing of it was done; after it, all of it; by time, at that time; never, not at all."""
+
+    async def calls_done(place: Interruption) -> tuple[int, int, bool, float]:
+        async with ScriptedEngine(latency=SLOW) as engine:
+            cutter = Interrupter(place)
+            wrapped = cutter.wrap(engine)
+            result = await cutter.run(pipeline, wrapped, wrapped)
+            stats = engine.stats()
+            return cutter.calls, stats.steps, result.fired, anyio.current_time()
+
+    calls, before, fired, _ = run_virtual(calls_done, Interruption(at_call=2))
+    assert (calls, fired) == (3, True)
+    calls, after, fired, _ = run_virtual(calls_done, Interruption(at_call=2, phase="after"))
+    assert (calls, fired) == (4, True)
+    assert after == before + 10
+    assert run_virtual(calls_done, Interruption(after_seconds=2.25))[2:] == (True, 2.25)
+    assert run_virtual(calls_done, Interruption())[2:] == (False, 6.0)
+    with pytest.raises(OptionError, match="known: before, after"):
+        Interruption(phase="during")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def test_the_works_own_errors_and_outer_cancellation_pass_through() -> None:
+    """An interrupter swallows its own cut and nothing else."""
+
+    async def fail() -> None:
+        await anyio.sleep(1)
+        raise ValueError("mine")
+
+    async def outer() -> bool:
+        with anyio.move_on_after(1) as scope:
+            await Interrupter(Interruption(after_seconds=5)).run(anyio.sleep, 10)
+        return scope.cancelled_caught
+
+    with pytest.raises(ValueError, match="mine"):
+        run_virtual(Interrupter(Interruption(after_seconds=5)).run, fail)
+    assert run_virtual(outer)

@@ -260,8 +260,8 @@ def step_scores(target: Skill, draft: Skill = DRAFT, tokens: int = 40) -> list[t
     """(problem, target's mean surprise, whether the draft slipped) for every first chunk."""
     author, scorer = Writer(ToyModel(draft, PLAIN)), Writer(ToyModel(target, PLAIN))
     found: list[tuple[str, float, bool]] = []
-    for problem in toy_problems(80, seed=2):
-        for sample in range(8):
+    for problem in toy_problems(50, seed=2):
+        for sample in range(6):
             ids = ask(problem)
             done = author.write(SampleRequest(ids, tokens, seed=Seed(problem=problem.id, sample=sample)))
             after = MODEL.read(ids + done.ids)

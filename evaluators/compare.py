@@ -269,8 +269,18 @@ class Comparison:
             if self.prober.equal(gold, answer):
                 return self.ruled("value", True)
         except Undefined as error:
+            if self.has_value(gold) != self.has_value(answer):
+                return self.ruled("undefined", False)
             raise Undecided(f"no value: {error}") from error
         return self.ruled("rounding" if self.rounds(gold, answer) else "value", self.rounds(gold, answer))
+
+    def has_value(self, node: Node) -> bool:
+        """Whether a constant has a value; raises Undecided when that cannot be told."""
+        try:
+            self.prober.constants(node)
+        except Undefined:
+            return False
+        return True
 
     def rounds(self, gold: Node, answer: Node) -> bool:
         """Whether one is a decimal of enough digits and the other a value that no decimal of its kind can be."""

@@ -8,7 +8,7 @@ from typing import Literal
 from atts.core import AnswerKind
 from atts.errors import OptionError
 from atts.evaluators.boxes import Box, Scan, inner, is_placeholder, joins, scan
-from atts.evaluators.statements import marked, stated, trailing_number
+from atts.evaluators.statements import marked, overruled, stated, trailing_number
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
@@ -60,6 +60,8 @@ class Extractor:
     def __init__(self, kind: AnswerKind = "math") -> None:
         self._kind: AnswerKind = kind
         self._pieces: list[str] = []
+        self._boxed_to = 0  # where the last box ends in the whole text
+        self._dropped = 0  # characters before the pending text
         self._pending = ""  # text from the scan position on
         self._state = Scan()
         self._group: list[str] = []  # contents of the boxes that make the answer so far
@@ -84,9 +86,10 @@ class Extractor:
     def finish(self, fallback: Fallback = "none") -> Extraction:
         """The answer of the finished text; boxes first, then explicit marks, then what `fallback` allows."""
         self._advance("", ended=True)
-        if self._group:
-            return Extraction(self.answer, "box")
         text = "".join(self._pieces)
+        if self._group:
+            final = overruled(text[self._boxed_to :], self._kind)
+            return Extraction(self.answer, "box") if final is None else Extraction(final, "marker")
         found = marked(text, self._kind)
         if found is not None:
             return Extraction(found, "marker")
@@ -108,6 +111,7 @@ class Extractor:
         at = 0
         for box in boxes:
             self._take(box, self._pending[at : box.start])
+            self._boxed_to = self._dropped + box.end
             at = box.end
         self._drop(state, at)
 
@@ -130,5 +134,6 @@ class Extractor:
             if len(self._gap) > 100:
                 self._gap = None
         self._pending = self._pending[keep:]
+        self._dropped += keep
         opened = None if state.open_at is None else state.open_at - keep
         self._state = Scan(state.at - keep, opened, state.inside - keep, state.depth)

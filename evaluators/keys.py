@@ -17,6 +17,7 @@ from atts.evaluators.views import intervals, named
 from atts.evaluators.words import measure
 
 _COLLECTIONS = ("list", "set", "tuple", "union", "matrix", "setminus")
+_POINTS = {"real": 4, "whole": 4, "steps": 28}
 _NOT_VALUES = (*_COLLECTIONS, "word", "relation", "plusminus", "opaque", "huge", "ratio", "based", "quantity")
 
 
@@ -51,7 +52,7 @@ class Keys:
         prober, names = Prober(self.limits), variables(node)
         domain = domain_of(node)
         found: list[str] = []
-        for index in range(4 if names else 1):
+        for index in range(_POINTS[domain] if names else 1):
             try:
                 found.append(written(prober.value(node, point(names, index, domain))))
             except Undefined:

@@ -83,7 +83,7 @@ _ESCAPES: dict[str, tuple[TokenKind, str]] = {
 }  # fmt: skip
 _PLAIN: dict[str, tuple[TokenKind, str]] = {
     "pi": ("command", "pi"), "infinity": ("command", "infty"), "infty": ("command", "infty"), "inf": ("word", "inf"),
-    "sqrt": ("command", "sqrt"), "cup": ("op", "cup"), "pm": ("op", "pm"), "theta": ("symbol", "theta"),
+    "sqrt": ("command", "sqrt"), "cup": ("op", "cup"), "theta": ("symbol", "theta"),
     "alpha": ("symbol", "alpha"), "beta": ("symbol", "beta"), "omega": ("symbol", "omega"), "phi": ("symbol", "phi"),
     "lambda": ("symbol", "lambda"), "mu": ("symbol", "mu"), "sigma": ("symbol", "sigma"), "U": ("symbol", "U"),
     "union": ("op", "cup"), "times": ("op", "*"), "frac": ("command", "frac"), "mod": ("op", "mod"),
@@ -245,12 +245,20 @@ class _Lexer:
         after_word = bool(self.tokens) and self.tokens[-1].kind == "word"
         if run.lower() in words.ATTACHED and (after_number or after_word):
             return True
+        if run[1:] in ("sqrt", "pi"):
+            return False
         if run in ("is", "of", "be", "if", "an", "by", "at", "to", "so", "we", "it", "as", "no", "No", "on"):
             return True
         return words.is_word(run)
 
     def product(self, run: str) -> None:
         """Letters side by side are factors, save a known function at their start."""
+        letter, known = run[0], run[1:]
+        if known in ("sqrt", "pi"):
+            self.add("symbol", letter)
+            run = known
+            self.letters(known, "maths")
+            return
         for name in ("sqrt", "sin", "cos", "tan", "log", "ln"):
             if run.startswith(name) and len(run) > len(name):
                 self.letters(name, "maths")

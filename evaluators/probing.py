@@ -17,30 +17,36 @@ from atts.evaluators.tree import Node, has, variables
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
 Value = Fraction | Approx
+Domain = Literal["real", "whole", "steps"]
 _BITS = (200, 640, 1600)
-_POINTS = 6
-_DISCRETE = frozenset({"floor", "ceil", "factorial", "double_factorial", "binom", "gcd", "lcm"})
+_POINTS = {"real": 6, "whole": 6, "steps": 28}
+_STEPS = frozenset({"floor", "ceil", "gcd", "lcm"})
+_DISCRETE = frozenset({"factorial", "double_factorial", "binom"})
 # what a trace of rounding may leave, and what must remain to call two numbers different
 _SLACK = 12
 
 
 @lru_cache(maxsize=8192)
-def _coordinate(name: str, index: int, domain: Literal["real", "whole"]) -> Fraction:
+def _coordinate(name: str, index: int, domain: Domain) -> Fraction:
     """The value a variable takes at a probing point: fixed by its name, mixed in sign and size."""
     draw = random.Random(f"{name}@{index}")
+    if domain == "steps":  # consecutive at first, so that a shifted step shows
+        return Fraction(index + 2 if index < 14 else draw.randrange(2, 60))
     if domain == "whole":
         return Fraction(draw.randrange(2, 12) + 3 * index)
     size = Fraction(draw.randrange(1_000, 9_999), draw.choice((997, 1009, 1013, 2003, 3001)))
     return -size if index % 3 == 1 else size / 7 if index % 3 == 2 else size
 
 
-def point(names: frozenset[str], index: int, domain: Literal["real", "whole"]) -> Mapping[str, Fraction]:
+def point(names: frozenset[str], index: int, domain: Domain) -> Mapping[str, Fraction]:
     """A probing point for these variables."""
     return {name: _coordinate(name, index, domain) for name in names}
 
 
-def domain_of(*nodes: Node) -> Literal["real", "whole"]:
-    """Whole numbers where something only makes sense on them, real numbers elsewhere."""
+def domain_of(*nodes: Node) -> Domain:
+    """Whole numbers where something only makes sense on them, many where it moves in steps, real numbers elsewhere."""
+    if any(each.kind == "func" and each.text in _STEPS and variables(each) for node in nodes for each in node.walk()):
+        return "steps"
     for node in nodes:
         for each in node.walk():
             if each.kind == "func" and each.text in _DISCRETE and variables(each):
@@ -88,7 +94,7 @@ class Prober:
         domain = domain_of(left, right)
         agreed = 0
         unreal: list[bool] = []
-        for index in range(_POINTS):
+        for index in range(_POINTS[domain]):
             env = point(names, index, domain)
             try:
                 real, same = self.compare_at(left, right, env)
@@ -154,7 +160,7 @@ class Prober:
         domain = domain_of(left, right)
         ratio: Value | None = None
         agreed = 0
-        for index in range(_POINTS):
+        for index in range(_POINTS[domain]):
             env = point(names, index, domain)
             try:
                 first, second = self.value(left, env), self.value(right, env)

@@ -53,7 +53,7 @@ def _read(text: str, limits: Limits) -> Reading:
         return Reading(text, (number(Fraction(text), text),))
     plain = text
     try:
-        plain = cleaned(unboxed(text), limits)
+        plain = _ANNOUNCED.sub("", cleaned(_ANNOUNCED.sub("", unboxed(text), count=1), limits), count=1)
         choice = _CHOICE.match(_MACRO.sub("", plain).replace("{", "").replace("}", ""))
         letter = choice[1] if choice else ""
         only = bool(letter) and not re.search(r"[^A-J\s(){}\[\].:]", _MACRO.sub("", plain))
@@ -61,6 +61,9 @@ def _read(text: str, limits: Limits) -> Reading:
     except Undecided as problem:
         choice = _CHOICE.match(_MACRO.sub("", plain)) if len(plain) < 400 else None
         return Reading(plain, (), problem, choice[1] if choice else "")
+
+
+_ZEROS = re.compile(r",0\d")  # no list is written 5,000
 
 
 def _trees(plain: str, limits: Limits) -> list[Node]:
@@ -71,7 +74,7 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
     joined = joined_thousands(plain)
     found: list[Node] = []
     problem: Undecided | None = None
-    for spelling in dict.fromkeys((joined, plain)):
+    for spelling in (joined,) if joined == plain or _ZEROS.search(plain) else (joined, plain):
         try:
             found.append(Parser(tokens(spelling, limits), limits).answer())
         except Undecided as error:
@@ -94,6 +97,13 @@ def unboxed(text: str) -> str:
     if not contents and scan(text, Scan(), ended=True)[1].open_at is not None:
         raise Malformed("a box that was cut off")
     return ", ".join(contents) if contents else _EMPTY_BOX.sub("", text)
+
+
+_ANNOUNCED = re.compile(
+    r"\A\s*(?:(?:so|thus|therefore|hence),?\s+)?(?:the\s+|our\s+|my\s+)?(?:final\s+|correct\s+)?"
+    r"(?:answer|result|solution|choice)s?\s*(?:is|are|:|=)+\s*:?\s*(?=\S)",
+    re.IGNORECASE,
+)
 
 
 _EMPTY_BOX = re.compile(r"\\?(?:boxed|fbox)\s*\{\s*\}")

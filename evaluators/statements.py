@@ -12,20 +12,30 @@ _MARKS = re.compile(
     r"<answer>|^[ \t]*#{3,4}(?=[ \t]*[^#\s])"
     r"|(?:final\s+)?answers?\**\s*(?:is|are|would\s+be|must\s+be|=)?\s*(?:therefore|thus|simply|for\s+sure)?\s*\**\s*[:：]\s*\**"
     r"|(?:final\s+|correct\s+|the\s+)answers?\**\s+(?:is|are|must\s+be|should\s+be|would\s+be)(?![a-z])(?:\s+for\s+sure|\s+option|\s+choice)?\s*:?"
+    r"|\banswers?\s*(?=\$|\\\(|\\\[)"
     r"|\banswers?\s+is(?![a-z])|答案\s*(?:是|为)?\s*[:：]?|réponse\s*(?:est|:)|respuesta\s*(?:es|:)|antwort\s*(?:ist|:)",
     re.IGNORECASE | re.MULTILINE,
 )
 _CHAT = re.compile(r"<\|[^|>]{0,40}\|>.*", re.DOTALL)
 _MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_SENTENCE_END = re.compile(r"(?<=[^\d\s])[.!](?=\s|$)|(?<=\d)\.(?=\s|$)|[。！]|\n\s*\n|\n(?=\s*[A-Z*#-])")
+_SENTENCE_END = re.compile(r"[.!](?=\s|$)|[。！।]|\n\s*\n|\n(?=\s*[A-Z*#-])")
 _NUMBER = re.compile(
-    r"-?\\frac\{-?\d+\}\{\d+\}|(?<![\w.])[-−]?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?|(?<![\w.])-?\.\d+"
+    r"-?\\frac\{-?\d+\}\{\d+\}|(?<![A-Za-z0-9_.])[-−]?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?|(?<![A-Za-z0-9_.])-?\.\d+"
 )
 _STATES = re.compile(
-    r"(?:\b(?:is|are|was|be|equals?|gives?|gets?|has|have|becomes?|by|about|yields?|it's|that's|located\s+between|there\s+are|remainder|est|donc|soit)\b|[=:：≈]|是|为|有)",
+    r"(?:\\[lg]t|\\[lg]eq?|\\neq?|[<>≤≥≠]|\b(?:that|find|is|are|was|be|equals?|gives?|gets?|has|have|becomes?|by|about|yields?|it's|that's|located\s+between|there\s+are|remainder|est|donc|soit)\b|[=:：≈]|是|为|有)",
     re.IGNORECASE,
 )  # fmt: skip
+_DISPLAY = re.compile(r"\s*(?:\$\$(.+?)\$\$|\\\[(.+?)\\\])", re.DOTALL)
 _LETTER = re.compile(r"(?<![A-Za-z0-9'])\(?([A-J])(?![A-Za-z0-9'])")
+
+
+_FINAL = re.compile(r"final\s+answers?\**\s*(?:is|are|:)", re.IGNORECASE)
+
+
+def overruled(text: str, kind: AnswerKind) -> str | None:
+    """The value a text after its last box calls the final answer; None when it names none."""
+    return marked(text, kind) if _FINAL.search(text) else None
 
 
 def marked(text: str, kind: AnswerKind) -> str | None:
@@ -47,9 +57,10 @@ def _value(following: str, kind: AnswerKind) -> str | None:
     if kind == "choice":
         letter = _LETTER.search(following[:200])
         return letter[1] if letter else None
-    maths = _MATHS.match(following.lstrip("*: \n"))
+    following = following.lstrip("*: \n")
+    maths = _MATHS.match(following)
     if maths:
-        return _joined_maths(following.lstrip("*: \n"), maths)
+        return _joined_maths(following, maths)
     sentence = next(_sentences(following), "").strip().strip("*").strip()
     if not sentence:
         return None
@@ -131,15 +142,22 @@ def stated(text: str, kind: AnswerKind) -> str | None:
         if re.match(r"(?:I hope|Let me know|Note|Thank|If you)", sentence):
             continue
         if not _has_words(sentence) and _NUMBER.search(sentence) and len(sentence) < 200:
-            line = sentence.splitlines()[-1]
-            maths = _MATHS.search(line)
-            return _inside(maths) if maths else _trimmed(line.rpartition("=")[2])
+            return _bare(sentence.splitlines()[-1])
         if _STATES.search(sentence):
             found = _stated_in(sentence)
             if found is not None:
                 return found
         return None
     return None
+
+
+def _bare(line: str) -> str | None:
+    """A line without words: its maths, what its last = gives, or its last number."""
+    maths = _MATHS.search(line)
+    if maths:
+        return _inside(maths)
+    value = line.rpartition("=")[2]
+    return _trimmed(value) if value.isascii() and not re.search(r"[^\x00-\x7f]|\*\*|\]", value) else _last_number(value)
 
 
 def _stated_choice(text: str) -> str | None:

@@ -69,6 +69,8 @@ _unit("mass", x1="g gram grams", x1000="kg kilogram kilograms kgs", x1_1000="mg 
 _unit("pound", x1="lb lbs pound pounds", x1_16="oz ounce ounces", x2000="ton tons")
 _unit("money", x1="dollar dollars usd buck bucks", x1_100="cent cents")
 _unit("volume", x1="l liter liters litre litres", x1_1000="ml milliliter milliliters")
+_unit("am", x1="am")
+_unit("pm", x1="pm")
 _unit("kitchen", x1="cup cups", x2="pint pints", x4="quart quarts", x16="gallon gallons")
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _RATES = {"mph": "mile per hour", "kph": "km per hour", "kmh": "km per hour", "fps": "foot per second"}
@@ -101,7 +103,7 @@ def measure(unit: str) -> tuple[Dimension, Fraction] | None:
                 power = _POWERS[word]
             elif word.startswith("^") and last:
                 extra = sign * (int(re.sub(r"[^\d-]", "", word)) - 1)
-                if abs(extra) > 9:
+                if abs(extra) > 99:
                     return None
                 total[_UNITS[last][0]] += extra
                 scale *= _UNITS[last][1] ** extra

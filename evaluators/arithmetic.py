@@ -110,7 +110,7 @@ class Exercise:
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """The solution as a model should write it: each step ends with a blank line, the last chunk boxes the answer."""
+        """The solution as a model should write it: a blank line ends each step, the last chunk boxes the answer."""
         return (*(f"{step.text}\n\n" for step in self.steps), f"The answer is \\boxed{{{self.answer}}}.")
 
     @property
@@ -131,9 +131,7 @@ def split_of(canonical: str) -> Split:
     return "test" if bucket == 0 else "calibration" if bucket == 1 else "train"
 
 
-def problems(
-    split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
-) -> list[Problem]:
+def problems(split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)) -> list[Problem]:
     """`count` distinct problems, the levels in turn; a longer call with the same seed starts with the shorter one's.
 
     :raises OptionError: an unknown split, an unknown level or a negative count.
@@ -154,9 +152,7 @@ def problems(
     ]
 
 
-def exercises(
-    split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
-) -> list[Exercise]:
+def exercises(split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)) -> list[Exercise]:
     """The same problems with their worked solutions, in the same order.
 
     :raises OptionError: an unknown split, an unknown level or a negative count.
@@ -206,9 +202,11 @@ def _next_operation(random: Random, value: int) -> Operation:
     if value >= 4:
         choices.append("-")
     if 2 <= value <= LIMIT // 2:
-        choices += ["*", "*"] if value <= LIMIT // 4 else ["*"]
+        choices.append("*")
+    if 2 <= value <= LIMIT // 4:
+        choices.append("*")  # twice: chances to multiply or divide are rarer than to add
     if divisors:
-        choices += ["/", "/"]
+        choices.extend(("/", "/"))
     operator = random.choice(choices)
     match operator:
         case "+":
@@ -236,7 +234,7 @@ def _bare(random: Random, operations: Sequence[Operation]) -> tuple[Step, ...]:
 
 
 def _instructions(random: Random, count: int) -> Exercise:
-    """"Start with 24. Multiply by 3. ..."."""
+    """ "Start with 24. Multiply by 3. ..."."""
     phrases = {
         "+": ("Add {}", "Increase by {}"),
         "-": ("Subtract {}", "Take away {}"),
@@ -251,7 +249,7 @@ def _instructions(random: Random, count: int) -> Exercise:
 
 
 def _expression(random: Random, count: int) -> Exercise:
-    """"Compute ((24 * 3) - 17) + 5."."""
+    """ "Compute ((24 * 3) - 17) + 5."."""
     operations = _chain(random, count)
     written = str(operations[0].left)
     for index, item in enumerate(operations):
@@ -262,7 +260,7 @@ def _expression(random: Random, count: int) -> Exercise:
 
 
 def _variables(random: Random, count: int) -> Exercise:
-    """"Let a = 24. Let b = a * 3. Let c = b - a. ..."."""
+    """ "Let a = 24. Let b = a * 3. Let c = b - a. ..."."""
     values = [random.randint(2, 99)]
     told = [f"Let a = {values[0]}."]
     steps: list[Step] = []

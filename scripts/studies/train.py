@@ -1,4 +1,4 @@
-"""Trains the embedded pair from a seed: tokenizer, draft, the draft's own errors, then the target that corrects them."""
+"""Trains the embedded pair from a seed: tokenizer, draft, its errors, then the target that corrects them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,6 +33,7 @@ class Recipe:
     mixture: Mixture = Mixture()
     micro_tokens: int = 2048
     micro_batches: int = 8  # per step, once the first `small_steps` are over
+    workers: int = 2  # processes a step's micro-batches are dealt to; decides the order of sums
     small_steps: int = 0  # steps of half as many micro-batches: more updates while they teach most
     muon_rate: float = 0.02
     adam_rate: float = 0.004
@@ -45,15 +46,24 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    "draft": Recipe(Shape(64, 2, 1, 1, 128), steps=1400, seed=1, mixture=Mixture(errors=0.2), micro_batches=4),
+    "draft": Recipe(
+        Shape(64, 3, 1, 1, 96),
+        steps=4000,
+        seed=1,
+        mixture=Mixture(errors=0.2),
+        micro_batches=2,
+        adam_rate=0.006,
+        decay=0.55,
+    ),
     "target": Recipe(
         Shape(256, 6, 4, 2, 512),
-        steps=2600,
+        steps=2300,
         seed=2,
         small_steps=1500,
+        decay=0.65,
         exit_weight=0.1,
         drafted=0.12,
-        drafted_from=800,
+        drafted_from=1600,
     ),
 }
 
@@ -168,7 +178,7 @@ def train(name: str, recipe: Recipe, options: Options) -> None:
     log = options.work / f"{name}.jsonl"
     if trainer.resume():
         _say(log, {"resumed": trainer.progress.step})
-    with Workers(trainer.model) as workers:
+    with Workers(trainer.model, recipe.workers) as workers:
         _loop(trainer, workers, options, log)
 
 
@@ -231,7 +241,7 @@ def draft_errors(options: Options) -> Errors:
 
 
 def main() -> None:
-    """`scripts/train [draft|target|tokenizer ...]`: all three by default; a second call takes up where the first stopped."""
+    """All three parts by default; a second call takes up where the first stopped."""
     parser = argparse.ArgumentParser(prog="scripts/train", description=main.__doc__)
     parser.add_argument("parts", nargs="*", default=["tokenizer", "draft", "target"], help="tokenizer, draft, target")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "train", help="checkpoints and logs")
@@ -246,13 +256,7 @@ def main() -> None:
                 build_tokenizer(options.models / name)
         else:
             recipe = RECIPES[part]
-            train(part, recipe if found.steps is None else _with_steps(recipe, found.steps), options)
-
-
-def _with_steps(recipe: Recipe, steps: int) -> Recipe:
-    from dataclasses import replace
-
-    return replace(recipe, steps=steps)
+            train(part, recipe if found.steps is None else replace(recipe, steps=found.steps), options)
 
 
 if __name__ == "__main__":

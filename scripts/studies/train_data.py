@@ -1,4 +1,4 @@
-"""What the embedded models learn from: the shared tokenizer, solutions with planted errors and their corrections, batches."""
+"""What the embedded models learn from: the tokenizer, solutions with planted errors and corrections, batches."""
 
 from __future__ import annotations
 

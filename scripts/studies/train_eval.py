@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from random import Random
-
-import re
 
 import torch
 from torch import Tensor

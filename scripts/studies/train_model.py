@@ -1,4 +1,4 @@
-"""The embedded models in plain torch: a Llama that trains fast on two CPU cores and saves as an ordinary model folder."""
+"""The embedded models in plain torch: a Llama that trains fast on two CPU cores and saves as a model folder."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ class Attention(nn.Module):
         groups = self.heads // self.kv_heads
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         weights = torch.softmax((q * HEAD**-0.5) @ k.transpose(-1, -2) + where.mask, -1)
-        return self.o_proj((weights @ v).transpose(1, 2).reshape(batch, length, self.heads * HEAD))
+        mixed: Tensor = self.o_proj((weights @ v).transpose(1, 2).reshape(batch, length, self.heads * HEAD))
+        return mixed
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -117,7 +118,8 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.cat((self.gate_proj.weight, self.up_proj.weight)).to(x.dtype)
         gate, up = F.linear(x, weight).chunk(2, -1)
-        return self.down_proj(F.silu(gate) * up)
+        narrowed: Tensor = self.down_proj(F.silu(gate) * up)
+        return narrowed
 
 
 class Layer(nn.Module):
@@ -132,8 +134,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, where: Where, cache: tuple[Tensor, Tensor] | None) -> Tensor:
         compute = where.cos.dtype
-        x = x + self.self_attn(self.input_layernorm(x, compute), where, cache)
-        return x + self.mlp(self.post_attention_layernorm(x, compute))
+        middle: Tensor = x + self.self_attn(self.input_layernorm(x, compute), where, cache)
+        result: Tensor = middle + self.mlp(self.post_attention_layernorm(middle, compute))
+        return result
 
 
 class Body(nn.Module):

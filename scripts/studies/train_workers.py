@@ -1,4 +1,4 @@
-"""Gradients on two cores: two one-threaded processes share the weights, which beats two threads wherever cores are shared."""
+"""Gradients from one-threaded processes that share the weights: beats threads wherever cores are shared."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Self
 
@@ -40,7 +41,7 @@ def backward(model: Llama, work: Sequence[Work]) -> Losses:
     final, early = 0.0, 0.0
     for item in work:
         last, exit_ = _losses(model, item)
-        ((last + item.exit_weight * exit_) / item.learned).backward()
+        ((last + item.exit_weight * exit_) / item.learned).backward()  # type: ignore[no-untyped-call]
         final, early = final + last.item() / item.learned, early + exit_.item() / item.learned
     return Losses(final, early)
 
@@ -60,29 +61,38 @@ def _losses(model: Llama, work: Work) -> tuple[Tensor, Tensor]:
 
 
 class Workers:
-    """The calling process and one more; every step's micro-batches are dealt out in turn, so sums are reproducible."""
+    """The calling process and its helpers; micro-batches are dealt out in turn, so sums are reproducible."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Llama, count: int) -> None:
         torch.set_num_threads(1)
         self.model = model.share_memory()
-        self.gradients = [torch.zeros_like(weight).share_memory_() for weight in model.parameters()]
         context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_assist, args=(other, model, self.gradients), daemon=True)
-        self.process.start()
+        self.helpers: list[_Helper] = []
+        for _ in range(count - 1):
+            gradients = [_shared(torch.zeros_like(weight)) for weight in model.parameters()]
+            pipe, other = context.Pipe()
+            process = context.Process(target=_assist, args=(other, model, gradients), daemon=True)
+            process.start()
+            other.close()
+            self.helpers.append(_Helper(process, pipe, gradients))
 
     def backward(self, work: Sequence[Work]) -> Losses:
         """Leave the whole step's gradients in the model.
 
-        :raises EOFError: the other process died.
+        :raises EOFError: a helper died.
         """
-        self.pipe.send([_packed(item) for item in work[1::2]])
-        own = backward(self.model, work[::2])
-        final, early = self.pipe.recv()
-        for weight, gradient in zip(self.model.parameters(), self.gradients, strict=True):
-            assert weight.grad is not None, "every weight takes part"
-            weight.grad += gradient
-        return Losses(own.final + final, own.early + early)
+        count = len(self.helpers) + 1
+        for place, helper in enumerate(self.helpers):
+            helper.pipe.send([_packed(item) for item in work[place + 1 :: count]])
+        losses = backward(self.model, work[::count])
+        final, early = losses.final, losses.early
+        for helper in self.helpers:
+            answered = helper.pipe.recv()
+            final, early = final + answered[0], early + answered[1]
+            for weight, gradient in zip(self.model.parameters(), helper.gradients, strict=True):
+                assert weight.grad is not None, "every weight takes part"
+                weight.grad += gradient
+        return Losses(final, early)
 
     def __enter__(self) -> Self:
         return self
@@ -90,8 +100,21 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.process.terminate()
-        self.process.join()
+        for helper in self.helpers:
+            helper.process.terminate()
+            helper.process.join()
+
+
+@dataclass(frozen=True, slots=True)
+class _Helper:
+    process: BaseProcess
+    pipe: Connection
+    gradients: Sequence[Tensor]
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    shared: Tensor = tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return shared
 
 
 def _packed(work: Work) -> tuple[object, ...]:
@@ -101,12 +124,12 @@ def _packed(work: Work) -> tuple[object, ...]:
 
 def _assist(pipe: Connection, model: Llama, gradients: Sequence[Tensor]) -> None:
     """The other process: gradients of its share, written where the caller reads them."""
-    os.setsid()  # Linux shares cores between sessions first: in the caller's, both processes would get one share
+    os.setsid()  # Linux shares cores between sessions first: in the caller's, all would get one share
     torch.set_num_threads(1)
     while True:
         try:
             packed = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return  # the caller is gone
         work = [
             Work(Batch(torch.from_numpy(ids), torch.from_numpy(labels), own), *rest)

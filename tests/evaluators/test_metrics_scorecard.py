@@ -1,0 +1,88 @@
+"""Every rate of a run stands beside what it left uncounted."""
+
+import math
+from typing import Any, cast
+
+import pytest
+
+from atts.errors import OptionError
+from atts.evaluators.scorecard import Samples, coverage, score
+
+RUN = [
+    Samples("p1", (True, True, False, None), ("a", "a", "b", "c"), ("graded", "graded", "graded", "timeout")),
+    Samples("p2", (False, False, True, False), ("x", "x", "y", None), ("graded", "graded", "graded", "cut")),
+    Samples("p3", (True, True, True, None), ("q", "q", "q", "r"), ("graded", "graded", "graded", "unscored")),
+    Samples("p4", (False,) * 4, (None, None, "z", None), ("no answer", "cut", "graded", "no answer")),
+]
+
+
+def test_a_scorecard_holds_every_rate_with_its_basis() -> None:
+    """pass@1 and, for the powers of two up to n, the others; values by hand."""
+    found = score(RUN)
+    assert list(found.estimates)[0] == "pass@1"
+    assert {"pass@2", "maj@2", "pass^2", "G-pass@2(1/2)", "pass@4", "maj@4"} <= set(found.estimates)
+    assert found.estimates["pass@1"].value == pytest.approx((2 + 1 + 3 + 0) / 16)
+    assert found.estimates["pass@4"].value == pytest.approx(3 / 4)
+    assert found.estimates["pass^4"].value == 0
+    assert found.estimates["maj@4"].value == pytest.approx((1 + 0 + 1 + 0) / 4)
+    assert all((e.n_problems, e.n_samples) == (4, 16) for e in found.estimates.values())
+    assert all(e.low <= e.value <= e.high for e in found.estimates.values())
+
+
+def test_coverage_counts_stand_beside_the_rates() -> None:
+    """Cut, without answer, unscored, timed out: each by itself, printed last."""
+    found = coverage(RUN)
+    counts = (found.problems, found.samples, found.cut, found.no_answer, found.unscored, found.timed_out)
+    assert counts == (4, 16, 2, 2, 1, 1)
+    words = str(score(RUN)).splitlines()
+    assert words[-1] == "16 samples of 4 problems: 2 cut, 2 without answer, 1 unscored, 1 timed out"
+    assert words[0].startswith("pass@1 ")
+    assert "2 unscored counted wrong: at most +0.125" in words[0]
+
+
+def test_unscored_samples_can_be_left_out_and_say_so() -> None:
+    """Then pass@k of more samples than are left is undefined."""
+    found = score(RUN, unscored="left out", ks=(4,))
+    assert found.estimates["pass@1"].value == pytest.approx((2 / 3 + 1 / 4 + 1 + 0) / 4)
+    assert "2 unscored left out" in found.estimates["pass@1"].note
+    assert math.isnan(found.estimates["pass@4"].value)
+    assert "too few samples in 2 of 4 problems" in found.estimates["pass@4"].note
+
+
+def test_blanks_may_vote() -> None:
+    """Then three silent samples outvote one answer."""
+    run = [Samples("p", (True, False, False, False), ("a", None, None, None))]
+    assert score(run, ks=(4,)).estimates["maj@4"].value == 1
+    assert score(run, ks=(4,), blanks="vote").estimates["maj@4"].value == 0
+
+
+def test_weights_give_a_weighted_vote() -> None:
+    """One sure sample against three unsure ones."""
+    run = [Samples("p", (True, False, False), ("a", "b", "b"), weights=(5.0, 1.0, 1.0))]
+    found = score(run)
+    assert found.estimates["weighted vote"].value == 1
+    assert found.estimates["maj@3"].value == 0
+
+
+def test_without_labels_there_is_no_vote() -> None:
+    """And without statuses the unknown are unscored; without problems everything is undefined."""
+    found = score([Samples("p", (True, None))])
+    assert not [name for name in found.estimates if name.startswith("maj")]
+    assert (found.coverage.samples, found.coverage.unscored) == (2, 1)
+    empty = score([])
+    assert math.isnan(empty.estimates["pass@1"].value)
+    assert "no problems" in str(empty)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Samples("p", (True,), ("a", "b")),
+        lambda: Samples("p", (True,), statuses=(cast(Any, "lost"),)),
+        lambda: Samples("p", (True,), weights=(1.0, 2.0)),
+    ],
+)
+def test_samples_that_do_not_fit_together_are_errors(wrong: Any) -> None:
+    """Named after the problem or the status."""
+    with pytest.raises(OptionError):
+        wrong()

@@ -20,7 +20,7 @@ class Features:
     question: str
     turn: int = 0
     sample: int = 0
-    issue: int | None = None  # the order in which chunks were asked for, across the run
+    issue: int | None = None  # the place in the run's order of asking for scores, as the gate's preview numbered it
     attempt: int = 0
     tokens: int = 0
     draft_logprob: float = 0.0  # mean over the chunk's own tokens
@@ -85,24 +85,32 @@ def _decision(features: Features, action: Action, rate: float, why: str, score: 
     return Decision(action, rate, features.question, features.turn, features.sample, features.issue, score, why=why)
 
 
-@dataclass(frozen=True, slots=True)
 class ConformalGate:
-    """The rank of a chunk's score among stored ones decides."""
+    """The rank of a chunk's score among stored ones decides.
 
-    calibrator: Calibrating
+    Scores reach the calibrator in the order in which they were asked for, not in which they came back: what comes back
+    first is short. The order is counted here, at the preview.
+    """
+
+    def __init__(self, calibrator: Calibrating) -> None:
+        self.calibrator = calibrator
+        self._issued = 0
 
     def preview(self, features: Features) -> Decision:
         """Every chunk is scored."""
-        return _decision(features, "verify", float(self.calibrator.rate), "every chunk is scored")
+        numbered = replace(features, issue=self._issued)
+        self._issued += 1
+        return _decision(numbered, "verify", float(self.calibrator.rate), "every chunk is scored")
 
     def decide(self, features: Features, score: float) -> Decision:
         """As the calibrator says."""
         return self.calibrator.decide(score, features.question, features.turn, features.sample, features.issue)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Feed the calibrator; an escalation that was forced without a score teaches it nothing."""
-        if decision.score is not None:
-            self.calibrator.observe(decision, escalated)
+        """Feed the calibrator; an escalation that was forced without a score counts for the rate alone."""
+        if decision.issue is not None:  # decisions of an earlier session come with their numbers
+            self._issued = max(self._issued, decision.issue + 1)
+        self.calibrator.observe(decision, escalated)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ async def judge(line: Line, proposal: Proposal, gate: Gate) -> tuple[Decision, P
     decision = gate.preview(evidence)
     if decision.action != "verify":
         return decision, proposal
+    evidence = replace(evidence, issue=decision.issue)
     if not proposal.chunk.target_ids:
         return _forced(evidence, "the draft wrote nothing"), proposal
     proposal = await scored(line, proposal)
@@ -100,7 +101,7 @@ def features(line: Line, proposal: Proposal) -> Features:
         rollout.problem,
         line.turn,
         rollout.sample,
-        line.siblings.issue(),
+        None,
         proposal.attempt,
         len(own),
         math.fsum(own) / len(own) if own else 0.0,

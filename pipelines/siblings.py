@@ -18,14 +18,8 @@ class Siblings:
         self._context = context
         self.rollouts: dict[int, Rollout] = {}
         self.claimed: set[tuple[int, int]] = set()  # (sample, turn): forked from already
-        self._issued = 0
         self._round: Round = {}
         self._ranked: Mapping[int, Decision] = {}
-
-    def issue(self) -> int:
-        """The place of a chunk in the order of asking within this problem."""
-        self._issued += 1
-        return self._issued - 1
 
     def ranked(self, round_: Round, gate: RoundGate) -> Mapping[int, Decision]:
         """The decisions of a round, made once by whoever comes first; every member sees the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -33,15 +34,17 @@ SCORES = st.floats(1.0, 50.0, allow_nan=False)
 
 
 def test_the_conformal_gate_passes_on_what_the_calibrator_says() -> None:
-    """And feeds it only what had a score."""
+    """And numbers the chunks in the order of asking, across sessions."""
     calibrator = Calibrator(0.5, "marginal", stored=[1.1, 1.2, 1.3])
     gate = ConformalGate(calibrator)
     assert gate.preview(Features("q")).action == "verify"
     decision = gate.decide(Features("q", 2, 3), 9.0)
     assert (decision.question, decision.turn, decision.sample, decision.escalate) == ("q", 2, 3, True)
     gate.observe(decision, True)
-    gate.observe(FixedGate("escalate").preview(Features("q")), True)
     assert calibrator.decided == 1
+    assert gate.preview(Features("q")).issue == 1
+    gate.observe(replace(decision, issue=7), True)
+    assert gate.preview(Features("q")).issue == 8
 
 
 @pytest.mark.parametrize("score", [math.nan, 0.5, -1.0])

@@ -79,14 +79,21 @@ class Probe:
         """Several seeds for every prompt."""
         return [self.request(p, seed, sampling) for p in range(len(self.prompts)) for seed in range(seeds)]
 
+    def long(self, request: SampleRequest) -> SampleRequest:
+        """The same request, as long as the options and the context allow."""
+        room = self.engine.spec.context_length - len(request.ids)
+        return replace(request, max_tokens=min(self.options.long_tokens, room))
+
     async def sample_all(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """All at once, in the order given."""
         return await collect([partial(self.engine.sample, request) for request in requests])
 
     async def score(self, prefix: TokenIds, suffix: TokenIds, rollout: str = "") -> tuple[float, ...]:
-        """Log-probabilities, made sure to be one per token."""
+        """Log-probabilities, made sure to be one per token and possible."""
         logprobs = (await self.engine.score(ScoreRequest(prefix, suffix, rollout))).logprobs
         require(len(logprobs) == len(suffix), f"scoring {len(suffix)} tokens gave {len(logprobs)} log-probs")
+        wrong = [value for value in logprobs if not value <= 1e-6]  # NaN compares false
+        require(not wrong, f"scored log-probs must be numbers and at most 0, got {wrong[:3]}")
         return logprobs
 
     def need(self, *capabilities: Capability) -> None:

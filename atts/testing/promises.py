@@ -129,9 +129,7 @@ async def check_end(probe: Probe) -> None:
     """The model's own end comes once, last, inside the ids and outside the text."""
     probe.need("sample")
     end, seen = set(probe.engine.spec.end_ids), 0
-    for completion in await probe.sample_all(
-        [replace(r, max_tokens=probe.options.long_tokens) for r in probe.requests(2)]
-    ):
+    for completion in await probe.sample_all([probe.long(request) for request in probe.requests(2)]):
         inner = [index for index in completion.ids[:-1] if index in end]
         require(not inner, f"the model went on after its end token {inner[:1]}")
         ended = completion.ids[-1] in end

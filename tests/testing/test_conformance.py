@@ -154,6 +154,11 @@ class DropsAScore(Rig):
         return Scores((await super().score(request)).logprobs[1:] or (-1.0,))
 
 
+class ScoresNotANumber(Rig):
+    async def score(self, request: ScoreRequest) -> Scores:
+        return Scores((*(await super().score(request)).logprobs[1:], math.nan))
+
+
 class ScoresAtATemperature(Rig):
     async def score(self, request: ScoreRequest) -> Scores:
         return Scores(tuple(value / 0.8 for value in (await super().score(request)).logprobs))
@@ -459,6 +464,16 @@ class FinishesAnyway(Rig):
         return done[0]
 
 
+class SwallowsCancellation(Rig):
+    """Answers with what it has when cancelled."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        try:
+            return await super().sample(request)
+        except anyio.get_cancelled_exc_class():
+            return Completion((9,), self.tokenizer.decode((9,)), "length", (-1.0,))
+
+
 class ConfusedByCancellation(Rig):
     async def sample(self, request: SampleRequest) -> Completion:
         run = 1 if self.stats().cancelled else 0
@@ -472,6 +487,7 @@ SABOTEURS: list[tuple[str, Callable[[], Engine]]] = [
     ("stop", StopsInsideTokensOnly), ("stop", DropsTheStop), ("stop", CallsItLength),
     ("stop_ids", IgnoresStopIds), ("stop_ids", DropsTheStop), ("end", GoesOnAfterTheEnd), ("end", HidesTheEnd),
     ("alignment", OffByOne), ("alignment", DropsAScore), ("alignment", ScoresAtATemperature),
+    ("score_company", ScoresNotANumber),
     ("alignment", ForgetsThePrefix), ("alignment", LooksAhead), ("improbable", LooksAheadFromTheMiddle),
     ("improbable", LikesEverything), ("improbable", OffByOne),
     ("greedy", NeverGreedy), ("greedy", IgnoresTopK), ("greedy", IgnoresTopP), ("greedy", IgnoresMinP),
@@ -485,7 +501,7 @@ SABOTEURS: list[tuple[str, Callable[[], Engine]]] = [
     ("stats", CountsNothing), ("stats", ForgetsCounts), ("stats", CountsTwice),
     ("closing", ClosesOnce), ("closing", ServesWhenClosed), ("isolation", SharesSettings), ("isolation", ClosesForAll),
     ("cancellation", LeaksSlots), ("cancellation", StaysInFlight), ("cancellation", FinishesAnyway),
-    ("cancellation", ConfusedByCancellation),
+    ("cancellation", SwallowsCancellation), ("cancellation", ConfusedByCancellation),
 ]  # fmt: skip
 
 

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atts.errors import OutOfMemory
+from atts.errors import OutOfMemory, UnsupportedByEngine
 from atts.local.batch import Model
-from atts.local.loader import load_weights
+from atts.local.loader import Weights, load_weights
 from atts.local.loop import Reading, StepLoop
 from atts.local.messages import Opened, Report
 from atts.local.model import TorchModel
+from atts.local.native import NativeModel, native_library
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Limits, Scheduler
 from atts.local.shape import Shape
@@ -25,6 +26,8 @@ _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.8  # of what the weights leave free
 _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
 _MOST_LOGITS = 4096
+_SMALL_MODEL = 10_000_000
+"""Weights below which a second thread costs more in waiting than it computes, unless the machine is idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +54,41 @@ def build_loop(plan: Blueprint, tell: Callable[[Report], None]) -> tuple[StepLoo
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
     """
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
-    if plan.threads is not None:
-        torch.set_num_threads(plan.threads)
     weights = load_weights(plan.folder, plan.shape, dtype, device, plan.name)
     cache = allocate_cache(plan, dtype, device)
-    model: Model = TorchModel(plan.shape, weights, cache)
+    model = _model(plan, weights, cache)
     kv_tokens = cache.shape[2] - 1
     limits = Limits(kv_tokens, plan.max_batch, plan.chunk_tokens, plan.shape.context_length)
     tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * plan.shape.vocabulary))))
     reading = Reading(plan.shape.vocabulary, plan.pieces, frozenset(plan.shape.end_ids))
     return StepLoop(model, Scheduler(limits, tree), reading, tell), Opened(kv_tokens, model.device_name)
+
+
+def _model(plan: Blueprint, weights: Weights, cache: Tensor) -> Model:
+    """Native kernels where they can be had and are allowed, else torch."""
+    is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
+    if plan.kernel == "native" and not is_fit:
+        raise UnsupportedByEngine(plan.name, "the native kernels compute float32 on a CPU", "Use kernel='torch'")
+    if plan.kernel != "torch" and is_fit:
+        try:
+            library = native_library(plan.name, plan.shape)
+        except UnsupportedByEngine:
+            if plan.kernel == "native":
+                raise
+        else:
+            return NativeModel(library, plan.shape, weights, cache, _threads(plan))
+    return TorchModel(plan.shape, weights, cache)
+
+
+def _threads(plan: Blueprint) -> int:
+    if plan.threads is not None:
+        return plan.threads
+    return 1 if plan.shape.matrix_weights < _SMALL_MODEL else torch.get_num_threads()
+
+
+def set_threads(plan: Blueprint) -> None:
+    """Fix how many threads a step uses; called in the loop's own thread, for OpenMP counts per calling thread."""
+    torch.set_num_threads(_threads(plan))
 
 
 def allocate_cache(plan: Blueprint, dtype: torch.dtype, device: torch.device) -> Tensor:

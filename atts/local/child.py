@@ -9,7 +9,7 @@ import threading
 from typing import IO
 
 from atts.errors import EngineError, ModelLoadError, OutOfMemory
-from atts.local.build import Blueprint, build_loop
+from atts.local.build import Blueprint, build_loop, set_threads
 from atts.local.messages import Close, Failed, FailureKind, Report
 from atts.local.worker import Mailbox, broken, write
 
@@ -34,6 +34,7 @@ def main() -> int:
     mailbox = Mailbox()
     threading.Thread(target=_read_orders, args=(orders, mailbox), daemon=True).start()
     try:
+        set_threads(plan)
         loop.run(mailbox)
     except BrokenPipeError:
         return 0  # the parent is gone

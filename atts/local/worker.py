@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import IO, Protocol
 
 from atts.errors import EngineError, ModelLoadError, OutOfMemory
-from atts.local.build import Blueprint, build_loop
+from atts.local.build import Blueprint, build_loop, set_threads
 from atts.local.messages import Close, Failed, Opened, Order, Report
 
 _CLOSE_SECONDS = 10.0
@@ -71,6 +71,7 @@ class ThreadWorker:
 
         def run() -> None:
             try:
+                set_threads(plan)
                 loop.run(self._mailbox)
             except Exception as error:  # noqa: BLE001  the callers, not this thread, must hear of it
                 loop.fail_all(broken(error))

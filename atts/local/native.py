@@ -1,0 +1,265 @@
+"""The same forward in C for float32 on a CPU: built on first use where a compiler is at hand, never required."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atts.errors import UnsupportedByEngine
+from atts.local.batch import Slots, StepBatch
+from atts.local.loader import LayerWeights, Weights
+from atts.local.shape import Shape
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-O3", "-fno-math-errno", "-shared", "-fPIC")
+_Floats = NDArray[np.float32]
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        (name, _POINTER)
+        for name in (
+            "norm",
+            "qkv_bias",
+            "query_norm",
+            "key_norm",
+            "out_bias",
+            "mlp_norm",
+            "gate_up_bias",
+            "down_bias",
+            "qkv",
+            "out",
+            "gate_up",
+            "down",
+        )
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("layers", "width", "heads", "kv_heads", "head_dim", "inner", "vocabulary", "halves")),
+        ("eps", ctypes.c_float),
+        *((name, _POINTER) for name in ("embedding", "norm", "cosines", "sines", "head", "layer", "cache")),
+        ("slots", _INT),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, _INT) for name in ("num_tokens", "num_sequences", "num_wanted", "table_width", "threads")),
+        *((name, _POINTER) for name in ("tokens", "positions", "slots", "rows", "starts", "lengths", "wanted", "table")),
+        *((name, _POINTER) for name in ("x", "h", "qkv", "mixed", "both", "hidden", "scratch")),
+        ("scratch_floats", _INT),
+        ("counters", _POINTER),
+    ]
+
+
+class NativeModel:
+    """Runs steps with the C kernels; same cache layout as the torch model, float32 on the CPU only.
+
+    Weights that are bfloat16 numbers anyway are kept as such: half the memory to read, not a bit lost.
+    """
+
+    def __init__(self, library: ctypes.CDLL, shape: Shape, weights: Weights, cache: Tensor, threads: int) -> None:
+        self._library, self._shape, self._threads = library, shape, threads
+        self._kept: list[object] = [cache]  # what the C side points into
+        self._halves = all(_is_bfloat16(matrix) for matrix in _matrices(weights))
+        self._model = self._describe(weights, cache)
+        group = shape.heads // shape.kv_heads
+        self._scratch_floats = int(library.atts_scratch_floats(shape.head_dim, group, shape.context_length))
+        self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
+        self._counters = np.zeros(shape.layers, dtype=np.int32)
+        self._room = 0
+        self._buffers: dict[str, _Floats] = {}
+
+    @property
+    def device_name(self) -> str:
+        """What computes."""
+        return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{', bf16 weights' * self._halves}"
+
+    def forward(self, batch: StepBatch, table: Slots) -> Tensor:
+        """The final, normed hidden states of the wanted tokens: [wanted, width]."""
+        hidden = np.empty((len(batch.wanted), self._shape.width), dtype=np.float32)
+        self._make_room(len(batch.tokens))
+        self._counters[:] = 0
+        arrays = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "num_single"}
+        step = _Step(
+            num_tokens=len(batch.tokens),
+            num_sequences=len(batch.rows),
+            num_wanted=len(batch.wanted),
+            table_width=table.shape[1],
+            threads=self._threads,
+            table=table.ctypes.data,
+            hidden=hidden.ctypes.data,
+            scratch=self._scratch.ctypes.data,
+            scratch_floats=self._scratch_floats,
+            counters=self._counters.ctypes.data,
+            **{name: array.ctypes.data for name, array in (arrays | self._buffers).items()},
+        )
+        self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(step))
+        return torch.from_numpy(hidden)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Their logits: [wanted, vocabulary] float32."""
+        rows = len(hidden)
+        logits = torch.empty(rows, self._shape.vocabulary)
+        self._library.atts_head(
+            ctypes.byref(self._model), hidden.data_ptr(), rows, logits.data_ptr(), self._threads
+        )
+        return logits
+
+    def _make_room(self, tokens: int) -> None:
+        """Buffers for a step of this many tokens; grown, never shrunk."""
+        if tokens <= self._room:
+            return
+        shape, self._room = self._shape, max(tokens, 2 * self._room)
+        across = shape.heads * shape.head_dim
+        widths = {
+            "x": shape.width,
+            "h": shape.width,
+            "qkv": across + 2 * shape.kv_heads * shape.head_dim,
+            "mixed": across,
+            "both": 2 * shape.inner,
+        }
+        self._buffers = {name: np.empty((self._room, width), dtype=np.float32) for name, width in widths.items()}
+
+    def _describe(self, weights: Weights, cache: Tensor) -> _Model:
+        shape = self._shape
+        angles = torch.outer(torch.arange(shape.context_length, dtype=torch.float32), shape.frequencies)
+        layers = (_Layer * shape.layers)(*[self._layer(layer) for layer in weights.layers])
+        self._kept.append(layers)
+        return _Model(
+            layers=shape.layers,
+            width=shape.width,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            inner=shape.inner,
+            vocabulary=shape.vocabulary,
+            halves=int(self._halves),
+            eps=shape.eps,
+            embedding=self._keep(weights.embedding),
+            norm=self._keep(weights.norm),
+            cosines=self._keep(angles.cos() * shape.rope_scale),
+            sines=self._keep(angles.sin() * shape.rope_scale),
+            head=self._pack(weights.head),
+            layer=ctypes.addressof(layers),
+            cache=cache.data_ptr(),
+            slots=cache.shape[2],
+        )
+
+    def _layer(self, layer: LayerWeights) -> _Layer:
+        packed = ("qkv", "out", "gate_up", "down")
+        plain = [field.name for field in fields(layer) if field.name not in packed]
+        return _Layer(
+            **{name: self._pack(getattr(layer, name)) for name in packed},
+            **{name: self._keep(getattr(layer, name)) for name in plain},
+        )
+
+    def _keep(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        tensor = tensor.contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _pack(self, matrix: Tensor) -> int:
+        rows, columns = matrix.shape
+        matrix = matrix.contiguous()
+        packed = torch.empty(self._library.atts_packed_bytes(rows, columns, int(self._halves)), dtype=torch.uint8)
+        self._library.atts_pack(matrix.data_ptr(), rows, columns, int(self._halves), packed.data_ptr())
+        self._kept.append(packed)
+        return packed.data_ptr()
+
+
+def native_library(name: str, shape: Shape) -> ctypes.CDLL:
+    """The compiled kernels, from the cache of earlier builds or built now.
+
+    :raises UnsupportedByEngine: no compiler, a failed build, or a head size the kernels do not know.
+    """
+    library = ctypes.CDLL(str(_built(name)))
+    library.atts_packed_bytes.restype = library.atts_scratch_floats.restype = library.atts_supports.restype = _INT
+    library.atts_packed_bytes.argtypes = (_INT, _INT, _INT)
+    library.atts_scratch_floats.argtypes = (_INT, _INT, _INT)
+    library.atts_supports.argtypes = (_INT,)
+    library.atts_pack.argtypes = (_POINTER, _INT, _INT, _INT, _POINTER)
+    library.atts_forward.argtypes = (_POINTER, _POINTER)
+    library.atts_head.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _INT)
+    library.atts_pack.restype = library.atts_forward.restype = library.atts_head.restype = None
+    if not library.atts_supports(shape.head_dim):
+        raise UnsupportedByEngine(name, f"the native kernels do not know head dimension {shape.head_dim}", "Use torch")
+    return library
+
+
+def _built(name: str) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise UnsupportedByEngine(name, "no C compiler for the native kernels", "Install gcc, or use kernel='torch'")
+    folder = _cache_folder()
+    path = folder / f"kernels-{_mark(compiler)}.so"
+    if path.is_file():
+        return path
+    problem = ""
+    for extra in _variants():
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
+            made = Path(file.name)
+        command = [compiler, *_FLAGS, *extra[0], "-o", str(made), str(_SOURCE), *extra[1], "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            made.replace(path)
+            return path
+        made.unlink()
+        problem = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+    raise UnsupportedByEngine(name, f"the native kernels do not build ({problem})", "Use kernel='torch'")
+
+
+def _variants() -> Sequence[tuple[Sequence[str], Sequence[str]]]:
+    """Compiler and linker flags to try: with threads and this processor's instructions, then with less."""
+    tuned = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    # torch brings its own OpenMP; a second one in the process would make a second set of waiting threads
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    threads = [((tuned, "-fopenmp"), ("-nostdlib", str(bundled[0]), "-lc"))] if bundled else []
+    return [*threads, ((tuned, "-fopenmp"), ()), ((tuned,), ()), ((), ())]
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "atts"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="atts-"))
+    return folder
+
+
+def _mark(compiler: str) -> str:
+    """Names a build: the source, the flags, the compiler and the processor it was tuned for."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    text = repr((_SOURCE.read_text(encoding="utf-8"), _FLAGS, _variants(), compiler, os.stat(compiler).st_mtime, processor))
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _matrices(weights: Weights) -> list[Tensor]:
+    return [weights.head, *(m for layer in weights.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down))]
+
+
+def _is_bfloat16(tensor: Tensor) -> bool:
+    """Whether every number is one bfloat16 can hold."""
+    return bool((tensor.contiguous().view(torch.int32) & 0xFFFF == 0).all())

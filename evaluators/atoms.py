@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from atts.evaluators.grammar import Parser, literal
+from fractions import Fraction
+
+from atts.evaluators.stream import Grammar
 from atts.evaluators.tree import EMPTY_SET, INFINITY, MINUS_ONE, REALS, TWO, Node, function, number, quotient, symbol
 from atts.evaluators.verdict import Malformed, NotMaths, Prose, TooLarge
 
@@ -13,9 +15,10 @@ _INVERSES = {
     "sinh": "arcsinh", "cosh": "arccosh", "tanh": "arctanh",
 }  # fmt: skip
 _MANY = frozenset({"max", "min", "gcd", "lcm"})
+_MAX_LITERAL = 4000  # digits; Python refuses to convert much longer ones
 
 
-def atom(parser: Parser) -> Node:
+def atom(parser: Grammar) -> Node:
     """One atom from the stream; raises Malformed where none begins."""
     token = parser.here
     if token.kind == "number":
@@ -36,7 +39,7 @@ def atom(parser: Parser) -> Node:
     raise Malformed(f"{token.text or 'the end'!r} where a value should be")
 
 
-def _word(parser: Parser) -> Node:
+def _word(parser: Grammar) -> Node:
     word = parser.here.text.lower()
     if word == "inf":
         parser.take()
@@ -44,7 +47,7 @@ def _word(parser: Parser) -> Node:
     raise Prose(f"the word {parser.here.text!r}")
 
 
-def _variable(parser: Parser) -> Node:
+def _variable(parser: Grammar) -> Node:
     name = parser.take().text
     if name in ("e", "i") and parser.here.text != "_":
         return Node("constant", text=name)
@@ -54,7 +57,8 @@ def _variable(parser: Parser) -> Node:
     while parser.is_op("'"):
         parser.take()
         name += "'"
-    if parser.is_op("^") and name in _CALLABLE and [t.text for t in parser.tokens[parser.at : parser.at + 6]] == ["^", "{", "-", "1", "}", "("]:  # fmt: skip
+    following = [token.text for token in parser.tokens[parser.at : parser.at + 6]]
+    if name in _CALLABLE and following == ["^", "{", "-", "1", "}", "("]:
         parser.at += 5
         name += "^-1"
     head = name[0]
@@ -70,12 +74,12 @@ def _variable(parser: Parser) -> Node:
     return symbol(name)
 
 
-def _simple_argument(parser: Parser) -> bool:
+def _simple_argument(parser: Grammar) -> bool:
     """Whether the bracket ahead holds one variable or number, so that a capital before it names a function."""
     return parser.ahead().kind in ("symbol", "number") and parser.ahead(2).text == ")"
 
 
-def _command(parser: Parser) -> Node:
+def _command(parser: Grammar) -> Node:
     name = parser.take().text
     if name == "frac":
         top = argument(parser)
@@ -115,7 +119,7 @@ def _command(parser: Parser) -> Node:
     raise NotMaths(f"the command \\{name}")
 
 
-def argument(parser: Parser) -> Node:
+def argument(parser: Grammar) -> Node:
     """A macro's argument: a group, or a single digit, letter or macro."""
     token = parser.here
     if token.kind == "open":
@@ -128,7 +132,7 @@ def argument(parser: Parser) -> Node:
     raise Malformed(f"{token.text or 'the end'!r} where an argument should be")
 
 
-def _root(parser: Parser) -> Node:
+def _root(parser: Grammar) -> Node:
     index = TWO
     if parser.here.text == "[":
         parser.take()
@@ -144,7 +148,7 @@ def _root(parser: Parser) -> Node:
     return Node("root", (radicand, index))
 
 
-def _named_figure(parser: Parser, name: str) -> Node:
+def _named_figure(parser: Grammar, name: str) -> Node:
     letters: list[str] = []
     while parser.here.kind in ("symbol", "word") or (parser.here.kind == "op" and parser.here.text == "_"):
         if parser.is_op("_"):
@@ -155,7 +159,7 @@ def _named_figure(parser: Parser, name: str) -> Node:
     return symbol(f"{name} {''.join(letters)}")
 
 
-def _function(parser: Parser) -> Node:
+def _function(parser: Grammar) -> Node:
     name = parser.take().text
     power: Node | None = None
     base: Node | None = None
@@ -173,7 +177,7 @@ def _function(parser: Parser) -> Node:
     return node if power is None else Node("pow", (node, power))
 
 
-def argument_or_number(parser: Parser) -> Node:
+def argument_or_number(parser: Grammar) -> Node:
     """A subscript of log: a group or a whole number."""
     return literal(parser.take().text) if parser.here.kind == "number" else argument(parser)
 
@@ -192,7 +196,7 @@ def _applied(name: str, arguments: tuple[Node, ...], base: Node | None) -> Node:
     return function(name, *arguments)
 
 
-def _arguments(parser: Parser, name: str) -> tuple[Node, ...]:
+def _arguments(parser: Grammar, name: str) -> tuple[Node, ...]:
     """What a function is applied to: a bracket, or the product of what follows up to the next function or sign."""
     token = parser.here
     if token.kind == "open":
@@ -217,7 +221,7 @@ def _arguments(parser: Parser, name: str) -> tuple[Node, ...]:
     return (Node("mul", (MINUS_ONE, node)) if flips % 2 else node,)
 
 
-def _environment(parser: Parser, name: str) -> Node:
+def _environment(parser: Grammar, name: str) -> Node:
     """A matrix, the lines of an alignment, or the cases of a system."""
     rows: list[list[Node]] = [[]]
     parser.deeper()
@@ -252,7 +256,7 @@ def _environment(parser: Parser, name: str) -> Node:
     return function("det", node) if name == "vmatrix" else node
 
 
-def _big_operator(parser: Parser, name: str) -> Node:
+def _big_operator(parser: Grammar, name: str) -> Node:
     variable, lower, upper = symbol("k"), None, None
     while parser.is_op("_", "^"):
         if parser.take().text == "_":
@@ -267,7 +271,7 @@ def _big_operator(parser: Parser, name: str) -> Node:
     return Node("sum", (parser.term(), variable, lower, upper), name)
 
 
-def _integral(parser: Parser) -> Node:
+def _integral(parser: Grammar) -> Node:
     bounds: list[Node] = []
     while parser.is_op("_", "^"):
         parser.take()
@@ -281,9 +285,21 @@ def _integral(parser: Parser) -> Node:
     return Node("opaque", (body, symbol(parser.take().text), *bounds), "int")
 
 
-def _limit(parser: Parser) -> Node:
+def _limit(parser: Grammar) -> Node:
     parser.expect("op", "_")
     bound = parser.bracketed() if parser.here.kind == "open" else argument(parser)
     if bound.kind != "relation" or bound.text != "->":
         raise NotMaths("a limit without its point")
     return Node("opaque", (parser.term(), *bound.args), "lim")
+
+
+def literal(text: str) -> Node:
+    """A number token as a leaf; longer ones than can be computed with stay text."""
+    mantissa, _, exponent = text.lower().rstrip(".").partition("e")
+    if len(mantissa) > _MAX_LITERAL:
+        return Node("huge", text=mantissa.lstrip("0") or "0")
+    if mantissa.isdigit() and not exponent:
+        return Node("number", text=text, value=Fraction(int(mantissa)))
+    if abs(int(exponent or 0)) > 20_000:
+        raise TooLarge("an exponent past 20000")
+    return Node("number", text=text, value=Fraction(mantissa) * Fraction(10) ** int(exponent or 0))

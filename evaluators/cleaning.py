@@ -57,7 +57,7 @@ def ascii_maths(text: str) -> str:
     text = _RADICAL_BAR.sub(r"\\sqrt (", text)
     text = _RAISED.sub(lambda found: "^{" + "".join(_SUPERSCRIPTS[char] for char in found[0]) + "}", text)
     text = _LOWERED.sub(lambda found: "_{" + "".join(_SUBSCRIPTS[char] for char in found[0]) + "}", text)
-    text = _VULGAR.sub(lambda found: r" \frac{%d}{%d} " % _FRACTIONS[found[0]], text)
+    text = _VULGAR.sub(lambda found: r" \frac{{{}}}{{{}}} ".format(*_FRACTIONS[found[0]]), text)
     return "".join(_plain(text.translate(_TABLE)))
 
 
@@ -87,8 +87,8 @@ _SIZES = re.compile(
     r"\\(?:left|right|middle|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|biggl|biggr|Biggl|Biggr)(?![a-zA-Z])\s*\.?"
 )
 _SPACES = re.compile(
-    r"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|medspace|thickspace|enspace|displaystyle|textstyle|scriptstyle|limits|nolimits"
-    r"|hfill|noindent|centering|par|newline|nonumber|normalsize|Large|large|small)(?![a-zA-Z])"
+    r"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|medspace|thickspace|enspace|displaystyle|textstyle|scriptstyle|limits"
+    r"|nolimits|hfill|noindent|centering|par|newline|nonumber|normalsize|Large|large|small)(?![a-zA-Z])"
     r"|\\(?:hspace|vspace|hskip|phantom|hphantom|vphantom|label|tag)\*?\s*\{[^{}]*\}"
 )
 _NEGATIVE_SPACE = re.compile(r"(?<!\\)\\!\s*|\\negthinspace\s*")

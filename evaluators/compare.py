@@ -9,8 +9,7 @@ from atts.evaluators.exact import digits_in_base
 from atts.evaluators.probing import Prober, Value
 from atts.evaluators.tree import Node, has, number, quotient, variables
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
-from atts.evaluators.views import _FLIPPED as FLIPPED
-from atts.evaluators.views import Interval, Named, intervals, is_name, matrix, named, signs_expanded
+from atts.evaluators.views import FLIPPED, Interval, Named, intervals, is_name, matrix, named, signs_expanded
 
 _ROUNDED_DIGITS = 5  # significant digits from which a decimal may stand for a value it only rounds
 _PAIRWISE = 64  # unordered members compared with one another; more are first matched by structure
@@ -50,7 +49,8 @@ class Comparison:
         return self.values(left.value, right.value)
 
     def both_named(self, left: Named, right: Named, gold: Node, answer: Node) -> bool:
-        assert left.name is not None and right.name is not None
+        assert left.name is not None
+        assert right.name is not None
         if left.name == right.name or "word" in (left.name.kind, right.name.kind):
             return self.same(left.value, right.value)
         if left.name.kind in ("tuple", "ratio", "list") and left.name.kind == right.name.kind:

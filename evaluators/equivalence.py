@@ -102,6 +102,9 @@ def _by_trees(one: Reading, two: Reading, limits: Limits) -> Verdict:
             except Undecided as error:
                 undecided = error
                 continue
+            except RecursionError:  # little of the stack was left to us
+                undecided = TooLarge("too deep for the stack at hand")
+                continue
             if same:
                 return Verdict("equal", comparison.rule)
             first = first or Verdict("different", comparison.rule)

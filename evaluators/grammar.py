@@ -5,7 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 
 from atts.evaluators import words
-from atts.evaluators.lexer import END, Token
+from atts.evaluators.atoms import atom
+from atts.evaluators.phrases import phrase_after, phrase_before
+from atts.evaluators.stream import STARTS, Grammar
 from atts.evaluators.tree import (
     EMPTY_SET,
     MINUS_ONE,
@@ -15,54 +17,18 @@ from atts.evaluators.tree import (
     number,
     quotient,
 )
-from atts.evaluators.verdict import Limits, Malformed, NotMaths, TooLarge
+from atts.evaluators.verdict import Malformed, NotMaths, TooLarge
 
 RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":="})
 _SPELLED = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
-_STARTS = frozenset({"number", "symbol", "command", "function", "open"})
+_MARKS = frozenset({"circ", "degree", "'", "''", "*", "th", "st", "nd", "rd"})
+"""What ^ may raise that is no exponent."""
 _CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",)}
 _BLOCKS = frozenset({"rfloor", "rceil"})
-_MAX_LITERAL = 4000  # digits; Python refuses to convert much longer ones
 
 
-class Parser:
+class Parser(Grammar):
     """Recursive descent over a token list; every method consumes what it reads."""
-
-    def __init__(self, tokens: list[Token], limits: Limits) -> None:
-        self.tokens = paired_bars(tokens)
-        self.limits = limits
-        self.at = 0
-        self.depth = 0
-        self.integrals = 0
-
-    # -- the token stream ------------------------------------------------------------------
-
-    @property
-    def here(self) -> Token:
-        return self.tokens[self.at] if self.at < len(self.tokens) else END
-
-    def ahead(self, distance: int = 1) -> Token:
-        index = self.at + distance
-        return self.tokens[index] if index < len(self.tokens) else END
-
-    def take(self) -> Token:
-        token = self.here
-        self.at += 1
-        return token
-
-    def is_op(self, *texts: str) -> bool:
-        token = self.here
-        return token.kind == "op" and token.text in texts
-
-    def expect(self, kind: str, text: str) -> None:
-        token = self.take()
-        if token.kind != kind or token.text != text:
-            raise Malformed(f"expected {text!r}, found {token.text or 'the end'!r}")
-
-    def deeper(self) -> None:
-        self.depth += 1
-        if self.depth > self.limits.depth:
-            raise TooLarge(f"nested deeper than {self.limits.depth}")
 
     # -- lists and relations ---------------------------------------------------------------
 
@@ -77,14 +43,14 @@ class Parser:
         """Relations between separators; one alone stands for itself."""
         found: list[Node] = []
         while True:
-            while self.here.kind == "sep":
+            while self.is_kind("sep"):
                 self.take()
-            if self.here.kind in ("end", "close"):
+            if self.is_kind("end", "close"):
                 break
             found.append(self.relation())
             if len(found) > self.limits.items:
                 raise TooLarge(f"more than {self.limits.items} items")
-            if self.here.kind != "sep":
+            if not self.is_kind("sep"):
                 break
         if not found:
             raise Malformed("nothing where a value should be")
@@ -120,8 +86,6 @@ class Parser:
 
     def quantity(self) -> Node:
         """An expression, then perhaps its unit or a remark."""
-        from atts.evaluators.phrases import phrase_after, phrase_before
-
         if self.is_op(":"):
             self.take()
         if self.here.kind == "word":
@@ -135,7 +99,7 @@ class Parser:
 
     def ratio(self, first: Node) -> Node:
         parts = [first]
-        while self.is_op(":") and self.ahead().kind in _STARTS:
+        while self.is_op(":") and self.ahead().kind in STARTS:
             self.take()
             parts.append(self.expression())
         if self.is_op(":"):
@@ -201,7 +165,7 @@ class Parser:
             return False
         if token.kind == "open" and self.remark():
             return False
-        return token.kind in _STARTS and token.text not in _BLOCKS and not token.text.startswith("end:")
+        return token.kind in STARTS and token.text not in _BLOCKS and not token.text.startswith("end:")
 
     def remark(self) -> bool:
         """Whether a bracket holds words, such as (approximately 0.5)."""
@@ -249,8 +213,6 @@ class Parser:
 
     def factor(self) -> Node:
         """An atom with everything raised, lowered or put after it."""
-        from atts.evaluators.atoms import atom
-
         self.deeper()
         node = atom(self)
         while self.here.kind == "op":
@@ -288,42 +250,21 @@ class Parser:
         return node
 
     def raised(self, base: Node) -> Node:
+        """The base with what stands after ^: an exponent, a degree sign, a prime, or the end of an ordinal."""
         self.take()
-        if self.is_op("circ", "degree"):
-            self.take()
-            return Node("degree", (base,))
-        if self.is_op("'", "*"):
-            self.take()
-            return base
-        if self.here.kind == "word":
-            return self.ordinal(base, self.take().text)
-        if self.here.text == "{" and self.here.kind == "open":
-            inner, after = self.ahead(), self.ahead(2)
-            if after.text == "}" and (inner.text in ("circ", "degree", "'") or inner.kind == "word"):
-                self.at += 3
-                degrees = inner.text in ("circ", "degree")
-                return (
-                    Node("degree", (base,))
-                    if degrees
-                    else base
-                    if inner.text == "'"
-                    else self.ordinal(base, inner.text)
-                )
-            if [token.text for token in self.tokens[self.at + 1 : self.at + 4]] in (["t", "h", "}"], ["s", "t", "}"], ["n", "d", "}"], ["r", "d", "}"]):  # fmt: skip
-                self.at += 4
-                return base
-        return Node("pow", (base, self.exponent()))
-
-    @staticmethod
-    def ordinal(base: Node, word: str) -> Node:
-        if word.lower() not in ("th", "st", "nd", "rd"):
-            raise NotMaths(f"the exponent {word!r}")
-        return base
+        braced = self.here.kind == "open" and self.here.text == "{"
+        end = self.at + 1
+        while braced and end < len(self.tokens) and end < self.at + 4 and self.tokens[end].kind != "close":
+            end += 1
+        inside = self.tokens[self.at + 1 : end] if braced else [self.here]
+        mark = "".join(token.text for token in inside).lower()
+        if mark not in _MARKS:
+            return Node("pow", (base, self.exponent()))
+        self.at = end + 1 if braced else self.at + 1
+        return Node("degree", (base,)) if mark in ("circ", "degree") else base
 
     def exponent(self) -> Node:
         """What stands after ^: a signed atom with its own exponents, so that towers group to the right."""
-        from atts.evaluators.atoms import atom
-
         self.deeper()
         flips = 0
         while self.is_op("+", "-"):
@@ -350,24 +291,6 @@ class Parser:
         if node.kind == "add" or node.kind == "mul":
             raise NotMaths("a subscript on an expression")
         return node
-
-    def subscript(self) -> str:
-        """The text of a subscript, braces dropped."""
-        if self.here.kind != "open":
-            token = self.take()
-            if token.kind in ("end", "close", "sep"):
-                raise Malformed("a subscript without its text")
-            return token.text
-        self.take()
-        level, parts = 1, list[str]()
-        while level:
-            token = self.take()
-            if token.kind == "end":
-                raise Malformed("a subscript that is never closed")
-            level += (token.kind == "open") - (token.kind == "close")
-            if level:
-                parts.append(token.text)
-        return "".join(parts)
 
     # -- brackets --------------------------------------------------------------------------
 
@@ -409,31 +332,6 @@ class Parser:
         return inside
 
 
-def paired_bars(tokens: list[Token]) -> list[Token]:
-    """The tokens with every | turned into an opening or closing bracket.
-
-    A bar with no value before it opens; of two between values the first closes; otherwise an open one is closed.
-    """
-    if not any(token.text == "|" for token in tokens):
-        return tokens
-    result: list[Token] = []
-    is_open = 0
-    for index, token in enumerate(tokens):
-        if token.text != "|" or token.kind != "op":
-            result.append(token)
-            continue
-        before = result[-1] if result else END
-        follower = tokens[index + 1] if index + 1 < len(tokens) else END
-        after_value = before.kind in ("number", "symbol", "close") or before.text in ("!", "pi", "'")
-        was_bar = index > 0 and tokens[index - 1].text == "|" and tokens[index - 1].kind == "op"
-        opens = not after_value or not is_open or (was_bar and before.kind == "close" and follower.kind in _STARTS)
-        is_open += 1 if opens else -1
-        result.append(Token("open" if opens else "close", "|", token.tight))
-    if is_open:
-        raise NotMaths("bars that do not pair")
-    return result
-
-
 def _union(parts: list[Node]) -> Node:
     return parts[0] if len(parts) == 1 else Node("union", tuple(parts))
 
@@ -458,13 +356,3 @@ def _is_proper(node: Node) -> bool:
         and top.denominator == bottom.denominator == 1
         and 0 < top < bottom
     )
-
-
-def literal(text: str) -> Node:
-    """A number token as a leaf; longer ones than can be computed with stay text."""
-    mantissa, _, exponent = text.lower().rstrip(".").partition("e")
-    if len(mantissa) > _MAX_LITERAL:
-        return Node("huge", text=mantissa.lstrip("0") or "0")
-    if abs(int(exponent or 0)) > 20_000:
-        raise TooLarge("an exponent past 20000")
-    return Node("number", text=text, value=Fraction(mantissa) * Fraction(10) ** int(exponent or 0))

@@ -159,7 +159,8 @@ def _rank(token: str) -> tuple[bool, str]:
 
 def _near(value: Any) -> set[str]:
     """Four digits of a real number, cut off and rounded, so that a long decimal and what it rounds share one."""
-    mantissa, _, exponent = mpmath.nstr(getattr(value, "real", value), 12, min_fixed=0, max_fixed=0).partition("e")
+    text = str(mpmath.nstr(getattr(value, "real", value), 12, min_fixed=0, max_fixed=0))
+    mantissa, _, exponent = text.partition("e")
     scaled = abs(float(mantissa)) * 1000
     sign = "-" if mantissa.startswith("-") else ""
     found = {(int(scaled), int(exponent or 0)), (int(scaled + 0.5), int(exponent or 0))}

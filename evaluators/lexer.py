@@ -70,7 +70,8 @@ _OPERATORS = {
 _GREEK = frozenset(
     """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma
     tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar aleph
-    partial nabla odot oplus otimes mho dagger square diamond clubsuit heartsuit spadesuit sharp flat natural wp""".split()
+    partial nabla odot oplus otimes mho dagger square diamond clubsuit heartsuit spadesuit sharp flat
+    natural wp""".split()
 )
 _ENTITIES = frozenset(
     """pi infty emptyset varnothing frac sqrt binom begin end sum prod int iint oint lim lfloor rfloor lceil rceil

@@ -36,8 +36,7 @@ def context(bits: int) -> Any:
         with _warming:
             arithmetic = mpmath.MPContext()
             arithmetic.prec = _WARM_BITS
-            for constant in (arithmetic.pi, arithmetic.e, arithmetic.ln2, arithmetic.ln10):
-                +constant  # noqa: B018  # computing it is the point
+            _local.constants = [+each for each in (arithmetic.pi, arithmetic.e, arithmetic.ln2, arithmetic.ln10)]
             _local.context = arithmetic
     arithmetic.prec = bits
     return arithmetic
@@ -54,6 +53,11 @@ class Approx:
     def magnitude(self) -> int:
         """The exponent m with |value| < 2**m, at most two too large."""
         return magnitude(self.value)
+
+    @property
+    def may_vanish(self) -> bool:
+        """Whether the value is zero, or cannot be told from zero."""
+        return self.magnitude == NOTHING or self.magnitude <= self.error + 4
 
 
 def magnitude(value: Number) -> int:
@@ -84,7 +88,10 @@ class Evaluator:
         rule = _RULES.get(node.kind)
         if rule is None:
             raise Undecided(f"no number for a {node.kind}")
-        return self.checked(rule(self, node))
+        try:
+            return self.checked(rule(self, node))
+        except (ZeroDivisionError, ValueError) as error:  # mpmath's own words for a pole
+            raise Undefined(f"no value: {error}") from error
 
     def checked(self, result: Approx) -> Approx:
         if not self.mp.isfinite(result.value):
@@ -143,7 +150,7 @@ class Evaluator:
 
     def inverse(self, item: Approx) -> Approx:
         """The reciprocal; raises Undefined for zero and for what may be zero at this precision."""
-        if item.magnitude <= item.error + 4:
+        if item.may_vanish:
             raise Undefined("a division by zero")
         value = 1 / item.value
         return self.rounded(value, item.error + 2 * magnitude(value) + 2)
@@ -166,7 +173,7 @@ class Evaluator:
 
     def rational_power(self, base: Approx, power: Fraction) -> Approx:
         """base ** (p/q), the real root where q is odd."""
-        if base.magnitude <= base.error + 4:
+        if base.may_vanish:
             return self.zero_power(base, power)
         if power.denominator == 1 and abs(power) < 1 << 16:
             value = base.value ** int(power)
@@ -295,7 +302,7 @@ class Evaluator:
 
     def ln(self, item: Approx) -> Approx:
         """The principal logarithm."""
-        if item.magnitude <= item.error + 4:
+        if item.may_vanish:
             raise Undefined("the logarithm of zero")
         return self.rounded(self.mp.log(item.value), item.error - item.magnitude + 3)
 
@@ -306,7 +313,7 @@ class Evaluator:
         return Approx(abs(item.value), item.error + 1)
 
     def sign(self, item: Approx) -> Approx:
-        if item.magnitude <= item.error + 4:
+        if item.may_vanish:
             raise Undecided("a sign too close to call")
         return Approx(self.mp.sign(item.value), NOTHING)
 
@@ -317,7 +324,7 @@ class Evaluator:
         return Approx(self.mp.im(item.value), item.error)
 
     def argument(self, item: Approx) -> Approx:
-        if item.magnitude <= item.error + 4:
+        if item.may_vanish:
             raise Undefined("the argument of zero")
         return self.rounded(self.mp.arg(item.value), item.error - item.magnitude + 3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from atts.evaluators import words
-from atts.evaluators.grammar import Parser
+from atts.evaluators.stream import Grammar
 from atts.evaluators.tree import Node, number
 from atts.evaluators.verdict import Prose
 
@@ -13,7 +13,7 @@ _REMARK = frozenset("approximately approx about roughly around exactly total alt
 _ARTICLES = frozenset({"a", "an", "the"})
 
 
-def phrase_after(parser: Parser, node: Node) -> Node:
+def phrase_after(parser: Grammar, node: Node) -> Node:
     """The value with the words that follow it folded in; raises Prose when they deny or condition it."""
     unit: list[str] = []
     while True:
@@ -50,14 +50,14 @@ def _known(unit: list[str]) -> bool:
     return words.measure(" ".join(unit)) is not None
 
 
-def _unit_sign(parser: Parser) -> str:
+def _unit_sign(parser: Grammar) -> str:
     sign = parser.take().text
     if sign != "^":
         return "/" if sign == "/" else ""
     return "^" + parser.subscript()
 
 
-def _in_base(parser: Parser, node: Node) -> Node:
+def _in_base(parser: Grammar, node: Node) -> Node:
     if parser.here.text == "base":
         parser.take()
     base = parser.take().text.lower()
@@ -67,7 +67,7 @@ def _in_base(parser: Parser, node: Node) -> Node:
     return Node("based", text=node.text, value=Fraction(value))
 
 
-def _skip_remark(parser: Parser) -> None:
+def _skip_remark(parser: Grammar) -> None:
     """Pass over a bracketed remark; one that denies the value counts as words after it."""
     level = 0
     while True:
@@ -81,7 +81,7 @@ def _skip_remark(parser: Parser) -> None:
             return
 
 
-def _compound(parser: Parser, node: Node, unit: list[str]) -> Node:
+def _compound(parser: Grammar, node: Node, unit: list[str]) -> Node:
     """5 feet 3 inches: the parts are summed in the unit of the first."""
     if parser.here.kind != "number" or not unit:
         return node
@@ -93,7 +93,7 @@ def _compound(parser: Parser, node: Node, unit: list[str]) -> Node:
     return Node("add", (node, Node("mul", (following.args[0], number(second[1] / first[1])))))
 
 
-def phrase_before(parser: Parser) -> Node | None:
+def phrase_before(parser: Grammar) -> Node | None:
     """Words before a value are passed over; without a value after them they are the answer themselves.
 
     Raises Prose when they deny or condition what follows.

@@ -180,6 +180,9 @@ class Prober:
         return ratio
 
     def divide(self, top: Value, bottom: Value) -> Value:
+        """The quotient; raises Undefined for a zero divisor."""
+        if is_zero(bottom):
+            raise Undefined("a division by zero")
         if isinstance(top, Fraction) and isinstance(bottom, Fraction):
             return top / bottom
         evaluator = Evaluator(_BITS[0], self.limits, {}, self.deadline)
@@ -241,7 +244,7 @@ def _component(part: Any, size: int, error: int) -> str:
     """A real or imaginary part: zero, a small fraction, or thirty digits."""
     if magnitude(part) <= max(error + _SLACK, size - 130):
         return "0/1"
-    sign, mantissa, exponent, bits = part._mpf_
+    sign, mantissa, exponent, _ = part._mpf_
     if abs(exponent) < 2_000:
         precise = Fraction(-int(mantissa) if sign else int(mantissa)) * Fraction(2) ** int(exponent)
         near = precise.limit_denominator(1 << 30)

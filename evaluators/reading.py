@@ -13,7 +13,7 @@ from atts.evaluators.cleaning import cleaned, joined_thousands
 from atts.evaluators.grammar import Parser
 from atts.evaluators.lexer import tokens
 from atts.evaluators.tree import Node, number
-from atts.evaluators.verdict import Limits, Malformed, Undecided
+from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided
 
 _CHOICE = re.compile(r"[({\[\s]*([A-J])[}\s]*(?:\)[)}\]]*\s*[.:]?\s*[^\s^_!]?|[.:]\s*\S|[}\]]*$)")
 _MACRO = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|textit|mbox|rm|bf|boxed)\s*")
@@ -61,6 +61,8 @@ def _read(text: str, limits: Limits) -> Reading:
     except Undecided as problem:
         choice = _CHOICE.match(_MACRO.sub("", plain)) if len(plain) < 400 else None
         return Reading(plain, (), problem, choice[1] if choice else "")
+    except RecursionError:  # little of the stack was left to us
+        return Reading(plain, (), TooLarge("too deep for the stack at hand"))
 
 
 _ZEROS = re.compile(r",0\d")  # no list is written 5,000

@@ -45,7 +45,8 @@ class Worker:
 
     def __init__(self, backend: Backend, limits: SlowLimits) -> None:
         self._limits = limits
-        command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py")), str(limits.megabytes), backend]
+        script = str(Path(__file__).with_name("worker.py"))
+        command = [sys.executable, "-P", script, str(limits.megabytes), backend]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8"
         )
@@ -125,8 +126,8 @@ class SlowPath:
     """A pool of workers, for use from any thread; loaded libraries stay resident between questions.
 
     A child that is late, dies or runs out of memory is replaced by a fork of a process that has all loaded, and only
-    its own question is lost: the verdict is "unscored" with the rule "timeout", "crash" or "memory". Raises OptionError for an unknown backend, or when
-    math-verify is asked for and not installed.
+    its own question is lost: the verdict is "unscored" with the rule "timeout", "crash" or "memory".
+    Raises OptionError for an unknown backend, or when math-verify is asked for and not installed.
 
     >>> with SlowPath() as slow:
     ...     equivalent(r"\\lim_{n \\to \\infty} \\frac{1}{n}", "0", slow=slow).status

@@ -114,7 +114,7 @@ def _short(sentence: str) -> str | None:
 def _stated_in(sentence: str) -> str | None:
     """The value a sentence states: the maths or number after its last "is" or "=", else its last one."""
     states = list(_STATES.finditer(sentence))
-    maths = [found for found in _MATHS.finditer(sentence)]
+    maths = list(_MATHS.finditer(sentence))
     if maths:
         if len(maths) > 1 and re.fullmatch(r"\s*(?:,|and|or)\s*", sentence[maths[-2].end() : maths[-1].start()]):
             return f"{_inside(maths[-2])}, {_inside(maths[-1])}"

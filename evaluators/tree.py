@@ -48,7 +48,7 @@ class Node:
 
     def walk(self) -> Iterator[Node]:
         """This node and all below it; iterative, so depth does not matter."""
-        stack = [self]
+        stack: list[Node] = [self]
         while stack:
             node = stack.pop()
             yield node

@@ -9,7 +9,7 @@ from atts.evaluators.tree import INFINITY, MINUS_ONE, REALS, Node, has, negated,
 from atts.evaluators.verdict import TooLarge, Undecided
 
 _CHAIN = frozenset({"=", "~"})
-_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "~"}
+FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "~"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _of_inequality(node: Node) -> tuple[Interval, ...] | None:
     if signs == ["!="] and is_name(sides[0]) and not variables(sides[1]):
         return _punctured((sides[1],))
     if signs[0] in (">", ">="):
-        signs, sides = [_FLIPPED.get(sign, "?") for sign in reversed(signs)], sides[::-1]
+        signs, sides = [FLIPPED.get(sign, "?") for sign in reversed(signs)], sides[::-1]
     if not all(sign in ("<", "<=") for sign in signs):
         return None
     if len(sides) == 3 and is_name(sides[1]) and not (variables(sides[0]) or variables(sides[2])):

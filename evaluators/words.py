@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 
 SEPARATORS = frozenset({"and", "or", "und", "et"})
@@ -49,33 +50,46 @@ def number_in_words(text: str) -> int | None:
     return total + current
 
 
-_UNITS: dict[str, tuple[str, Fraction]] = {}
-
-
-def _unit(dimension: str, **names: str) -> None:
-    for factor, words in names.items():
-        scale = Fraction(factor[1:].replace("_", "/"))
-        for word in words.split():
-            _UNITS[word] = (dimension, scale)
-
-
-_unit("length", x1="m meter meters metre metres", x1_100="cm centimeter centimeters centimetre centimetres",
-      x1_1000="mm millimeter millimeters", x1000="km kilometer kilometers kilometre kilometres")  # fmt: skip
-_unit("imperial", x1="in inch inches", x12="ft foot feet", x36="yd yard yards", x63360="mi mile miles")
-_unit("time", x1="s sec secs second seconds", x60="min mins minute minutes", x3600="h hr hrs hour hours",
-      x86400="day days", x604800="week weeks")  # fmt: skip
-_unit("year", x1="year years yr yrs", x1_12="month months")
-_unit("mass", x1="g gram grams", x1000="kg kilogram kilograms kgs", x1_1000="mg milligram milligrams")
-_unit("pound", x1="lb lbs pound pounds", x1_16="oz ounce ounces", x2000="ton tons")
-_unit("money", x1="dollar dollars usd buck bucks", x1_100="cent cents")
-_unit("volume", x1="l liter liters litre litres", x1_1000="ml milliliter milliliters")
-_unit("am", x1="am")
-_unit("pm", x1="pm")
-_unit("kitchen", x1="cup cups", x2="pint pints", x4="quart quarts", x16="gallon gallons")
-_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
+_SCALES: tuple[tuple[str, str, str], ...] = (
+    ("length", "1", "m meter meters metre metres"),
+    ("length", "1/100", "cm centimeter centimeters centimetre centimetres"),
+    ("length", "1/1000", "mm millimeter millimeters millimetre millimetres"),
+    ("length", "1000", "km kilometer kilometers kilometre kilometres"),
+    ("imperial", "1", "in inch inches"),
+    ("imperial", "12", "ft foot feet"),
+    ("imperial", "36", "yd yard yards"),
+    ("imperial", "63360", "mi mile miles"),
+    ("time", "1", "s sec secs second seconds"),
+    ("time", "60", "min mins minute minutes"),
+    ("time", "3600", "h hr hrs hour hours"),
+    ("time", "86400", "day days"),
+    ("time", "604800", "week weeks"),
+    ("year", "1", "year years yr yrs"),
+    ("year", "1/12", "month months"),
+    ("mass", "1", "g gram grams"),
+    ("mass", "1000", "kg kgs kilogram kilograms"),
+    ("mass", "1/1000", "mg milligram milligrams"),
+    ("pound", "1", "lb lbs pound pounds"),
+    ("pound", "1/16", "oz ounce ounces"),
+    ("pound", "2000", "ton tons"),
+    ("money", "1", "dollar dollars usd buck bucks"),
+    ("money", "1/100", "cent cents"),
+    ("volume", "1", "l liter liters litre litres"),
+    ("volume", "1/1000", "ml milliliter milliliters"),
+    ("kitchen", "1", "cup cups"),
+    ("kitchen", "2", "pint pints"),
+    ("kitchen", "4", "quart quarts"),
+    ("kitchen", "16", "gallon gallons"),
+    ("morning", "1", "am"),
+    ("afternoon", "1", "pm"),
+)
+_UNITS = {word: (dimension, Fraction(scale)) for dimension, scale, names in _SCALES for word in names.split()}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_AFTER = {"squared": "2", "cubed": "3"}
 _RATES = {"mph": "mile per hour", "kph": "km per hour", "kmh": "km per hour", "fps": "foot per second"}
 ATTACHED = frozenset(
-    "cm mm km kg ft in yd mi lb lbs oz ml min sec hr hrs mph kph fps am pm th st nd rd mg dm hz kw kwh rpm sq cu".split()
+    """cm mm km kg ft in yd mi lb lbs oz ml min sec hr hrs mph kph fps am pm th st nd rd mg dm hz kw kwh rpm sq
+    cu""".split()
 )
 """Letters that, right after a number and last in an answer, are its unit and not a product of variables."""
 
@@ -91,30 +105,34 @@ def measure(unit: str) -> tuple[Dimension, Fraction] | None:
     total: dict[str, int] = {}
     scale = Fraction(1)
     sign, power, last = 1, 1, ""
-    for token in re.findall(r"[a-z]+|\^\s*\{?\s*-?\d+|/", unit.lower()):
-        for word in _RATES.get(token, token).split():
-            if word in ("per", "/", "an", "a", "each"):
-                sign = -1 if word in ("per", "/") else sign
-            elif word in _POWERS and (word in ("squared", "cubed")) and last:
-                extra = sign * (_POWERS[word] - 1)
-                total[_UNITS[last][0]] += extra
-                scale *= _UNITS[last][1] ** extra
-            elif word in _POWERS:
-                power = _POWERS[word]
-            elif word.startswith("^") and last:
-                extra = sign * (int(re.sub(r"[^\d-]", "", word)) - 1)
-                if abs(extra) > 99:
-                    return None
-                total[_UNITS[last][0]] += extra
-                scale *= _UNITS[last][1] ** extra
-            elif word in _UNITS:
-                dimension, factor = _UNITS[word]
-                total[dimension] = total.get(dimension, 0) + sign * power
-                scale *= factor ** (sign * power)
-                power, last = 1, word
-            else:
-                return None
+    for word in _unit_words(unit):
+        if word in ("per", "/", "an", "a", "each"):
+            sign = -1 if word in ("per", "/") else sign
+        elif word in _UNITS:
+            dimension, factor = _UNITS[word]
+            total[dimension] = total.get(dimension, 0) + sign * power
+            scale *= factor ** (sign * power)
+            power, last = 1, word
+        elif word.isdigit() and last and len(word) < 3:
+            extra = sign * (int(word) - 1)
+            total[_UNITS[last][0]] += extra
+            scale *= _UNITS[last][1] ** extra
+        elif word in _POWERS:
+            power = _POWERS[word]
+        else:
+            return None
     return (tuple(sorted((name, size) for name, size in total.items() if size)), scale) if last else None
+
+
+def _unit_words(unit: str) -> Iterator[str]:
+    """The words of a unit phrase; exponents as digits, rates such as mph spelled out."""
+    for token in re.findall(r"[a-z]+|\^\s*\{?\s*-?\d+|/", unit.lower()):
+        if token.startswith("^"):
+            yield re.sub(r"\D", "", token)
+        elif token in _AFTER:
+            yield _AFTER[token]
+        else:
+            yield from _RATES.get(token, token).split()
 
 
 PRODUCTS_OF_THREE = frozenset(

@@ -4,6 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from atts.api import Setup as Setup
+    from atts.api import evaluate as evaluate
+    from atts.api import evaluate_sync as evaluate_sync
+    from atts.api import solve as solve
+    from atts.api import solve_sync as solve_sync
     from atts.core import Completion as Completion
     from atts.core import Decision as Decision
     from atts.core import Outcome as Outcome
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
     from atts.engine import Engine as Engine
     from atts.engine import EngineSpec as EngineSpec
     from atts.errors import ATTSError as ATTSError
+    from atts.pipelines import Policy as Policy
+    from atts.run import RunResult as RunResult
     from atts.seeds import Seed as Seed
 
 __all__ = [
@@ -25,13 +32,20 @@ __all__ = [
     "Engine",
     "EngineSpec",
     "Outcome",
+    "Policy",
     "Problem",
     "Rollout",
+    "RunResult",
     "SampleRequest",
     "Sampling",
     "ScoreRequest",
     "Scores",
     "Seed",
+    "Setup",
+    "evaluate",
+    "evaluate_sync",
+    "solve",
+    "solve_sync",
 ]
 
 _HOME = {
@@ -41,13 +55,20 @@ _HOME = {
     "Engine": "atts.engine",
     "EngineSpec": "atts.engine",
     "Outcome": "atts.core",
+    "Policy": "atts.pipelines",
     "Problem": "atts.core",
     "Rollout": "atts.core",
+    "RunResult": "atts.run",
     "SampleRequest": "atts.core",
     "Sampling": "atts.core",
     "ScoreRequest": "atts.core",
     "Scores": "atts.core",
     "Seed": "atts.seeds",
+    "Setup": "atts.api",
+    "evaluate": "atts.api",
+    "evaluate_sync": "atts.api",
+    "solve": "atts.api",
+    "solve_sync": "atts.api",
 }
 
 

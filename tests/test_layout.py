@@ -21,6 +21,7 @@ FLOORS: list[set[str]] = [
     {"atts.engine", "atts.graph", "atts.journal", "atts.decode", "atts.calibration", "atts.evaluators"},
     {"atts.local", "atts.testing", "atts.models", "atts.pipelines"},
     {"atts.run"},
+    {"atts.api"},
     {"atts.cli"},
     {"atts.__main__"},
 ]

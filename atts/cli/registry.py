@@ -14,5 +14,6 @@ class Entry(NamedTuple):
 COMMANDS: dict[str, Entry] = {
     "calibration": Entry("atts.cli.calibration", "app", "Fit, check, import and replay calibrations."),
     "datasets": Entry("atts.cli.datasets", "app", "List datasets, or show what is in one."),
+    "eval": Entry("atts.cli.eval", "evaluate", "Evaluate a method on a dataset: the main job."),
     "grade": Entry("atts.cli.grade", "grade", "Grade answers against references."),
 }

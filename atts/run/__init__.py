@@ -10,8 +10,10 @@ from atts.run.evaluate import Keep, Session, evaluate
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.recorder import ChunkWritten, Listener, Recorder
 from atts.run.result import INTERRUPTED, ProblemLine, RunResult, RunStatus, SampleLine, problem_line
-from atts.run.steps import Pace, Restoring
+from atts.run.scoring import samples, scorecard
+from atts.run.steps import Pace
 from atts.run.stopping import Signals, Stop
+from atts.run.summary import Summary, summarise
 
 __all__ = [
     "INTERRUPTED",
@@ -25,13 +27,16 @@ __all__ = [
     "Plan",
     "ProblemLine",
     "Recorder",
-    "Restoring",
     "RunResult",
     "RunStatus",
     "SampleLine",
     "Session",
     "Signals",
     "Stop",
+    "Summary",
     "evaluate",
     "problem_line",
+    "summarise",
+    "samples",
+    "scorecard",
 ]

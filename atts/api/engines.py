@@ -1,0 +1,41 @@
+"""Engines from short strings: the one place that knows which kinds exist."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atts.core import Role
+from atts.engine import Engine
+from atts.errors import OptionError
+
+if TYPE_CHECKING:
+    from atts.local import LocalOptions
+
+SCHEMES = ("embedded", "hf", "scripted")
+
+
+def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = None) -> Engine:
+    """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder", or one you made.
+
+    :raises OptionError: no engine is called that.
+
+    >>> build_engine("scripted", "draft").spec.name
+    'draft'
+    """
+    if not isinstance(name, str):
+        return name
+    scheme, _, rest = name.partition(":")
+    if scheme == "scripted":
+        from atts.testing import ScriptedEngine
+
+        return ScriptedEngine("target" if (rest or role) == "target" else "draft")
+    if scheme in ("embedded", "hf"):
+        from atts.local import LocalEngine
+
+        if scheme == "embedded":
+            from atts.models import path
+
+            return LocalEngine(path("target" if (rest or role) == "target" else "draft"), name=role, options=options)
+        if rest:
+            return LocalEngine(rest, name=role, options=options)
+    raise OptionError("engine", f"{name!r} names no engine; give SCHEME or SCHEME:MODEL", SCHEMES, scheme)

@@ -1,0 +1,175 @@
+"""The verbs: solve one problem, evaluate many, follow a run as it happens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Generator, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import anyio
+from anyio.lowlevel import current_token
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from atts import tasks
+from atts.api.engines import build_engine
+from atts.api.setup import Setup, load_problems
+from atts.core import Outcome, Problem
+from atts.errors import UsageError
+from atts.journal import Event
+from atts.run import ChunkWritten, RunResult, Session
+from atts.run import evaluate as run_evaluation
+
+T = TypeVar("T")
+
+
+class evaluate:
+    """One evaluation: `await` it for its result, or open it with `async with` and iterate its events first.
+
+    `dataset` is a benchmark's name ("math500[:20]"), a file, or problems. In a `directory` everything is journalled and
+    the same call resumes. Inside `async with`, leaving the block before the end cancels the run; it can be resumed.
+
+    >>> import anyio
+    >>> async def main() -> str:
+    ...     setup = Setup(draft="scripted", target="scripted", method="draft-only")
+    ...     from atts.testing import toy_problems
+    ...     result = await evaluate(toy_problems(2), setup)
+    ...     return result.status
+    >>> anyio.run(main)
+    'finished'
+    """
+
+    def __init__(
+        self,
+        dataset: str | Path | Sequence[Problem] = "arithmetic",
+        setup: Setup | None = None,
+        *,
+        limit: int | None = None,
+        directory: str | Path | None = None,
+        session: Session | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._setup = setup or Setup()
+        self._limit = limit
+        self._session = replace(session or Session(), directory=Path(directory) if directory else None)
+        self._stack = AsyncExitStack()
+        self._events: MemoryObjectReceiveStream[Event | ChunkWritten] | None = None
+        self._done = anyio.Event()
+        self._result: RunResult | None = None
+
+    def __await__(self) -> Generator[Any, Any, RunResult]:
+        return self._whole().__await__()
+
+    async def __aenter__(self) -> Self:
+        send, self._events = anyio.create_memory_object_stream[Event | ChunkWritten](math.inf)
+        listener = _Stream(send)
+        self._session = replace(self._session, listeners=(*self._session.listeners, listener))
+        await self._stack.enter_async_context(tasks.background(self._follow, send))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)
+
+    def __aiter__(self) -> AsyncIterator[Event | ChunkWritten]:
+        """Events as they happen, until the run ends.
+
+        :raises UsageError: outside `async with`.
+        """
+        if self._events is None:
+            raise UsageError("events are there inside `async with atts.evaluate(...) as run:` only")
+        return self._events.__aiter__()
+
+    async def result(self) -> RunResult:
+        """Wait for the end, and the result."""
+        await self._done.wait()
+        assert self._result is not None, "a failed run cancels whoever waits for it"
+        return self._result
+
+    async def _follow(self, send: MemoryObjectSendStream[Event | ChunkWritten]) -> None:
+        async with send:
+            self._result = await self._run()
+        self._done.set()
+
+    async def _whole(self) -> RunResult:
+        if self._events is not None:  # already running
+            return await self.result()
+        return await self._run()
+
+    async def _run(self) -> RunResult:
+        problems = load_problems(self._dataset, self._limit)
+        setup = self._setup
+        draft = build_engine(setup.draft, "draft")
+        target = (
+            draft
+            if setup.target is setup.draft and not isinstance(draft, str)
+            else build_engine(setup.target, "target")
+        )
+        plan = setup.plan(draft, target, problems[0].kind)
+        return await run_evaluation(problems, plan, self._session)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A listener that never blocks the run: what a reader has not taken yet is held for it."""
+
+    send: MemoryObjectSendStream[Event | ChunkWritten]
+
+    def recalled(self, event: Event) -> None:
+        """Earlier sessions' events are not news."""
+
+    def heard(self, event: Event | ChunkWritten) -> None:
+        """Queue it; once nobody reads any more, nobody is told."""
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            self.send.send_nowait(event)
+
+
+async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
+    """Solve one problem: rollouts, gate, vote. Text is taken as a problem without a reference.
+
+    :raises OptionError: the setup names something unknown.
+    :raises EngineError: an engine cannot be opened or is lost.
+    """
+    one = problem if isinstance(problem, Problem) else Problem("problem", problem)
+    result = await evaluate([one], setup)
+    return next(result.outcomes())
+
+
+def solve_sync(problem: str | Problem, setup: Setup | None = None) -> Outcome:
+    """`solve` for code without an event loop.
+
+    :raises UsageError: called inside one.
+    """
+    _refuse_inside_loop("solve_sync", "solve")
+    return anyio.run(solve, problem, setup)
+
+
+def evaluate_sync(
+    dataset: str | Path | Sequence[Problem] = "arithmetic",
+    setup: Setup | None = None,
+    *,
+    limit: int | None = None,
+    directory: str | Path | None = None,
+) -> RunResult:
+    """`evaluate` for code without an event loop.
+
+    :raises UsageError: called inside one.
+    """
+    _refuse_inside_loop("evaluate_sync", "evaluate")
+
+    async def main() -> RunResult:
+        return await evaluate(dataset, setup, limit=limit, directory=directory)
+
+    return anyio.run(main)
+
+
+def _refuse_inside_loop(sync: str, verb: str) -> None:
+    try:
+        current_token()
+    except anyio.NoEventLoopError:
+        return
+    raise UsageError(f"atts.{sync} was called inside a running event loop; write `await atts.{verb}(...)` there")

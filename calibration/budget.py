@@ -26,18 +26,21 @@ class TokenBucket:
 
     __slots__ = ("_burst", "_earned", "_rate", "_spent", "_tokens", "_total")
 
-    def __init__(self, rate: Rate, burst: int = 1, total: int | None = None) -> None:
-        """`burst` slots are in hand at the start.
+    def __init__(self, rate: Rate, burst: int = 1, total: int | None = None, start: int | None = None) -> None:
+        """`start` slots are in hand at first, `burst` if not said; with 0 no prefix exceeds rate * n.
 
-        :raises CalibrationInputError: for a rate outside [0, 1], a burst below 1 or a negative total.
+        :raises CalibrationInputError: for a rate outside [0, 1], a burst below 1, a negative total, or a start outside
+            [0, burst].
         """
         self._rate = exact_rate(rate)
         if burst < 1:
             raise CalibrationInputError("burst", burst, "at least one slot")
         if total is not None and total < 0:
             raise CalibrationInputError("total", total, "a number of slots from 0, or None")
+        if start is not None and not 0 <= start <= burst:
+            raise CalibrationInputError("start", start, f"a number of slots from 0 to burst = {burst}")
         self._burst, self._total = burst, total
-        self._tokens = Fraction(burst)
+        self._tokens = Fraction(burst if start is None else start)
         self._spent = 0
 
     @property

@@ -16,7 +16,7 @@ from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
 from atts.calibration.order import IssueOrder
 from atts.calibration.rates import exact_rate
 from atts.calibration.scale import PERPLEXITY, Scale
-from atts.calibration.state import read_state, write_state
+from atts.calibration.state import read_state, strict, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint
 from atts.core import Decision
 from atts.errors import CalibrationInputError
@@ -53,10 +53,11 @@ class Calibrator:
         drift: Policy = "recalibrate",
         window: int | None = None,
         decay: float | None = None,
+        hold: int = 64,
         tuning: Tuning = DEFAULTS,
     ) -> None:
-        """`stored` are scores of a calibration run, `drift` what an alarm about them does, `fingerprint` this run's
-        conditions.
+        """`stored` are scores of a calibration run, `drift` what an alarm about them does, `fingerprint` the conditions
+        of this run, `hold` how many scores may wait for an earlier issue: at least as many as chunks are in flight.
 
         :raises CalibrationInputError: for an impossible rate, window, decay or stored score; or mode "split" without
             stored
@@ -75,11 +76,11 @@ class Calibrator:
         if mode == "split" and not len(self.stored):
             raise CalibrationInputError("stored scores", 0, 'at least one for mode "split", which learns nothing live')
         self.decided = self.escalated = 0
-        self._options = {"drift": drift, "window": window, "decay": decay}
+        self._options = {"drift": drift, "window": window, "decay": decay, "hold": hold}
         self._tuning = tuning
         self._nominal = float(self.rate)
         self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
-        self._order = IssueOrder()
+        self._order = IssueOrder(hold)
         self._adopt_stored()
         self._monitor = DriftMonitor(self.stored, policy=drift)
         self._alert: Policy | None = None
@@ -270,7 +271,7 @@ class Calibrator:
         :raises FingerprintError: if the conditions differ.
         """
         check_fingerprint("the calibrator to merge", state["fingerprint"], self.fingerprint)
-        mine = self.state()
+        mine, state = strict(self.state()), strict(state)
         for name in ("kind", "version", "rate", "mode", "options", "tuning", "stored"):
             if state.get(name) != mine[name]:
                 raise CalibrationInputError(f"{name} of the calibrator to merge", "another", "the same as here")

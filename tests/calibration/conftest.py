@@ -1,0 +1,46 @@
+"""Streams, arrays and the outside definition of the metrics."""
+
+import json
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.calibration.stored import StoredScores, read_scores
+
+Records = list[dict[str, Any]]
+MATH = "ppls_math500_qwq_32B_rllama_8B_s16_t500_temp0.8__ec846181.npy"
+
+
+@pytest.fixture(scope="session")
+def arrivals(shared_data: Path) -> dict[str, Records]:
+    """The real streams by order: "sim" and "lock"."""
+    return {name: _read(shared_data / "traces" / f"arrivals_ct0_{name}.jsonl") for name in ("sim", "lock")}
+
+
+def _read(path: Path) -> Records:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def array_of(shared_data: Path) -> Callable[[str], StoredScores]:
+    """A published calibration array by a part of its file name, sixteen scores a question."""
+
+    def load(part: str = MATH) -> StoredScores:
+        found = sorted((shared_data / "traces" / "calibration").glob(f"*{part}*"))
+        assert len(found) == 1, (part, found)
+        return read_scores(found[0], 16)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def reference_metrics(shared_data: Path) -> Callable[..., dict[str, float]]:
+    """The metrics as defined outside of this project."""
+    tool = shared_data.parent / "tools" / "rate_metrics.py"
+    if not tool.exists():
+        pytest.skip(f"no outside definition at {tool}")
+    metrics: Callable[..., dict[str, float]] = runpy.run_path(str(tool))["metrics"]
+    return metrics

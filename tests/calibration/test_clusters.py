@@ -1,0 +1,88 @@
+"""Scores that move together are counted for what they are worth."""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from atts.calibration.clusters import (
+    by_cluster,
+    hierarchical_p_value,
+    hierarchical_threshold,
+    one_per_cluster,
+    summarise,
+)
+from atts.calibration.stored import StoredScores
+from atts.errors import CalibrationInputError
+
+
+def test_hierarchical_p_values_are_super_uniform_over_all_orders_of_clusters() -> None:
+    """Clusters of unequal sizes: whichever comes last, and whichever of its members is asked, P(p <= a) <= a."""
+    clusters = [(0.0, 5.0, 9.0), (1.0,), (2.0, 3.0), (4.0, 4.0, 6.0, 7.0)]
+    for level in [Fraction(k, 20) for k in range(21)]:
+        chance = Fraction(0)
+        for order in permutations(range(4)):
+            stored = {at: clusters[at] for at in order[:-1]}
+            new = clusters[order[-1]]
+            low = sum(hierarchical_p_value(stored, score) <= level + 1e-12 for score in new)
+            chance += Fraction(low, len(new) * 24)
+        assert chance <= level
+
+
+def test_hierarchical_threshold_covers_a_new_question() -> None:
+    """Over all orders of clusters a member of the new one exceeds the threshold with probability at most the rate."""
+    clusters = [(0.0, 5.0, 9.0), (1.0, 8.0), (2.0, 3.0), (4.0, 6.0, 7.0), (2.5,)]
+    for rate in (0.2, 0.4, 0.6):
+        over = 0.0
+        orders = list(permutations(range(5)))
+        for order in orders:
+            threshold = hierarchical_threshold({at: clusters[at] for at in order[:-1]}, rate)
+            new = clusters[order[-1]]
+            over += sum(score > threshold for score in new) / len(new) / len(orders)
+        assert over <= rate + 1e-9
+
+
+def test_pooled_thresholds_are_overconfident_and_the_effective_size_says_so() -> None:
+    """Twenty questions of twenty scores that share an effect: the spread of true rates fits the effective size."""
+    draw = np.random.default_rng(0)
+    rates, sizes = list[float](), list[float]()
+    for _ in range(300):
+        effect = draw.normal(size=(20, 1))
+        scores = effect + draw.normal(size=(20, 20)) * 0.8
+        summary = summarise({at: row for at, row in enumerate(scores)})
+        sizes.append(summary.effective)
+        threshold = np.sort(scores.ravel())[239]
+        rates.append(float(np.mean(draw.normal(size=4000) * math.hypot(1, 0.8) > threshold)))
+    naive = math.sqrt(0.24 / 400)
+    assert np.std(rates) > 2.5 * naive
+    assert np.std(rates) == pytest.approx(math.sqrt(0.24 / float(np.mean(sizes))), rel=0.25)
+
+
+def test_effective_sizes_of_real_arrays(array_of: Callable[..., StoredScores]) -> None:
+    """1,600 scores of 100 questions with ICC about .6 are worth about 160; 240 of 15 about 22."""
+    for part, icc, effective in (("ec846181", (0.57, 0.61), (155, 170)), ("7564d923", (0.55, 0.77), (19, 26))):
+        stored = array_of(part)
+        summary = summarise(by_cluster(stored.badness, stored.questions))
+        assert icc[0] <= summary.icc <= icc[1]
+        assert effective[0] <= summary.effective <= effective[1]
+
+
+def test_degenerate_clusterings() -> None:
+    """Independent scores are worth what they are, one question is worth one score, infinities carry no correlation."""
+    assert summarise({at: [float(at)] for at in range(7)}).effective == 7
+    assert summarise({"q": [1.0, 2.0, 3.0]}).effective == 1
+    assert summarise({}).effective == 0
+    assert math.isfinite(summarise({"a": [1.0, 2.0, math.inf], "b": [5.0, 6.0]}).icc)
+    with pytest.raises(CalibrationInputError):
+        by_cluster([1.0], [])
+
+
+def test_one_per_cluster_draws_members_and_is_seeded() -> None:
+    """One score of each cluster, the same for the same seed."""
+    clusters = {at: [10.0 * at + k for k in range(10)] for at in range(9)}
+    drawn = one_per_cluster(clusters, seed=4)
+    assert [int(score // 10) for score in drawn] == list(range(9))
+    assert drawn.tolist() == one_per_cluster(clusters, seed=4).tolist() != one_per_cluster(clusters, seed=5).tolist()

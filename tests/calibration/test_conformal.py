@@ -1,0 +1,196 @@
+"""P-values, thresholds and their laws, proved by enumeration at small sizes."""
+
+import math
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations, permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atts.calibration.conformal import (
+    Mondrian,
+    Rule,
+    Tail,
+    coverage_interval,
+    escalates,
+    escalation_law,
+    geometric_weights,
+    p_value,
+    pac_rank,
+    pac_threshold,
+    required_size,
+    split_rank,
+    split_threshold,
+    weighted_p_value,
+    weighted_threshold,
+)
+from atts.errors import CalibrationInputError
+
+LEVELS = [Fraction(k, 24) for k in range(25)]
+TIED = [(0, 0, 1), (0, 1, 1), (2, 2, 2), (0, 1, 1, 2), (0, 0, 1, 1, 2), (math.inf, 0, math.inf, -math.inf)]
+
+
+@pytest.mark.parametrize("tail", ["lower", "upper"])
+@pytest.mark.parametrize("scores", [*(tuple(range(n + 1)) for n in range(6)), *TIED])
+def test_p_values_are_super_uniform_over_all_rank_orders(scores: tuple[float, ...], tail: Tail) -> None:
+    """P(p <= a) <= a exactly, whichever of the exchangeable scores comes last, ties and infinities included."""
+    p_values = [p_value(list(order[:-1]), order[-1], tail) for order in permutations(scores)]
+    for level in LEVELS:
+        assert Fraction(sum(p <= level + 1e-12 for p in p_values), len(p_values)) <= level
+
+
+@pytest.mark.parametrize("scores", [*(tuple(range(n + 1)) for n in range(6)), *TIED])
+def test_smoothed_p_values_are_exactly_uniform(scores: tuple[float, ...]) -> None:
+    """Averaged over all orders, the coins with p <= a have measure a: found from p at theta 0 and 1."""
+    for level in LEVELS:
+        total, count = Fraction(0), 0
+        for order in permutations(scores):
+            low, high = (Fraction(p_value(order[:-1], order[-1], theta=t)).limit_denominator(64) for t in (0, 1))
+            total += min(Fraction(1), max(Fraction(0), (level - low) / (high - low)))
+            count += 1
+        assert total / count == level
+
+
+def test_paper_p_value_is_near_one_for_a_worse_score() -> None:
+    """Orientation: worse than every stored score is 1, better than all is 1 / (n + 1); "upper" is the other way round."""
+    assert p_value([1, 2, 3], 9) == 1
+    assert p_value([1, 2, 3], 0) == 0.25
+    assert p_value([1, 2, 3], 9, "upper") == 0.25
+
+
+@pytest.mark.parametrize(("n", "alpha"), [(9, 0.7), (19, 0.85), (24, 0.44), (49, 0.42), (99, 0.29), (149, 0.18)])
+def test_split_rank_is_exact_where_floats_fail(n: int, alpha: float) -> None:
+    """The rank is ceil((n + 1)(1 - alpha)) of the decimal numbers as written."""
+    assert split_rank(n, alpha) == math.ceil((n + 1) * (1 - Fraction(str(alpha))))
+
+
+def test_naive_float_ceilings_would_be_wrong_231_times() -> None:
+    """The planted bug of float arithmetic is visible, so the exact rank matters."""
+    wrong = sum(
+        math.ceil((n + 1) * (1 - a / 100)) != split_rank(n, Fraction(a, 100))
+        for n in range(9, 400)
+        for a in range(1, 100)
+    )
+    assert wrong == 231
+
+
+def test_split_threshold_escalates_at_most_the_rate() -> None:
+    """Over all orders P(s > threshold) lies in (rate - 1/(n + 1), rate]; too few scores never escalate, rate 1 always."""
+    for n in range(1, 6):
+        for rate in LEVELS[1:-1]:
+            orders = list(permutations(range(n + 1)))
+            over = Fraction(sum(o[-1] > split_threshold(o[:-1], rate) for o in orders), len(orders))
+            assert rate - Fraction(1, n + 1) < over <= rate
+    assert split_threshold([1.0, 2.0], 0.1) == math.inf
+    assert split_threshold([1.0, 2.0], 1.0) == -math.inf
+    assert required_size(0.1) == 9
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("paper", (9, 7, 6, 5)), ("reference", (9, 7, 5, 5)), ("split", (8, 6, 5, 4))]
+)
+def test_the_three_published_rules_differ_as_known(rule: Rule, expected: tuple[int, ...]) -> None:
+    """Of 17 equally likely places among 16 scores, how many escalate at alpha .5, .6, .7, .75."""
+    for alpha, places in zip(("0.5", "0.6", "0.7", "0.75"), expected, strict=True):
+        rate = 1 - Fraction(alpha)
+        assert sum(escalates(rule, below, 0, 16, rate) for below in range(17)) == places
+
+
+@pytest.mark.parametrize(("n", "m", "rate"), [(3, 2, 0.4), (4, 3, 0.5), (5, 2, 0.25), (2, 4, 0.4)])
+def test_number_of_escalations_is_beta_binomial(n: int, m: int, rate: float) -> None:
+    """Enumerated: which n of the n + m ranks are the stored ones."""
+    law, counts = escalation_law(n, m, rate), Counter[int]()
+    for stored in combinations(range(n + m), n):
+        fresh = sorted(set(range(n + m)) - set(stored))
+        counts[sum(escalates("paper", sum(s < x for s in stored), 0, n, rate) for x in fresh)] += 1
+    total = sum(counts.values())
+    for k in range(m + 1):
+        assert law.pmf(k) == pytest.approx(counts[k] / total)
+
+
+def test_known_beta_binomial_facts() -> None:
+    """N = m = 16: mean and spread at alpha .6 and .75, and two probabilities."""
+    at_60, at_75 = escalation_law(16, 16, 0.4), escalation_law(16, 16, 0.25)
+    assert (at_60.mean(), at_60.std()) == (pytest.approx(6.588, abs=5e-4), pytest.approx(2.666, abs=5e-4))
+    assert (at_60.pmf(0), at_60.pmf(6)) == (pytest.approx(0.0034, abs=5e-5), pytest.approx(0.1420, abs=5e-5))
+    assert (at_75.mean(), at_75.std()) == (pytest.approx(4.706, abs=5e-4), pytest.approx(2.468, abs=5e-4))
+
+
+@pytest.mark.parametrize(
+    ("n", "marginal", "low", "high", "pac"), [(100, 91, 0.848, 0.945, 96), (500, 451, 0.877, 0.921, 462),
+                                              (1000, 901, 0.884, 0.915, 916)],
+)  # fmt: skip
+def test_training_conditional_table(n: int, marginal: int, low: float, high: float, pac: int) -> None:
+    """Ranks and intervals at rate 0.1, delta 0.05."""
+    assert split_rank(n, 0.1) == marginal
+    assert coverage_interval(n, marginal) == (pytest.approx(low, abs=5e-4), pytest.approx(high, abs=5e-4))
+    assert pac_rank(n, 0.1, 0.05) == pac
+
+
+@pytest.mark.parametrize(("rate", "delta", "fewest"), [(0.1, 0.05, 29), (0.1, 0.1, 22), (0.05, 0.05, 59)])
+def test_pac_needs_enough_scores(rate: float, delta: float, fewest: int) -> None:
+    """One score fewer and nothing can be promised: nothing then escalates."""
+    assert pac_rank(fewest - 1, rate, delta) is None
+    assert pac_rank(fewest, rate, delta) == fewest
+    assert pac_threshold(range(fewest - 1), rate, delta) == math.inf
+
+
+def test_pac_holds_over_draws_of_the_stored_scores() -> None:
+    """Monte Carlo: the true escalation rate exceeds 0.2 in at most 10 % of 2,000 draws, within binomial noise."""
+    draw = np.random.default_rng(1)
+    exceeded = sum(1 - pac_threshold(draw.random(60), 0.2, 0.1) > 0.2 for _ in range(2000))
+    assert exceeded <= 200 + 3 * math.sqrt(2000 * 0.1 * 0.9)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 5), st.floats(0, 1))
+def test_weights_of_one_change_nothing(stored: list[int], score: int, theta: float) -> None:
+    """The weighted p-value and threshold are the plain ones when all weigh 1."""
+    ones = [1.0] * len(stored)
+    assert weighted_p_value(stored, ones, score, theta) == pytest.approx(p_value(stored, score, theta=theta))
+    for rate in (0.1, 0.4, 0.75):
+        assert weighted_threshold(stored, ones, rate) == split_threshold(stored, rate)
+
+
+def test_weighted_p_value_pays_at_most_the_weighted_distance() -> None:
+    """Old scores of another law: P(p <= a) <= a + w * d_TV / (1 + W), enumerated for two-valued scores."""
+    weights, old, new = [0.25, 1.0], 0.9, 0.5  # P(score = 1) of the first stored score and of the other two
+    for level in LEVELS:
+        bound = float(level) + 0.25 * (old - new) / 2.25
+        chance = 0.0
+        for first, second, third in product((0, 1), repeat=3):
+            law = (old if first else 1 - old) * (new if second else 1 - new) * (new if third else 1 - new)
+            chance += law * (weighted_p_value([first, second], weights, third) <= level + 1e-12)
+        assert chance <= bound + 1e-12
+
+
+def test_geometric_weights_fade() -> None:
+    """The newest weighs most; a decay of 1 forgets nothing."""
+    assert geometric_weights(3, 0.5).tolist() == [0.125, 0.25, 0.5]
+    assert geometric_weights(3, 1.0).tolist() == [1, 1, 1]
+
+
+def test_mondrian_answers_by_category_or_falls_back() -> None:
+    """A category large enough uses its own scores only, a small or unknown one all of them."""
+    scores, labels = [*range(30), *range(100, 105)], ["a"] * 30 + ["b"] * 5
+    groups = Mondrian.of(scores, labels, minimum=20)
+    assert groups.p_value(29.5, "a") == 1.0
+    assert groups.p_value(29.5, "b") == p_value(scores, 29.5) == groups.p_value(29.5, "unknown")
+    assert groups.threshold("a", 0.1) == split_threshold(range(30), 0.1)
+
+
+@pytest.mark.parametrize("bad", [math.nan])
+def test_nan_is_refused_everywhere(bad: float) -> None:
+    """NaN is neither a stored score nor a new one."""
+    for call in (lambda: p_value([1.0], bad), lambda: split_threshold([bad], 0.5), lambda: p_value([bad], 1.0)):
+        with pytest.raises(CalibrationInputError):
+            call()
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1, math.nan, math.inf, "0.4", True, None])
+def test_rates_outside_the_unit_interval_are_refused(rate: object) -> None:
+    """The error names the rate."""
+    with pytest.raises(CalibrationInputError, match="rate"):
+        split_rank(10, rate)  # type: ignore[arg-type]  # the mistake under test

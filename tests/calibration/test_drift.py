@@ -1,0 +1,218 @@
+"""Broken calibrations are noticed soon, clean ones are left alone, and an alarm acts."""
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atts.calibration import Calibrator, StoredScores
+from atts.calibration.drift import DriftMonitor, duplicate_share
+from atts.calibration.martingale import SimpleJumper
+from atts.errors import CalibrationInputError, OptionError
+
+ArrayOf = Callable[..., StoredScores]
+
+
+def whole_questions(stored: StoredScores, seed: int, count: int = 300) -> Iterator[tuple[float, str]]:
+    """Scores of whole questions drawn with replacement, as a clean run would bring them."""
+    questions = np.array(stored.badness).reshape(-1, 16)
+    draw = np.random.default_rng(seed)
+    for live in range(math.ceil(count / 16)):
+        for badness in questions[draw.integers(len(questions))][: max(0, count - 16 * live)]:
+            yield float(badness), f"live {live}"
+
+
+def noticed_after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
+    """After how many of 300 scores a monitor of `stored` alarms on questions of `source`."""
+    monitor = DriftMonitor(stored)
+    for badness, question in whole_questions(source, seed):
+        if monitor.events:
+            break
+        monitor.observe(badness, question, 0)
+    return monitor.events[0].scores if monitor.events else None
+
+
+def shifted(stored: StoredScores, by: float) -> StoredScores:
+    """The same scores with their logarithm moved."""
+    return StoredScores.of([max(1.0, score * math.exp(by)) for score in stored.scores], 16)
+
+
+def test_clean_streams_raise_few_alarms(array_of: ArrayOf) -> None:
+    """Under 1 % over whole questions of the same array; 300 streams here, 1,000 in the study."""
+    stored = array_of()
+    alarms = sum(noticed_after(stored, stored, seed) is not None for seed in range(300))
+    assert alarms <= 5
+
+
+@pytest.mark.parametrize("by", [0.5, -0.5])
+def test_a_shift_of_a_half_is_noticed_within_300_scores(by: float, array_of: ArrayOf) -> None:
+    """In every one of thirty runs, and long before."""
+    stored = array_of()
+    seen = [noticed_after(shifted(stored, by), stored, seed) for seed in range(30)]
+    assert all(after is not None and after <= 160 for after in seen)
+
+
+@pytest.mark.parametrize("part", ["4334263d", "9be0821c", "7564d923", "d45c196d"])
+def test_scores_of_another_model_are_noticed_in_most_runs(part: str, array_of: ArrayOf) -> None:
+    """Other models and benchmarks, some with nearly the same law: the study prints the power for each."""
+    hits = sum(noticed_after(array_of(part), array_of(), seed) is not None for seed in range(20))
+    assert hits >= {"d45c196d": 3, "7564d923": 15}.get(part, 19)
+
+
+def test_duplicated_draws_are_noticed_before_the_first_score(array_of: ArrayOf) -> None:
+    """A published array with 12 % repeated draws, and a good one with a quarter of its draws copied."""
+    assert duplicate_share(array_of("e0abbf88")) == pytest.approx(1 - 212 / 240)
+    good = array_of().scores
+    copied = StoredScores.of([good[at - (at % 4 == 1)] for at in range(1600)], 16)
+    assert DriftMonitor(copied).events[0].kind == "duplicates"
+    assert not DriftMonitor(array_of()).events
+
+
+def test_scores_on_a_coarse_grid_are_not_called_duplicates() -> None:
+    """Marks out of ten tie by nature."""
+    marks = [1.0 + (k * 7 % 10) / 2 for k in range(400)]
+    assert duplicate_share(StoredScores.of(marks, 16)) == 0
+
+
+def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
+    """Uniform p-values: a 1/20 alarm in at most 5 % of runs; a change is found in about 50 steps."""
+    draw = np.random.default_rng(0)
+    alarms, delays = 0, list[int]()
+    for _ in range(600):
+        martingale = SimpleJumper()
+        for p in draw.random(300):
+            martingale.update(float(p))
+        alarms += martingale.alarm(1 / 20)
+        changed = SimpleJumper()
+        steps = 0
+        while not changed.alarm(1 / 20):
+            changed.update(float(draw.random() ** 2))
+            steps += 1
+        delays.append(steps)
+    assert alarms / 600 <= 0.05
+    assert 35 <= np.median(delays) <= 70
+    certain = SimpleJumper()
+    for _ in range(20_000):
+        certain.update(1.0)
+    assert certain.log_value > 5000
+
+
+def test_martingale_state_round_trip_and_bad_p_values() -> None:
+    """Stopped and restored it goes on exactly; p outside [0, 1] is refused."""
+    draw = random.Random(0)
+    whole, half = SimpleJumper(), SimpleJumper()
+    values = [draw.random() for _ in range(100)]
+    for p in values:
+        whole.update(p)
+    for p in values[:50]:
+        half.update(p)
+    again = SimpleJumper()
+    again.restore(json.loads(json.dumps(half.state())))
+    for p in values[50:]:
+        again.update(p)
+    assert (again.log_value, again.log_peak) == (whole.log_value, whole.log_peak)
+    for bad in (-0.1, 1.1, math.nan):
+        with pytest.raises(CalibrationInputError):
+            whole.update(bad)
+
+
+def test_monitor_state_round_trip(array_of: ArrayOf) -> None:
+    """Stopped and restored in the middle, the alarm comes at the same score."""
+    stored = shifted(array_of(), 0.3)
+    whole, half, again = DriftMonitor(stored), DriftMonitor(stored), DriftMonitor(stored)
+    stream = list(whole_questions(array_of(), 5))
+    for place, (badness, question) in enumerate(stream):
+        whole.observe(badness, question, 0)
+        if place < 60:
+            half.observe(badness, question, 0)
+    again.restore(json.loads(json.dumps(half.state())))
+    for badness, question in stream[60:]:
+        again.observe(badness, question, 0)
+    assert whole.events
+    assert [event.state() for event in again.events] == [event.state() for event in whole.events]
+
+
+def test_few_samples_a_question_are_enough(array_of: ArrayOf) -> None:
+    """Live questions with one or two scores each, compared with stored questions of sixteen."""
+    for samples in (1, 2):
+        monitor = DriftMonitor(shifted(array_of(), 0.5))
+        for place, (badness, question) in enumerate(whole_questions(array_of(), 3, 1600)):
+            if place % 16 < samples:
+                monitor.observe(badness, question, 0)
+        assert monitor.events
+        clean = DriftMonitor(array_of())
+        for place, (badness, question) in enumerate(whole_questions(array_of(), 3, 1600)):
+            if place % 16 < samples:
+                clean.observe(badness, question, 0)
+        assert not clean.events
+
+
+def run(calibrator: Calibrator, count: int = 400, level: float = 1.5) -> list[bool]:
+    """Sixteen samples a question around a level, decided and observed."""
+    draw = random.Random(0)
+    done = list[bool]()
+    for place in range(count):
+        decision = calibrator.decide(level + draw.random() / 4, f"q{place // 16}", 0, place % 16)
+        calibrator.observe(decision)
+        done.append(decision.escalate)
+    return done
+
+
+def stored_around(level: float) -> StoredScores:
+    """Sixty questions of sixteen scores around a level."""
+    draw = random.Random(9)
+    return StoredScores.of([level + draw.random() / 4 + 0.02 * (k // 16 % 7) for k in range(960)], 16)
+
+
+def test_an_alarm_recalibrates() -> None:
+    """Stored scores far above the run: without action nothing escalates; with it the rate comes back."""
+    silent = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="report")
+    acting = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="recalibrate")
+    assert sum(run(silent)[200:]) == 0
+    assert sum(run(acting)[200:]) == pytest.approx(80, abs=25)
+    assert [event.action for event in acting.events] == ["recalibrate"]
+    assert "ALREADY" in acting.voided_by
+    assert "ALREADY" not in Calibrator(0.4, "marginal", stored=stored_around(4.0)).voided_by
+
+
+def test_an_alarm_escalates_everything_until_someone_looks() -> None:
+    """The careful policy, ended by `resume`, and it survives a restart."""
+    calibrator = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="escalate")
+    assert all(run(calibrator)[200:])
+    again = Calibrator.restored(calibrator.state())
+    assert again.decide(1.0).escalate
+    again.resume()
+    assert not again.decide(1.0).escalate
+
+
+def test_an_alarm_widens_for_a_while() -> None:
+    """Half as much again escalates for 500 decisions, then the old level."""
+    wide = Calibrator(0.4, "split", stored=stored_around(1.4), drift="widen")
+    plain = Calibrator(0.4, "split", stored=stored_around(1.4), drift="report")
+    run(wide, 200, 1.9)
+    run(plain, 200, 1.9)
+    assert wide.events
+    scores = [1.4 + k / 400 for k in range(130)]
+    more, fewer = (sum(c.decide(s, "q", 0, 1).escalate for s in scores) for c in (wide, plain))
+    assert more > 1.25 * fewer
+    run(wide, 520)
+    assert sum(wide.decide(s, "q", 0, 1).escalate for s in scores) == fewer
+
+
+def test_split_mode_learns_live_scores_once_its_stored_ones_are_disowned() -> None:
+    """Frozen as long as the stored scores are trusted."""
+    calibrator = Calibrator(0.4, "split", stored=stored_around(4.0))
+    assert sum(run(calibrator)[200:]) == pytest.approx(80, abs=25)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda s: DriftMonitor(s, policy="panic"), lambda s: DriftMonitor(s, level=0.0)]
+)  # fmt: skip
+def test_impossible_monitors_are_refused(call: Any) -> None:
+    """An unknown policy, an impossible level."""
+    with pytest.raises((OptionError, CalibrationInputError)):
+        call(stored_around(2.0))

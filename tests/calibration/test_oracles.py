@@ -1,0 +1,107 @@
+"""Our numbers equal those of independent libraries."""
+
+import importlib
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atts.calibration.conformal import Mondrian, p_value, split_threshold
+from atts.calibration.martingale import SimpleJumper
+from atts.calibration.risk import conformal_risk_control, hoeffding_bentkus_p_value, rejected
+
+
+def oracle(name: str) -> Any:
+    """A library that is only a test dependency; its import-time warnings are its own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            pytest.skip(f"{name} is not installed")
+
+
+@pytest.mark.parametrize("smoothing", [False, True])
+def test_mondrian_p_values_equal_crepes(smoothing: bool) -> None:
+    """Plain and smoothed, by category, with ties; crepes draws its coins from numpy's global generator, in bin order."""
+    base = oracle("crepes.base")
+    draw = np.random.default_rng(0)
+    stored, new = draw.integers(0, 9, 200) / 2, draw.integers(0, 9, 60) / 2
+    labels, at = draw.integers(0, 3, 200), draw.integers(0, 3, 60)
+    theirs = base.p_values_batch(stored, new, labels, at, smoothing=smoothing, seed=5)
+    groups = Mondrian.of(stored, labels.tolist(), minimum=1)
+    legacy = np.random.RandomState(5)
+    coins = np.empty(60)
+    for label in range(3):
+        coins[at == label] = legacy.rand(int((at == label).sum()))
+    ours = [
+        groups.p_value(float(s), int(label), "upper", float(coin) if smoothing else None)
+        for s, label, coin in zip(new, at, coins, strict=True)
+    ]
+    assert ours == pytest.approx(list(theirs))
+
+
+def test_plain_p_values_equal_crepes() -> None:
+    """Without categories too."""
+    base = oracle("crepes.base")
+    draw = np.random.default_rng(1)
+    stored, new = draw.random(100), draw.random(30)
+    theirs = base.p_values_batch(stored, new, smoothing=False)
+    assert [p_value(stored, float(s), "upper") for s in new] == pytest.approx(list(theirs))
+
+
+@pytest.mark.parametrize("law", ["uniform", "changed"])
+def test_simple_jumper_equals_crepes(law: str) -> None:
+    """Step by step, under the null and after a change."""
+    martingales = oracle("crepes.martingales")
+    p_values = np.random.default_rng(2).random(400) ** (1 if law == "uniform" else 1.5)
+    theirs = martingales.SimpleJumper().apply(p_values)
+    ours, martingale = list[float](), SimpleJumper()
+    for p in p_values:
+        martingale.update(float(p))
+        ours.append(float(np.exp(martingale.log_value)))
+    assert ours == pytest.approx(list(theirs), rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [20, 57, 400])
+def test_split_thresholds_equal_mapie(n: int) -> None:
+    """The same order statistic wherever its floating point agrees with the decimal rate."""
+    utils = oracle("mapie.utils")
+    scores = np.random.default_rng(n).random(n)
+    for rate in (0.05, 0.1, 0.25, 0.4, 0.5):
+        theirs = utils._compute_classification_quantile(scores[:, None], np.array([rate]))
+        assert split_threshold(scores, rate) == pytest.approx(float(theirs[0]))
+
+
+def test_hoeffding_bentkus_equals_mapie() -> None:
+    """The p-value of losses with given means."""
+    methods = oracle("mapie.risk_control.methods")
+    draw = np.random.default_rng(3)
+    for n in (30, 250):
+        losses = draw.beta(1, 20, size=n)
+        theirs = methods.compute_hoeffding_bentkus_p_value(np.array([losses.mean()]), n, np.array([0.1]))
+        assert hoeffding_bentkus_p_value(losses, 0.1) == pytest.approx(min(1.0, float(theirs[0, 0])))
+
+
+def test_family_wise_corrections_equal_mapie() -> None:
+    """Fixed sequence, Bonferroni and Holm reject the same hypotheses."""
+    control = oracle("mapie.risk_control.fwer_control")
+    draw = np.random.default_rng(4)
+    names = {"fixed-sequence": "fixed_sequence", "bonferroni": "bonferroni", "holm": "bonferroni_holm"}
+    for _ in range(50):
+        p_values = draw.random(8) ** 4
+        for ours, theirs in names.items():
+            expected = sorted(int(place) for place in control.control_fwer(p_values, 0.1, theirs))
+            assert rejected(p_values.tolist(), 0.1, ours) == expected  # type: ignore[arg-type]  # names are literals
+
+
+def test_conformal_risk_control_equals_mapie() -> None:
+    """The smallest parameter whose corrected risk is at most alpha."""
+    methods = oracle("mapie.risk_control.methods")
+    draw = np.random.default_rng(5)
+    grid = np.linspace(0.01, 0.99, 50)
+    losses = (draw.random((200, 1)) > grid).astype(float)
+    r_hat, r_plus = methods.get_r_hat_plus(losses[:, None, :], grid, "crc", None, None, None)[:2]
+    best = np.ravel(methods.find_best_predict_param(grid, r_plus, np.array([0.2])))
+    assert conformal_risk_control(losses, grid.tolist(), 0.2) == pytest.approx(float(best[0]), abs=0.021)

@@ -1,0 +1,114 @@
+"""The rank structure and the memories agree with a sorted list."""
+
+import math
+import random
+from bisect import bisect_left, bisect_right, insort
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atts.calibration.memory import Fading, Memory, Window
+from atts.calibration.ranks import Ranks
+from atts.errors import CalibrationInputError
+
+VALUES = st.one_of(st.integers(0, 6).map(float), st.floats(allow_nan=False), st.sampled_from([math.inf, -math.inf]))
+
+
+@given(st.lists(VALUES, max_size=60), VALUES)
+def test_counts_and_selection_match_a_sorted_list(values: list[float], probe: float) -> None:
+    """Ties and infinities are ordinary values."""
+    pool, ordered = Ranks(), sorted(values)
+    for value in values:
+        pool.add(value)
+    assert list(pool) == ordered
+    assert pool.counts(probe) == (bisect_left(ordered, probe), ordered.count(probe))
+    assert [pool.kth(k + 1) for k in range(len(ordered))] == ordered
+
+
+@pytest.mark.parametrize("kinds", [3, 10_000])
+def test_large_pools_split_and_shrink_correctly(kinds: int) -> None:
+    """Across many block splits, ties that span blocks, and removals down to nothing."""
+    draw = random.Random(kinds)
+    pool, ordered = Ranks(), list[float]()
+    for step in range(6000):
+        value = float(draw.randrange(kinds))
+        pool.add(value)
+        insort(ordered, value)
+        if step % 3 == 2:
+            gone = ordered.pop(draw.randrange(len(ordered)))
+            pool.remove(gone)
+        if step % 97 == 0:
+            left, right = bisect_left(ordered, value), bisect_right(ordered, value)
+            assert pool.counts(value) == (left, right - left)
+            assert pool.kth(len(ordered) // 2 + 1) == ordered[len(ordered) // 2]
+    assert list(pool) == ordered
+    for value in ordered:
+        pool.remove(value)
+    assert len(pool) == 0
+    assert pool.counts(1.0) == (0, 0)
+
+
+def test_what_is_not_there_cannot_be_removed_or_selected() -> None:
+    """KeyError for an absent score, IndexError for a rank outside the pool."""
+    pool = Ranks([1.0])
+    with pytest.raises(KeyError):
+        pool.remove(2.0)
+    with pytest.raises(KeyError):
+        Ranks().remove(2.0)
+    for k in (0, 2):
+        with pytest.raises(IndexError):
+            pool.kth(k)
+
+
+@given(st.lists(VALUES, max_size=40), st.integers(1, 10), VALUES)
+def test_a_window_is_the_last_scores(values: list[float], width: int, probe: float) -> None:
+    """Exactly the last `width`, in order."""
+    window = Window(width)
+    for value in values:
+        window.add(value)
+    kept = values[-width:]
+    assert window.scores() == kept
+    assert window.place(probe) == (sum(v < probe for v in kept), sum(v == probe for v in kept), len(kept))
+
+
+@given(st.lists(st.integers(0, 4).map(float), max_size=400), st.sampled_from([0.5, 0.9, 0.99]), st.integers(0, 4))
+def test_fading_is_geometric_weights(values: list[float], decay: float, probe: float) -> None:
+    """Place and size equal the sums of decay^age, to the billionth that is dropped."""
+    memory = Fading(decay)
+    for value in values:
+        memory.add(value)
+    weights = [decay ** (len(values) - at) for at in range(len(values))]
+    expected = (
+        sum(w for w, v in zip(weights, values, strict=True) if v < probe),
+        sum(w for w, v in zip(weights, values, strict=True) if v == probe),
+        sum(weights),
+    )
+    assert tuple(memory.place(probe)) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("memory", [Window(), Window(5), Fading(0.8)])
+def test_memories_are_rebuilt_from_their_scores(memory: Memory) -> None:
+    """Adding `scores` to an empty memory of the same kind gives the same places."""
+    draw = random.Random(0)
+    for _ in range(300):
+        memory.add(draw.choice([draw.random(), 0.5]))
+    again = Window(None if len(memory) == 300 else 5) if isinstance(memory, Window) else Fading(0.8)
+    for score in memory.scores():
+        again.add(score)
+    assert tuple(again.place(0.5)) == pytest.approx(tuple(memory.place(0.5)))
+
+
+def test_memory_of_a_fading_pool_is_bounded() -> None:
+    """However many scores pass, about 21 / (1 - decay) are kept."""
+    memory = Fading(0.9)
+    for step in range(20_000):
+        memory.add(float(step % 7))
+    assert len(memory) <= 21 / 0.1
+
+
+@pytest.mark.parametrize(("build", "value"), [(Window, 0), (Fading, 0.0), (Fading, 1.0), (Fading, math.nan)])
+def test_impossible_memories_are_refused(build: type[Window] | type[Fading], value: float) -> None:
+    """A window of nothing, a decay outside (0, 1)."""
+    with pytest.raises(CalibrationInputError):
+        build(value)  # type: ignore[arg-type]  # the mistake under test

@@ -1,0 +1,156 @@
+"""States go on where they stopped, add up, and are refused when damaged."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.calibration import MODES, Calibrator, Mode, StoredScores
+from atts.calibration.state import read_state, strict, write_state
+from atts.calibration.stored import check_fingerprint, read_scores
+from atts.errors import CalibrationInputError, FingerprintError, StorageError
+
+STORED = StoredScores.of([1 + 0.013 * k for k in range(1, 97)], 16, fingerprint={"model": "m", "limits": (500, 15)})
+
+
+def stream(count: int, seed: int = 0) -> list[tuple[float, str, int]]:
+    """Scores with ties and infinities over a few questions and turns."""
+    draw = random.Random(seed)
+    return [
+        (draw.choice([1 + draw.expovariate(2), 1.25, math.inf]), f"q{draw.randrange(6)}", draw.randrange(3))
+        for _ in range(count)
+    ]
+
+
+def play(calibrator: Calibrator, part: list[tuple[float, str, int]], first: int = 0) -> list[Any]:
+    """The decisions on a part of a stream; issues come slightly out of order."""
+    decisions = list[Any]()
+    for place, (score, question, turn) in enumerate(part, first):
+        decision = calibrator.decide(score, question, turn, place, place ^ 1)
+        calibrator.observe(decision)
+        decisions.append(decision)
+    return decisions
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"decay": 0.9}])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_saved_calibrator_goes_on_as_if_never_stopped(mode: Mode, options: dict[str, Any], tmp_path: Path) -> None:
+    """Through a file, with scores in flight, every later decision is the same."""
+    whole = Calibrator(0.3, mode, stored=STORED, seed=7, **options)
+    half = Calibrator(0.3, mode, stored=STORED, seed=7, **options)
+    scores = stream(301)
+    expected = play(whole, scores)
+    assert play(half, scores[:151]) == expected[:151]
+    half.save(tmp_path / "half.json")
+    again = Calibrator.load(tmp_path / "half.json", fingerprint={"model": "m", "limits": [500, 15]})
+    rest = play(again, scores[151:], 151)
+    assert [d.action for d in rest] == [d.action for d in expected[151:]]
+    assert [d.p for d in rest] == pytest.approx([d.p for d in expected[151:]])
+    assert (again.decided, again.escalated) == (whole.decided, whole.escalated)
+    assert "Infinity" not in (tmp_path / "half.json").read_text()
+
+
+@pytest.mark.parametrize("mode", ["marginal", "aci", "turn", "question", "question-turn"])
+def test_shards_merge_into_one(mode: Mode) -> None:
+    """Pools and counts of two shards add up to those of both streams, and the result goes on deciding."""
+    left, right = (Calibrator(0.4, mode, stored=STORED) for _ in range(2))
+    both = Calibrator(0.4, mode, stored=STORED)
+    for calibrator, part in ((left, stream(90, 1)), (right, stream(110, 2)), (both, stream(90, 1) + stream(110, 2))):
+        for place, (score, question, turn) in enumerate(part):
+            calibrator.observe(calibrator.decide(score, question, turn, place))
+    left.merge(json.loads(json.dumps(strict(right.state()))))
+    assert left.decided == both.decided == 200
+    if mode in ("marginal", "aci", "turn"):
+        for score in (1.1, 1.25, 1.8, 9.0):
+            assert left.p_value(score) == both.p_value(score)
+            assert left.p_value(score, 1) == both.p_value(score, 1)
+    assert (left.decide(1.0, "q1", 0, 0).p or 0) < 0.1 < 0.6 < (left.decide(math.inf, "q1", 0, 0).p or 0)
+
+
+def test_only_like_calibrators_merge() -> None:
+    """Another rate, mode, stored scores or conditions: refused by name."""
+    mine = Calibrator(0.4, "marginal", stored=STORED)
+    other = StoredScores.of([1.5] * 32, 16, fingerprint=STORED.fingerprint)
+    for strange, words in (
+        (Calibrator(0.3, "marginal", stored=STORED), "rate"),
+        (Calibrator(0.4, "turn", stored=STORED), "mode"),
+        (Calibrator(0.4, "marginal", stored=other), "stored"),
+    ):
+        with pytest.raises(CalibrationInputError, match=words):
+            mine.merge(strange.state())
+    with pytest.raises(FingerprintError):
+        mine.merge(Calibrator(0.4, "marginal", stored=STORED, fingerprint=None).state() | {"fingerprint": {}})
+    waiting = Calibrator(0.4, "marginal", stored=STORED)
+    waiting.observe(waiting.decide(1.5, "q", 0, 0, issue=3))
+    with pytest.raises(CalibrationInputError, match="merge"):
+        mine.merge(waiting.state())
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    """Missing, cut in half, edited, or of another kind: an error that names the file, never a traceback of json."""
+    path = tmp_path / "calibrator.json"
+    with pytest.raises(CalibrationInputError, match="read"):
+        Calibrator.load(path)
+    Calibrator(0.4, stored=STORED).save(path)
+    text = path.read_text()
+    for cut in (0, 1, len(text) // 2, len(text) - 3):
+        path.write_text(text[:cut])
+        with pytest.raises(CalibrationInputError, match="calibrator.json"):
+            Calibrator.load(path)
+    path.write_text(text.replace('"decided": 0', '"decided": 5'))
+    with pytest.raises(CalibrationInputError, match="altered"):
+        Calibrator.load(path)
+    write_state(path, STORED.state())
+    with pytest.raises(CalibrationInputError, match="state"):
+        Calibrator.load(path)
+    path.write_text("[1, 2]")
+    with pytest.raises(CalibrationInputError, match="digest"):
+        read_state(path)
+
+
+def test_a_state_of_other_conditions_is_refused(tmp_path: Path) -> None:
+    """The fingerprint must match field by field, in both directions."""
+    Calibrator(0.4, stored=STORED).save(tmp_path / "c.json")
+    with pytest.raises(FingerprintError, match="limits"):
+        Calibrator.load(tmp_path / "c.json", fingerprint={"model": "m"})
+    with pytest.raises(FingerprintError, match="engine"):
+        check_fingerprint("it", {"model": "m"}, {"model": "m", "engine": "local 0.1"})
+
+
+def test_an_old_state_survives_a_failed_write(tmp_path: Path) -> None:
+    """A disk that refuses is a StorageError, and what was there stays."""
+    path = tmp_path / "c.json"
+    Calibrator(0.4, stored=STORED).save(path)
+    before = path.read_text()
+    with pytest.raises(StorageError):
+        Calibrator(0.4).save(tmp_path / "absent" / "c.json")
+    with pytest.raises(CalibrationInputError, match="number"):
+        write_state(path, {"kind": "x", "value": math.nan})
+    assert path.read_text() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["c.json"]
+
+
+def test_scores_are_read_from_every_supported_file(tmp_path: Path, shared_data: Path) -> None:
+    """JSON Lines, {question: [scores]}, our own file and a published array give stored scores; pickles are refused."""
+    import numpy as np
+
+    lines = tmp_path / "scores.jsonl"
+    lines.write_text('{"question": 3, "turn": 1, "score": 1.5}\n\n{"score": 2.0}\n')
+    assert read_scores(lines).questions == ("3", "")
+    mapping = tmp_path / "scores.json"
+    mapping.write_text('{"7": [1.5, 1.7], "8": [2.0]}')
+    assert read_scores(mapping).questions == ("7", "7", "8")
+    write_state(mapping, STORED.state())
+    assert read_scores(mapping).scores == STORED.scores
+    np.save(tmp_path / "objects.npy", np.array({"a": [1.5]}), allow_pickle=True)
+    with pytest.raises(CalibrationInputError, match="objects.npy"):
+        read_scores(tmp_path / "objects.npy")
+    for text in ('{"turn": 1}', "[1]", '{"score": 1.5', '{"score": "x"}'):
+        lines.write_text(text)
+        with pytest.raises(CalibrationInputError):
+            read_scores(lines)
+    published = sorted((shared_data / "traces" / "calibration").glob("*ec846181.npy"))[0]
+    assert len(read_scores(published, 16)) == 1600

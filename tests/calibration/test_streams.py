@@ -1,0 +1,113 @@
+"""The promises on real score streams, in both arrival orders, at three rates, with one configuration."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from atts.calibration import MODES, Mode, StoredScores, replay
+
+Records = list[dict[str, Any]]
+RATES = (0.4, 0.2, 0.1)
+AT_MOST = {
+    "overall_error": (0.004, 0.002, 0.002),
+    "turn_rms": (0.013, 0.009, 0.006),
+    "worst_rolling_500": (0.032, 0.025, 0.018),
+}
+AT_LEAST = {"auroc_within_question_turn": (0.950, 0.940, 0.925), "agreement_with_sorted": (0.83, 0.86, 0.89)}
+QUESTION_RMS = {"sim": (0.060, 0.045, 0.030), "lock": (0.050, 0.036, 0.025)}
+
+
+@pytest.mark.parametrize("order", ["sim", "lock"])
+@pytest.mark.parametrize("rate", RATES)
+def test_question_turn_mode_holds_every_bar_at_once(order: str, rate: float, arrivals: dict[str, Records]) -> None:
+    """Overall, by turn, by question, rolling; and it is still the score that decides."""
+    done, at = replay(arrivals[order], rate=rate, mode="question-turn", seed=0), RATES.index(rate)
+    for name, bars in AT_MOST.items():
+        assert done.metrics[name] <= bars[at], name
+    for name, bars in AT_LEAST.items():
+        assert done.metrics[name] >= bars[at], name
+    assert done.metrics["question_rms"] <= QUESTION_RMS[order][at]
+
+
+@pytest.mark.parametrize("order", ["sim", "lock"])
+@pytest.mark.parametrize("rate", RATES)
+def test_turn_mode_holds_every_turn_without_equal_questions(
+    order: str, rate: float, arrivals: dict[str, Records]
+) -> None:
+    """Turns within .008, and the worst chunks of hard questions go on escalating more."""
+    metrics = replay(arrivals[order], rate=rate, mode="turn").metrics
+    assert metrics["turn_rms"] <= 0.008
+    assert metrics["auroc_within_question_turn"] > 0.98
+    assert metrics["question_rms"] > 0.1
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "split"])
+def test_metrics_are_those_defined_outside(
+    mode: Mode, arrivals: dict[str, Records], reference_metrics: Callable[..., dict[str, float]]
+) -> None:
+    """Name for name and number for number."""
+    records = arrivals["sim"]
+    done = replay(records, rate=0.2, mode=mode, seed=1)
+    columns = [[record[name] for record in records] for name in ("question", "turn", "score")]
+    assert dict(done.metrics) == pytest.approx(reference_metrics(*columns, [d.escalate for d in done.decisions], 0.2))
+
+
+def test_question_names_and_sample_numbers_are_optional_detail(arrivals: dict[str, Records]) -> None:
+    """Numbers or strings name questions alike, and no sample number costs nothing but the coin."""
+    records = arrivals["lock"]
+    named = [{**record, "question": str(record["question"])} for record in records]
+    without = [{name: record[name] for name in ("question", "turn", "score")} for record in records]
+    first, second, third = (replay(stream, rate=0.4) for stream in (records, named, without))
+    assert [d.action for d in first.decisions] == [d.action for d in second.decisions]
+    assert dict(first.metrics) == dict(second.metrics)
+    assert third.metrics["question_rms"] <= 0.050
+    assert third.metrics["overall_error"] <= 0.004
+
+
+def test_a_replay_depends_on_its_seed_alone(arrivals: dict[str, Records]) -> None:
+    """Twice the same is the same; another seed flips the coins it may flip, and few decisions with them."""
+    records = arrivals["sim"][:1500]
+    first, again, other = (replay(records, rate=0.4, seed=seed).decisions for seed in (0, 0, 1))
+    assert first == again
+    changed = sum(a.action != b.action for a, b in zip(first, other, strict=True))
+    assert 0 < changed < 300
+
+
+@pytest.mark.parametrize("mode", ["aci", "turn", "question", "question-turn"])
+@pytest.mark.parametrize("broken", ["shifted up", "shifted down", "another model", "duplicated"])
+@pytest.mark.parametrize("drift", ["recalibrate", "report"])
+def test_adaptive_modes_end_at_the_rate_under_broken_calibration(
+    mode: Mode, broken: str, drift: Any, arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
+) -> None:
+    """Within .01 overall, whether the alarm acts or only reports."""
+    good = array_of().scores
+    scores = {
+        "shifted up": [score * 1.6487 for score in good],
+        "shifted down": [max(1.0, score / 1.6487) for score in good],
+        "another model": list(array_of("4334263d").scores),
+        "duplicated": [good[at - at % 4] for at in range(len(good))],
+    }[broken]
+    done = replay(arrivals["sim"], rate=0.4, mode=mode, stored=StoredScores.of(scores, 16), drift=drift)
+    assert done.metrics["overall_error"] <= 0.01
+    assert len(done.events) == 1
+
+
+def test_good_stored_scores_raise_no_alarm_and_help_the_start(
+    arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
+) -> None:
+    """The run's own calibration array: nothing noticed over the whole run, every bar still held."""
+    done = replay(arrivals["lock"], rate=0.4, mode="question-turn", stored=array_of())
+    assert done.events == ()
+    assert done.metrics["overall_error"] <= 0.004
+    assert done.metrics["question_rms"] <= 0.060
+
+
+def test_the_published_rule_and_the_sort_are_where_they_were(
+    arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
+) -> None:
+    """The frozen pooled array: .41 overall, .066 by turn, .27 by question, as known of this run."""
+    metrics = replay(arrivals["lock"], rate=0.4, mode="split", stored=array_of()).metrics
+    assert metrics["overall_error"] == pytest.approx(0.012, abs=2e-3)
+    assert metrics["turn_rms"] == pytest.approx(0.066, abs=2e-3)
+    assert metrics["question_rms"] == pytest.approx(0.271, abs=2e-3)

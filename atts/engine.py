@@ -77,6 +77,8 @@ class Engine(Protocol):
     """A model that samples and scores; opened by `async with`, safe to call from many tasks at once.
 
     Cancelling the awaiting scope frees the work. Who else is in flight changes speed, never the law.
+    Stop strings are looked for in what this request generated, never across its beginning. Closing twice is fine, and a
+    closed engine raises EngineUnavailable. `atts.testing.check_engine` checks all of this from outside.
     """
 
     @property

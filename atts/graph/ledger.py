@@ -11,8 +11,8 @@ from atts.graph.limits import Limit, Pool
 from atts.graph.nodes import RolloutSpan, RolloutStatus
 from atts.graph.policy import Policy
 
-Sink = Callable[[object], None]
-"""Receives every event the moment it happens; it must not block and need not be async."""
+Sink = Callable[[object], object]
+"""Receives every event the moment it happens; it must not block, and what it returns is left alone."""
 
 
 @dataclass(frozen=True, slots=True)

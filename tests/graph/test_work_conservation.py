@@ -43,7 +43,7 @@ async def replay(questions: Questions, admit: Admit, rollouts: int) -> tuple[flo
 def test_no_slot_is_idle_on_real_rollouts(
     real_rollouts: Questions, virtually: Callable[[Callable[[], Awaitable[object]]], tuple[float, Recording, Graph]]
 ) -> None:
-    """Within 3 % of max(work / slots, longest rollout), 1.35 times faster than the barrier, nothing lost to siblings."""
+    """Within 3 % of max(work / slots, longest rollout), 1.35 times faster than the barrier, no time lost by waiting."""
     seconds, recording, graph = virtually(lambda: replay(real_rollouts, "each", 32))
     work = {"draft": 0.0, "target": 0.0}
     for stages in (stages for samples in real_rollouts.values() for stages in samples):

@@ -1,0 +1,688 @@
+"""The graph keeps order, bounds, times and edges, and failures stay where they happened."""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import anyio
+import anyio.lowlevel
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atts import tasks
+from atts.errors import EngineTimeout, OptionError, OutOfMemory, UsageError
+from atts.graph import (
+    Graph,
+    Limit,
+    Node,
+    Policy,
+    ProblemScope,
+    Recording,
+    RolloutResult,
+    RolloutScope,
+    edges,
+    measure,
+    sibling_edges,
+)
+from atts.journal import JOURNAL, JournalOptions, Manifest, NodeFinished, open_journal, read_entries
+from atts.testing.clock import Backend, run_virtual
+
+T = TypeVar("T")
+Virtually = Callable[[Callable[[], Awaitable[T]]], T]
+IsEmpty = Callable[[Graph], bool]
+
+
+class Engine(Protocol):
+    """The watched engine of conftest.py."""
+
+    in_flight: dict[str, int]
+    peak: dict[str, int]
+    calls: int
+
+    async def work(self, name: str, seconds: float) -> float: ...
+
+
+@dataclass(frozen=True)
+class Named:
+    """A problem."""
+
+    id: str
+
+
+def problems(count: int) -> list[Named]:
+    """That many."""
+    return [Named(f"p{number}") for number in range(count)]
+
+
+# order and bounds
+
+
+def test_results_keep_order_while_events_stream(virtually: Virtually[list[list[int | None]]]) -> None:
+    """Later samples end first, and are told first; the lists are in the order asked all the same."""
+    told: list[object] = []
+
+    async def main() -> list[list[int | None]]:
+        async def solve(problem: Named, scope: ProblemScope) -> list[int | None]:
+            async def rollout(line: RolloutScope[int]) -> int:
+                await line.call("draft", anyio.sleep, 10.0 - line.sample - int(problem.id[1:]))
+                return line.sample
+
+            return [result.value for result in await scope.rollouts(rollout, 3)]
+
+        results = await Graph(sink=told.append).run(problems(3), solve)
+        assert [result.problem for result in results] == ["p0", "p1", "p2"]
+        return [result.value or [] for result in results]
+
+    assert virtually(main) == [[0, 1, 2]] * 3
+    ended = [event.ended for event in told if isinstance(event, Node)]
+    assert ended == sorted(ended)
+    assert next(event for event in told if isinstance(event, Node)).sample == 2
+
+
+def test_times_and_edges_of_a_straight_line(virtually: Virtually[None]) -> None:
+    """Queue, compute and edges of two rollouts on one slot are what arithmetic says."""
+    recording = Recording()
+
+    async def main() -> None:
+        async def rollout(line: RolloutScope[None]) -> None:
+            await line.call("draft", anyio.sleep, 2.0, turn=0)
+            await line.call("score", anyio.sleep, 3.0, engine="target", turn=0, tokens=7)
+
+        async def solve(problem: Named, scope: ProblemScope) -> None:
+            await scope.rollouts(rollout, 2)
+
+        graph = Graph(limits={"draft": Limit(1), "target": Limit(1, 10)}, sink=recording, first_node=100)
+        await graph.run(problems(1), solve)
+        stats = graph.stats()
+        assert (stats.seconds, stats.nodes, stats.engines["target"].busy_seconds) == (8.0, 4, 6.0)
+        assert stats.busy_share("target") == 6 / 8
+
+    virtually(main)
+    nodes = sorted(recording.nodes())
+    assert [(n.stage, n.sample, n.queue, n.compute, n.tokens) for n in nodes] == [
+        ("draft", 0, 0.0, 2.0, 0),
+        ("draft", 1, 1.5, 2.0, 0),
+        ("score", 0, 0.0, 3.0, 7),
+        ("score", 1, 1.0, 3.0, 7),
+    ]
+    assert [n.id for n in nodes] == [100, 101, 102, 103]
+    assert [n.after for n in nodes] == [(), (), (100,), (101,)]
+    assert [(span.sample, span.status, span.waited) for span in recording.rollouts] == [(0, "done", 0), (1, "done", 0)]
+
+
+plans = st.lists(  # problems, of rollouts, of calls: (engine, tokens, seconds)
+    st.lists(
+        st.lists(
+            st.tuples(st.sampled_from(["draft", "target"]), st.integers(0, 8), st.integers(0, 5)),
+            min_size=1,
+            max_size=4,
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plan=plans, places=st.integers(1, 4), slots=st.integers(1, 3), tokens=st.integers(8, 12))
+def test_bounds_hold_and_nothing_is_idle(
+    anyio_backend: Backend,
+    is_empty: IsEmpty,
+    plan: list[list[list[tuple[str, int, int]]]],
+    places: int,
+    slots: int,
+    tokens: int,
+) -> None:
+    """In every state: places, slots and tokens are within bounds, and whoever waits does so because one is used up."""
+    graph = Graph(rollouts=places, limits={"draft": Limit(slots), "target": Limit(slots, tokens)})
+    waiting_for_tokens = 0
+
+    def check() -> None:
+        nonlocal waiting_for_tokens
+        stats = graph.stats()
+        assert stats.rollouts_in_flight <= places
+        assert not stats.rollouts_waiting or stats.rollouts_in_flight == places
+        for name, use in stats.engines.items():
+            assert use.in_use <= slots
+            assert use.tokens_in_use <= tokens
+            if use.waiting and use.in_use < slots:
+                assert name == "target", "a call waits beside a free slot"
+                assert use.tokens_in_use + 8 > tokens, "a call waits though the largest would fit"
+
+    async def work(seconds: int) -> None:
+        check()
+        await anyio.sleep(seconds)
+        check()
+
+    async def solve(problem: Named, scope: ProblemScope) -> int:
+        async def rollout(line: RolloutScope[int]) -> int:
+            for engine, needs, seconds in plan[int(problem.id[1:])][line.sample]:
+                await line.call("step", work, seconds, engine=engine, tokens=needs if engine == "target" else 0)
+            return line.sample
+
+        return len(await scope.rollouts(rollout, len(plan[int(problem.id[1:])])))
+
+    results = run_virtual(graph.run, problems(len(plan)), solve, backend=anyio_backend)
+    assert [result.value for result in results] == [len(rollouts) for rollouts in plan]
+    assert is_empty(graph)
+
+
+def test_problems_are_opened_when_there_is_room(virtually: Virtually[None]) -> None:
+    """The next problem is pulled only when no rollout waits, so a million of them cost nothing in advance."""
+    pulled = 0
+
+    def endless() -> Iterator[Named]:
+        nonlocal pulled
+        while True:
+            pulled += 1
+            yield Named(f"p{pulled}")
+
+    async def main() -> None:
+        graph = Graph(rollouts=10)
+
+        async def solve(problem: Named, scope: ProblemScope) -> None:
+            async def rollout(line: RolloutScope[None]) -> None:
+                await line.call("draft", anyio.sleep, 1.0)
+                if problem.id == "p7":
+                    graph.stop("enough")
+
+            await scope.rollouts(rollout, 4)
+            assert graph.stats().problems_open <= 6
+
+        results = await graph.run(endless(), solve)
+        assert len(results) < 14
+
+    virtually(main)
+    assert pulled < 16
+
+
+def test_places_go_to_older_problems_first_and_priority_before_that(virtually: Virtually[list[str]]) -> None:
+    """With one place, rollouts run by problem and sample, but urgent ones overtake those that wait."""
+
+    async def main() -> list[str]:
+        order: list[str] = []
+
+        async def solve(problem: Named, scope: ProblemScope) -> None:
+            async def rollout(line: RolloutScope[None]) -> None:
+                order.append(f"{line.problem}/{line.sample}")
+                await line.call("draft", anyio.sleep, 1.0)
+
+            async def urgent(line: RolloutScope[None]) -> None:
+                order.append(f"{line.problem}/urgent")
+
+            await tasks.collect([
+                lambda: scope.rollouts(rollout, 2),
+                lambda: _after(0.5, lambda: scope.rollouts(urgent, 1, priority=-1)),
+            ])  # fmt: skip
+
+        await Graph(rollouts=1).run(problems(2), solve)
+        return order
+
+    assert virtually(main) == ["p0/0", "p0/urgent", "p0/1", "p1/0", "p1/urgent", "p1/1"]
+
+
+async def pass_by(line: RolloutScope[None]) -> None:
+    """A rollout that does nothing."""
+    await anyio.lowlevel.checkpoint()
+
+
+async def _after(seconds: float, function: Callable[[], Awaitable[T]]) -> T:
+    await anyio.sleep(seconds)
+    return await function()
+
+
+def test_calls_are_served_by_priority_then_in_order(virtually: Virtually[list[int]]) -> None:
+    """A full engine grants the lowest priority number first, within it whoever asked first."""
+
+    async def main() -> list[int]:
+        served: list[int] = []
+
+        async def work(sample: int) -> None:
+            served.append(sample)
+            await anyio.sleep(1.0)
+
+        async def solve(problem: Named, scope: ProblemScope) -> None:
+            async def rollout(line: RolloutScope[None]) -> None:
+                await line.call("draft", anyio.sleep, 0.1 * line.sample)
+                await line.call("score", work, line.sample, engine="target", priority=line.sample % 2)
+
+            await scope.rollouts(rollout, 6)
+
+        await Graph(limits={"draft": Limit(), "target": Limit(1)}).run(problems(1), solve)
+        return served
+
+    assert virtually(main) == [0, 2, 4, 1, 3, 5]
+
+
+def test_a_rollout_keeps_the_context_of_whoever_asked_for_it(virtually: Virtually[list[str]]) -> None:
+    """Whoever frees a place does not leak its context variables into the rollout that takes it."""
+    name: ContextVar[str] = ContextVar("name", default="")
+
+    async def main() -> list[str]:
+        async def solve(problem: Named, scope: ProblemScope) -> list[str]:
+            name.set(problem.id)
+
+            async def rollout(line: RolloutScope[str]) -> str:
+                seen = name.get()
+                name.set("leaked")
+                await line.call("draft", anyio.sleep, 1.0)
+                return seen
+
+            return [result.value or "" for result in await scope.rollouts(rollout, 2)]
+
+        return [seen for result in await Graph(rollouts=1).run(problems(2), solve) for seen in result.value or []]
+
+    assert virtually(main) == ["p0", "p0", "p1", "p1"]
+
+
+def test_memory_does_not_grow_with_the_number_of_problems(anyio_backend: Backend, tmp_path: Path) -> None:
+    """With a sink that writes to disk and results that nobody keeps, seven times the problems need no more memory."""
+    import tracemalloc
+
+    def peak(count: int) -> int:
+        async def solve(problem: Named, scope: ProblemScope) -> None:
+            async def rollout(line: RolloutScope[None]) -> None:
+                for turn in range(2):
+                    await line.call("draft", anyio.sleep, 0.0, turn=turn)
+
+            await scope.rollouts(rollout, 4)
+
+        async def main() -> None:
+            with (tmp_path / "log").open("w") as log:
+                graph = Graph(rollouts=16, limits={"draft": Limit(8)}, sink=lambda event: log.write(f"{event}\n"))
+                await graph.drive((Named(f"p{n}") for n in range(count)), solve, lambda result: None)
+
+        tracemalloc.start()
+        try:
+            anyio.run(main, backend=anyio_backend)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(10)
+    assert peak(300) < 1.25 * peak(40)
+
+
+# failures
+
+
+class Boom(RuntimeError):
+    """Not an error of ours."""
+
+
+def test_a_failed_rollout_sinks_no_sibling(virtually: Virtually[None]) -> None:
+    """It is recorded with its error and what it had saved; everybody else ends as if nothing had happened."""
+    recording = Recording()
+
+    async def main() -> None:
+        async def solve(problem: Named, scope: ProblemScope) -> list[RolloutResult[str]]:
+            async def rollout(line: RolloutScope[str]) -> str:
+                await line.call("draft", anyio.sleep, 1.0)
+                if line.sample == 1:
+                    line.save("half")
+                    raise Boom("bad luck")
+                await line.call("draft", anyio.sleep, 1.0)
+                return "whole"
+
+            return await scope.rollouts(rollout, 3)
+
+        (result,) = await Graph(sink=recording).run(problems(1), solve)
+        assert result.status == "done"
+        assert [(r.status, r.value) for r in result.value or []] == [
+            ("done", "whole"),
+            ("failed", "half"),
+            ("done", "whole"),
+        ]
+        assert isinstance((result.value or [])[1].error, Boom)
+
+    virtually(main)
+    assert [span.error for span in recording.rollouts if span.status == "failed"] == ["Boom: bad luck"]
+
+
+def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) -> None:
+    """A retryable error costs a wait and another node; one that is not is final; each attempt frees its slot."""
+    recording = Recording()
+
+    async def main() -> None:
+        failures = {"flaky": [EngineTimeout("draft", "late")] * 2, "dead": [EngineTimeout("draft", "late")] * 9}
+
+        async def work(name: str) -> str:
+            await anyio.sleep(1.0)
+            if failures.get(name):
+                raise failures[name].pop()
+            return name
+
+        async def solve(problem: Named, scope: ProblemScope) -> list[str]:
+            async def rollout(line: RolloutScope[str]) -> str:
+                return await line.call("draft", work, ["flaky", "dead", "fine"][line.sample])
+
+            return [result.status for result in await scope.rollouts(rollout, 3)]
+
+        policy = Policy(calls=3, delay_seconds=1.0)
+        graph = Graph(limits={"draft": Limit(1)}, policy=policy, sink=recording)
+        assert [r.value for r in await graph.run(problems(1), solve)] == [["done", "failed", "done"]]
+
+    virtually(main)
+    by_sample = {s: sorted(n for n in recording.nodes() if n.sample == s) for s in range(3)}
+    assert [n.status for n in by_sample[0]] == ["failed", "failed", "done"]
+    assert [n.attempt for n in by_sample[1]] == [0, 1, 2]
+    assert [n.status for n in by_sample[1]] == ["failed"] * 3
+    waits = [later.queued - earlier.ended for earlier, later in pairwise(by_sample[0])]
+    assert 0.7 <= waits[0] <= 1.3
+    assert 1.4 <= waits[1] <= 2.6
+    assert [n.after for n in by_sample[0]] == [(), (by_sample[0][0].id,), (by_sample[0][1].id,)]
+
+
+def test_a_rollout_is_tried_again_from_what_it_saved(virtually: Virtually[None]) -> None:
+    """With attempts to spare, the second one goes on where the first one left off."""
+
+    async def main() -> None:
+        async def solve(problem: Named, scope: ProblemScope) -> list[int | None]:
+            async def rollout(line: RolloutScope[int]) -> int:
+                for turn in range(line.saved or 0, 4):
+                    await line.call("draft", anyio.sleep, 1.0, turn=turn)
+                    line.save(turn + 1)
+                    if turn == 1 and line.attempt == 0:
+                        raise EngineTimeout("draft", "late")
+                return 10 * line.attempt + (line.saved or 0)
+
+            return [result.value for result in await scope.rollouts(rollout, 2)]
+
+        recording = Recording()
+        graph = Graph(policy=Policy(rollouts=2), sink=recording)
+        assert [r.value for r in await graph.run(problems(1), solve)] == [[14, 14]]
+        assert len(recording) == 8
+        assert [span.attempts for span in recording.rollouts] == [2, 2]
+
+    virtually(main)
+
+
+def test_an_error_that_meets_everybody_ends_the_run(virtually: Virtually[None], is_empty: IsEmpty) -> None:
+    """Wrong usage is raised as itself, at once, with nothing left behind."""
+
+    async def main() -> None:
+        graph = Graph(rollouts=4)
+
+        async def solve(problem: Named, scope: ProblemScope) -> None:
+            async def rollout(line: RolloutScope[None]) -> None:
+                await line.call("draft", anyio.sleep, 1.0 + line.sample)
+                if line.sample == 2 and problem.id == "p1":
+                    raise UsageError("no such thing")
+
+            await scope.rollouts(rollout, 4)
+
+        with pytest.raises(UsageError, match="no such thing"):
+            await graph.run(problems(5), solve)
+        assert is_empty(graph)
+        assert graph.stats().problems_done < 5
+
+    virtually(main)
+
+
+def test_a_run_is_given_up_when_everything_fails(virtually: Virtually[None]) -> None:
+    """A lost server ends the run with its own error instead of failing a thousand rollouts one by one."""
+
+    async def main() -> None:
+        async def solve(problem: Named, scope: ProblemScope) -> None:
+            async def rollout(line: RolloutScope[None]) -> None:
+                await anyio.sleep(0.1)
+                raise EngineTimeout("target", "gone")
+
+            await scope.rollouts(rollout, 4)
+
+        graph = Graph(rollouts=2, policy=Policy(give_up_after=6))
+        with pytest.raises(EngineTimeout, match="gone") as caught:
+            await graph.run(problems(100), solve)
+        assert "given up after 6" in caught.value.__notes__[0]
+        assert graph.stats().rollouts["failed"] < 10
+        patient = Graph(policy=Policy(give_up_after=None))
+        assert len(await patient.run(problems(20), solve)) == 20
+
+    virtually(main)
+
+
+def test_a_failed_problem_sinks_no_other(virtually: Virtually[None]) -> None:
+    """What a problem's own function raises is its result; what `settle` raises too."""
+
+    async def main() -> None:
+        async def rollout(line: RolloutScope[int]) -> int:
+            await line.call("draft", anyio.sleep, 1.0)
+            return line.sample
+
+        def settle(result: RolloutResult[int]) -> bool:
+            raise Boom("vote")
+
+        async def solve(problem: Named, scope: ProblemScope) -> str:
+            if problem.id == "p0":
+                raise Boom("early")
+            await scope.rollouts(rollout, 4, settle=settle if problem.id == "p1" else None)
+            return "fine"
+
+        results = await Graph(rollouts=2).run(problems(3), solve)
+        assert [(r.status, r.value, str(r.error)) for r in results] == [
+            ("failed", None, "early"),
+            ("failed", None, "vote"),
+            ("done", "fine", "None"),
+        ]
+
+    virtually(main)
+
+
+def test_unknown_engines_and_impossible_bounds_are_refused(virtually: Virtually[None]) -> None:
+    """Misspelt engines end the run; impossible limits are refused when they are set."""
+
+    async def main() -> None:
+        async def solve(problem: Named, scope: ProblemScope) -> None:
+            await scope.call("score", anyio.sleep, 0.0, engine="taget")
+
+        with pytest.raises(OptionError, match="did you mean 'target'"):
+            await Graph(limits={"draft": Limit(1), "target": Limit(1)}).run(problems(1), solve)
+
+        async def nothing(problem: Named, scope: ProblemScope) -> None:
+            await scope.rollouts(pass_by, 0)
+
+        with pytest.raises(OptionError, match="no rollout"):
+            await Graph().run(problems(1), nothing)
+
+        async def gang(problem: Named, scope: ProblemScope) -> None:
+            await scope.rollouts(pass_by, 5, admit="together")
+
+        with pytest.raises(OptionError, match="5 rollouts together"):
+            await Graph(rollouts=4).run(problems(1), gang)
+
+    virtually(main)
+    for make in (
+        lambda: Limit(0),
+        lambda: Limit(tokens=-1),
+        lambda: Graph(rollouts=0),
+        lambda: Policy(calls=0),
+        lambda: Policy(delay_seconds=-1.0),
+    ):
+        with pytest.raises(OptionError):
+            make()
+
+
+def test_a_call_that_can_never_fit_fails_alone(virtually: Virtually[None], is_empty: IsEmpty) -> None:
+    """Too many KV tokens is that rollout's failure; its siblings, also those behind it in the queue, go on."""
+
+    async def main() -> None:
+        async def solve(problem: Named, scope: ProblemScope) -> list[RolloutResult[None]]:
+            async def rollout(line: RolloutScope[None]) -> None:
+                await line.call("score", anyio.sleep, 1.0, engine="target", tokens=[6, 11, 6][line.sample])
+
+            return await scope.rollouts(rollout, 3)
+
+        graph = Graph(limits={"target": Limit(tokens=10)})
+        (result,) = await graph.run(problems(1), solve)
+        found = result.value or []
+        assert [r.status for r in found] == ["done", "failed", "done"]
+        assert isinstance(found[1].error, OutOfMemory)
+        assert anyio.current_time() == 2.0
+        assert is_empty(graph)
+
+    virtually(main)
+
+
+# rounds and edges
+
+
+def test_rounds_wait_for_exactly_their_members(virtually: Virtually[None]) -> None:
+    """Each round gives every member's value; the next node waited for all nodes of the round and for nothing else."""
+    recording = Recording()
+
+    async def main() -> None:
+        async def solve(problem: Named, scope: ProblemScope) -> list[list[dict[int, int]] | None]:
+            async def rollout(line: RolloutScope[list[dict[int, int]]]) -> list[dict[int, int]]:
+                seen: list[dict[int, int]] = []
+                for turn in range(line.sample + 1):  # sample 0 leaves first
+                    await line.call("draft", anyio.sleep, 1.0 + line.sample, turn=turn)
+                    seen.append(dict(await line.meet(10 * line.sample + turn)))
+                return seen
+
+            return [result.value for result in await scope.rollouts(rollout, 3, admit="together")]
+
+        (result,) = await Graph(rollouts=3, sink=recording).run(problems(1), solve)
+        first, second, third = {0: 0, 1: 10, 2: 20}, {1: 11, 2: 21}, {2: 22}
+        assert result.value == [[first], [first, second], [first, second, third]]
+
+    virtually(main)
+    drafts = {(n.sample, n.turn): n for n in recording.nodes() if n.stage == "draft"}
+    assert {key: set(n.after) for key, n in drafts.items()} == {
+        (0, 0): set(),
+        (1, 0): set(),
+        (2, 0): set(),
+        **{(s, 1): {drafts[other, 0].id for other in range(3)} for s in (1, 2)},
+        (2, 2): {drafts[other, 1].id for other in (1, 2)},
+    }
+    assert [drafts[s, 1].wait for s in (1, 2)] == [1.0, 0.0]
+    waited = {span.sample: span.waited for span in recording.rollouts}
+    # sample 0: two seconds in the round, then six until the last one ended; and so on
+    assert waited == {0: 2.0 + 6.0, 1: 1.0 + 1.0 + 3.0, 2: 0.0}
+    assert measure(recording.nodes()).sibling_seconds == sum(waited.values())
+
+
+def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> None:
+    """Asynchronous rollouts wait for nobody, and a meeting is refused."""
+    recording = Recording()
+
+    async def main() -> None:
+        async def solve(problem: Named, scope: ProblemScope) -> list[RolloutResult[None]]:
+            await scope.call("score", anyio.sleep, 1.0)
+
+            async def rollout(line: RolloutScope[None]) -> None:
+                for turn in range(3):
+                    await line.call("draft", anyio.sleep, 1.0 + line.sample, turn=turn)
+                await line.meet(None)
+
+            return await scope.rollouts(rollout, 3)
+
+        with pytest.raises(OptionError, match="admit them together"):
+            await Graph(sink=recording).run(problems(2), solve)
+
+    virtually(main)
+    nodes = list(recording.nodes())
+    own = {n.id: n for n in nodes if n.sample == -1}
+    assert sibling_edges(nodes) == set()
+    assert edges(nodes)
+    assert all(len(n.after) == 1 for n in nodes if n.sample >= 0)
+    assert {n.after[0] for n in nodes if n.turn == 0 and n.sample >= 0} == set(own)
+
+
+def test_calls_side_by_side_join_in_the_next_one(virtually: Virtually[None]) -> None:
+    """Two calls at once wait for the same node, and the next call for both; a cancelled one is waited for by none."""
+    recording = Recording()
+
+    async def main() -> None:
+        async def solve(problem: Named, scope: ProblemScope) -> None:
+            async def side(stage: str, seconds: float) -> str:
+                await scope.call(stage, anyio.sleep, seconds)
+                return stage
+
+            await scope.call("a", anyio.sleep, 1.0)
+            assert await tasks.collect([lambda: side("b", 2.0), lambda: side("c", 1.0)]) == ["b", "c"]
+            with anyio.move_on_after(0.5):
+                await scope.call("d", anyio.sleep, 9.0)
+            await scope.call("e", anyio.sleep, 1.0)
+
+        await Graph(sink=recording).run(problems(1), solve)
+
+    virtually(main)
+    name = {n.id: n.stage for n in recording.nodes()}
+    assert {n.stage: {name[other] for other in n.after} for n in recording.nodes()} == {
+        "a": set(),
+        "b": {"a"},
+        "c": {"a"},
+        "d": {"b", "c"},
+        "e": {"b", "c"},
+    }
+    assert [n.status for n in recording.nodes() if n.stage == "d"] == ["cancelled"]
+
+
+@pytest.mark.parametrize("admit", ["each", "together"])
+def test_edges_from_the_journal_are_the_live_ones(
+    anyio_backend: Backend, tmp_path: Path, admit: str, virtually: Virtually[None]
+) -> None:
+    """Written to a journal and read back, nodes and edges are what the graph itself knew."""
+    live = Recording()
+    names = {field.name for field in fields(NodeFinished)}
+
+    async def main() -> None:
+        async with open_journal(tmp_path / "run", Manifest(), JournalOptions(durability="close")) as journal:
+
+            def sink(event: object) -> None:
+                live(event)
+                if isinstance(event, Node):
+                    journal.record(NodeFinished(**{k: v for k, v in event.fields().items() if k in names}))
+
+            async def solve(problem: Named, scope: ProblemScope) -> None:
+                async def rollout(line: RolloutScope[None]) -> None:
+                    for turn in range(3):
+                        await line.call("draft", anyio.sleep, 1.0 + 0.3 * line.sample, turn=turn)
+                        if admit == "together":
+                            await line.meet(None)
+
+                await scope.rollouts(rollout, 3, admit="together" if admit == "together" else "each")
+
+            await Graph(rollouts=4, limits={"draft": Limit(2)}, sink=sink).run(problems(3), solve)
+
+    virtually(main)
+    entries = read_entries(tmp_path / "run" / JOURNAL)
+    found = [entry.event for entry in entries if isinstance(entry.event, NodeFinished)]
+    back = [Node.read({name: getattr(event, name) for name in names}) for event in found]
+    assert back == list(live.nodes())
+    assert edges(back) == edges(live.nodes())
+    assert (sibling_edges(back) == set()) == (admit == "each")
+
+
+# one graph, several runs
+
+
+def test_a_graph_may_run_again_and_be_shared(virtually: Virtually[None], is_empty: IsEmpty) -> None:
+    """Node ids go on, and two runs at once stay within the bounds of the one graph they share."""
+
+    async def main() -> None:
+        recording, most = Recording(), 0
+
+        async def solve(problem: Named, scope: ProblemScope) -> int:
+            async def rollout(line: RolloutScope[int]) -> int:
+                nonlocal most
+                most = max(most, graph.stats().rollouts_in_flight)
+                await line.call("draft", anyio.sleep, 1.0)
+                return 1
+
+            return sum(result.value or 0 for result in await scope.rollouts(rollout, 4))
+
+        graph = Graph(rollouts=3, sink=recording)
+        assert [r.value for r in await graph.run(problems(2), solve)] == [4, 4]
+        both = await tasks.collect([lambda: graph.run(problems(3), solve), lambda: graph.run(problems(2), solve)])
+        assert [[r.value for r in results] for results in both] == [[4, 4, 4], [4, 4]]
+        assert most == 3
+        assert sorted(n.id for n in recording.nodes()) == list(range(28))
+        assert is_empty(graph)
+
+    virtually(main)

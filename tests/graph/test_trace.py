@@ -1,0 +1,139 @@
+"""Records, timings and traces of made-up nodes are what one can work out by hand."""
+
+import io
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.graph import Node, NodeStatus, ProblemSpan, Recording, RolloutSpan, edges, measure, trace_events, write_trace
+
+
+def node(number: int, sample: int, start: float, end: float, after: tuple[int, ...] = (), **other: Any) -> Node:
+    """A node of one problem that neither waited nor queued, unless told otherwise."""
+    base = Node(number, "draft", "draft", "p", sample, 0, 0, "done", start, start, start, end, after)
+    return base._replace(**other)
+
+
+def test_a_run_is_taken_apart() -> None:
+    """Stages, engines, the chain that bounds the run, time lost to siblings, and r."""
+    nodes = [
+        node(0, 0, 0.0, 2.0),
+        node(1, 1, 0.0, 5.0),
+        node(2, 0, 5.5, 6.0, (0, 1), stage="score", engine="target", ready=2.0, queued=5.0),
+        node(3, 1, 5.0, 5.5, (0, 1), stage="score", engine="target"),
+        node(4, 1, 6.0, 9.0, (3,), stage="escalate", engine="target", queued=5.5, ready=5.5),
+    ]
+    for order in (nodes, nodes[::-1]):
+        found = measure(order)
+        assert found.seconds == 9.0
+        assert found.busy_seconds == {"draft": 7.0, "target": 4.0}
+        assert found.critical_path.nodes == (1, 3, 4)
+        assert found.critical_path.seconds == 8.5
+        assert (found.arithmetic_seconds, found.memory_seconds, found.sibling_seconds) == (1.0, 10.0, 3.0)
+        assert found.intensity == pytest.approx(1 / 13)
+        assert found.busy_share("target", 2) == pytest.approx(4 / 18)
+        assert found.lower_bound({"draft": 1, "target": 1}) == 8.5
+        assert found.lower_bound({"draft": 1, "target": 4}) == 8.5
+        score = found.stages["score"]
+        assert (score.nodes, score.wait, score.queue, score.compute) == (2, 3.0, 0.5, 1.0)
+        assert (found.stages["escalate"].queue, found.stages["draft"].compute) == (0.5, 7.0)
+    assert edges(nodes) == {(0, 2), (1, 2), (0, 3), (1, 3), (3, 4)}
+
+
+def test_nothing_measured_is_nothing_claimed() -> None:
+    """No nodes: no seconds, and ratios that say so."""
+    found = measure([])
+    assert (found.seconds, found.critical_path.nodes) == (0.0, ())
+    assert found.intensity != found.intensity
+    assert found.busy_share("draft", 4) != found.busy_share("draft", 4)
+
+
+times = st.floats(0, 1e9)
+statuses: list[NodeStatus] = ["done", "failed", "cancelled"]
+any_node = st.builds(
+    Node,
+    st.integers(0, 2**62),
+    st.text(max_size=5),
+    st.sampled_from(["draft", "target", ""]),
+    st.text(max_size=5),
+    st.integers(-1, 2**31 - 1),
+    st.integers(-1, 2**31 - 1),
+    st.integers(0, 9),
+    st.sampled_from(statuses),
+    times,
+    times,
+    times,
+    times,
+    st.lists(st.integers(0, 2**62), max_size=3).map(tuple),
+    st.integers(0, 2**40),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(any_node, max_size=20, unique_by=lambda n: n.id))
+def test_a_recording_gives_back_what_it_was_given(nodes: list[Node]) -> None:
+    """Nodes packed and unpacked are equal and in order; spans and foreign events are kept as they are."""
+    recording = Recording()
+    rollout = RolloutSpan("p", 0, "done", 1, 0.0, 0.0, 1.0, 1.0, 0.0)
+    problem = ProblemSpan("p", 0, "done", 0.0, 1.0)
+    for event in (*nodes, rollout, problem, "mine"):
+        recording(event)
+    assert list(recording.nodes()) == nodes
+    assert len(recording) == len(nodes)
+    assert (recording.rollouts, recording.problems, recording.others) == ([rollout], [problem], ["mine"])
+
+
+def load(nodes: Iterable[Node]) -> list[dict[str, Any]]:
+    """The written trace, read by a JSON reader."""
+    out = io.StringIO()
+    write_trace(nodes, out)
+    events: list[dict[str, Any]] = json.loads(out.getvalue())["traceEvents"]
+    return events
+
+
+def test_a_trace_shows_slots_rollouts_and_waiting() -> None:
+    """Calls on rows of their engine, the same calls on their rollout's row, arrows where edges cross."""
+    nodes = [
+        node(0, 0, 1.0, 2.0),
+        node(1, 1, 1.0, 4.0),
+        node(2, 0, 4.5, 6.0, (0, 1), stage="score", engine="target", ready=2.0, queued=4.0),
+    ]
+    events = load(nodes)
+    names = {e["pid"]: e["args"] for e in events if e["name"] == "process_name"}
+    assert names == {1: {"name": "rollouts"}, 2: {"name": "engine draft"}, 3: {"name": "engine target"}}
+    slices = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert slices == [
+        (2, 0, "draft p/0 turn 0", 0.0, 1e6),
+        (2, 1, "draft p/1 turn 0", 0.0, 3e6),
+        (3, 0, "score p/0 turn 0", 3.5e6, 1.5e6),
+        (1, 0, "draft p/1 turn 0", 0.0, 3e6),
+        (1, 1, "draft p/0 turn 0", 0.0, 1e6),
+        (1, 1, "wait for siblings", 1e6, 2e6),
+        (1, 1, "queue target", 3e6, 0.5e6),
+        (1, 1, "score p/0 turn 0", 3.5e6, 1.5e6),
+    ]
+    arrows = [(e["ph"], e["id"], e["tid"], e["ts"]) for e in events if e["ph"] in "sf"]
+    assert arrows == [("s", "1-2", 0, 3e6), ("f", "1-2", 1, 3e6)]
+    (args,) = [e["args"] for e in events if e["pid"] == 3 and e["ph"] == "X"]
+    assert args == {**nodes[2].fields(), "after": [0, 1]}
+    assert load([]) == [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "rollouts"}}]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.integers(0, 5)), max_size=30))
+def test_rows_never_overlap_and_are_as_few_as_can_be(calls: list[tuple[int, int, int]]) -> None:
+    """An engine has as many rows as it ever had calls at once, and one row shows one call at a time."""
+    nodes = [node(n, s, start, start + length) for n, (start, length, s) in enumerate(calls)]
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for event in trace_events(nodes):
+        if event["ph"] == "X" and event["pid"] == 2:
+            rows.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in rows.values():
+        spans.sort()
+        assert all(earlier[1] <= later[0] for earlier, later in zip(spans, spans[1:], strict=False))
+    at_once = max((sum(a <= t < a + d for a, d, _ in calls) for t in range(71)), default=0)
+    assert len(rows) == at_once

@@ -27,7 +27,7 @@ from atts.journal.events import (
 from atts.journal.files import AppendFile, Opener, open_append, write_all, write_atomic
 from atts.journal.lines import Tail, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, versions
-from atts.journal.state import OpenProblem, RunState, read_outcomes, sample_key, score_key
+from atts.journal.state import OpenProblem, Place, RunState, read_decisions, read_outcomes, sample_key, score_key
 from atts.journal.writer import JOURNAL, MANIFEST, Durability, Journal, JournalOptions, check_directory, open_journal
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "OpenProblem",
     "Opener",
     "OutcomeReached",
+    "Place",
     "ProblemStarted",
     "ProblemTimed",
     "RolloutFinished",
@@ -71,6 +72,7 @@ __all__ = [
     "load_manifest",
     "open_append",
     "open_journal",
+    "read_decisions",
     "read_entries",
     "read_outcomes",
     "sample_key",

@@ -152,9 +152,10 @@ class CallFailed:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The gate was asked and answered, before ("preview") or after the target had scored.
+    """The gate was asked and answered: before the target had scored ("preview"), after, or for a round at once.
 
-    `features` are the numbers it was told besides the score. A preview that asked for the score is not recorded.
+    `features` are the numbers it was told besides the score. A preview of "verify" asks for the score and decides
+    nothing yet; it is recorded only where the gate numbered it (`issue`).
     """
 
     decision: Decision

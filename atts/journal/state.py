@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import Literal
 
-from atts.core import Outcome, Problem, Role, Rollout, SampleRequest, ScoreRequest, TokenIds, Turn
+from atts.core import Finish, Outcome, Problem, Role, Rollout, SampleRequest, ScoreRequest, TokenIds, Turn
 from atts.journal.events import (
     CallFailed,
     Decided,
@@ -94,11 +95,14 @@ class OpenProblem:
 class RunState:
     """Built entry by entry with `apply`, in order; its size is that of the unfinished problems and a line per other.
 
-    `reached` and `graded` (by problem) are kept for finished problems; their rollouts are let go.
+    `reached`, `finishes` and `graded` (by problem) are kept of finished problems; their rollouts are let go, unless
+    `keeps` says "everything": then finished problems stay in `open` with all their steps.
     """
 
+    keeps: Literal["open problems", "everything"] = "open problems"
     open: dict[str, OpenProblem] = field(default_factory=dict[str, OpenProblem])
     reached: dict[str, OutcomeReached] = field(default_factory=dict[str, OutcomeReached])
+    finishes: dict[str, tuple[Finish, ...]] = field(default_factory=dict[str, tuple[Finish, ...]])  # of its samples
     graded: dict[str, tuple[Graded, ...]] = field(default_factory=dict[str, tuple[Graded, ...]])
     sessions: int = 0
     ended: SessionClosed | None = None  # how the last session ended; None: it was killed, or still runs
@@ -119,10 +123,12 @@ class RunState:
             case NodeFinished():
                 self.last_node = max(self.last_node, event.node)
             case OutcomeReached(problem):
-                closed = self.open.pop(problem)
+                closed = self.open[problem] if self.keeps == "everything" else self.open.pop(problem)
                 self.reached[problem] = event
                 self.graded[problem] = tuple(closed.graded)
-                return closed.outcome(event)
+                outcome = closed.outcome(event)
+                self.finishes[problem] = tuple(rollout.finish or "cancelled" for rollout in outcome.rollouts)
+                return outcome
             case Graded(problem) if problem in self.reached:
                 self.graded[problem] += (event,)
             case _:
@@ -154,8 +160,22 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
     for entry in entries:
         outcome = state.apply(entry)
         if outcome is not None:
-            del state.reached[outcome.problem.id], state.graded[outcome.problem.id]
+            name = outcome.problem.id
+            del state.reached[name], state.graded[name], state.finishes[name]
             yield outcome
+
+
+Place = tuple[str, int, int]
+"""Question, sample, turn."""
+
+
+def read_decisions(entries: Iterable[Entry]) -> Iterator[tuple[Place, Decided]]:
+    """Every decision in the order in which they were taken, previews that only asked for a score left out."""
+    for entry in entries:
+        event = entry.event
+        if isinstance(event, Decided) and event.decision.action != "verify":
+            decision = event.decision
+            yield (decision.question, decision.sample, decision.turn), event
 
 
 def sample_key(role: Role, request: SampleRequest) -> str:

@@ -38,7 +38,7 @@ from atts.pipelines import Context, RoundGate
 from atts.run.plan import Grade, Plan
 from atts.run.recorder import Listener, ProblemRecord, Recorder
 from atts.run.result import ProblemLine, RunResult, RunStatus, problem_line
-from atts.run.steps import Keeper, Restoring, StepEngine, StepGate, StepRoundGate
+from atts.run.steps import Keeper, StepEngine, StepGate, StepRoundGate, remind
 from atts.run.stopping import Signals, Stop, heed_signals
 
 Keep = Literal["lines", "nothing"]
@@ -79,7 +79,7 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | N
             if plan.target is not plan.draft:
                 await engines.enter_async_context(plan.target)
         manifest = plan.manifest(problems, session.dataset)
-        state = RunState()
+        state = RunState("everything" if plan.pace == "recorded" else "open problems")
         async with _journal(session, manifest, plan, state) as journal:
             return await _Run(plan, session, manifest, state, journal).drive(problems)
 
@@ -96,10 +96,8 @@ async def _journal(
     def recall(entry: Entry) -> None:
         event = entry.event
         state.apply(entry)
-        if isinstance(event, Decided) and isinstance(plan.gate, Restoring):
-            plan.gate.restore(event.decision)
-        elif isinstance(event, Observed) and not isinstance(plan.gate, RoundGate):
-            plan.gate.observe(event.decision, event.escalated == "yes")
+        if isinstance(event, Decided | Observed) and not isinstance(plan.gate, RoundGate):
+            remind(plan.gate, event)
         for listener in session.listeners:
             listener.recalled(event)
 
@@ -133,8 +131,8 @@ class _Run:
     async def drive(self, problems: Iterable[Problem]) -> RunResult:
         """Everything that is left to do, and the result."""
         began = anyio.current_time()
-        for name, reached in self._state.reached.items():
-            self._keep(name, problem_line(reached, self._state.graded[name]))
+        for name in self._state.reached:
+            self._keep(name, self._recalled_line(name))
         async with tasks.background(self._end_when_asked):
             await self._graph.drive(
                 self._left(problems), self._solve, self._finished, timeout_seconds=self._plan.timeout_seconds
@@ -151,7 +149,7 @@ class _Run:
             if problem.id in self._places:
                 raise DatasetError(problem.source or "given", f"two problems have the id {problem.id!r}")
             self._places[problem.id] = place
-            if problem.id not in self._state.reached:
+            if problem.id not in self._state.reached or self._plan.pace == "recorded":
                 self._unfinished += 1
                 yield problem
         self._seen = "all"
@@ -181,6 +179,8 @@ class _Run:
         record = ProblemRecord(self._recorder, recorded)
         context = self._context(Keeper(self._recorder, recorded, self._session.stop, self._plan.pace), record)
         outcome = await self._attempt(problem, context, scope)
+        if problem.id in self._state.reached:
+            return self._recalled_line(problem.id)  # it was over before, and is only lived through again
         with self._session.stop.counted():
             line = await self._conclude(outcome, record)
         if self._session.directory is None and self._session.keep == "lines":
@@ -217,7 +217,7 @@ class _Run:
         )
         self._recorder.record(reached)
         await self._recorder.saved()
-        return problem_line(reached, graded)
+        return problem_line(reached, tuple(rollout.finish or "cancelled" for rollout in outcome.rollouts), graded)
 
     def _grade(self, outcome: Outcome) -> list[Graded]:
         """Every rollout's answer and the problem's own, each different text once; runs in a worker thread."""
@@ -233,6 +233,10 @@ class _Run:
             status, rule = known[answer]
             graded.append(Graded(problem.id, status, sample, answer, rule))
         return graded
+
+    def _recalled_line(self, name: str) -> ProblemLine:
+        state = self._state
+        return problem_line(state.reached[name], state.finishes[name], state.graded[name])
 
     def _finished(self, result: ProblemResult[ProblemLine]) -> None:
         if result.error is not None:  # not the pipeline's: that one became an outcome

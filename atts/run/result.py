@@ -9,7 +9,7 @@ from operator import add
 from pathlib import Path
 from typing import Literal
 
-from atts.core import Outcome, Usage
+from atts.core import Finish, Outcome, Usage
 from atts.journal import JOURNAL, Graded, Manifest, OutcomeReached, read_entries, read_outcomes
 from atts.journal.events import OutcomeStatus, VerdictStatus
 
@@ -23,8 +23,10 @@ class SampleLine:
     """One rollout in brief."""
 
     sample: int
-    answer: str | None
-    verdict: VerdictStatus | None = None
+    finish: Finish
+    answer: str | None = None
+    verdict: VerdictStatus | None = None  # None: nobody graded it
+    rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +44,29 @@ class ProblemLine:
     why: str = ""
 
 
-def problem_line(reached: OutcomeReached, graded: Sequence[Graded]) -> ProblemLine:
-    """From what the journal says of a finished problem."""
-    whole = next((event for event in graded if event.sample is None), None)
-    of = {event.sample: event for event in graded if event.sample is not None}
-    samples = tuple(
-        SampleLine(sample, of[sample].answer, of[sample].status) if sample in of else SampleLine(sample, None)
-        for sample in reached.samples
-    )
+def problem_line(reached: OutcomeReached, finishes: Sequence[Finish], graded: Sequence[Graded]) -> ProblemLine:
+    """From what the journal says of a finished problem; of several verdicts the last counts."""
+    of = {event.sample: event for event in graded}
+    whole = of.get(None)
     return ProblemLine(
         reached.problem,
         reached.status,
         reached.answer,
         whole.status if whole else None,
         whole.rule if whole else "",
-        samples,
+        tuple(
+            _sample(sample, finish, of.get(sample)) for sample, finish in zip(reached.samples, finishes, strict=True)
+        ),
         reached.votes,
         reached.usage,
         reached.why,
     )
+
+
+def _sample(sample: int, finish: Finish, graded: Graded | None) -> SampleLine:
+    if graded is None:
+        return SampleLine(sample, finish)
+    return SampleLine(sample, finish, graded.answer, graded.status, graded.rule)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypeVar, get_args, runtime_checkable
+from typing import Literal, Self, TypeVar, get_args
 
 import anyio
 
@@ -25,20 +25,15 @@ from atts.run.recorder import Recorder
 from atts.run.stopping import Stop
 
 Pace = Literal["instant", "recorded"]
-"""How fast recalled calls return: at once, or in the time they took, which keeps a virtual schedule what it was."""
+"""How fast recalled calls return: at once, or in the time they took.
+
+"recorded" is for virtual time: the whole run, finished problems included, is lived through again without engine work,
+so the schedule is what it was, and even decisions that depend on the order of arrival come out as if nothing had been.
+"""
 
 T = TypeVar("T")
 Call = Sampled | Scored | CallFailed
 _TOLD = ("attempt", "tokens", "draft_logprob", "has_answer", "answered", "agreement", "agrees")
-
-
-@runtime_checkable
-class Restoring(Protocol):
-    """A gate with state beyond what `observe` teaches it, a budget say; it is told each decision that stands."""
-
-    def restore(self, decision: Decision) -> None:
-        """A decision of an earlier session, in order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +169,7 @@ def _failure(event: CallFailed) -> EngineError:
 
 
 class StepGate:
-    """A gate whose decisions stand once they are recorded. The real one must have been restored before."""
+    """A gate whose decisions stand once they are recorded. The real one must have been reminded of them before."""
 
     def __init__(self, gate: Gate, keeper: Keeper) -> None:
         self._gate = gate
@@ -188,7 +183,7 @@ class StepGate:
         if calls:  # what was recorded came after a score had been asked for
             return replace(calls[0].decision, action="verify", score=None, p=None, why="recalled")
         decision = self._gate.preview(features)
-        if decision.action != "verify":
+        if decision.action != "verify" or decision.issue is not None:
             self._keeper.recorder.record(Decided(decision, _told(features), "preview"))
         return decision
 
@@ -229,6 +224,31 @@ class StepRoundGate:
                 self._keeper.recorder.record(Decided(decision, _told(features), "round"))
                 decisions.append(decision)
         return decisions
+
+
+def remind(gate: Gate, event: Decided | Observed) -> None:
+    """Let a gate live through a recorded call again: called in the recorded order, it is then what it was."""
+    decision = event.decision
+    if isinstance(event, Observed):
+        gate.observe(decision, event.escalated == "yes")
+        return
+    told = {name: event.features.get(name, 0.0) for name in _TOLD}
+    features = Features(
+        decision.question,
+        decision.turn,
+        decision.sample,
+        attempt=int(told["attempt"]),
+        tokens=int(told["tokens"]),
+        draft_logprob=told["draft_logprob"],
+        has_answer=bool(told["has_answer"]),
+        answered=int(told["answered"]),
+        agreement=told["agreement"],
+        agrees=bool(told["agrees"]),
+    )
+    if event.asked == "preview":
+        gate.preview(features)
+    elif decision.score is not None:
+        gate.decide(replace(features, issue=decision.issue), decision.score)
 
 
 def _decision(calls: deque[Decided | Observed]) -> Decision:

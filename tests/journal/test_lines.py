@@ -73,15 +73,10 @@ def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event
         assert read(tmp_path / "j") == (story, Tail(len(before.splitlines()), 1, len(before)))
 
 
-def flip(line: bytes) -> bytes:
-    """One digit is another digit: still JSON."""
-    return line.replace(b'"n":3', b'"n":9', 1) if b'"n":3' in line else line.replace(b"0.", b"1.", 1)
-
-
 @pytest.mark.parametrize(
     "harm",
-    [flip, lambda line: line[: len(line) // 2] + b"\n", lambda line: b"", lambda line: line + line, lambda line: b"\n"],
-    ids=["flipped", "cut", "missing", "doubled", "blank"],
+    [lambda line: line[: len(line) // 2] + b"\n", lambda line: b"", lambda line: line + line, lambda line: b"\n"],
+    ids=["cut", "missing", "doubled", "blank"],
 )
 def test_damage_in_the_middle_is_refused(tmp_path: Path, story: list[Event], harm: Callable[[bytes], bytes]) -> None:
     """The error names the line; what came before it is still given out."""
@@ -91,6 +86,14 @@ def test_damage_in_the_middle_is_refused(tmp_path: Path, story: list[Event], har
     with pytest.raises(JournalCorrupt, match=f"line {place} is damaged") as caught:
         list(read_entries(tmp_path / "j"))
     assert caught.value.exit_code == 4
+
+
+def test_a_changed_digit_is_noticed(tmp_path: Path, story: list[Event]) -> None:
+    """Also where the line is still good JSON and a good event."""
+    data = b"".join(write(tmp_path / "j", story))
+    (tmp_path / "j").write_bytes(data.replace(b'"score":1.5', b'"score":2.5', 1))
+    with pytest.raises(JournalCorrupt, match="checksum"):
+        list(read_entries(tmp_path / "j"))
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:

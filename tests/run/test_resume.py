@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from atts.calibration.budget import TokenBucket
 from atts.errors import EngineUnavailable, FingerprintError, JournalCorrupt, StorageError
 from atts.journal import (
     JOURNAL,
@@ -23,8 +24,10 @@ from atts.journal import (
     Setting,
     TurnFinished,
     Warned,
+    read_decisions,
+    read_entries,
 )
-from atts.pipelines import Chunking, Policy, TopGate
+from atts.pipelines import CappedGate, Chunking, Policy, TopGate
 from atts.run import RunResult
 from atts.testing import Faults, Latency, ScriptedEngine
 
@@ -50,6 +53,12 @@ def torn_copy(world: Any, place: int, name: str = "copy") -> None:
 def decided(world: Any, name: str) -> list[str]:
     """Every recorded decision, in order; as text, for a rate may be nan."""
     return [repr(event) for event in world.events(name) if isinstance(event, Decided)]
+
+
+def places(world: Any) -> list[tuple[str, int, int, str]]:
+    """Where the copy's decisions were made, twice: when a score was asked for, and when it was there."""
+    found = [event for event in world.events("copy") if isinstance(event, Decided)]
+    return [(event.decision.question, event.decision.sample, event.decision.turn, event.asked) for event in found]
 
 
 def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcomes) -> None:
@@ -102,9 +111,35 @@ def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
         before = decided(world, "copy")
         plan = world.plan(gate=world.online())
         assert world.run(plan, world.session("copy")).status == "finished"
-        assert decided(world, "copy")[: len(before)] == before
+        after = decided(world, "copy")
+        assert after[: len(before)] == before
+        assert len(set(places(world))) == len(after)
         told = sum(isinstance(event, Observed) for event in world.events("copy"))
         assert plan.gate.calibrator.decided == told
+
+
+def test_a_hard_cap_is_carried_over(world: Any) -> None:
+    """Slots spent before a crash stay spent: the cap holds over all sessions together."""
+
+    def plan() -> Any:
+        bucket = TokenBucket(rate=0.1, burst=1, start=0)
+        gate = CappedGate(world.online(), lambda features: bucket.admit(True))
+        return world.plan(gate=gate, pace="recorded")
+
+    world.run(plan(), world.session())
+    for place in cuts(world.tmp_path / "run", 5, seed=8):
+        torn_copy(world, place)
+        world.run(plan(), world.session("copy"))
+        assert decided(world, "copy") == decided(world, "run")
+
+
+def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
+    """Each once, with its place and what the gate was told; requests for scores are not decisions."""
+    world.run(world.plan(gate=world.online()), world.session())
+    found = list(read_decisions(read_entries(world.tmp_path / "run" / JOURNAL)))
+    told = sum(isinstance(event, Observed) for event in world.events())
+    assert len({place for place, _ in found}) == len(found) == told
+    assert all(event.features["tokens"] > 0 for _, event in found)
 
 
 def test_a_barrier_ends_the_same(world: Any, outcomes: Outcomes) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from atts.core import Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn
-from atts.errors import DatasetError, OptionError
+from atts.errors import DatasetError, OptionError, UsageError
 from atts.graph import Limit, ProblemScope, RolloutScope
 from atts.journal import (
     Event,
@@ -27,11 +28,16 @@ from atts.journal import (
     load_manifest,
 )
 from atts.pipelines import Context, FixedGate, Policy
-from atts.run import ChunkWritten, RunResult, Stop
+from atts.run import ChunkWritten, ProblemLine, RunResult, SampleLine, Stop, samples, scorecard
 from atts.seeds import Seed
 from atts.testing import Backend, ScriptedEngine, toy_problems
 
 Outcomes = Callable[[RunResult], dict[str, str]]
+
+
+def by_string(answers: Sequence[str]) -> list[int]:
+    """Answers are equal when their strings are."""
+    return [list(answers).index(answer) for answer in answers]
 
 
 class Diary:
@@ -258,6 +264,52 @@ async def one_call(problem: Problem, policy: Policy, context: Context, scope: Pr
 
     results = await scope.rollouts(rollout, 2)
     return Outcome(problem, tuple(result.value for result in results if result.value), None, status="unanswered")
+
+
+def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
+    """What a pipeline has seen, no crash can make unseen."""
+    missing: list[str] = []
+
+    async def pipeline(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+        for turn in range(20):
+            await context.draft.sample(SampleRequest((1, 2), 4, seed=Seed(0, problem.id, 0, turn)))
+            if [e.turn for e in world.events() if isinstance(e, Sampled) and e.problem == problem.id][-1:] != [turn]:
+                missing.append(f"{problem.id} {turn}")
+        return Outcome(problem, (), None, status="unanswered")
+
+    world.run(world.plan(pipeline=pipeline), world.session(), problems=4)
+    assert not missing
+
+
+def test_the_scorecard(world: Any) -> None:
+    """Rates with intervals from the lines; rollouts the vote spared are unknown, not wrong."""
+    result = world.run(world.plan(), world.session())
+    card = scorecard(result.problems, by_string)
+    share = sum(sample.verdict == "correct" for line in result.problems for sample in line.samples) / 20
+    assert card.estimates["pass@1"].value == pytest.approx(share)
+    assert (card.coverage.problems, card.coverage.samples) == (5, 20)
+    assert "maj@4" in card.estimates
+    settled = ProblemLine(
+        "p",
+        "answered",
+        "1",
+        "correct",
+        "",
+        (
+            SampleLine(0, "answer", "1", "correct"),
+            SampleLine(1, "settled", None, "wrong"),
+            SampleLine(2, "turns", None, "wrong"),
+            SampleLine(3, "end", None, "wrong"),
+            SampleLine(4, "answer", "x", "unscored", "timeout"),
+        ),
+        {},
+        result.usage,
+    )
+    (held,) = samples([settled], by_string)
+    assert held.correct == (True, None, False, False, None)
+    assert held.statuses == ("graded", "cut", "cut", "no answer", "timeout")
+    with pytest.raises(UsageError, match="no problem of this run was graded"):
+        scorecard([replace(settled, samples=())], by_string)
 
 
 class Census(Diary):

@@ -1,0 +1,66 @@
+"""From the lines of a result to the rates of its scorecard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from atts.errors import UsageError
+from atts.pipelines.votes import Grouper
+from atts.run.result import ProblemLine, SampleLine
+
+if TYPE_CHECKING:
+    from atts.evaluators.scorecard import Samples, SampleStatus, Scorecard
+
+
+def scorecard(lines: Sequence[ProblemLine], group: Grouper) -> Scorecard:
+    """pass@1, maj@k, pass@k with their intervals, over the problems that have a reference.
+
+    :raises UsageError: no problem was graded.
+    """
+    from atts.evaluators.scorecard import score
+
+    graded = samples(lines, group)
+    if not graded:
+        raise UsageError("no problem of this run was graded; problems need reference answers, and the plan a grader")
+    return score(graded)
+
+
+def samples(lines: Sequence[ProblemLine], group: Grouper) -> list[Samples]:
+    """Every graded problem as the metrics want it: verdicts, classes of equal answers, what became of each sample."""
+    from atts.evaluators.scorecard import Samples
+
+    return [
+        Samples(
+            line.problem,
+            tuple(_correct(sample) for sample in line.samples),
+            _labels(line.samples, group),
+            tuple(_status(sample) for sample in line.samples),
+        )
+        for line in lines
+        if line.samples and all(sample.verdict is not None for sample in line.samples)
+    ]
+
+
+def _labels(lines: Sequence[SampleLine], group: Grouper) -> tuple[int | None, ...]:
+    classes = iter(group([line.answer for line in lines if line.answer is not None]))
+    return tuple(None if line.answer is None else next(classes) for line in lines)
+
+
+def _correct(line: SampleLine) -> bool | None:
+    if line.verdict == "unscored" or _was_spared(line):
+        return None
+    return line.verdict == "correct"
+
+
+def _was_spared(line: SampleLine) -> bool:
+    """Nobody knows what it would have answered: the vote no longer needed it, or the run was ended."""
+    return line.answer is None and line.finish in ("settled", "cancelled")
+
+
+def _status(line: SampleLine) -> SampleStatus:
+    if line.answer is None:
+        return "cut" if _was_spared(line) or line.finish in ("turns", "tokens") else "no answer"
+    if line.verdict == "unscored":
+        return "timeout" if "timeout" in line.rule else "unscored"
+    return "graded"

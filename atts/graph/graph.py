@@ -16,7 +16,7 @@ from atts.graph.nodes import ProblemStatus
 from atts.graph.policy import Policy
 from atts.graph.runs import Run
 from atts.graph.scopes import ProblemScope
-from atts.tasks import TaskGroup, clock, task_group
+from atts.tasks import TaskGroup, task_group
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ class Graph:
         )
 
     def _begin(self) -> Run:
-        self._ledger.now = clock()
+        self._ledger.enter_loop()
         if not self._runs:
             self._began = self._ledger.now()
         run = Run(self._ledger, self._admission)

@@ -10,6 +10,7 @@ from atts.errors import OptionError
 from atts.graph.limits import Limit, Pool
 from atts.graph.nodes import RolloutSpan, RolloutStatus
 from atts.graph.policy import Policy
+from atts.tasks import clock
 
 Sink = Callable[[object], object]
 """Receives every event the moment it happens; it must not block, and what it returns is left alone."""
@@ -86,8 +87,14 @@ class Ledger:
         if engine not in self.pools:
             if self.strict:
                 raise OptionError(engine, "the graph has no limit for this engine", list(self.pools))
-            self.pools[engine] = Pool(engine, Limit())
+            self.pools[engine] = Pool(engine, Limit())  # never queues, so it need not know the loop
         return self.pools[engine]
+
+    def enter_loop(self) -> None:
+        """Prepare for the loop that is running."""
+        self.now = clock()
+        for pool in self.pools.values():
+            pool.enter_loop()
 
     def emit(self, event: object) -> None:
         """Pass an event on."""

@@ -1,0 +1,193 @@
+"""Overhead of the task graph beside the same work written by hand, and how both grow with the number of rollouts."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+import tracemalloc
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from atts.graph import Graph, Limit, Node, ProblemScope, Recording, RolloutScope, Sink
+from atts.journal import JournalOptions, Manifest, NodeFinished, open_journal
+from scripts.studies.harness import Options, Spread, Table, cpu_seconds, interleaved, ratio, say
+
+SAMPLES = 16
+TURNS = 4
+STAGES = (("draft", "draft"), ("score", "target"), ("escalate", "target"))  # 12 nodes a rollout
+IN_FLIGHT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A problem."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One workload: how many rollouts, on how many slots."""
+
+    backend: str
+    rollouts: int
+    draft: int
+    target: int
+
+
+def study(options: Options) -> list[Table]:
+    """Overhead and flatness, then memory with a journal."""
+    return [_overhead(options), _flatness(options), _memory(options)]
+
+
+async def answer(turn: int) -> int:
+    """An engine without latency: it gives way once, as any engine must."""
+    await checkpoint()
+    return turn
+
+
+async def with_graph(load: Load, sink: Sink | None) -> None:
+    """The work as a pipeline would write it."""
+
+    async def rollout(line: RolloutScope[None]) -> None:
+        for turn in range(TURNS):
+            for stage, engine in STAGES:
+                await line.call(stage, answer, turn, engine=engine, turn=turn)
+
+    async def solve(problem: Named, scope: ProblemScope) -> None:
+        await scope.rollouts(rollout, SAMPLES)
+
+    limits = {"draft": Limit(load.draft), "target": Limit(load.target)}
+    graph = Graph(rollouts=IN_FLIGHT, limits=limits, sink=sink)
+    await graph.drive(_problems(load.rollouts), solve, lambda result: None)
+
+
+async def by_hand(load: Load, keep: Callable[[tuple[object, ...]], object]) -> None:
+    """The same work with anyio's tasks and limiters, and time stamps around every call."""
+    places = anyio.CapacityLimiter(IN_FLIGHT)
+    limits = {"draft": anyio.CapacityLimiter(load.draft), "target": anyio.CapacityLimiter(load.target)}
+
+    async def call(stage: str, engine: str, problem: str, sample: int, turn: int) -> None:
+        queued = anyio.current_time()
+        async with limits[engine]:
+            started = anyio.current_time()
+            await answer(turn)
+            ended = anyio.current_time()
+        keep((stage, engine, problem, sample, turn, queued, started, ended))
+
+    async def rollout(problem: str, sample: int) -> None:
+        try:
+            for turn in range(TURNS):
+                for stage, engine in STAGES:
+                    await call(stage, engine, problem, sample, turn)
+        finally:
+            places.release_on_behalf_of((problem, sample))
+
+    async with anyio.create_task_group() as tasks:
+        for problem in _problems(load.rollouts):
+            for sample in range(SAMPLES):
+                await places.acquire_on_behalf_of((problem.id, sample))
+                tasks.start_soon(rollout, problem.id, sample)
+
+
+def _problems(rollouts: int) -> Iterator[Named]:
+    return (Named(f"problem-{number}") for number in range(rollouts // SAMPLES))
+
+
+def _microseconds(work: Callable[[], Awaitable[None]], load: Load) -> float:
+    """Processor time per rollout, in microseconds."""
+    gc.collect()
+    return 1e6 * cpu_seconds(lambda: anyio.run(work, backend=load.backend)) / load.rollouts
+
+
+def _overhead(options: Options) -> Table:
+    repeats = options.pick(3, 5, 9)
+    rollouts = options.pick(1_600, 4_000, 8_000)
+    rows: list[tuple[str | int | float, ...]] = []
+    for backend in ("asyncio", "trio"):
+        for draft, target in ((IN_FLIGHT, IN_FLIGHT), (256, 64)):
+            load = Load(backend, rollouts, draft, target)
+            say(f"overhead: {load}")
+            values = interleaved({"graph": partial(_graph_cost, load), "hand": partial(_hand_cost, load)}, repeats)
+            spreads = [str(Spread.of(values[arm])) for arm in ("graph", "hand")]
+            rows.append((backend, f"{draft}/{target}", *spreads, str(ratio(values, "graph", "hand"))))
+    return Table(
+        f"CPU microseconds per rollout of 12 nodes, {IN_FLIGHT} rollouts in flight, {rollouts} rollouts",
+        ("back end", "slots draft/target", "graph, recording", "by hand, recording", "graph / hand (bar: 2.5)"),
+        tuple(rows),
+        ("Engine without latency, journal off. Median [minimum, maximum]; ratios are of interleaved pairs.",),
+    )
+
+
+def _flatness(options: Options) -> Table:
+    sizes = options.pick((1_000, 10_000), (1_000, 10_000, 30_000), (1_000, 10_000, 100_000))
+    rows: list[tuple[str | int | float, ...]] = []
+    for draft, target in ((IN_FLIGHT, IN_FLIGHT), (256, 64)):
+        loads = [Load("asyncio", size, draft, target) for size in sizes]
+        say(f"flatness: {loads}")
+        arms: dict[str, Callable[[], float]] = {}
+        for load in loads:
+            arms[f"graph {load.rollouts}"] = partial(_graph_cost, load)
+            arms[f"hand {load.rollouts}"] = partial(_hand_cost, load)
+        values = interleaved(arms, options.pick(2, 3, 3), warmup=0)
+        for load in loads:
+            graph, hand = f"graph {load.rollouts}", f"hand {load.rollouts}"
+            cells = [str(Spread.of(values[arm])) for arm in (graph, hand)]
+            growth = [str(ratio(values, arm, f"{arm.split()[0]} {sizes[0]}")) for arm in (graph, hand)]
+            rows.append((f"{draft}/{target}", load.rollouts, *cells, *growth))
+    return Table(
+        "CPU microseconds per rollout as the number of rollouts grows, everything recorded in memory",
+        (
+            "slots draft/target",
+            "rollouts",
+            "graph",
+            "by hand",
+            "graph / its smallest (bar: 1.25)",
+            "hand / its smallest",
+        ),
+        tuple(rows),
+        ("The smallest size never leaves the start-up wave: all its rollouts are in flight at once.",),
+    )
+
+
+def _graph_cost(load: Load) -> float:
+    return _microseconds(partial(with_graph, load, Recording()), load)
+
+
+def _hand_cost(load: Load) -> float:
+    return _microseconds(partial(by_hand, load, list[object]().append), load)
+
+
+def _memory(options: Options) -> Table:
+    rows: list[tuple[str | int | float, ...]] = []
+    for problems in options.pick((100, 400), (125, 1_250), (250, 2_500)):
+        say(f"memory: {problems} problems")
+        with tempfile.TemporaryDirectory() as folder:
+            tracemalloc.start()
+            anyio.run(_journalled, Load("asyncio", problems * SAMPLES, 256, 64), Path(folder) / "run")
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            lines = sum(file.stat().st_size for file in (Path(folder) / "run").iterdir())
+        rows.append((problems, peak / 2**20, lines / 2**20))
+    return Table(
+        "Peak memory with the journal on (MiB, Python's own allocations)",
+        ("problems", "peak MiB", "journal MiB on disk"),
+        tuple(rows),
+        (f"{IN_FLIGHT} rollouts in flight; results are handed over and not kept. Python {sys.version.split()[0]}.",),
+    )
+
+
+async def _journalled(load: Load, folder: Path) -> None:
+    async with open_journal(folder, Manifest(), JournalOptions(durability="close")) as journal:
+
+        def sink(event: object) -> None:
+            if isinstance(event, Node):
+                journal.record(NodeFinished(**event.fields()))
+
+        await with_graph(load, sink)

@@ -89,6 +89,7 @@ def test_times_and_edges_of_a_straight_line(virtually: Virtually[None]) -> None:
 
     async def main() -> None:
         async def rollout(line: RolloutScope[None]) -> None:
+            await anyio.sleep(0.5 * line.sample)  # trio starts tasks in any order
             await line.call("draft", anyio.sleep, 2.0, turn=0)
             await line.call("score", anyio.sleep, 3.0, engine="target", turn=0, tokens=7)
 

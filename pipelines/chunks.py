@@ -7,20 +7,15 @@ from collections.abc import Sequence
 from atts.core import Chunk, Completion, Message, Problem, Prompt, Role, Rollout, TokenIds
 from atts.engine import Engine
 
-CHOICE_LETTERS = "ABCDEFGHIJ"
-
 
 def render(problem: Problem, system: str, draft: Engine, target: Engine) -> Prompt:
-    """The problem as each model's chat template wants it; one tuple for both when they share a tokenizer."""
-    messages = [*([Message("system", system)] if system else []), Message("user", question(problem))]
+    """The problem as each model's chat template wants it; one tuple for both when they share a tokenizer.
+
+    The text of a multiple-choice problem holds its lettered choices already.
+    """
+    messages = [*([Message("system", system)] if system else []), Message("user", problem.text)]
     draft_ids = draft.tokenizer.render(messages)
     return Prompt(draft_ids, draft_ids if shared(draft, target) else target.tokenizer.render(messages))
-
-
-def question(problem: Problem) -> str:
-    """The text a model is asked: choices lettered below the question."""
-    lines = [f"{letter}) {choice}" for letter, choice in zip(CHOICE_LETTERS, problem.choices, strict=False)]
-    return "\n".join([problem.text, *lines])
 
 
 def shared(draft: Engine, target: Engine) -> bool:

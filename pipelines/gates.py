@@ -62,6 +62,15 @@ class RoundGate(Protocol):
         ...
 
 
+@runtime_checkable
+class Learning(Protocol):
+    """A gate that also learns from how problems ended, as the ordinal gate of `atts.calibration` does."""
+
+    def learn(self, features: Features, p: float | None, level: str) -> None:
+        """Take the label of a chunk whose rollout is over: "accept", "verify" or "escalate" would have been due."""
+        ...
+
+
 class Calibrating(Protocol):
     """What a conformal gate asks of a calibrator; `atts.calibration.Calibrator` is one."""
 

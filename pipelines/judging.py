@@ -18,6 +18,12 @@ from atts.tasks import collect
 async def judge(line: Line, proposal: Proposal, gate: Gate) -> tuple[Decision, Proposal]:
     """Ask the gate, with the target's score if the gate wants it. What cannot be judged is escalated."""
     evidence = features(line, proposal)
+    decision, proposal = await _judge(line, proposal, gate, evidence)
+    line.siblings.judged.append((evidence, decision))
+    return decision, proposal
+
+
+async def _judge(line: Line, proposal: Proposal, gate: Gate, evidence: Features) -> tuple[Decision, Proposal]:
     decision = gate.preview(evidence)
     if decision.action != "verify":
         return decision, proposal
@@ -57,7 +63,7 @@ async def scored(line: Line, proposal: Proposal) -> Proposal:
         scores = await call
     except EngineError as error:
         return replace(proposal, flaw=_excused(error))
-    read = max(0, len(prefix) + len(suffix) - scores.cached_tokens)
+    read = max(0, len(prefix) - scores.cached_tokens)  # the suffix is counted as scored, not as read
     line.count(Usage(scored_tokens=len(suffix), target_prefill_tokens=read, calls=1))
     score = line.policy.score(scores.logprobs, proposal.chunk.text)
     return replace(proposal, score=score, flaw="" if not math.isnan(score) else "the score is not a number")
@@ -83,7 +89,7 @@ async def _rated(line: Line, proposal: Proposal) -> Proposal:
         logprobs = await collect([partial(rate, request) for request in requests])
     except EngineError as error:
         return replace(proposal, flaw=_excused(error))
-    line.count(Usage(scored_tokens=10, target_prefill_tokens=len(proposal.chunk.target_ids) + 10, calls=10))
+    line.count(Usage(scored_tokens=10, target_prefill_tokens=len(proposal.chunk.target_ids), calls=10))
     top = max(logprobs)
     if not math.isfinite(top):
         return replace(proposal, flaw="the target gives no digit any probability")

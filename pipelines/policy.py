@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -16,7 +16,8 @@ from atts.pipelines.votes import VoteKind
 Takeover = Literal["continue", "replace", "resample", "fork"]
 Stop = Literal["none", "certain", "likely"]
 AnswerCheck = Literal["stop", "verify"]
-Verification = Literal["score", "rating", "none"]
+Verification = Literal["score", "rating"]
+Later = Literal["same", "target"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,10 @@ class Policy:
     vote: VoteKind = "majority"
     early_stop: Stop = "certain"
     confidence: float = 0.95  # for early_stop "likely"
-    first_wave: int = 0  # rollouts asked first; the rest only start when these do not agree; 0: all at once
-    agreement: float = 1.0  # the first wave's share that makes the rest unnecessary
+    first_wave: int = 0  # rollouts asked first; more only start when these do not agree; 0: all at once
+    growth: float = math.inf  # how much larger all waves together are with the next one; inf: the rest at once
+    agreement: float = 1.0  # the share of all so far that makes the rest unnecessary
+    later: Later = "same"  # who writes in later waves: where the first disagree, the target may be worth its price
     barrier: bool = False  # synchronous rounds: every turn waits for all siblings
     system: str = "Solve the problem step by step. Put the final answer in \\boxed{}."
     confidence_stop: ConfidenceStop | None = None
@@ -106,9 +109,29 @@ class Policy:
                 raise OptionError(name, f"unknown value {getattr(self, name)!r}", kinds, getattr(self, name))
         if not self.timeout_seconds > 0:
             raise OptionError("timeout_seconds", f"{self.timeout_seconds} leaves no time")
+        if not self.growth > 1:
+            raise OptionError("growth", f"{self.growth} would never come to the next wave; give more than 1")
         for name in ("confidence", "agreement"):
             if not 0 < getattr(self, name) <= 1:
                 raise OptionError(name, f"{getattr(self, name)} is outside (0, 1]")
+
+    @property
+    def waves(self) -> tuple[range, ...]:
+        """The samples of each wave.
+
+        >>> Policy(samples=16, first_wave=3, growth=2.0).waves
+        (range(0, 3), range(3, 6), range(6, 12), range(12, 16))
+        """
+        ends = [min(self.first_wave or self.samples, self.samples)]
+        while ends[-1] < self.samples:
+            ends.append(
+                self.samples if math.isinf(self.growth) else min(self.samples, math.ceil(ends[-1] * self.growth))
+            )
+        return tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
+
+    def of(self, sample: int) -> Policy:
+        """The policy of one rollout: later waves may have another writer."""
+        return replace(self, drafter="target") if self.later == "target" and sample >= self.waves[0].stop else self
 
     def law(self, role: Role) -> Sampling:
         """How that model's tokens are drawn."""
@@ -126,4 +149,5 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "answers": get_args(AnswerCheck),
     "vote": get_args(VoteKind),
     "early_stop": get_args(Stop),
+    "later": get_args(Later),
 }

@@ -18,6 +18,7 @@ class Siblings:
         self._context = context
         self.rollouts: dict[int, Rollout] = {}
         self.claimed: set[tuple[int, int]] = set()  # (sample, turn): forked from already
+        self.judged: list[tuple[Features, Decision]] = []  # by a gate that decides one by one, in that order
         self._round: Round = {}
         self._ranked: Mapping[int, Decision] = {}
 

@@ -8,11 +8,12 @@ from functools import reduce
 from operator import add
 from typing import Literal
 
+from atts.calibration.ordinal_gate import level_of
 from atts.core import Decision, Outcome, Problem, Prompt, Rollout, Usage
-from atts.graph import ProblemScope, RolloutResult, RolloutScope
+from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.chunks import render
 from atts.pipelines.context import Context
-from atts.pipelines.gates import Gate, RoundGate
+from atts.pipelines.gates import Gate, Learning, RoundGate
 from atts.pipelines.judging import judge, judge_together
 from atts.pipelines.line import Line, Proposal
 from atts.pipelines.policy import Policy
@@ -32,23 +33,38 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
     siblings = Siblings(context)
 
     async def rollout(place: RolloutScope[Rollout]) -> Rollout:
-        line = Line(problem, prompt, policy, context, siblings, place)
+        line = Line(problem, prompt, policy.of(place.sample), context, siblings, place)
         return await run_line(line)
 
-    waves = [policy.first_wave, policy.samples - policy.first_wave] if 0 < policy.first_wave < policy.samples else []
     results: list[RolloutResult[Rollout]] = []
-    for samples in waves or [policy.samples]:
-        first = len(results)
-        ballots.expected = first + samples
-        results += await scope.rollouts(
-            rollout,
-            range(first, first + samples),
-            admit="together" if policy.barrier else "each",
-            settle=ballots.settled_by,
-        )
-        if len(results) < policy.samples and ballots.agrees():
+    for samples in policy.waves:
+        admit: Admit = "together" if policy.barrier else "each"
+        results += await scope.rollouts(rollout, samples, admit=admit, settle=ballots.settled_by)
+        if ballots.is_enough():
             break
-    return conclude(problem, prompt, results, ballots)
+    outcome = conclude(problem, prompt, results, ballots)
+    if isinstance(context.gate, Learning):
+        teach(context.gate, outcome, siblings, context)
+    return outcome
+
+
+def teach(gate: Learning, outcome: Outcome, siblings: Siblings, context: Context) -> None:
+    """Label every judged chunk by the settled vote: was its rollout among those that agreed with the answer?
+
+    Rollouts that were cancelled say nothing; without an answer nobody knows what was right.
+    """
+    if outcome.answer is None:
+        return
+    ended = {line.sample: line for line in outcome.rollouts if line.finish in ("answer", "end", "turns", "tokens")}
+    answers = [line.answer or "" for line in ended.values()]
+    labels = list(context.answers.group([outcome.answer, *answers]))
+    right = {
+        sample: line.answer is not None and label == labels[0]
+        for (sample, line), label in zip(ended.items(), labels[1:], strict=True)
+    }
+    for features, decision in siblings.judged:
+        if features.sample in right:
+            gate.learn(features, decision.p, level_of(right[features.sample], decision.escalate))
 
 
 async def run_line(line: Line) -> Rollout:
@@ -99,7 +115,6 @@ class Ballots:
     def __init__(self, policy: Policy, context: Context) -> None:
         self.policy = policy
         self.context = context
-        self.expected = policy.samples
         self.ended = 0
         self.why = ""
         self._cast: dict[int, Ballot] = {}
@@ -115,7 +130,7 @@ class Ballots:
         cast = ballot(self.policy.vote, result.value) if result.value is not None else None
         if cast is not None:
             self._cast[result.sample] = cast
-        remaining = self.expected - self.ended
+        remaining = self.policy.samples - self.ended
         if self.policy.early_stop == "none" or remaining == 0:
             return False
         current = self.tally
@@ -128,12 +143,12 @@ class Ballots:
                 self.why = f"settled with probability {probability:.3f} (Dirichlet model), {remaining} left"
         return bool(self.why)
 
-    def agrees(self) -> bool:
-        """Whether the first wave agreed enough to spare the second."""
-        if self.tally.answers and self.tally.agreement * len(self._cast) >= self.policy.agreement * self.ended:
-            self.why = self.why or f"the first {self.ended} agree"
-            return True
-        return False
+    def is_enough(self) -> bool:
+        """Whether the waves so far have settled the vote, or agree enough to spare the rest."""
+        agreeing = self.tally.agreement * len(self._cast)
+        if not self.why and self.ended < self.policy.samples and agreeing >= max(1, self.policy.agreement * self.ended):
+            self.why = f"the first {self.ended} agree"
+        return bool(self.why)
 
 
 def conclude(problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[Rollout]], ballots: Ballots) -> Outcome:

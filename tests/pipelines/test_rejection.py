@@ -10,9 +10,10 @@ from itertools import pairwise
 import pytest
 
 from atts.calibration import Calibrator
+from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner
 from atts.core import Outcome, Rollout, Turn
 from atts.pipelines import ConformalGate, CueGate, ExploringGate, FixedGate, Gate, Policy, RandomGate, TopGate
-from atts.testing import Latency, ScriptedEngine
+from atts.testing import TARGET, Latency, ScriptedEngine, ToyModel, ToyTokenizer
 
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=4, early_stop="none")
@@ -213,3 +214,37 @@ def test_the_usage_adds_up(attempt: Solve) -> None:
             assert rollout.usage.draft_tokens == sum(len(c.logprobs) for c in chunks if c.author == "draft")
             assert rollout.usage.target_tokens == sum(len(c.logprobs) for c in chunks if c.author == "target")
             assert all(b.index == a.index + 1 for a, b in pairwise(rollout.turns))
+
+
+def test_different_tokenizers_read_the_same_text(attempt: Solve) -> None:
+    """Each side keeps its own ids; both decode to the rollout's text, and nothing is tokenised twice."""
+    other = ToyTokenizer("other")
+    outcomes = attempt(POLICY, conformal(0.4), target=ScriptedEngine("target", model=ToyModel(TARGET, other)))
+    written = {chunk.author for turn in turns(outcomes) for chunk in turn.chunks}
+    assert written == {"draft", "target"}
+    for rollout in lines(outcomes):
+        draft_ids = rollout.ids("draft")[len(rollout.prompt.draft_ids) :]
+        target_ids = rollout.ids("target")[len(rollout.prompt.target_ids) :]
+        assert draft_ids != target_ids
+        assert ToyTokenizer().decode(draft_ids) == rollout.text == other.decode(target_ids)
+
+
+def test_one_model_can_be_both(attempt: Solve) -> None:
+    """Self mode: the draft scores itself; its own log-probs are the scores."""
+    one = ScriptedEngine("draft")
+    outcomes = attempt(POLICY, conformal(0.3), draft=one, target=one)
+    scored = [turn for turn in turns(outcomes) if turn.score is not None]
+    assert scored
+    for turn in scored:
+        own = turn.chunks[0].logprobs[: len(turn.chunks[0].draft_ids)]
+        assert turn.score == pytest.approx(math.exp(-math.fsum(own) / len(own)), rel=1e-6)
+
+
+def test_the_ordinal_gate_learns_from_settled_votes(attempt: Solve) -> None:
+    """Live labels arrive as problems end; after enough of them some chunks are no longer scored."""
+    gate = OrdinalGate(Calibrator(0.3, "question-turn"), OrdinalLearner(alpha=0.3, source="vote"))
+    outcomes = attempt(replace(POLICY, samples=8), gate, problems=40)
+    assert gate.learner.before.model is not None
+    judged = [turn for turn in turns(outcomes) if turn.decision]
+    assert any(turn.score is None for turn in judged[len(judged) // 2 :])
+    assert all(turn.decision.level for turn in judged if turn.decision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from atts.calibration.conformal import Scores
 from atts.calibration.rates import Rate, exact_rate
 from atts.errors import CalibrationInputError
 
-Clusters = Mapping[Hashable, Scores]
+Clusters = Mapping[Any, Scores]
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ class Calibrator:
         if fingerprint is not None:
             check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
         stored, tuning = StoredScores.restore(state["stored"]), Tuning(**state["tuning"])
-        options = {"seed": state["seed"], "stored": stored, "tuning": tuning, **state["options"]}
+        options: dict[str, Any] = {"seed": state["seed"], "stored": stored, "tuning": tuning, **state["options"]}
         made = cls(Fraction(state["rate"]), state["mode"], **options)
         made.fingerprint = dict(state["fingerprint"])
         made.decided, made.escalated = int(state["decided"]), int(state["escalated"])

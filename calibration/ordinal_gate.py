@@ -90,56 +90,45 @@ def rank_class(p: float, samples: int) -> int:
     return min(samples, 1 + math.floor((1 - p) * samples + 1e-9))
 
 
-class OrdinalLearner:
+class Stage:
     """A cumulative-logit model refitted as labels arrive, with conformal sets calibrated on labels it had not seen.
 
     Every label first enters the sets with the probabilities of a model that did not know it, then the data of the next
     fit. Refits happen after 60 labels and whenever there are a quarter more.
     """
 
-    __slots__ = ("_labels", "_next_fit", "_rows", "model", "sets", "source")
+    __slots__ = ("_features", "_labels", "_next_fit", "_rows", "model", "sets")
 
-    def __init__(self, alpha: float = 0.1, source: Source = "vote", model: OrdinalModel | None = None) -> None:
-        """`source` says where the labels come from; `model` may be one fitted in a calibration run."""
+    def __init__(self, features: Sequence[str], alpha: float, model: OrdinalModel | None = None) -> None:
+        self._features = tuple(features)
         self._rows = list[Row]()
         self._labels = list[str]()
         self._next_fit = _FIRST_FIT
         self.model = model
         self.sets = LevelSets(alpha)
-        self.source: Source = source
 
-    def learn(self, row: Row, level: str, question: str = "") -> None:
-        """Take one labelled chunk.
-
-        :raises CalibrationInputError: for an unknown level or a row that is not one.
-        """
-        if level not in LEVELS:
-            raise CalibrationInputError("level", level, f"one of {', '.join(LEVELS)}")
-        if self.model is not None:
+    def learn(self, row: Row, level: str, question: str) -> None:
+        """Take one labelled chunk."""
+        if self.model is not None and self._familiar(row):
             self.sets.learn(self.model.probabilities(row), LEVELS.index(level), question)
         self._rows.append(tuple(row))
         self._labels.append(level)
         if len(self._rows) >= self._next_fit:
             self._next_fit = math.ceil(len(self._rows) * _REFIT_GROWTH)
-            self.refit()
-
-    def refit(self) -> None:
-        """Fit to the last 20,000 labelled chunks."""
-        del self._rows[:-_KEPT], self._labels[:-_KEPT]
-        if self._rows:
-            self.model = fit_ordinal(self._rows, self._labels, FEATURES)
+            del self._rows[:-_KEPT], self._labels[:-_KEPT]
+            self.model = fit_ordinal(self._rows, self._labels, self._features)
 
     def levels(self, row: Row) -> tuple[Action, ...]:
-        """The conformal set of a chunk; every level while nothing was fitted."""
-        if self.model is None:
+        """The conformal set of a chunk; every level while nothing was fitted, or the row lacks what no row lacked."""
+        if self.model is None or not self._familiar(row):
             return LEVELS
         window = self.sets.levels(self.model.probabilities(row))
         return LEVELS[window.start : window.stop]
 
-    @property
-    def guarantee(self) -> str:
-        """What the sets promise, and by whose labels."""
-        return f"{self.sets.guarantee}, labels by {self.source}"
+    def _familiar(self, row: Row) -> bool:
+        """Whether every missing feature was sometimes missing in the fit: a model cannot tell what that means else."""
+        known = self.model.sometimes_missing if self.model is not None else ()
+        return all(value is not None or place in known for place, value in enumerate(row))
 
     def state(self) -> dict[str, Any]:
         """Labels, model and sets as JSON."""
@@ -149,18 +138,71 @@ class OrdinalLearner:
             "next_fit": self._next_fit,
             "model": None if self.model is None else self.model.state(),
             "sets": self.sets.state(),
-            "source": self.source,
         }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self._rows = [tuple(row) for row in state["rows"]]
+        self._labels = list(state["labels"])
+        self._next_fit = int(state["next_fit"])
+        self.model = None if state["model"] is None else OrdinalModel.restored(state["model"])
+        self.sets = LevelSets.restored(state["sets"])
+
+
+class OrdinalLearner:
+    """Two stages of the same question: before the target has scored a chunk, and after, when its rank is known too."""
+
+    __slots__ = ("_alpha", "after", "before", "source")
+
+    def __init__(self, alpha: float = 0.1, source: Source = "vote") -> None:
+        """`alpha` is how often a set may miss the true level, `source` who says what that is.
+
+        :raises CalibrationInputError: for alpha outside (0, 1).
+        """
+        self._alpha = alpha
+        self.before = Stage(FEATURES[1:], alpha)
+        self.after = Stage(FEATURES, alpha)
+        self.source: Source = source
+
+    def learn(self, row: Row, level: str, question: str = "") -> None:
+        """Take one labelled chunk, its features as `feature_row` gives them.
+
+        :raises CalibrationInputError: for an unknown level or a row that is not one.
+        """
+        if level not in LEVELS or len(row) != len(FEATURES):
+            raise CalibrationInputError(
+                "label or features", (level, len(row)), f"of {LEVELS}, {len(FEATURES)} features"
+            )
+        self.before.learn(row[1:], level, question)
+        if row[0] is not None:
+            self.after.learn(row, level, question)
+
+    def levels(self, row: Row) -> tuple[Action, ...]:
+        """The conformal set of a chunk: with its rank if the row has one, without if not."""
+        return self.before.levels(row[1:]) if row[0] is None else self.after.levels(row)
+
+    @property
+    def guarantee(self) -> str:
+        """What the sets promise, and by whose labels."""
+        before, after = self.before.sets.guarantee, self.after.sets.guarantee
+        return f"before the score, {before}; after it, {after}; labels by {self.source}"
+
+    @property
+    def voided_by(self) -> str:
+        """What makes that promise empty."""
+        return self.before.sets.voided_by
+
+    def state(self) -> dict[str, Any]:
+        """Both stages as JSON."""
+        stages = {"before": self.before.state(), "after": self.after.state()}
+        return {"alpha": self._alpha, "source": self.source, **stages}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> OrdinalLearner:
         """The inverse of `state`."""
-        made = cls(source=state["source"])
-        made._rows = [tuple(row) for row in state["rows"]]
-        made._labels = list(state["labels"])
-        made._next_fit = int(state["next_fit"])
-        made.model = None if state["model"] is None else OrdinalModel.restored(state["model"])
-        made.sets = LevelSets.restored(state["sets"])
+        made = cls(float(state["alpha"]), state["source"])
+        made.before.restore(state["before"])
+        made.after.restore(state["after"])
         return made
 
 

@@ -52,7 +52,7 @@ def test_pooled_thresholds_are_overconfident_and_the_effective_size_says_so() ->
     for _ in range(300):
         effect = draw.normal(size=(20, 1))
         scores = effect + draw.normal(size=(20, 20)) * 0.8
-        summary = summarise({at: row for at, row in enumerate(scores)})
+        summary = summarise(dict(enumerate(scores)))
         sizes.append(summary.effective)
         threshold = np.sort(scores.ravel())[239]
         rates.append(float(np.mean(draw.normal(size=4000) * math.hypot(1, 0.8) > threshold)))

@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -42,10 +42,10 @@ def shifted(stored: StoredScores, by: float) -> StoredScores:
 
 
 def test_clean_streams_raise_few_alarms(array_of: ArrayOf) -> None:
-    """Under 1 % over whole questions of the same array; 300 streams here, 1,000 in the study."""
+    """Under 1 % over whole questions of the same array; 120 streams here, 1,000 in the study."""
     stored = array_of()
-    alarms = sum(noticed_after(stored, stored, seed) is not None for seed in range(300))
-    assert alarms <= 5
+    alarms = sum(noticed_after(stored, stored, seed) is not None for seed in range(120))
+    assert alarms <= 4
 
 
 @pytest.mark.parametrize("by", [0.5, -0.5])
@@ -82,7 +82,7 @@ def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
     """Uniform p-values: a 1/20 alarm in at most 5 % of runs; a change is found in about 50 steps."""
     draw = np.random.default_rng(0)
     alarms, delays = 0, list[int]()
-    for _ in range(600):
+    for _ in range(300):
         martingale = SimpleJumper()
         for p in draw.random(300):
             martingale.update(float(p))
@@ -93,7 +93,7 @@ def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
             changed.update(float(draw.random() ** 2))
             steps += 1
         delays.append(steps)
-    assert alarms / 600 <= 0.05
+    assert alarms / 300 <= 0.05
     assert 35 <= np.median(delays) <= 70
     certain = SimpleJumper()
     for _ in range(20_000):
@@ -210,7 +210,7 @@ def test_split_mode_learns_live_scores_once_its_stored_ones_are_disowned() -> No
 
 
 @pytest.mark.parametrize(
-    "call", [lambda s: DriftMonitor(s, policy="panic"), lambda s: DriftMonitor(s, level=0.0)]
+    "call", [lambda s: DriftMonitor(s, policy=cast(Any, "panic")), lambda s: DriftMonitor(s, level=0.0)]
 )  # fmt: skip
 def test_impossible_monitors_are_refused(call: Any) -> None:
     """An unknown policy, an impossible level."""

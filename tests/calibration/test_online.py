@@ -225,7 +225,7 @@ def test_decisions_without_a_score_count_for_the_rate_alone() -> None:
 
 
 def test_scores_join_the_pools_in_order_of_issue() -> None:
-    """Whatever order chunks finish in, the pools and p-values are those of the order of asking, or of a prefix of it."""
+    """Whatever order chunks finish in, the pools and p-values are those of the order of asking."""
     scores = [1 + 0.1 * k for k in range(8)]
     orders = [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 1, 7, 2, 6, 5, 4]]
     states = list[Any]()
@@ -240,7 +240,7 @@ def test_scores_join_the_pools_in_order_of_issue() -> None:
 
 
 def test_completion_order_biases_pools_and_issue_order_does_not() -> None:
-    """Score rises with length, short chunks finish first, hundreds are in flight: early on only issue order is unbiased."""
+    """Score rises with length, short chunks finish first, hundreds are in flight: only issue order is unbiased."""
     draw = np.random.default_rng(5)
     biased, honest = list[float](), list[float]()
     for _ in range(60):
@@ -281,7 +281,7 @@ def test_a_missing_issue_is_skipped_or_given_up() -> None:
 @pytest.mark.parametrize("mode", ["marginal", "turn", "question-turn"])
 @pytest.mark.parametrize("memory", [{"window": 50}, {"decay": 0.95}])
 def test_windows_and_forgetting_follow_a_jump(mode: Mode, memory: dict[str, Any]) -> None:
-    """After a jump of all scores a memory that ends or fades is back at the rate; one that keeps all is not, at first."""
+    """After a jump of all scores a memory that ends or fades is back at the rate, one that keeps all is not."""
     draw = random.Random(4)
     before = [1 + draw.random() for _ in range(600)]
     after = [5 + draw.random() for _ in range(300)]
@@ -307,7 +307,7 @@ def test_what_is_not_a_score_is_refused(scale: Scale, bad: Any) -> None:
         with pytest.raises(CalibrationInputError, match="score"):
             calibrator.observe(Decision("accept", 0.4, "q", score=bad))
     with pytest.raises(CalibrationInputError, match="score"):
-        StoredScores.of([bad], scale=scale) if isinstance(bad, float) else calibrator.decide(bad)
+        StoredScores.from_records([{"score": bad}], scale)
     assert calibrator.decided == 0
 
 

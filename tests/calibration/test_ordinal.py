@@ -1,0 +1,329 @@
+"""Ordered levels: the model, its conformal sets, the gate that uses them."""
+
+import gzip
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import optimize
+
+from atts.calibration import Calibrator
+from atts.calibration.ordinal import LEVELS, Balance, OrdinalModel, fit_ordinal
+from atts.calibration.ordinal_gate import FEATURES, OrdinalGate, OrdinalLearner, feature_row, level_of, rank_class
+from atts.calibration.ordinal_sets import LevelSets, entry_mass, nested_windows, shortest_window
+from atts.errors import CalibrationInputError
+
+BALANCES: tuple[Balance, ...] = ("as seen", "equal")
+LAWS = st.lists(st.floats(0.001, 1), min_size=1, max_size=6).map(lambda raw: [value / sum(raw) for value in raw])
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a pipeline knows of a chunk."""
+
+    question: str = "q"
+    turn: int = 0
+    sample: int = 0
+    issue: int | None = None
+    tokens: int = 100
+    draft_logprob: float = -0.4
+    has_answer: bool = False
+    answered: int = 0
+    agreement: float = 0.0
+    agrees: bool = False
+
+
+def simulated(n: int, seed: int) -> tuple[list[list[float | None]], list[str]]:
+    """Rows of a cumulative-logit law with weights (1, -0.5, 0) and cuts (-0.5, 1)."""
+    draw = np.random.default_rng(seed)
+    table = draw.normal(size=(n, 3))
+    places = np.searchsorted([-0.5, 1.0], table @ [1.0, -0.5, 0.0] + draw.logistic(size=n))
+    return [list(map(float, row)) for row in table], [LEVELS[place] for place in places]
+
+
+def test_the_fit_recovers_the_law_it_was_drawn_from() -> None:
+    """Weights and cuts within three standard errors, probabilities that are frequencies."""
+    rows, labels = simulated(4000, 0)
+    model = fit_ordinal(rows, labels, ("a", "b", "c"))
+    assert [w / s for w, s in zip(model.weights, model.spread, strict=True)] == pytest.approx([1, -0.5, 0], abs=0.12)
+    assert model.cuts == pytest.approx((-0.5, 1.0), abs=0.15)
+    predicted = np.mean([model.probabilities(row) for row in rows], axis=0)
+    assert predicted == pytest.approx([labels.count(level) / 4000 for level in LEVELS], abs=0.01)
+
+
+def test_the_fit_is_the_optimum_of_the_penalised_likelihood() -> None:
+    """A derivative-free search over the same objective finds nothing better."""
+    rows, labels = simulated(120, 1)
+    model = fit_ordinal(rows, labels, ("a", "b", "c"), ridge=2.0)
+    table = (np.array(rows, float) - model.centre) / model.spread
+    places = np.array([LEVELS.index(label) for label in labels])
+
+    def objective(parameters: Any) -> float:
+        weights, cuts = np.array(parameters[:3]), np.array([-np.inf, *parameters[3:5], np.inf])
+        if cuts[1] >= cuts[2]:
+            return math.inf
+        total = float(weights @ weights)  # ridge 2, halved
+        for lean, place, weight in [*zip(table @ weights, places, [1.0] * 120, strict=True),
+                                    *((0.0, k, 0.5) for k in range(3))]:  # fmt: skip
+            high, low = (1 / (1 + np.exp(-(cuts[place + 1] - lean))), 1 / (1 + np.exp(-(cuts[place] - lean))))
+            total -= weight * math.log(high - low)
+        return total
+
+    ours = objective([*model.weights, *model.cuts])
+    found = optimize.minimize(objective, [*model.weights, *model.cuts], method="Nelder-Mead", options={"maxiter": 4000})
+    assert ours <= float(found.fun) + 1e-4
+
+
+def test_separable_rare_and_missing_data_have_finite_answers() -> None:
+    """Complete separation, a level never seen, a feature mostly absent or constant."""
+    separable = fit_ordinal([[float(k)] for k in range(100)], ["accept"] * 50 + ["escalate"] * 50, ("a",))
+    assert all(map(math.isfinite, (*separable.weights, *separable.cuts)))
+    assert separable.probabilities([0.0])[0] > 0.9 < separable.probabilities([99.0])[2]
+    assert 0 < separable.probabilities([50.0])[1] < 0.05
+    alone = fit_ordinal([[1.0]] * 30, ["accept"] * 30, ("constant",))
+    assert alone.probabilities([1.0])[0] > 0.9
+    rows: list[list[float | None]] = [[None] if k % 2 else [1.0 * (k % 4)] for k in range(200)]
+    informative = fit_ordinal(rows, ["escalate" if row[0] is None else "accept" for row in rows], ("a",))
+    assert informative.probabilities([None])[2] > 0.8 < informative.probabilities([2.0])[0]
+
+
+def test_equal_balance_lifts_a_rare_level() -> None:
+    """As seen, a 3 % level is hardly predicted; weighed equally it is where its features say so."""
+    draw = np.random.default_rng(4)
+    rows, labels = list[list[float | None]](), list[str]()
+    for k in range(1000):
+        rare = k % 33 == 0
+        rows.append([float(draw.normal(1.5 if rare else 0))])
+        labels.append("escalate" if rare else "accept")
+    seen, equal = (fit_ordinal(rows, labels, ("a",), balance=kind) for kind in BALANCES)
+    assert seen.probabilities([1.5])[2] < 0.3 < 0.5 < equal.probabilities([1.5])[2]
+
+
+def test_model_state_and_bad_rows() -> None:
+    """JSON and back; wrong rows, labels and features are refused."""
+    rows, labels = simulated(60, 2)
+    model = fit_ordinal(rows, labels, ("a", "b", "c"))
+    assert OrdinalModel.restored(json.loads(json.dumps(model.state()))) == model
+    for bad in ([1.0, 2.0], [1.0, 2.0, math.nan], [math.inf, 0.0, 0.0]):
+        with pytest.raises(CalibrationInputError):
+            model.probabilities(bad)
+    for rows_, labels_ in (([], []), ([[1.0]], ["perhaps"]), ([[1.0]], []), ([[1.0], [1.0, 2.0]], ["accept"] * 2)):
+        with pytest.raises(CalibrationInputError):
+            fit_ordinal(rows_, labels_, ("a",))
+
+
+@given(LAWS)
+def test_windows_are_contiguous_nested_and_grow_by_one(law: list[float]) -> None:
+    """From the mode to everything; each the heaviest that contains the one before."""
+    windows = nested_windows(law)
+    assert [len(window) for window in windows] == list(range(1, len(law) + 1))
+    assert law[windows[0][0]] == max(law)
+    for small, large in zip(windows, windows[1:], strict=False):
+        assert set(small) < set(large)
+        added = law[(set(large) - set(small)).pop()]
+        others = [law[k] for k in (small.start - 1, small.stop) if 0 <= k < len(law)]
+        assert added == max(others)
+
+
+@given(LAWS, st.floats(0.05, 0.99))
+def test_the_shortest_window_is_shortest(law: list[float], mass: float) -> None:
+    """No shorter contiguous window has the mass; for unimodal laws the nested window is as short."""
+    window = shortest_window(law, mass)
+    sums = {(i, j): math.fsum(law[i:j]) for i in range(len(law)) for j in range(i + 1, len(law) + 1)}
+    assert math.fsum(law[k] for k in window) >= mass - 1e-9
+    assert all(total < mass for (i, j), total in sums.items() if j - i < len(window))
+    mode = law.index(max(law))
+    if law[: mode + 1] == sorted(law[: mode + 1]) and law[mode:] == sorted(law[mode:], reverse=True):
+        nested = next(w for w in nested_windows(law) if math.fsum(law[k] for k in w) >= mass - 1e-12)
+        assert len(nested) == len(window)
+
+
+def test_shortest_windows_need_not_nest() -> None:
+    """The known counterexample, which is why sets grow by nesting."""
+    law = (0.35, 0.05, 0.30, 0.30)
+    assert (list(shortest_window(law, 0.35)), list(shortest_window(law, 0.60))) == ([0], [2, 3])
+
+
+def test_level_sets_cover_exactly_by_enumeration() -> None:
+    """All orders of labelled chunks: the last one's level is in its set at least 1 - alpha of the time."""
+    chunks = [((0.6, 0.3, 0.1), 1), ((0.2, 0.5, 0.3), 0), ((0.1, 0.2, 0.7), 2), ((0.4, 0.35, 0.25), 2),
+              ((0.8, 0.1, 0.1), 0), ((0.3, 0.3, 0.4), 0)]  # fmt: skip
+    for alpha in (0.2, 0.35, 0.5):
+        hits = 0
+        for last in range(len(chunks)):
+            sets = LevelSets(alpha)
+            for place, (law, level) in enumerate(chunks):
+                if place != last:
+                    sets.learn(law, level)
+            hits += chunks[last][1] in sets.levels(chunks[last][0])
+        assert hits / len(chunks) >= 1 - alpha
+
+
+def test_level_sets_cover_fresh_data_and_shrink_with_knowledge() -> None:
+    """Coverage within binomial noise of 0.9 from above; all levels while nothing is known; smaller than all later."""
+    rows, labels = simulated(3000, 3)
+    model = fit_ordinal(rows[:500], labels[:500], ("a", "b", "c"))
+    sets = LevelSets(0.1)
+    assert list(sets.levels(model.probabilities(rows[0]))) == [0, 1, 2]
+    for row, label in zip(rows[500:1500], labels[500:1500], strict=True):
+        sets.learn(model.probabilities(row), LEVELS.index(label), "q")
+    found = [(LEVELS.index(label), sets.levels(model.probabilities(row))) for row, label in
+             zip(rows[1500:], labels[1500:], strict=True)]  # fmt: skip
+    assert np.mean([level in window for level, window in found]) >= 0.9 - 3 * math.sqrt(0.09 / 1500) - 0.01
+    assert np.mean([len(window) for _, window in found]) < 2.6
+    assert "at least 0.9" in sets.guarantee
+    again = LevelSets.restored(json.loads(json.dumps(sets.state())))
+    assert again.levels((0.2, 0.5, 0.3)) == sets.levels((0.2, 0.5, 0.3))
+
+
+def test_bad_probabilities_are_refused() -> None:
+    """They are numbers from 0 that sum to 1."""
+    for law in ((), (0.5, 0.4), (1.2, -0.2), (math.nan, 1.0)):
+        with pytest.raises(CalibrationInputError):
+            nested_windows(law)
+    with pytest.raises(CalibrationInputError):
+        entry_mass((0.5, 0.5), 2)
+    with pytest.raises(CalibrationInputError):
+        LevelSets(1.0)
+
+
+@given(st.integers(1, 64), st.integers(0, 64), st.integers(1, 640))
+def test_rank_classes_agree_with_the_conformal_set(samples: int, budget: int, tenths: int) -> None:
+    """Among the B worst by estimated rank is p > 1 - B / m, decided without sorting."""
+    budget, p = min(budget, samples), tenths / 640
+    exact = tenths * samples > (samples - budget) * 640
+    assert (rank_class(p, samples) <= budget) == exact
+
+
+def test_labels_say_what_was_learned() -> None:
+    """Right or wrong, kept or escalated."""
+    found = [level_of(right, escalated) for right in (True, False) for escalated in (False, True)]
+    assert found == ["accept", "verify", "escalate", "escalate"]
+
+
+def test_features_are_missing_until_a_sibling_has_answered() -> None:
+    """Not a made-up zero; support carries the sign of whether this chunk agrees."""
+    row = dict(zip(FEATURES, feature_row(Evidence()), strict=True))
+    assert (row["rank"], row["agreement"], row["support"]) == (None, None, None)
+    for agrees, sign in ((True, 1), (False, -1)):
+        seen = Evidence(has_answer=True, answered=3, agreement=0.75, agrees=agrees)
+        assert dict(zip(FEATURES, feature_row(seen, 0.3), strict=True))["support"] == sign * 0.75
+    assert len(feature_row(Evidence())) == len(FEATURES)
+
+
+def learned(agreeing: float = 0.95) -> OrdinalLearner:
+    """A learner that has seen agreement decide everything."""
+    draw, learner = random.Random(0), OrdinalLearner(alpha=0.1, source="gold")
+    for k in range(600):
+        agrees = draw.random() < 0.5
+        evidence = Evidence(f"q{k // 8}", has_answer=True, answered=8, agreement=0.9, agrees=agrees)
+        right = draw.random() < (agreeing if agrees else 1 - agreeing)
+        learner.learn(feature_row(evidence, draw.random()), level_of(right, escalated=False), evidence.question)
+    return learner
+
+
+def test_the_gate_skips_verifies_or_hands_over() -> None:
+    """Sure it suffices: accept unscored. Hopeless: escalate unscored. Otherwise the score and the calibrator decide."""
+    calibrator = Calibrator(0.4, "aci")
+    gate = OrdinalGate(calibrator, learned())
+    sure = Evidence(has_answer=True, answered=8, agreement=0.9, agrees=True)
+    lost = Evidence(has_answer=True, answered=8, agreement=0.9, agrees=False)
+    assert (gate.preview(sure).action, gate.preview(sure).levels) == ("accept", ("accept",))
+    assert (gate.preview(lost).action, gate.preview(lost).levels) == ("escalate", ("escalate",))
+    blank = OrdinalGate(calibrator, OrdinalLearner())
+    assert (blank.preview(sure).action, blank.preview(sure).levels) == ("verify", LEVELS)
+    said = blank.decide(sure, 1.5)
+    assert said.action == calibrator.decide(1.5, "q", 0, 0).action
+    assert said.score == 1.5
+    assert "levels" in said.why
+
+
+def test_every_decision_of_the_gate_counts_for_the_rate() -> None:
+    """Half of the chunks skip verification, and the realised rate still comes to .3 by the others."""
+    calibrator, draw = Calibrator(0.3, "aci"), random.Random(1)
+    gate = OrdinalGate(calibrator, learned())
+    for k in range(3000):
+        unclear = draw.random() < 0.5
+        chunk = Evidence(f"q{k % 9}", 0, k, answered=0 if unclear else 8, has_answer=True, agreement=0.9, agrees=True)
+        decision = gate.preview(chunk)
+        if decision.action == "verify":
+            decision = gate.decide(chunk, 1 + draw.random())
+        gate.observe(decision, decision.escalate)
+    assert calibrator.decided == 3000
+    assert calibrator.realised == pytest.approx(0.3, abs=0.015)
+
+
+def test_a_chunk_unlike_any_labelled_one_is_not_judged() -> None:
+    """Features missing that never were: every level stays possible, before and after the score."""
+    learner = learned()
+    for p in (None, 0.5):
+        assert learner.levels(feature_row(Evidence(), p)) == LEVELS
+
+
+def test_a_learner_goes_on_after_a_restart() -> None:
+    """The state holds labels, model and sets, and says who labelled."""
+    learner = learned()
+    again = OrdinalLearner.restored(json.loads(json.dumps(learner.state())))
+    sure = feature_row(Evidence(has_answer=True, answered=8, agreement=0.9, agrees=True))
+    assert again.levels(sure) == learner.levels(sure)
+    assert (again.before.model, again.after.model) == (learner.before.model, learner.after.model)
+    assert "labels by gold" in again.guarantee
+    with pytest.raises(CalibrationInputError):
+        again.learn(sure, "perhaps")
+
+
+def within_question_auroc(rows: list[tuple[int, float, bool]]) -> float:
+    """P(a right sample has the higher value) over all pairs of one question, ties half."""
+    wins = pairs = 0.0
+    for question in {q for q, _, _ in rows}:
+        right = [v for q, v, ok in rows if q == question and ok]
+        wrong = [v for q, v, ok in rows if q == question and not ok]
+        wins += sum((a > b) + 0.5 * (a == b) for a in right for b in wrong)
+        pairs += len(right) * len(wrong)
+    return wins / pairs
+
+
+def test_on_real_traces_the_model_uses_agreement_not_perplexity(shared_data: Path) -> None:
+    """Perplexity says nothing of correctness and agreement nearly everything: the fit finds out."""
+    samples = [s for s in _samples(shared_data) if s["run"] == "ct0"]
+    right = _right_answers(shared_data)
+    rows, labels = list[Any](), list[str]()
+    for sample in samples:
+        group = [s["answer_direct"] for s in samples if s["question_id"] == sample["question_id"]]
+        others = [a for a in group if a != "invalid"]
+        own = sample["answer_direct"]
+        share = (others.count(own) - 1) / max(1, len(others) - 1) if own != "invalid" else 0.0
+        rows.append([math.log(sample["turns"][0]["ppl"] or 2.0), share])
+        labels.append("accept" if (sample["question_id"], own) in right else "escalate")
+    even = [k for k, sample in enumerate(samples) if sample["question_id"] % 2 == 0 and sample["question_id"] < 60]
+    odd = [k for k, sample in enumerate(samples) if sample["question_id"] % 2 and sample["question_id"] < 60]
+    value = dict[str, float]()
+    for name, columns in (("perplexity", [0]), ("both", [0, 1])):
+        model = fit_ordinal(
+            [[rows[k][c] for c in columns] for k in even], [labels[k] for k in even], ["x"] * len(columns)
+        )
+        scored = [
+            (samples[k]["question_id"], -model.lean([rows[k][c] for c in columns]), labels[k] == "accept") for k in odd
+        ]
+        value[name] = within_question_auroc(scored)
+    assert 0.3 < value["perplexity"] < 0.65
+    assert value["both"] > 0.88
+
+
+def _samples(shared_data: Path) -> list[dict[str, Any]]:
+    path = shared_data / "traces" / "draft_target.jsonl.gz"
+    with gzip.open(path, "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _right_answers(shared_data: Path) -> set[tuple[int, str]]:
+    lines = (shared_data / "traces" / "answer_pairs.jsonl").read_text().splitlines()
+    pairs = [json.loads(line) for line in lines]
+    return {(pair["question_id"], pair["pred"]) for pair in pairs if pair["judged_equal"]}

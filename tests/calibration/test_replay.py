@@ -1,0 +1,203 @@
+"""Replay by call and by command, guarantees in words, health of stored scores."""
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay
+from atts.calibration.health import examine
+from atts.calibration.metrics import METRICS
+from atts.cli.app import run
+from atts.errors import CalibrationInputError
+
+Records = list[dict[str, Any]]
+FEW: Records = [{"question": k % 3, "turn": k % 2, "score": 1 + (k * 7 % 10) / 10, "sample": k} for k in range(40)]
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Atts = Callable[..., Done]
+
+
+@pytest.fixture
+def atts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """The command line in this process: words in, exit code and what was printed out."""
+
+    def call(*words: str, text: str = "") -> Done:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        capsys.readouterr()
+        code = run(["calibration", *words])
+        printed = capsys.readouterr()
+        return Done(code, str(printed.out), str(printed.err))
+
+    return call
+
+
+def lines_of(records: Records) -> str:
+    """JSON Lines."""
+    return "\n".join(json.dumps(record) for record in records)
+
+
+def test_replay_is_the_calibrator_in_a_loop() -> None:
+    """Decision for decision."""
+    done, calibrator = replay(FEW, rate=0.4, mode="question-turn", seed=3), Calibrator(0.4, "question-turn", seed=3)
+    for record, decision in zip(FEW, done.decisions, strict=True):
+        again = calibrator.decide(record["score"], str(record["question"]), record["turn"], record["sample"])
+        assert again == decision
+        calibrator.observe(again)
+    assert tuple(done.metrics) == METRICS
+    assert done.escalated == calibrator.realised
+
+
+def test_short_streams_have_no_rolling_number_and_empty_ones_none() -> None:
+    """NaN is said where a number does not exist; a replay of nothing is nothing."""
+    assert math.isnan(replay(FEW, rate=0.4).metrics["worst_rolling_500"])
+    empty = replay([], rate=0.4)
+    assert empty.decisions == ()
+    assert all(map(math.isnan, empty.metrics.values()))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"turn": 0, "score": 1.5},
+        {"question": 1, "score": 1.5},
+        {"question": 1, "turn": 0},
+        {"question": 1, "turn": -1, "score": 1.5},
+        {"question": 1, "turn": "0", "score": 1.5},
+        {"question": 1, "turn": 0, "score": 0.5},
+        {"question": 1, "turn": 0, "score": math.nan},
+        {"question": 1, "turn": 0, "score": None},
+        {"question": 1, "turn": 0, "score": 1.5, "sample": -2},
+    ],
+)
+def test_bad_records_are_refused(record: dict[str, Any]) -> None:
+    """A missing field, an impossible turn, something that is no score."""
+    with pytest.raises(CalibrationInputError):
+        replay([*FEW, record], rate=0.4)
+
+
+def test_numpy_columns_will_do() -> None:
+    """Whole numbers and floats of numpy are whole numbers and floats."""
+    records = [{**r, "turn": np.int64(r["turn"]), "score": np.float64(r["score"])} for r in FEW]
+    assert replay(records, rate=0.4).decisions == replay(FEW, rate=0.4).decisions
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_words_its_promise_with_its_numbers(mode: Mode) -> None:
+    """The rate, the counts so far, what voids it; nothing generic left unfilled."""
+    stored = StoredScores.of([1.1 + 0.01 * k for k in range(64)], 16)
+    done = replay(FEW, rate=0.35, mode=mode, stored=stored, drift="report")
+    count = sum(decision.escalate for decision in done.decisions)
+    assert "0.35" in done.guarantee
+    assert f"{count} of 40 decisions" in done.guarantee
+    assert len(done.voided_by) > 40
+    assert "{" not in done.guarantee + done.voided_by
+    if mode == "split":
+        assert "64 stored" in done.guarantee
+        assert "4 questions" in done.voided_by
+    if mode == "aci":
+        assert f"{(0.65 + 0.02) / 0.02:.2f} / T" in done.guarantee
+    if mode in ("question", "question-turn"):
+        assert "5 / n" in done.guarantee
+
+
+def test_replay_command_prints_one_object_per_decision_then_a_summary(tmp_path: Path, atts: Atts) -> None:
+    """The same decisions and metrics as the call, strict JSON, from a file or from stdin."""
+    path = tmp_path / "scores.jsonl"
+    path.write_text(lines_of([*FEW, {"question": 9, "turn": 0, "score": math.inf}]).replace("Infinity", "1e999"))
+    records = [*FEW, {"question": 9, "turn": 0, "score": math.inf}]
+    expected = replay(records, rate=0.4, mode="turn", seed=2)
+    options = ("--rate", "0.4", "--mode", "turn", "--seed", "2", "--json")
+    outputs = [atts("replay", str(path), *options), atts("replay", "-", *options, text=path.read_text())]
+    for done in outputs:
+        assert done.returncode == 0, done.stderr
+        *decisions, summary = [json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines()]
+        assert [row["escalate"] for row in decisions] == [d.escalate for d in expected.decisions]
+        assert {row["type"] for row in decisions} == {"decision"}
+        assert summary["type"] == "summary"
+        assert summary["question_rms"] == pytest.approx(expected.metrics["question_rms"])
+        assert summary["worst_rolling_500"] is None
+        assert summary["guarantee"] == expected.guarantee
+    words = atts("replay", str(path), "--rate", "0.4", "--mode", "turn")
+    assert "decisions escalated" in words.stdout
+    assert "guarantee" in words.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "said"),
+    [
+        (("--mode", "turns"), lines_of(FEW), "did you mean 'turn'"),
+        (("--rate", "1.4"), lines_of(FEW), "rate"),
+        (("--drift", "panic"), lines_of(FEW), "drift"),
+        (("--scale", "perplexit"), lines_of(FEW), "perplexity"),
+        ((), '{"question": 1, "turn": 0, "score": NaN}', "score"),
+        ((), '{"question": 1, "turn": 0, "sco', "line 1"),
+        ((), '{"question": 1, "turn": 0}', "score"),
+        (("--mode", "split"), lines_of(FEW), "stored"),
+    ],
+)
+def test_replay_command_refuses_bad_input_in_words(words: tuple[str, ...], text: str, said: str, atts: Atts) -> None:
+    """Exit code 2, one line that names the trouble, no traceback."""
+    done = atts("replay", "-", *words, text=text)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -> None:
+    """Scores become a file, then a calibrator that resumes, a report, and a verdict with an exit code."""
+    draw = np.random.default_rng(0)
+    levels = np.repeat(draw.normal(0.5, 0.15, size=40), 16)
+    scores = np.exp(np.abs(levels + draw.normal(0, 0.1, size=640)))
+    np.save(tmp_path / "good.npy", scores)
+    np.save(tmp_path / "bad.npy", np.repeat(scores[::2], 2))
+    saved = str(tmp_path / "scores.json")
+    imported = atts(
+        "import", str(tmp_path / "good.npy"), "--per-question", "16", "--condition", "model=m", "--out", saved
+    )
+    assert imported.returncode == 0, imported.stderr
+    fitted = atts("fit", saved, "--rate", "0.3", "--mode", "turn", "--out", str(tmp_path / "c.json"), "--json")
+    assert fitted.returncode == 0, fitted.stderr
+    assert "0.3" in json.loads(fitted.stdout)["guarantee"]
+    assert Calibrator.load(tmp_path / "c.json", fingerprint={"model": "m"}).p_value(99.0) > 0.99
+    report = json.loads(atts("report", saved, "--json").stdout)
+    assert report["clusters"]["clusters"] == 40
+    assert report["duplicates"] == 0
+    assert any("worth about" in warning for warning in report["warnings"])
+    assert "escalate above" in atts("report", saved).stdout
+    assert atts("check", saved).returncode == 0
+    broken = atts("check", str(tmp_path / "bad.npy"), "--per-question", "16", "--json")
+    assert broken.returncode == 5
+    assert json.loads(broken.stdout)["events"][0]["kind"] == "duplicates"
+    live = tmp_path / "live.jsonl"
+    rows = [{"question": k // 16, "turn": 0, "score": float(score) * 1.7} for k, score in enumerate(scores)]
+    live.write_text(lines_of(rows))
+    assert atts("check", saved, "--live", str(live)).returncode == 5
+    Path(saved).write_text(Path(saved).read_text()[:200])
+    assert atts("report", saved).returncode == 2
+    assert atts("report", str(tmp_path / "absent.npy")).returncode == 2
+
+
+def test_health_of_a_real_array(array_of: Callable[..., StoredScores]) -> None:
+    """Sixteen hundred scores worth about 160; half of the questions set the other half's rate with SD .06-.07."""
+    health = examine(array_of(), 0.4)
+    assert health.threshold == pytest.approx(1.64, abs=0.01)
+    assert 0.055 <= health.half_split <= 0.075
+    assert health.long_run[1] - health.long_run[0] < 0.05 < health.long_run_clustered[1] - health.long_run_clustered[0]
+    with pytest.raises(CalibrationInputError):
+        examine(StoredScores.of([]), 0.4)
+    tiny = examine(StoredScores.of([1.5, 1.6]), 0.1)
+    assert any("too few" in warning for warning in tiny.warnings)

@@ -1,0 +1,247 @@
+"""Risk control against brute force, and certificates that keep their promise."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atts.calibration.certificate import Candidate, Certificate, certify
+from atts.calibration.risk import (
+    betting_p_value,
+    binomial_p_value,
+    conformal_risk_control,
+    fewest_problems,
+    hoeffding_bentkus_p_value,
+    lost_answers,
+    problems_needed,
+    rejected,
+    risk_p_value,
+)
+from atts.errors import CalibrationInputError, OptionError
+
+EPSILON = 0.2
+
+
+@pytest.mark.parametrize("n", [1, 4, 9])
+def test_binomial_p_value_is_super_uniform_by_enumeration(n: int) -> None:
+    """Over all 0/1 losses with mean exactly epsilon, P(p <= a) <= a; the p-value is the sum it claims to be."""
+    for level in (0.01, 0.05, 0.1, 0.3, 0.7):
+        chance = 0.0
+        for losses in product((0, 1), repeat=n):
+            weight = EPSILON ** sum(losses) * (1 - EPSILON) ** (n - sum(losses))
+            chance += weight * (binomial_p_value(losses, EPSILON) <= level)
+        assert chance <= level + 1e-12
+    total = sum(math.comb(n, k) * EPSILON**k * (1 - EPSILON) ** (n - k) for k in range(2))
+    assert binomial_p_value([1] + [0] * (n - 1), EPSILON) == pytest.approx(total)
+
+
+@pytest.mark.parametrize("values", [(0, 1), (0, 0.5, 1), (0, 0.25)])
+def test_other_p_values_are_super_uniform_by_enumeration(values: tuple[float, ...]) -> None:
+    """Hoeffding-Bentkus and betting, for two- and three-valued losses whose mean is epsilon, over all sequences."""
+    laws: dict[tuple[float, ...], tuple[float, ...]] = {
+        (0, 1): (0.8, 0.2), (0, 0.5, 1): (0.7, 0.2, 0.1), (0, 0.25): (0.2, 0.8)
+    }  # fmt: skip
+    law = laws[values]
+    assert sum(v * w for v, w in zip(values, law, strict=True)) == pytest.approx(EPSILON)
+    outcomes = list(product(range(len(values)), repeat=7))
+    for p_value in (hoeffding_bentkus_p_value, betting_p_value):
+        found = [(p_value([values[k] for k in o], EPSILON), math.prod(law[k] for k in o)) for o in outcomes]
+        for level in (0.02, 0.1, 0.3, 0.6, 0.9):
+            assert sum(weight for p, weight in found if p <= level) <= level + 1e-9
+
+
+def test_betting_beats_hoeffding_bentkus_on_fractions() -> None:
+    """Losses that are means of sixteen samples vary little: betting sees it."""
+    losses = np.random.default_rng(0).binomial(16, 0.03, size=300) / 16
+    assert betting_p_value(losses, 0.05) < 0.1 * hoeffding_bentkus_p_value(losses, 0.05)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=5, max_size=5), min_size=1, max_size=12), st.integers(1, 19))
+def test_conformal_risk_control_equals_brute_force(rows: list[list[int]], twentieths: int) -> None:
+    """The smallest parameter whose corrected empirical risk is at most alpha, searched exhaustively."""
+    table = [[k / 4 for k in sorted(row, reverse=True)] for row in rows]
+    alpha, n = Fraction(twentieths, 20), len(rows)
+    good = [
+        column for column in range(5)
+        if (sum(Fraction(row[column]).limit_denominator(4) for row in table) + 1) / (n + 1) <= alpha
+    ]  # fmt: skip
+    assert conformal_risk_control(table, [0, 1, 2, 3, 4], float(alpha)) == (float(good[0]) if good else None)
+
+
+def test_conformal_risk_control_bounds_the_expected_loss() -> None:
+    """All orders of exchangeable loss rows: the mean loss of the last at the chosen parameter is at most alpha."""
+    rows: list[list[float]] = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0], [0.5, 0.5, 0, 0], [1, 0.5, 0.25, 0]]
+    for alpha in (0.3, 0.45, 0.6):
+        losses = list[float]()
+        for last in range(5):
+            stored = [row for place, row in enumerate(rows) if place != last]
+            chosen = conformal_risk_control(stored, [0, 1, 2, 3], alpha)
+            losses.append(rows[last][int(chosen)] if chosen is not None else 0.0)
+        assert np.mean(losses) <= alpha
+
+
+def test_conformal_risk_control_refuses_what_it_cannot_do() -> None:
+    """Losses that increase, exceed the bound, or do not fit the parameters."""
+    bad: list[tuple[list[list[float]], list[float]]] = [
+        ([[0, 1]], [0, 1]), ([[2, 1]], [0, 1]), ([[1]], [0, 1]), ([[1, 0]], [1, 0])
+    ]  # fmt: skip
+    for losses, parameters in bad:
+        with pytest.raises(CalibrationInputError):
+            conformal_risk_control(losses, parameters, 0.5)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=7), st.sampled_from([0.05, 0.1, 0.4]))
+def test_corrections_equal_brute_force(p_values: list[float], delta: float) -> None:
+    """Fixed sequence and Bonferroni by their definitions, Holm as the closure of Bonferroni over all subsets."""
+    count = len(p_values)
+    assert rejected(p_values, delta) == [k for k in range(count) if all(p <= delta for p in p_values[: k + 1])]
+    assert rejected(p_values, delta, "bonferroni") == [k for k in range(count) if p_values[k] <= delta / count]
+    closed = [
+        k for k in range(count)
+        if all(
+            min(p_values[j] for j in range(count) if mask >> j & 1) <= delta / mask.bit_count()
+            for mask in range(1, 1 << count) if mask >> k & 1
+        )
+    ]  # fmt: skip
+    assert rejected(p_values, delta, "holm") == closed
+
+
+@pytest.mark.parametrize(("epsilon", "delta", "n"), [(0.02, 0.05, 149), (0.05, 0.05, 59), (0.1, 0.05, 29)])
+def test_known_sample_sizes_without_a_loss(epsilon: float, delta: float, n: int) -> None:
+    """One problem fewer does not certify."""
+    assert fewest_problems(epsilon, delta) == n
+    assert binomial_p_value([0] * n, epsilon) <= delta < binomial_p_value([0] * (n - 1), epsilon)
+
+
+def test_problems_needed_grow_as_the_loss_nears_epsilon() -> None:
+    """About that many certify, half as many do not; at or above epsilon no number does."""
+    sizes = [problems_needed(risk, 0.05, 0.1) for risk in (0.0, 0.02, 0.04)]
+    assert sizes[0] == 45
+    for risk, size in zip((0.02, 0.04), sizes[1:], strict=True):
+        assert size is not None
+        assert binomial_p_value(_with_loss(risk, size), 0.05) <= 0.11
+        assert binomial_p_value(_with_loss(risk, size // 2), 0.05) > 0.1
+    assert problems_needed(0.05, 0.05, 0.1) is None
+
+
+def _with_loss(risk: float, n: int) -> list[int]:
+    lost = math.ceil(n * risk - 1e-9)
+    return [1] * lost + [0] * (n - lost)
+
+
+def test_loss_is_target_right_and_policy_wrong_per_problem() -> None:
+    """Gains do not offset losses; samples of one problem are one unit."""
+    assert lost_answers([1, 1, 0, 0], [1, 0, 1, 0]).tolist() == [0, 1, 0, 0]
+    assert lost_answers([[1, 1, 1, 1]], [[0, 1, 1, 1]]).tolist() == [0.25]
+    with pytest.raises(CalibrationInputError):
+        lost_answers([1, 0], [1])
+
+
+def deployment(n: int, seed: int, rates: Sequence[float]) -> tuple[list[Candidate], dict[float, float]]:
+    """A simulated labelled run: problems differ in hardness, sixteen clustered samples each; and the true losses."""
+    draw = np.random.default_rng(seed)
+    hardness = draw.beta(0.3, 1.5, size=n)  # how often a kept chunk loses an answer the target has
+    true = {rate: (1 - rate) ** 2 * 0.3 / 1.8 for rate in rates}
+    candidates = list[Candidate]()
+    for rate in rates:
+        lost = draw.binomial(16, (1 - rate) ** 2 * hardness) / 16
+        candidates.append(Candidate("conformal", rate, lost.tolist(), rate))
+    return candidates, true
+
+
+@pytest.mark.parametrize("epsilon", [0.02, 0.05])
+def test_certificates_are_valid_over_many_deployments(epsilon: float) -> None:
+    """In at most delta of 150 runs of 300 problems (500 in the study) is the true loss too high."""
+    rates, wrong, found = [k / 20 for k in range(21)], 0, 0
+    for seed in range(150):
+        candidates, true = deployment(300, seed, rates)
+        chosen = certify(candidates, epsilon, 0.1).chosen
+        if chosen is not None:
+            found += 1
+            wrong += true[chosen.rate] > epsilon
+    assert found > 100
+    assert wrong <= 150 * 0.1 + 2.4 * math.sqrt(150 * 0.1 * 0.9)
+
+
+def test_certificates_are_nearly_as_cheap_as_the_truth_allows() -> None:
+    """2,000 problems, epsilon .05: within 25 % of the cheapest policy that truly satisfies it, in ten runs."""
+    rates = [k / 40 for k in range(41)]
+    for seed in range(10):
+        candidates, true = deployment(2000, seed, rates)
+        chosen = certify(candidates, 0.05, 0.1).chosen
+        assert chosen is not None
+        assert chosen.cost <= 1.25 * min(rate for rate in rates if true[rate] <= 0.05)
+
+
+def test_a_fixed_sequence_stops_at_the_first_failure() -> None:
+    """A cheap policy that looks safe behind one that fails is not certified: the order is not the data's to choose."""
+    candidates = [
+        Candidate("g", 1.0, [0] * 100, 10), Candidate("g", 0.5, [1, 0] * 50, 5), Candidate("g", 0.1, [0] * 100, 1)
+    ]  # fmt: skip
+    certificate = certify(candidates, 0.05)
+    assert certificate.chosen is not None
+    assert certificate.chosen.rate == 1.0
+    assert [row.p is None for row in certificate.tested] == [False, False, True]
+
+
+def test_several_gates_share_delta_and_the_cheapest_certified_wins() -> None:
+    """Bonferroni among gates: each gets delta / 2."""
+    n = fewest_problems(0.05, 0.05)
+    both = [Candidate("a", 0.5, [0] * n, 4), Candidate("b", 0.3, [0] * n, 2)]
+    assert _rate(certify(both, 0.05, 0.1)) == 0.3
+    fewer = [Candidate(c.gate, c.rate, [0] * (n - 1), c.cost) for c in both]
+    assert certify(fewer, 0.05, 0.1).chosen is None
+    assert _rate(certify(fewer[:1], 0.05, 0.1)) == 0.5
+
+
+def _rate(certificate: Certificate) -> float:
+    assert certificate.chosen is not None
+    return certificate.chosen.rate
+
+
+def test_nothing_certifiable_is_said_with_numbers() -> None:
+    """With n = 30 nothing below ten points can be certified; how many are needed is said, or that none suffices."""
+    short = certify([Candidate("g", 1.0, [0] * 30, 1)], 0.05, 0.1)
+    assert short.chosen is None
+    assert "none certifiable with n = 30" in short.guarantee
+    assert "you need about 45" in short.guarantee
+    hopeless = certify([Candidate("g", 1.0, [1] * 10 + [0] * 20, 1)], 0.05, 0.1)
+    assert "no number would do" in hopeless.guarantee
+    good = certify([Candidate("g", 0.4, [0] * 400, 1)], 0.02, 0.1)
+    assert "at least 0.9" in good.guarantee
+    assert "2.0%" in good.guarantee
+    assert "samples of one problem" in good.voided_by
+
+
+@pytest.mark.parametrize(
+    ("candidates", "epsilon", "delta"),
+    [
+        ([], 0.05, 0.1),
+        ([Candidate("g", 1, [], 1)], 0.05, 0.1),
+        ([Candidate("g", 1, [0.5, 1.5], 1)], 0.05, 0.1),
+        ([Candidate("g", 1, [math.nan], 1)], 0.05, 0.1),
+        ([Candidate("g", 1, [0, 0], 1), Candidate("g", 0.5, [0], 1)], 0.05, 0.1),
+        ([Candidate("g", 1, [0], math.nan)], 0.05, 0.1),
+        ([Candidate("g", 1, [0], 1)], 0.0, 0.1),
+        ([Candidate("g", 1, [0], 1)], 0.05, 1.0),
+    ],
+)
+def test_impossible_certificates_are_refused(candidates: list[Candidate], epsilon: float, delta: float) -> None:
+    """No candidates, no problems, losses that are none, levels outside (0, 1)."""
+    with pytest.raises(CalibrationInputError):
+        certify(candidates, epsilon, delta)
+
+
+def test_unknown_tests_and_corrections_are_refused() -> None:
+    """With the known ones named; the exact binomial refuses fractions."""
+    with pytest.raises(OptionError, match="binomial"):
+        risk_p_value([0.0], 0.1, "binomal")  # type: ignore[arg-type]  # the mistake under test
+    with pytest.raises(OptionError, match="holm"):
+        rejected([0.1], 0.1, "hom")  # type: ignore[arg-type]  # the mistake under test
+    with pytest.raises(CalibrationInputError, match="fraction"):
+        risk_p_value([0.5], 0.1, "binomial")

@@ -235,11 +235,11 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Drifted:
-    """The scores left what the calibration promised; `acted` says what was done about it."""
+    """The scores left what the calibration promised: how surprising that is after how many, and what was done."""
 
     alarm: str
-    statistic: float
-    threshold: float
+    p: float
+    scores: int
     acted: str = ""
     text: str = ""
 

@@ -96,7 +96,7 @@ class RunState:
     """Built entry by entry with `apply`, in order; its size is that of the unfinished problems and a line per other.
 
     `reached`, `finishes` and `graded` (by problem) are kept of finished problems; their rollouts are let go, unless
-    `keeps` says "everything": then finished problems stay in `open` with all their steps.
+    `keeps` says "everything". Problems that failed stay open as well: the next session tries them again.
     """
 
     keeps: Literal["open problems", "everything"] = "open problems"
@@ -123,17 +123,22 @@ class RunState:
             case NodeFinished():
                 self.last_node = max(self.last_node, event.node)
             case OutcomeReached(problem):
-                closed = self.open[problem] if self.keeps == "everything" else self.open.pop(problem)
+                stays = self.keeps == "everything" or event.status == "failed"
+                closed = self.open[problem] if stays else self.open.pop(problem)
                 self.reached[problem] = event
                 self.graded[problem] = tuple(closed.graded)
                 outcome = closed.outcome(event)
                 self.finishes[problem] = tuple(rollout.finish or "cancelled" for rollout in outcome.rollouts)
                 return outcome
-            case Graded(problem) if problem in self.reached:
+            case Graded(problem) if problem in self.reached and problem not in self.open:
                 self.graded[problem] += (event,)
             case _:
                 self._apply_inside(event)
         return None
+
+    def is_over(self, problem: str) -> bool:
+        """Whether nothing is left to do for it."""
+        return problem in self.reached and self.reached[problem].status != "failed"
 
     def _apply_inside(self, event: Event) -> None:
         """Events of an open problem; those of finished problems (late clean-up) and remarks change nothing."""
@@ -155,14 +160,24 @@ def _finished(rollout: Rollout, event: RolloutFinished) -> Rollout:
 
 
 def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
-    """Every finished problem's whole outcome, in the order in which they finished; memory holds the open ones only."""
+    """Every finished problem's whole outcome, once, in the order in which they finished; the failed ones last.
+
+    Memory holds the open and the failed ones only.
+    """
     state = RunState()
+    failed: dict[str, Outcome] = {}  # until a later session does better
     for entry in entries:
         outcome = state.apply(entry)
-        if outcome is not None:
-            name = outcome.problem.id
-            del state.reached[name], state.graded[name], state.finishes[name]
+        if outcome is None:
+            continue
+        name = outcome.problem.id
+        del state.reached[name], state.graded[name], state.finishes[name]
+        failed.pop(name, None)
+        if outcome.status == "failed":
+            failed[name] = outcome
+        else:
             yield outcome
+    yield from failed.values()
 
 
 Place = tuple[str, int, int]

@@ -7,6 +7,7 @@ Call it again with the same directory and it goes on where it was, whatever ende
 """
 
 from atts.run.evaluate import Keep, Session, evaluate
+from atts.run.gates import Alarm
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.recorder import ChunkWritten, Listener, Recorder
 from atts.run.result import INTERRUPTED, ProblemLine, RunResult, RunStatus, SampleLine, problem_line
@@ -17,6 +18,7 @@ from atts.run.summary import Summary, summarise
 
 __all__ = [
     "INTERRUPTED",
+    "Alarm",
     "ChunkWritten",
     "Grade",
     "Judgement",

@@ -35,10 +35,11 @@ from atts.journal import (
 )
 from atts.journal.events import VerdictStatus
 from atts.pipelines import Context, RoundGate
+from atts.run.gates import AlarmWatch, StepGate, StepRoundGate, remind
 from atts.run.plan import Grade, Plan
 from atts.run.recorder import Listener, ProblemRecord, Recorder
 from atts.run.result import ProblemLine, RunResult, RunStatus, problem_line
-from atts.run.steps import Keeper, StepEngine, StepGate, StepRoundGate, remind
+from atts.run.steps import Keeper, StepEngine
 from atts.run.stopping import Signals, Stop, heed_signals
 
 Keep = Literal["lines", "nothing"]
@@ -62,8 +63,8 @@ class Session:
 async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | None = None) -> RunResult:
     """Solve every problem as planned; in a directory with an earlier session, go on where that one was.
 
-    The first Ctrl-C lets calls in flight finish and be recorded, the second ends at once; either way the result says
-    "interrupted" and the same call goes on from there.
+    Problems that failed are tried again. The first Ctrl-C lets calls in flight finish and be recorded, the second ends
+    at once; either way the result says "interrupted" and the same call goes on from there.
 
     :raises JournalError: the directory cannot be used, or the disk refuses; see `open_journal`.
     :raises FingerprintError: it holds another run.
@@ -122,6 +123,7 @@ class _Run:
             sink=self._recorder.hear_graph,
             first_node=state.last_node + 1,
         )
+        self._alarms = AlarmWatch(plan.alarms, self._recorder)
         self._places: dict[str, int] = {}  # of the problems in the dataset
         self._lines: dict[str, ProblemLine] = {}
         self._kept: list[Outcome] = []
@@ -149,7 +151,7 @@ class _Run:
             if problem.id in self._places:
                 raise DatasetError(problem.source or "given", f"two problems have the id {problem.id!r}")
             self._places[problem.id] = place
-            if problem.id not in self._state.reached or self._plan.pace == "recorded":
+            if not self._state.is_over(problem.id) or self._plan.pace == "recorded":
                 self._unfinished += 1
                 yield problem
         self._seen = "all"
@@ -179,7 +181,7 @@ class _Run:
         record = ProblemRecord(self._recorder, recorded)
         context = self._context(Keeper(self._recorder, recorded, self._session.stop, self._plan.pace), record)
         outcome = await self._attempt(problem, context, scope)
-        if problem.id in self._state.reached:
+        if self._state.is_over(problem.id):
             return self._recalled_line(problem.id)  # it was over before, and is only lived through again
         with self._session.stop.counted():
             line = await self._conclude(outcome, record)
@@ -201,7 +203,7 @@ class _Run:
         if isinstance(plan.gate, RoundGate):
             gate: StepGate | StepRoundGate = StepRoundGate(plan.gate, keeper)
         else:
-            gate = StepGate(plan.gate, keeper)
+            gate = StepGate(plan.gate, keeper, self._alarms)
         draft, target = StepEngine(plan.draft, "draft", keeper), StepEngine(plan.target, "target", keeper)
         return Context(draft, target, gate, plan.answers, plan.seed, record)
 

@@ -14,6 +14,7 @@ from atts.errors import OptionError
 from atts.graph import Limit, ProblemScope
 from atts.journal import Json, Manifest, Setting, dataset_digest
 from atts.pipelines import Answers, Context, Gate, Policy, RoundGate, solve
+from atts.run.gates import Alarm
 from atts.run.steps import Pace
 
 
@@ -71,6 +72,7 @@ class Plan:
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     pace: Pace = "instant"
+    alarms: Callable[[], Sequence[Alarm]] = tuple[Alarm, ...]  # so far; such as a calibrator's events
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
 
     def __post_init__(self) -> None:

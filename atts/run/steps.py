@@ -1,4 +1,4 @@
-"""Steps that are taken once: engine calls and gate decisions are recorded, and recalled instead of repeated.
+"""Steps that are taken once: engine calls are recorded, and recalled instead of repeated.
 
 A pipeline is plain code that knows nothing of this. After a crash it simply runs again from the start: every call that
 was recorded returns its recorded result at once, so it comes to where it was with no work done twice.
@@ -7,20 +7,19 @@ was recorded returns its recorded result at once, so it comes to where it was wi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self, TypeVar, get_args
 
 import anyio
 
 from atts import errors
-from atts.core import Completion, Decision, Role, SampleRequest, ScoreRequest, Scores
+from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
 from atts.errors import EngineError
 from atts.journal import CallFailed, Decided, Observed, OpenProblem, Sampled, Scored, sample_key, score_key
 from atts.journal.events import FailureKind
-from atts.pipelines import Features, Gate, RoundGate
 from atts.run.recorder import Recorder
 from atts.run.stopping import Stop
 
@@ -33,7 +32,6 @@ so the schedule is what it was, and even decisions that depend on the order of a
 
 T = TypeVar("T")
 Call = Sampled | Scored | CallFailed
-_TOLD = ("attempt", "tokens", "draft_logprob", "has_answer", "answered", "agreement", "agrees")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,94 +164,3 @@ def _kind(error: EngineError) -> FailureKind | None:
 def _failure(event: CallFailed) -> EngineError:
     kind: type[EngineError] = getattr(errors, event.error)
     return kind(event.engine, event.text.removeprefix(f"engine {event.engine}: "))
-
-
-class StepGate:
-    """A gate whose decisions stand once they are recorded. The real one must have been reminded of them before."""
-
-    def __init__(self, gate: Gate, keeper: Keeper) -> None:
-        self._gate = gate
-        self._keeper = keeper
-
-    def preview(self, features: Features) -> Decision:
-        """As the gate, or as recorded; see `atts.pipelines.Gate`."""
-        calls = self._keeper.gate_calls(features.sample, features.turn)
-        if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
-            return _decision(calls)
-        if calls:  # what was recorded came after a score had been asked for
-            return replace(calls[0].decision, action="verify", score=None, p=None, why="recalled")
-        decision = self._gate.preview(features)
-        if decision.action != "verify" or decision.issue is not None:
-            self._keeper.recorder.record(Decided(decision, _told(features), "preview"))
-        return decision
-
-    def decide(self, features: Features, score: float) -> Decision:
-        """As the gate, or as recorded; see `atts.pipelines.Gate`."""
-        calls = self._keeper.gate_calls(features.sample, features.turn)
-        if calls and isinstance(calls[0], Decided):
-            return _decision(calls)
-        decision = self._gate.decide(features, score)
-        self._keeper.recorder.record(Decided(decision, _told(features)))
-        return decision
-
-    def observe(self, decision: Decision, escalated: bool) -> None:
-        """Teach the gate, unless it was taught before; see `atts.pipelines.Gate`."""
-        calls = self._keeper.gate_calls(decision.sample, decision.turn)
-        if calls and isinstance(calls[0], Observed):
-            calls.popleft()
-            return
-        self._gate.observe(decision, escalated)
-        self._keeper.recorder.record(Observed(decision, "yes" if escalated else "no"))
-
-
-class StepRoundGate:
-    """The same for rounds: the real gate ranks every round anew, for what it carries over; recorded decisions stand."""
-
-    def __init__(self, gate: RoundGate, keeper: Keeper) -> None:
-        self._gate = gate
-        self._keeper = keeper
-
-    def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """As the gate, or as recorded, member by member."""
-        decisions: list[Decision] = []
-        for (features, _), decision in zip(round_, self._gate.decide_round(round_), strict=True):
-            calls = self._keeper.gate_calls(features.sample, features.turn)
-            if calls and isinstance(calls[0], Decided):
-                decisions.append(_decision(calls))
-            else:
-                self._keeper.recorder.record(Decided(decision, _told(features), "round"))
-                decisions.append(decision)
-        return decisions
-
-
-def remind(gate: Gate, event: Decided | Observed) -> None:
-    """Let a gate live through a recorded call again: called in the recorded order, it is then what it was."""
-    decision = event.decision
-    if isinstance(event, Observed):
-        gate.observe(decision, event.escalated == "yes")
-        return
-    told = {name: event.features.get(name, 0.0) for name in _TOLD}
-    features = Features(
-        decision.question,
-        decision.turn,
-        decision.sample,
-        attempt=int(told["attempt"]),
-        tokens=int(told["tokens"]),
-        draft_logprob=told["draft_logprob"],
-        has_answer=bool(told["has_answer"]),
-        answered=int(told["answered"]),
-        agreement=told["agreement"],
-        agrees=bool(told["agrees"]),
-    )
-    if event.asked == "preview":
-        gate.preview(features)
-    elif decision.score is not None:
-        gate.decide(replace(features, issue=decision.issue), decision.score)
-
-
-def _decision(calls: deque[Decided | Observed]) -> Decision:
-    return calls.popleft().decision
-
-
-def _told(features: Features) -> dict[str, float]:
-    return {name: float(getattr(features, name)) for name in _TOLD}

@@ -29,7 +29,7 @@ from atts.journal import (
 )
 from atts.pipelines import CappedGate, Chunking, Policy, TopGate
 from atts.run import RunResult
-from atts.testing import Faults, Latency, ScriptedEngine
+from atts.testing import Faults, Latency, ScriptedEngine, toy_problems
 
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
 Outcomes = Callable[[RunResult], dict[str, str]]
@@ -274,3 +274,24 @@ def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outc
     again = world.run(world.plan(retries=retries), world.session())
     assert again.status == "finished"
     assert outcomes(again) == outcomes(whole)
+
+
+def test_failed_problems_are_tried_again(world: Any, outcomes: Outcomes) -> None:
+    """An engine that was away for a while: what failed then is done by the next session, what was done stays done."""
+    whole = world.run(world.plan(), world.session("whole"), problems=3)
+    name = toy_problems(3, 5)[1].id
+
+    class Away(ScriptedEngine):
+        async def sample(self, request: Any) -> Any:
+            if request.seed.problem == name:
+                raise EngineUnavailable("draft", "it is away")
+            return await super().sample(request)
+
+    retries = replace(world.plan().retries, calls=1)
+    first = world.run(world.plan(draft=Away("draft"), retries=retries), world.session(), problems=3)
+    assert [line.status for line in first.problems] == ["answered", "failed", "answered"]
+    assert {outcome.problem.id: outcome.status for outcome in first.outcomes()}[name] == "failed"
+    again = world.run(world.plan(retries=retries), world.session(), problems=3)
+    assert [line.status for line in again.problems] == ["answered"] * 3
+    assert outcomes(again) == outcomes(whole)
+    assert len(list(again.outcomes())) == 3

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from atts.calibration import Calibrator
 from atts.core import Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn
 from atts.errors import DatasetError, OptionError, UsageError
 from atts.graph import Limit, ProblemScope, RolloutScope
 from atts.journal import (
+    Drifted,
     Event,
     Graded,
     NodeFinished,
@@ -27,7 +29,7 @@ from atts.journal import (
     Warned,
     load_manifest,
 )
-from atts.pipelines import Context, FixedGate, Policy
+from atts.pipelines import ConformalGate, Context, FixedGate, Policy
 from atts.run import ChunkWritten, ProblemLine, RunResult, SampleLine, Stop, samples, scorecard
 from atts.seeds import Seed
 from atts.testing import Backend, ScriptedEngine, toy_problems
@@ -310,6 +312,22 @@ def test_the_scorecard(world: Any) -> None:
     assert held.statuses == ("graded", "cut", "cut", "no answer", "timeout")
     with pytest.raises(UsageError, match="no problem of this run was graded"):
         scorecard([replace(settled, samples=())], by_string)
+
+
+def test_alarms_are_recorded_once(world: Any) -> None:
+    """A calibrator fed with scores unlike the stored ones raises an alarm; the journal says when and what was done."""
+
+    def plan() -> Any:
+        stored = [1.0 + number / 1000 for number in range(400)]
+        calibrator = Calibrator(0.4, "marginal", stored=stored, drift="report")
+        return world.plan(gate=ConformalGate(calibrator), alarms=lambda: calibrator.events)
+
+    world.run(plan(), world.session(), problems=8)
+    drifted = [event for event in world.events() if isinstance(event, Drifted)]
+    assert drifted
+    assert drifted[0].acted == "report"
+    world.run(plan(), world.session(), problems=8)
+    assert [event for event in world.events() if isinstance(event, Drifted)] == drifted
 
 
 class Census(Diary):

@@ -1,0 +1,154 @@
+"""Gates whose recorded decisions stand, and whose state is rebuilt by living through them again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from atts.core import Decision
+from atts.journal import Decided, Drifted, Observed
+from atts.pipelines import Features, Gate, RoundGate
+from atts.run.recorder import Recorder
+from atts.run.steps import Keeper
+
+_TOLD = ("attempt", "tokens", "draft_logprob", "has_answer", "answered", "agreement", "agrees")
+
+
+class Alarm(Protocol):
+    """What a calibrator noticed about its scores; `atts.calibration` drift events are such."""
+
+    @property
+    def kind(self) -> str:
+        """Which test."""
+        ...
+
+    @property
+    def p(self) -> float:
+        """How surprising."""
+        ...
+
+    @property
+    def scores(self) -> int:
+        """After how many live scores."""
+        ...
+
+    @property
+    def action(self) -> str:
+        """What was done."""
+        ...
+
+    @property
+    def message(self) -> str:
+        """The same in words."""
+        ...
+
+
+class AlarmWatch:
+    """Records alarms as they are raised; those of earlier sessions are in the journal already."""
+
+    def __init__(self, alarms: Callable[[], Sequence[Alarm]], recorder: Recorder) -> None:
+        self._alarms = alarms
+        self._recorder = recorder
+        self._seen = len(alarms())
+
+    def look(self) -> None:
+        """Record what is new."""
+        alarms = self._alarms()
+        for alarm in alarms[self._seen :]:
+            self._recorder.record(Drifted(alarm.kind, alarm.p, alarm.scores, alarm.action, alarm.message))
+        self._seen = len(alarms)
+
+
+class StepGate:
+    """A gate whose decisions stand once they are recorded. The real one must have been reminded of them before."""
+
+    def __init__(self, gate: Gate, keeper: Keeper, alarms: AlarmWatch) -> None:
+        self._gate = gate
+        self._keeper = keeper
+        self._alarms = alarms
+
+    def preview(self, features: Features) -> Decision:
+        """As the gate, or as recorded; see `atts.pipelines.Gate`."""
+        calls = self._keeper.gate_calls(features.sample, features.turn)
+        if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
+            return _decision(calls)
+        if calls:  # what was recorded came after a score had been asked for
+            return replace(calls[0].decision, action="verify", score=None, p=None, why="recalled")
+        decision = self._gate.preview(features)
+        if decision.action != "verify" or decision.issue is not None:
+            self._keeper.recorder.record(Decided(decision, _told(features), "preview"))
+        return decision
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """As the gate, or as recorded; see `atts.pipelines.Gate`."""
+        calls = self._keeper.gate_calls(features.sample, features.turn)
+        if calls and isinstance(calls[0], Decided):
+            return _decision(calls)
+        decision = self._gate.decide(features, score)
+        self._keeper.recorder.record(Decided(decision, _told(features)))
+        return decision
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Teach the gate, unless it was taught before; see `atts.pipelines.Gate`."""
+        calls = self._keeper.gate_calls(decision.sample, decision.turn)
+        if calls and isinstance(calls[0], Observed):
+            calls.popleft()
+            return
+        self._gate.observe(decision, escalated)
+        self._keeper.recorder.record(Observed(decision, "yes" if escalated else "no"))
+        self._alarms.look()
+
+
+class StepRoundGate:
+    """The same for rounds: the real gate ranks every round anew, for what it carries over; recorded decisions stand."""
+
+    def __init__(self, gate: RoundGate, keeper: Keeper) -> None:
+        self._gate = gate
+        self._keeper = keeper
+
+    def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
+        """As the gate, or as recorded, member by member."""
+        decisions: list[Decision] = []
+        for (features, _), decision in zip(round_, self._gate.decide_round(round_), strict=True):
+            calls = self._keeper.gate_calls(features.sample, features.turn)
+            if calls and isinstance(calls[0], Decided):
+                decisions.append(_decision(calls))
+            else:
+                self._keeper.recorder.record(Decided(decision, _told(features), "round"))
+                decisions.append(decision)
+        return decisions
+
+
+def remind(gate: Gate, event: Decided | Observed) -> None:
+    """Let a gate live through a recorded call again: called in the recorded order, it is then what it was."""
+    decision = event.decision
+    if isinstance(event, Observed):
+        gate.observe(decision, event.escalated == "yes")
+        return
+    told = {name: event.features.get(name, 0.0) for name in _TOLD}
+    features = Features(
+        decision.question,
+        decision.turn,
+        decision.sample,
+        attempt=int(told["attempt"]),
+        tokens=int(told["tokens"]),
+        draft_logprob=told["draft_logprob"],
+        has_answer=bool(told["has_answer"]),
+        answered=int(told["answered"]),
+        agreement=told["agreement"],
+        agrees=bool(told["agrees"]),
+    )
+    if event.asked == "preview":
+        gate.preview(features)
+    elif decision.score is not None:
+        gate.decide(replace(features, issue=decision.issue), decision.score)
+
+
+def _decision(calls: deque[Decided | Observed]) -> Decision:
+    return calls.popleft().decision
+
+
+def _told(features: Features) -> dict[str, float]:
+    return {name: float(getattr(features, name)) for name in _TOLD}

@@ -5,6 +5,7 @@ from atts.evaluators.costs import Cost, Latency, ModelShape, cost, latency, tota
 from atts.evaluators.datasets import Dataset, LoadOptions, digest, load_dataset, overlap
 from atts.evaluators.equivalence import SecondOpinion, equivalent
 from atts.evaluators.extraction import Extraction, Extractor, extract, extraction
+from atts.evaluators.grading import GradedRecord, Tally, grade, reference
 from atts.evaluators.grouping import group
 from atts.evaluators.intervals import Estimate, bayesian_estimate, benchmark_estimate, mean_estimate, nested_bootstrap
 from atts.evaluators.majority import Votes, maj_at_k, votes, weighted_maj_at_k, winners
@@ -20,6 +21,7 @@ from atts.evaluators.paired import (
 )
 from atts.evaluators.scorecard import Coverage, Samples, Scorecard, coverage, score
 from atts.evaluators.selection import Selection, select
+from atts.evaluators.slow import SlowLimits, SlowPath, aequivalent
 from atts.evaluators.sources import BENCHMARKS, Benchmark
 from atts.evaluators.verdict import Limits, Status, Verdict
 
@@ -35,6 +37,7 @@ __all__ = [
     "Estimate",
     "Extraction",
     "Extractor",
+    "GradedRecord",
     "Latency",
     "Limits",
     "LoadOptions",
@@ -44,9 +47,13 @@ __all__ = [
     "Scorecard",
     "SecondOpinion",
     "Selection",
+    "SlowLimits",
+    "SlowPath",
     "Status",
+    "Tally",
     "Verdict",
     "Votes",
+    "aequivalent",
     "align",
     "avg_at_n",
     "bayesian_estimate",
@@ -60,6 +67,7 @@ __all__ = [
     "extract",
     "extraction",
     "g_pass_at_k",
+    "grade",
     "group",
     "latency",
     "load_dataset",
@@ -73,6 +81,7 @@ __all__ = [
     "pass_hat_k",
     "problems_needed",
     "rate",
+    "reference",
     "score",
     "select",
     "single_answer_deviation",

@@ -87,13 +87,14 @@ _SIZES = re.compile(
     r"\\(?:left|right|middle|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|biggl|biggr|Biggl|Biggr)(?![a-zA-Z])\s*\.?"
 )
 _SPACES = re.compile(
-    r"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|medspace|thickspace|enspace|displaystyle|textstyle|scriptstyle|limits"
-    r"|nolimits|hfill|noindent|centering|par|newline|nonumber|normalsize|Large|large|small)(?![a-zA-Z])"
+    r"(?<!\\)\\[,;:> ]|~|\\(?:quad|qquad|thinspace|medspace|thickspace|enspace|displaystyle|textstyle|scriptstyle"
+    r"|limits|nolimits|hfill|noindent|centering|par|newline|nonumber|normalsize|Large|large|small)(?![a-zA-Z])"
     r"|\\(?:hspace|vspace|hskip|phantom|hphantom|vphantom|label|tag)\*?\s*\{[^{}]*\}"
 )
 _NEGATIVE_SPACE = re.compile(r"(?<!\\)\\!\s*|\\negthinspace\s*")
 _BLANKS = re.compile(r"\s+")
-_BRACED_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d)")
+_BRACED_COMMA = re.compile(r"(?<=\d)\{,\}(?:\s*\\!)?\s*(?=\d{3}(?!\d))")
+_TIGHT_COMMA = re.compile(r"(?<=\d),\s*(?:\\!\s*)+(?=\d{3}(?!\d))")
 _THIN_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\\,\d{3})+(?!\d)")
 _SPACE_THOUSANDS = re.compile(r"(?<![\d.,/] )(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/]| \d)(?:\.\d+)?")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
@@ -121,7 +122,7 @@ def cleaned(text: str, limits: Limits) -> str:
     text = ascii_maths(text)
     text = _MERIDIEM.sub(r" \1m ", text) if "m." in text.lower() else text
     if "{,}" in text:
-        text = _BRACED_COMMA.sub(",", text)
+        text = _BRACED_COMMA.sub("", text).replace("{,}", ",")
     if "\\" in text:
         text = _latex(text)
     text = _EMPHASIS.sub(r"\1", text) if "**" in text else text
@@ -139,6 +140,7 @@ def _latex(text: str) -> str:
         text = _DOUBLED.sub(r"\\", text)
     text = text.replace(r"\[", " ").replace(r"\]", " ") if r"\[" in text and r"\\[" not in text else text
     text = _SIZES.sub("", text)
+    text = _TIGHT_COMMA.sub("", text)
     text = _THIN_THOUSANDS.sub(lambda found: found[0].replace(r"\,", ""), text)
     text = _REPEATING.sub(_repeated, _NEGATIVE_SPACE.sub("", text))
     text = _SPACES.sub(" ", text)

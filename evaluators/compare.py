@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Literal
 
 from atts.evaluators import words
 from atts.evaluators.exact import digits_in_base
@@ -17,10 +18,14 @@ _COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 
 class Comparison:
-    """One comparison of two answers; `rule` names what decided last."""
+    """One comparison of two answers; `rule` names what decided last.
 
-    def __init__(self, limits: Limits) -> None:
+    With strict brackets, (1,2,3) and [1,2,3] differ as (1,2) and [1,2] always do.
+    """
+
+    def __init__(self, limits: Limits, brackets: Literal["free", "strict"] = "free") -> None:
         self.limits = limits
+        self.brackets = brackets
         self.prober = Prober(limits)
         self.rule = "structure"
 
@@ -195,7 +200,12 @@ class Comparison:
             return self.each(entries, other.args, "matrix")
         if gold.kind != "tuple" or answer.kind != "tuple":
             return self.ruled("tuple", False)
-        if len(gold.args) == 2 and gold.text != answer.text and gold.text and answer.text:
+        if (
+            (len(gold.args) == 2 or self.brackets == "strict")
+            and gold.text != answer.text
+            and gold.text
+            and answer.text
+        ):
             return self.ruled("interval", False)
         return self.each(gold.args, answer.args, "tuple")
 
@@ -393,10 +403,10 @@ def _is_clock(node: Node) -> bool:
 
 
 def _digits(node: Node) -> int:
-    """Significant digits of a decimal literal, 0 for anything else."""
+    """Significant digits of a decimal literal, zeros at its end left out; 0 for anything else."""
     if node.kind != "number" or "." not in node.text or "e" in node.text.lower():
         return 0
-    return len(node.text.replace(".", "").lstrip("-0"))
+    return len(node.text.replace(".", "").strip("-0"))
 
 
 def is_decimal(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Protocol
 
 from atts.core import AnswerKind
@@ -13,6 +14,7 @@ from atts.evaluators.verdict import Enormous, Limits, Malformed, Prose, TooLarge
 from atts.evaluators.words import squashed
 
 _DEFAULT = Limits()
+_PHRASE = 4  # words
 _KINDS = ("math", "choice", "text")
 
 
@@ -83,34 +85,29 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
 
 
 def _by_trees(one: Reading, two: Reading, limits: Limits) -> Verdict:
-    """The verdict of any pair of readings that are equal, else that of the first pair.
+    """Equal when any pair of readings is, else what the first pair says.
 
-    Raises Undecided when a side cannot be read or the comparison does not settle it.
+    Raises Undecided when a side cannot be read or the comparison of the first readings does not settle it.
     """
     if not one.trees or not two.trees:
         return _unread(one, two)
-    first: Verdict | None = None
-    undecided: Undecided | None = None
-    for gold in one.trees:
-        for answer in two.trees:
-            comparison = Comparison(limits)
-            try:
-                same = comparison.same(gold, answer)
-            except Undefined as error:
-                undecided = Undecided(f"no value: {error}")
-                continue
-            except Undecided as error:
-                undecided = error
-                continue
-            except RecursionError:  # little of the stack was left to us
-                undecided = TooLarge("too deep for the stack at hand")
-                continue
-            if same:
+    first: Verdict | Undecided | None = None
+    for gold, answer in product(one.trees, two.trees):
+        comparison = Comparison(limits, brackets="free" if first is None else "strict")
+        try:
+            if comparison.same(gold, answer):
                 return Verdict("equal", comparison.rule)
-            first = first or Verdict("different", comparison.rule)
-    if undecided is not None:
-        raise undecided
+            found: Verdict | Undecided = Verdict("different", comparison.rule)
+        except Undefined as error:
+            found = Undecided(f"no value: {error}")
+        except Undecided as error:
+            found = error
+        except RecursionError:  # little of the stack was left to us
+            found = TooLarge("too deep for the stack at hand")
+        first = first or found
     assert first is not None
+    if isinstance(first, Undecided):
+        raise first
     return first
 
 
@@ -124,4 +121,11 @@ def _unread(one: Reading, two: Reading) -> Verdict:
         return Verdict("different", "malformed", str(problem))
     if isinstance(problem, Prose) and readable.trees:
         return Verdict("different", "prose", str(problem))
+    if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and _are_short(one, two):
+        return Verdict("different", "text")
     raise problem
+
+
+def _are_short(*readings: Reading) -> bool:
+    """Whether these are names and dates rather than sentences that could say one thing in two ways."""
+    return all(len(reading.squashed.split()) <= _PHRASE for reading in readings)

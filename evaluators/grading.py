@@ -19,7 +19,7 @@ _PROSE = 200  # characters from which a reference is taken for a worked solution
 
 
 @dataclass(frozen=True, slots=True)
-class Graded:
+class GradedRecord:
     """One record's verdict, the answer it is about, and how that was found when it came from a text."""
 
     index: int
@@ -51,7 +51,7 @@ def grade(
     slow: SecondOpinion | None = None,
     limits: Limits | None = None,
     source: str = "records",
-) -> Iterator[Graded]:
+) -> Iterator[GradedRecord]:
     """A verdict for each record that has `gold` and either `answer` or `text`, in order.
 
     A record's own `kind` wins over `kind`. Raises DatasetError at the first record that cannot be graded as one.
@@ -70,7 +70,9 @@ def grade(
         verdict = _verdict(gold, found, own, bounds, slow)
         expected = record.get("expected")
         name = str(record.get("id", index))
-        yield Graded(index, name, verdict, found.answer, found.rule, expected if isinstance(expected, bool) else None)
+        yield GradedRecord(
+            index, name, verdict, found.answer, found.rule, expected if isinstance(expected, bool) else None
+        )
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class Tally:
     rules: Counter[str] = field(default_factory=Counter[str])
     agreed: Counter[str] = field(default_factory=Counter[str])
 
-    def add(self, graded: Graded) -> None:
+    def add(self, graded: GradedRecord) -> None:
         """Count one record."""
         self.status[graded.verdict.status] += 1
         self.rules[graded.verdict.rule] += 1

@@ -189,7 +189,7 @@ class Parser(Grammar):
     def beside(self, before: Node) -> Node:
         """A factor written right after another."""
         if self.here.kind == "number" and before.kind in ("number", "huge"):
-            raise NotMaths("two numbers side by side")
+            raise Malformed("two numbers side by side")
         return self.factor()
 
     def slash_fraction(self) -> Node | None:
@@ -258,7 +258,8 @@ class Parser(Grammar):
             end += 1
         inside = self.tokens[self.at + 1 : end] if braced else [self.here]
         mark = "".join(token.text for token in inside).lower()
-        if mark not in _MARKS:
+        closed = not braced or (end < len(self.tokens) and self.tokens[end].text == "}")
+        if mark not in _MARKS or not closed:
             return Node("pow", (base, self.exponent()))
         self.at = end + 1 if braced else self.at + 1
         return Node("degree", (base,)) if mark in ("circ", "degree") else base

@@ -242,7 +242,7 @@ class _Lexer:
         return letter == "a" and bool(self.tokens) and self.tokens[-1].kind == "word"
 
     def _is_word(self, run: str) -> bool:
-        after_number = bool(self.tokens) and self.tokens[-1].kind in ("number", "close")
+        after_number = bool(self.tokens) and self.tokens[-1].kind in ("number", "close", "command", "symbol")
         after_word = bool(self.tokens) and self.tokens[-1].kind == "word"
         if run.lower() in words.ATTACHED and (after_number or after_word):
             return True

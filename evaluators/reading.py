@@ -65,7 +65,7 @@ def _read(text: str, limits: Limits) -> Reading:
         return Reading(plain, (), TooLarge("too deep for the stack at hand"))
 
 
-_ZEROS = re.compile(r",0\d")  # no list is written 5,000
+_ZEROS = re.compile(r",0\d|;")  # no list is written 5,000, and one with semicolons needs no commas
 
 
 def _trees(plain: str, limits: Limits) -> list[Node]:

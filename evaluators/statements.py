@@ -162,11 +162,17 @@ def _bare(line: str) -> str | None:
 
 def _stated_choice(text: str) -> str | None:
     """The letter a text settles on, at its start or after "it's", "is", "choose"."""
-    said = re.findall(r"(?:is|it's|be|choose|option|select|pick)\s+(?:for sure\s+)?\(?([A-J])(?![A-Za-z'])", text)
-    if said:
-        return str(said[-1])
-    first = re.search(r"(?:^|\n)\s*\(?([A-J])(?:[).:]|\s+[A-Z]|\s*$)", text)
+    found = _SETTLED.findall(text)
+    if found:
+        return str(found[-1])
+    first = _LEADING_LETTER.search(text)
     return first[1] if first else None
+
+
+_SETTLED = re.compile(
+    r"(?:(?<!not )(?<!n't )(?:\bis|it's|that's|choose|option|select|pick))\s+(?:for sure\s+|option\s+)?\(?([A-J])(?![A-Za-z'])"
+)
+_LEADING_LETTER = re.compile(r"(?:^|\n)\s*\(?([A-J])(?:[).:]|\s+[A-Z]|\s*$)")
 
 
 def trailing_number(text: str) -> str | None:

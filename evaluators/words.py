@@ -132,7 +132,7 @@ def _unit_words(unit: str) -> Iterator[str]:
         elif token in _AFTER:
             yield _AFTER[token]
         else:
-            yield from _RATES.get(token, token).split()
+            yield from str(_RATES.get(token, token)).split()
 
 
 PRODUCTS_OF_THREE = frozenset(

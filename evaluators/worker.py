@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import importlib.util
 import json
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable
 from typing import IO, Any
@@ -139,7 +142,6 @@ def confine(megabytes: int) -> None:
     if importlib.util.find_spec("resource") is None:
         return
     import resource
-    import signal
 
     page = resource.getpagesize()
     room = megabytes << 20
@@ -151,6 +153,7 @@ def confine(megabytes: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the process that forked this one
         resource.setrlimit(resource.RLIMIT_AS, (room, room))
 
 
@@ -180,18 +183,35 @@ def say(answers: IO[str], line: str) -> None:
 def nurse(megabytes: int, answers: IO[str]) -> int:
     """Keep the libraries loaded in this process and fork a child to work; when one dies, fork the next.
 
-    A child that is killed is so replaced in milliseconds. It ends when a child sees the end of the input.
+    A child that is killed is so replaced in milliseconds. When the other side goes, the child is ended too, even in
+    the middle of its work, and this returns.
     """
     while True:
+        reader, writer = os.pipe()  # the child holds the writing end: its death shows here
         child = os.fork()
         if child == 0:
+            os.close(reader)
             confine(megabytes)
             say(answers, f"ready {os.getpid()}")
             with os.fdopen(0, encoding="utf-8", closefd=False) as questions:
                 status = serve(questions, answers)
             os._exit(status)
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+        os.close(writer)
+        watch = select.poll()
+        watch.register(0, 0)  # nothing but its end
+        watch.register(reader, 0)
+        if any(source == 0 for source, _ in watch.poll()):
+            os.kill(child, signal.SIGKILL)
+        os.close(reader)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 or _is_gone(0):
             return 0
+
+
+def _is_gone(source: int) -> bool:
+    """Whether the other side of a pipe has been closed."""
+    watch = select.poll()
+    watch.register(source, 0)
+    return bool(watch.poll(0))
 
 
 def rehearse() -> None:

@@ -1,0 +1,120 @@
+"""Hostile answers cost little, crash nothing, run nothing and fool no one."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from atts.evaluators import Limits, equivalent, extract, group
+from atts.evaluators.reading import read
+
+psutil = pytest.importorskip("psutil", reason="memory is measured with psutil")
+
+HOSTILE = {
+    "towers": "9^{9^{9^{9}}}",
+    "factorials": "((9!)!)!",
+    "binomials": r"\binom{10^{9}}{5\cdot 10^{8}}",
+    "long sums": "+".join("1" * 40_000),
+    "digits": "1" * 100_000,
+    "many factors": "x" * 100_000,
+    "open braces": "{" * 100_000,
+    "fractions": r"\frac" * 20_000,
+    "nested fractions": r"\frac{1}{1+" * 400 + "1" + "}" * 400,
+    "nested roots": r"\sqrt{" * 2_000 + "2" + "}" * 2_000,
+    "nested boxes": r"\boxed{" * 10_000,
+    "lists": "1," * 50_000,
+    "bars": "|" * 4_001 + "x",
+    "minus": "-" * 50_000,
+    "text": r"\text{" + "a" * 90_000 + "}",
+    "open text": r"\text{ " * 5_000,
+    "marks": "answer is " * 10_000,
+    "dollars": "$" * 50_000,
+    "sums": r"\sum_{k=1}^{10^9} k^3",
+    "products": r"\prod_{k=1}^{300}\prod_{j=1}^{300}\prod_{i=1}^{300}(k+j+i)",
+    "powers of sums": "(((x+1)^{9}+1)^{9}+1)^{9}",
+    "tiny": "10^{-10^{10}}",
+    "huge sine": r"\sin(10^{10^{10}})",
+    "control": "\x00\x1b[31m5\x7f",
+    "surrogate": "5\ud83d6",
+    "marks upon marks": "a" + "\u0301" * 10_000,
+    "roman": "Ⅴ",
+    "circled": "①",
+}
+
+
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_answers_are_not_equal(answer: str) -> None:
+    """None of them is 1 or x, from either side, and extraction survives them as well."""
+    for gold in ("1", "x"):
+        assert not equivalent(gold, answer).is_equal
+        assert not equivalent(answer, gold).is_equal
+    extract(answer, fallback="number")
+
+
+def test_redundant_brackets_are_free() -> None:
+    """However many brackets surround a value, it is that value."""
+    for left, right in (("(", ")"), ("{", "}"), (r"\left(", r"\right)")):
+        assert equivalent("1", left * 5_000 + "1" + right * 5_000).is_equal
+
+
+def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that would leave a file behind when evaluated leaves none."""
+    monkeypatch.chdir(tmp_path)
+    for code in (
+        "__import__('os').system('touch MARK')",
+        "open('MARK','w')",
+        "exec(\"open('MARK','w')\")",
+        r"\write18{touch MARK}",
+        r"\frac{__import__('os').system('touch MARK')}{1}",
+        "[open('MARK','w') for _ in [0]]",
+    ):
+        assert not equivalent("5", code).is_equal
+        assert not equivalent(code, "5").is_equal
+        extract(code, fallback="number")
+        group([code, "5"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_caps_are_said() -> None:
+    """What a cap stops is unscored with the cap's name, not different."""
+    verdict = equivalent("1", "+".join(["x"] * 15_000))
+    assert (verdict.status, verdict.rule) == ("unscored", "limits")
+    small = Limits(characters=10)
+    assert equivalent("1", "1+1+1+1+1+1+1", limits=small).rule == "limits"
+    assert not read("1" * 30_000, Limits()).trees
+
+
+def test_shared_adversarial_answers(shared_data: Path) -> None:
+    """No hostile answer passes for the reference, and they can be voted on."""
+    lines = (shared_data / "equivalence/adversarial.jsonl").read_text(encoding="utf-8").split("\n")
+    rows = [json.loads(line) for line in lines if line]
+    false_equal = [
+        row["id"] for row in rows if row["expected"] is False and equivalent(row["gold"], row["pred"]).is_equal
+    ]
+    assert false_equal == []
+    assert len(group([row["pred"] for row in rows if len(row["pred"]) < 200])) > 300
+
+
+PIECES = ["\\frac", "{", "}", "^", "_", "\\sqrt", "\\left(", "\\right)", "|", "1", "9", "x", "e", "i", "+", "-", "/", "=",
+          "<", ",", ";", "\\pm", "\\text{", "\\boxed{", "!", "%", "\\circ", "(", "]", "\\\\", "&", "\\begin{matrix}",
+          "\\end{matrix}", "\\sum_{k=1}^{9}", "\\log", "\\sin", " ", ".", "\\infty", "\\cup", "and", "not", "π", "\0"]  # fmt: skip
+
+
+def test_a_short_fuzz_run() -> None:
+    """Random strings of maths crash nothing and stay within the evaluation cap; the study does a million."""
+    draw = random.Random(11)
+    for _ in range(1_500):
+        gold, answer = ("".join(draw.choices(PIECES, k=draw.randrange(1, 14))) for _ in range(2))
+        equivalent(gold, answer)
+        equivalent(answer, answer + " ")
+        group([gold, answer])
+        extract(answer + gold, fallback="number")
+
+
+def test_memory_stays_small() -> None:
+    """After the whole of the hostile list this process has not grown by a hundred megabytes."""
+    before = psutil.Process().memory_info().rss
+    for answer in HOSTILE.values():
+        equivalent("1", answer)
+    assert psutil.Process().memory_info().rss - before < 100 << 20

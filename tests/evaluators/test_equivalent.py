@@ -1,0 +1,183 @@
+"""An answer is graded as a careful reader would, by the written policy."""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.errors import OptionError
+from atts.evaluators import Limits, equivalent
+
+EQUAL = {
+    "integers of any size": ("2^{100}", "1267650600228229401496703205376"),
+    "thousands": (r"11,\! 111,\! 111,\! 100", "11111111100"),
+    "decimals": ("0.5", ".50"),
+    "fractions": (r"\frac{14}{3}", r"4\frac{2}{3}"),
+    "unreduced": (r"\frac{1}{2}", "2/4"),
+    "scientific": (r"6.02\times 10^{23}", "6.02e23"),
+    "radicals": (r"3\sqrt{13}", r"\sqrt{117}"),
+    "denesting": (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"),
+    "odd roots of negatives are real": ("-2", r"\sqrt[3]{-8}"),
+    "trigonometry": (r"\frac{1}{2\sin(\frac{\pi}{26})}", r"\frac{\sin(\frac{6\pi}{13})}{\sin(\frac{\pi}{13})}"),
+    "constants": ("-1", r"e^{i\pi}"),
+    "expressions": ("(N+1)^2(4N+1)", "4N^3+9N^2+6N+1"),
+    "discrete functions": (r"\binom{n}{2}", r"\frac{n(n-1)}{2}"),
+    "assignments": ("5", "x = 5"),
+    "quantities": (r"\frac{NO}{BO}=\frac{1}{\sqrt{6}}", r"\frac{1}{\sqrt 6}"),
+    "chains": ("28800", r"2 \times 120 \times 120 = 28,\!800"),
+    "equations up to a factor": ("x-2y+z-1=0", "2x-4y+2z-2=0"),
+    "inequalities turned": ("x > 5", "-x < -5"),
+    "intervals": ("[-2,7]", r"x\in[-2,7]"),
+    "unions": (r"(-\infty,-8)\cup (8,\infty)", "(8,∞)∪(-∞,-8)"),
+    "inequality as interval": ("[0,1)", r"0\le x<1"),
+    "sets": (r"\{1,2,3\}", "3, 1, 2"),
+    "both signs": (r"\frac{-1\pm\sqrt{17}}{2}", r"\frac{-1-\sqrt{17}}{2}, \frac{-1+\sqrt{17}}{2}"),
+    "tuples": (r"\left( 3, \frac{\pi}{2} \right)", "(3, pi/2)"),
+    "matrices": (
+        r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
+        r"\left[\begin{array}{cc}1 & 2\\3 & 4\end{array}\right]",
+    ),
+    "matrix arithmetic": (
+        r"\begin{pmatrix} 6 \\ 8 \end{pmatrix}",
+        r"2\begin{pmatrix} 1 \\ 2 \end{pmatrix}+\begin{pmatrix}4\\4\end{pmatrix}",
+    ),
+    "units": (r"15\mbox{ cm}^2", "15"),
+    "units converted": (r"2 \text{ hours}", "120 minutes"),
+    "ordinals": ("12", r"12^{\mathrm{th}} \text{ grade}"),
+    "money": (r"\$32,\!348", "32348 dollars"),
+    "degrees": (r"90^\circ", "90 degrees"),
+    "degrees and radians": (r"\frac{\pi}{3}", r"60^\circ"),
+    "percent": (r"28\%", "28 percent"),
+    "percent as a value": ("0.335", r"33.5\%"),
+    "bases": ("2516_8", r"2516_{\text{eight}}"),
+    "text": (r"\text{Evelyn}", "evelyn"),
+    "choices": ("C", "C. 42"),
+    "unicode": (r"\frac{9}{4}\pi", "9π/4"),
+    "words for numbers": ("27", "twenty-seven"),
+    "announced": ("5", "The final answer is $5$."),
+    "boxes": ("1,2", r"\boxed{2} and \boxed{1}"),
+    "repeating decimals": (r"\frac{448}{3}", r"149.\overline{3}"),
+    "rounded to many digits": (r"\sqrt{2}", "1.41421356"),
+    "finite sums": ("55", r"\sum_{k=1}^{10} k"),
+}
+DIFFERENT = {
+    "off by one": ("123456789012345678901234567890", "123456789012345678901234567891"),
+    "far below one": ("10^{-20}", "10^{-21}"),
+    "nearly an integer": (r"e^{\pi\sqrt{163}}", "262537412640768744"),
+    "a hundred digits on": (r"\pi", r"\pi+10^{-100}"),
+    "few digits": (r"\frac13", "0.333"),
+    "rounded decimals": ("16386.16", "16386.2"),
+    "significant digits": (".0000672", "0.000067"),
+    "sign": (r"-\frac{1}{2}", r"\frac{1}{2}"),
+    "inverse": (r"\frac{2}{3}", r"\frac{3}{2}"),
+    "order of a tuple": ("(1,2)", "(2,1)"),
+    "brackets": ("(1,2]", "[1,2)"),
+    "one of two roots": (r"\pm 5", "5"),
+    "more than asked": ("5", "5 or 7"),
+    "other equation": ("x^2+121=0", "x^2+18x+86=0"),
+    "one side of an equation": ("$a +3z = 0$", "$0$"),
+    "strictness": ("x > 5", r"x \geq 5"),
+    "absolute value": ("x", r"\sqrt{x^2}"),
+    "variable": ("2n+1", "2m+1"),
+    "assignments swapped": ("x=1,y=2", "x=2,y=1"),
+    "units that differ": ("5 cm", "5 m"),
+    "half past": ("11:30", "11:03"),
+    "afternoon": ("2:30 pm", "2:30 am"),
+    "value in another base": ("10", "1010_2"),
+    "digits run together": ("12", "1 2"),
+    "thousands cut": (r"1\,234", "235"),
+    "list for a number": ("12", "1,23"),
+    "steps shifted": (r"\lfloor\frac{2n-1}{5}\rfloor", r"\lfloor\frac{2n+1}{5}\rfloor"),
+    "denied": (".35625", r"\frac{57}{160} \text{ cannot be expressed as a terminating decimal}"),
+    "cut": (r"\frac{15}{2}", r"\frac{15"),
+    "undefined": ("7", r"\frac{7}{0}"),
+    "month": (r"\text{June 20}", "May 20"),
+    "letters of a word": (r"\text{east}", "seat"),
+}
+
+
+@pytest.mark.parametrize(("gold", "answer"), EQUAL.values(), ids=EQUAL)
+def test_equal(gold: str, answer: str) -> None:
+    """The same value in another dress, whichever of the two is the reference."""
+    assert [equivalent(gold, answer).status, equivalent(answer, gold).status] == ["equal", "equal"]
+
+
+@pytest.mark.parametrize(("gold", "answer"), DIFFERENT.values(), ids=DIFFERENT)
+def test_different(gold: str, answer: str) -> None:
+    """Another value, however close it looks, whichever of the two is the reference."""
+    assert [equivalent(gold, answer).status, equivalent(answer, gold).status] == ["different", "different"]
+
+
+def test_what_cannot_be_told_is_unscored() -> None:
+    """No reference, and what only a computer algebra system could decide, are not called wrong."""
+    assert equivalent("", "5").rule == "no reference"
+    assert equivalent("0", r"\boxed{}").rule == "no answer"
+    assert equivalent(r"\sqrt{\pi}", r"\int_{-\infty}^{\infty} e^{-x^2} dx").status == "unscored"
+
+
+def test_kinds() -> None:
+    """Text is compared as text, choices by their letter; an unknown kind raises."""
+    assert equivalent("an ellipse", "Ellipse.", "text").is_equal
+    assert not equivalent("0.5", "1/2", "text").is_equal
+    assert equivalent("B", "(B) 42", "choice").is_equal
+    assert not equivalent("B", "C", "choice").is_equal
+    with pytest.raises(OptionError, match="choice"):
+        equivalent("1", "1", "number")  # type: ignore[arg-type]
+
+
+def test_limits_are_the_callers() -> None:
+    """With a smaller cap the same pair is left undecided, not called different."""
+    gold, answer = "(x+1)^{9}+1", "1+(1+x)^{9}+0"
+    assert equivalent(gold, answer).is_equal
+    assert equivalent(gold, answer, limits=Limits(tokens=5)).status == "unscored"
+
+
+def test_any_thread_and_any_number_of_them() -> None:
+    """Verdicts in eight threads at once are those of one thread."""
+    pairs = list(EQUAL.values()) * 4
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda pair: equivalent(*pair, limits=Limits(characters=19_999)).status, pairs))
+    assert set(found) == {"equal"}
+
+
+def test_little_stack_is_no_crash() -> None:
+    """Deep in someone else's recursion an answer is undecided rather than an exception."""
+    verdicts: list[str] = []
+
+    def deep(levels: int) -> None:
+        if levels:
+            deep(levels - 1)
+        else:
+            verdicts.append(equivalent("2", r"\sqrt{" * 12 + "x" + "}" * 12).status)
+
+    worker = threading.Thread(target=deep, args=(820,))
+    worker.start()
+    worker.join()
+    assert verdicts[0] in ("different", "unscored")
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        if line:
+            yield json.loads(line)
+
+
+def test_shared_core_cases(shared_data: Path) -> None:
+    """Every undisputed pair of other checkers' own tests is right, in both directions."""
+    rows = [row for row in _rows(shared_data / "equivalence/cases.jsonl") if row["tag"] == "core"]
+    rows = [row for row in rows if row["kind"] == "answer"]
+    wrong = [row["id"] for row in rows if equivalent(row["gold"], row["pred"]).is_equal != row["expected"]]
+    turned = [row["id"] for row in rows if equivalent(row["pred"], row["gold"]).is_equal != row["expected"]]
+    assert len(rows) > 700
+    assert (wrong, turned) == ([], [])
+
+
+def test_shared_model_answers(shared_data: Path) -> None:
+    """Real models' answers are judged as a reader judged them, in at least 99 of 100."""
+    rows = list(_rows(shared_data / "traces/answer_pairs.jsonl"))
+    right = sum(equivalent(row["gold"], row["pred"]).is_equal == row["judged_equal"] for row in rows)
+    assert right >= 0.99 * len(rows)

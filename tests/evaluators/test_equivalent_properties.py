@@ -1,0 +1,192 @@
+"""Grading does not care how a value is dressed, and does care what it is: expressions with known values, two by two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from atts.evaluators import equivalent
+
+CASES = settings(max_examples=80, deadline=None)
+
+
+@dataclass(frozen=True)
+class Written:
+    """An expression as text, with its exact value."""
+
+    text: str
+    value: Fraction
+    is_atom: bool  # needs no brackets as a factor
+
+
+def numbers() -> st.SearchStrategy[Written]:
+    """Integers, decimals and fractions in several spellings."""
+    integers = st.integers(0, 10**9).map(lambda n: Written(str(n), Fraction(n), True))
+    grouped = st.integers(10**3, 10**12).map(lambda n: Written(f"{n:,}".replace(",", "{,}"), Fraction(n), True))
+    decimals = st.integers(0, 10**6).map(lambda n: Written(f"{n // 1000}.{n % 1000:03}", Fraction(n, 1000), True))
+    parts = st.tuples(st.integers(0, 999), st.integers(1, 999), st.sampled_from(["frac", "dfrac", "tfrac"]))
+    fractions = parts.map(lambda p: Written(rf"\{p[2]}{{{p[0]}}}{{{p[1]}}}", Fraction(p[0], p[1]), True))
+    return st.one_of(integers, grouped, decimals, fractions)
+
+
+def bracketed(item: Written, style: int) -> str:
+    """The text so that it can stand as a factor."""
+    if item.is_atom:
+        return item.text
+    return (f"({item.text})", rf"\left({item.text}\right)", f"{{({item.text})}}")[style]
+
+
+def combined(inner: st.SearchStrategy[Written]) -> st.SearchStrategy[Written]:
+    """Sums, differences, products and quotients in several spellings."""
+
+    def join(parts: tuple[Written, Written, str, int]) -> Written:
+        left, right, sign, style = parts
+        one, two = bracketed(left, style), bracketed(right, style)
+        if sign == "+":
+            return Written(f"{left.text} + {two}", left.value + right.value, False)
+        if sign == "-":
+            return Written(f"{left.text}-{two}", left.value - right.value, False)
+        if sign == "*":
+            times = (r" \cdot ", r"\times ", "*")[style]
+            return Written(f"{one}{times}{two}", left.value * right.value, False)
+        assume(right.value != 0)
+        text = (rf"\frac{{{left.text}}}{{{right.text}}}", f"{one}/{two}", rf"{{{left.text} \over {right.text}}}")[style]
+        return Written(text, left.value / right.value, style != 1)
+
+    return st.tuples(inner, inner, st.sampled_from("+-*/"), st.integers(0, 2)).map(join)
+
+
+EXPRESSIONS = st.recursive(numbers(), combined, max_leaves=6)
+
+
+@CASES
+@given(EXPRESSIONS, EXPRESSIONS)
+def test_arithmetic_is_graded_by_value(one: Written, two: Written) -> None:
+    """Two expressions are equal exactly when their values are: Python's own fractions are the oracle."""
+    assert equivalent(one.text, two.text).is_equal == (one.value == two.value)
+
+
+@CASES
+@given(EXPRESSIONS)
+def test_an_expression_is_its_value(item: Written) -> None:
+    """Any spelling of a value equals its lowest terms, and no neighbour of it."""
+    value = item.value
+    assert equivalent(item.text, rf"\frac{{{value.numerator}}}{{{value.denominator}}}").is_equal
+    assert equivalent(str(value), item.text).is_equal
+    other = value + Fraction(1, 7)
+    assert equivalent(item.text, f"{other.numerator}/{other.denominator}").status == "different"
+
+
+ANSWERS = st.sampled_from(
+    [
+        "12", "-7", "0.75", r"\frac{3}{4}", r"-\frac{22}{7}", r"2\sqrt{3}", r"\frac{\sqrt{21}}{5}", r"1+2\sqrt{3}", "7\\pi",
+        r"\frac{\pi}{3}", "6-5i", r"\frac{1+i\sqrt{3}}{2}", "x^2+2x+1", r"\frac{x+2}{7}", "2k+2", "5r^5", "p-q",
+        r"\cos 2\theta", r"2\sin b\cos a", "2^{10}", r"\log_2 3", r"\binom{10}{3}", r"\sqrt[3]{4}", r"\frac{n(n+1)}{2}",
+        r"3\sqrt[3]{2}-1", "e^{2}", r"10^{-3}", r"\frac{a+b}{c}", "26!", r"\lfloor n/2 \rfloor+1",
+    ]
+)  # fmt: skip
+WRAPPERS = st.sampled_from(
+    [
+        "{}", "${}$", r"\({}\)", r"\[{}\]", "$${}$$", r"\boxed{{{}}}", "{}.", " {}  ", r"\displaystyle {}", "**{}**",
+        r"{}\,", "({})", "{{{}}}", r"\left({}\right)", "The answer is {}", r"\textbf{{Answer:}} ${}$", "{}\n", "+{}", "{}+0",
+        r"{} \approx 3.2",
+    ]
+)  # fmt: skip
+VALUES = st.sampled_from(["12", "-7", "0.75", r"\frac{3}{4}", r"2\sqrt{3}", "7\\pi", "10^{-3}", r"137 \frac{1}{2}"])
+UNITS = st.sampled_from(
+    [
+        r"\text{ cm}",
+        " cm^2",
+        r"\ \text{square units}",
+        r"\mathrm{~km}",
+        " dollars",
+        " miles per hour",
+        r"\text{ apples}",
+    ]
+)
+
+
+@CASES
+@given(ANSWERS, WRAPPERS, WRAPPERS)
+def test_wrapping_changes_nothing(answer: str, inner: str, outer: str) -> None:
+    """Delimiters, boxes, brackets, spaces and announcements are not part of a value."""
+    assume(not (answer.startswith("-") and "+{}" in (inner, outer)))
+    assume(not ("approx" in inner and outer in ("({})", "{}+0", r"\left({}\right)", r"{} \approx 3.2")))
+    assume(not ("nswer" in inner and outer != "{}") and not ("$" in inner and "$" in outer))
+    assume(not ("[" in inner + outer and inner != outer))
+    assert equivalent(answer, outer.format(inner.format(answer))).is_equal
+
+
+@CASES
+@given(VALUES, UNITS)
+def test_units_may_be_left_out(value: str, unit: str) -> None:
+    """A unit the reference lacks, or has alone, is passed over."""
+    assert equivalent(value, value + unit).is_equal
+    assert equivalent(value + unit, value).is_equal
+
+
+@CASES
+@given(ANSWERS, ANSWERS)
+def test_distinct_answers_stay_distinct(one: str, two: str) -> None:
+    """Of these answers no two are equal, and the verdict does not depend on which is the reference."""
+    same = one == two or {one, two} == {"0.75", r"\frac{3}{4}"}
+    assert (equivalent(one, two).status == "equal") == same
+    assert equivalent(one, two).status == equivalent(two, one).status
+
+
+@CASES
+@given(ANSWERS)
+def test_every_answer_equals_itself_and_differs_from_its_negative(answer: str) -> None:
+    """Reflexive; and minus it is something else."""
+    assert equivalent(answer, answer).is_equal
+    assert equivalent(answer, f" {answer} ").is_equal
+    assert equivalent(answer, f"-({answer})").status == "different"
+    assert equivalent(answer, f"{answer}+1").status == "different"
+
+
+TERMS = st.lists(
+    st.sampled_from(["x", "3y", r"\sqrt{2}", "7", r"\frac{1}{3}", r"\pi", "2z^2", "ab"]), min_size=2, max_size=5
+)
+
+
+@CASES
+@given(TERMS, st.randoms(use_true_random=False))
+def test_sums_commute(terms: list[str], order: object) -> None:
+    """The order of terms is free."""
+    shuffled = sorted(terms, key=lambda term: hash((term, str(order))))
+    assert equivalent("+".join(terms), " + ".join(shuffled)).is_equal
+
+
+@CASES
+@given(st.lists(numbers(), min_size=2, max_size=5), st.integers(0, 10**6))
+def test_order_is_free_in_sets_and_kept_in_tuples(items: list[Written], turn: int) -> None:
+    """A set is what it holds; a tuple also says where."""
+    turned = items[turn % len(items) :] + items[: turn % len(items)]
+    one, two = (";".join(item.text for item in side) for side in (items, turned))
+    assert equivalent(rf"\{{{one}\}}", rf"\{{{two}\}}").is_equal
+    same = [item.value for item in items] == [item.value for item in turned]
+    assert equivalent(f"({one})", f"({two})").is_equal == same
+
+
+@CASES
+@given(numbers(), numbers(), st.sampled_from(["()", "[]", "[)", "(]"]), st.sampled_from(["()", "[]", "[)", "(]"]))
+def test_intervals_keep_their_ends(low: Written, high: Written, one: str, two: str) -> None:
+    """Which ends belong to an interval matters."""
+    first, second = (f"{ends[0]}{low.text};{high.text}{ends[1]}" for ends in (one, two))
+    assert equivalent(first, second).is_equal == (one == two)
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_decimals_round_values_that_have_no_end(index: int) -> None:
+    """Five digits of a value no decimal reaches stand for it; a wrong last digit, or four digits, do not."""
+    text = "1.41421356237309504880"[: index + 2]
+    verdict = equivalent(r"\sqrt{2}", text).is_equal
+    assert verdict == (len(text.replace(".", "")) >= 5)
+    if verdict:
+        last = int(text[-1])
+        wrong = text[:-1] + str((last + 3) % 10)
+        assert not equivalent(r"\sqrt{2}", wrong).is_equal

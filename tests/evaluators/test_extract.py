@@ -1,0 +1,152 @@
+"""The final answer is taken out of a reasoning text, whole or growing, and never invented."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.errors import OptionError
+from atts.evaluators import Extractor, equivalent, extract, extraction
+
+BOXES = [
+    (r"The answer is \boxed{42}.", "42"),
+    (r"First \boxed{3}, but actually \boxed{4}.", "4"),
+    (r"nested \boxed{\frac{1}{1+\frac{1}{2}}}", r"\frac{1}{1+\frac{1}{2}}"),
+    (r"put it within \boxed{}. Okay: \boxed{7}", "7"),
+    (r"\boxed{...} is where it goes; \boxed{8}", "8"),
+    (r"\fbox{9}", "9"),
+    (r"\boxed{\fbox{7}}", "7"),
+    (r"\boxed 5", "5"),
+    (
+        r"\boxed{\left\{\begin{array}{l}x=1\\y=2\end{array}\right.}",
+        r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.",
+    ),
+    (r"the roots are \boxed{3}, \boxed{5}", "3, 5"),
+    (r"\boxed{1} and \boxed{2} and \boxed{3}", "1, 2, 3"),
+    (r"$\boxed{7}$.$\boxed{7}$", "7"),
+    ("Problem 1: \\boxed{1}\nProblem 2: \\boxed{2}", "2"),
+    (r"<think>maybe \boxed{3}</think> The answer is \boxed{4}", "4"),
+    (r"\boxed{200} so far. Final Answer: The final answer is $10{,}455$. I hope it is correct.", "10{,}455"),
+]
+
+
+@pytest.mark.parametrize(("text", "answer"), BOXES)
+def test_boxes(text: str, answer: str) -> None:
+    """The last box that says something counts, or the last few that the text joins."""
+    assert extract(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text", [r"\boxed{42", r"so \boxed{\frac{1}{2", r"\boxed{", r"I put it in \boxed{}. Let me think"]
+)
+def test_a_cut_or_empty_box_is_no_answer(text: str) -> None:
+    """A box that was begun and not closed gives nothing, however hard one asks."""
+    assert extract(text, fallback="number") is None
+
+
+def test_a_cut_box_is_told_from_no_box() -> None:
+    """The rule says why there is no answer."""
+    assert extraction(r"so \boxed{12").rule == "cut"
+    assert extraction("hm").rule == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Answer: C", "C"),
+        ("ANSWER: 17", "17"),
+        ("**Answer:** 12", "12"),
+        ("Final answer: 1,234", "1,234"),
+        ("The final answer is\n\n$$\n\\frac{5}{2}\n$$", r"\frac{5}{2}"),
+        ("Final Answer: The final answer is $[2,5)$. I hope it is correct.", "[2,5)"),
+        ("<answer>\n\\frac{1}{2}\n</answer>", r"\frac{1}{2}"),
+        ("steps\n#### 1,234", "1,234"),
+        ("So the answer is 3.14.", "3.14"),
+        ("the answer is $12$ and $13$.", "12, 13"),
+    ],
+)
+def test_explicit_marks(text: str, answer: str) -> None:
+    """Without a box an explicit mark counts, with no fallback asked for."""
+    assert extract(text, fallback="none") == answer
+
+
+def test_fallbacks_are_asked_for() -> None:
+    """A last number alone is taken only on request; a stated value by default; neither with "none"."""
+    text = "We tried 3 and 4 of 17 ways without success"
+    assert extract(text) is None
+    assert extract(text, fallback="number") == "17"
+    stated = "Therefore, the probability that Alice wins the game is 2/3."
+    assert (extract(stated), extract(stated, fallback="none")) == ("2/3", None)
+    assert extract("This cannot be determined.", fallback="number") is None
+    assert extract("", fallback="number") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["I think the correct answer is (D), not A.", "D. it can't be A or B", r"\boxed{D}", "Answer: D because B fails"],
+)
+def test_choices(text: str) -> None:
+    """A choice is found in the ways models write it."""
+    found = extract(text, "choice")
+    assert found is not None
+    assert equivalent("D", found, "choice").is_equal
+
+
+def test_unknown_options_are_errors() -> None:
+    """A misspelt kind or fallback raises, naming what is known."""
+    with pytest.raises(OptionError, match="math"):
+        extract("5", "maths")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="statement"):
+        extract("5", fallback="last")  # type: ignore[arg-type]
+
+
+PIECES = st.sampled_from(
+    ["\\boxed{", "}", "{", "\\", "boxed", "3", ", ", " and ", "\\frac{1}{2}", "\n", "$", "so ", "Answer: ", "\\fbox{4}",
+     "\\}", "\\{", "\\boxed 5 ", "x" * 150, "\\boxed{7}", "#### 8"]
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(PIECES, max_size=14).map("".join), st.lists(st.integers(0, 400), max_size=6))
+def test_growing_text_gives_what_whole_text_gives(text: str, cuts: list[int]) -> None:
+    """Wherever a rollout's text is cut into chunks, the answer at the end is that of the whole."""
+    rollout = Extractor()
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    for start, end in zip(places, places[1:], strict=False):
+        rollout.feed(text[start:end])
+    assert rollout.finish("number") == extraction(text, fallback="number")
+
+
+def test_feeding_reports_the_answer_as_soon_as_its_box_closes() -> None:
+    """Before the closing brace there is none; a later box replaces it; an open one is announced."""
+    rollout = Extractor()
+    assert rollout.feed(r"so \boxed{1") is None
+    assert rollout.is_open
+    assert rollout.feed("2}") == "12"
+    assert rollout.feed(r" no: \boxed{13}") == "13"
+    assert not rollout.is_open
+
+
+def test_feeding_looks_at_new_text_only() -> None:
+    """Two hundred thousand small chunks are fed one by one: with rescanning this would not end."""
+    rollout = Extractor()
+    for _ in range(200_000):
+        rollout.feed("step ")
+    assert rollout.feed(r"\boxed{6}") == "6"
+
+
+def test_shared_extraction_cases(shared_data: Path) -> None:
+    """Every undisputed case is found as a reader finds it."""
+    text = (shared_data / "equivalence/extract_cases.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.split("\n") if line]
+    wrong = [row["id"] for row in rows if row["tag"] == "core" and not _is_right(row)]
+    assert wrong == []
+
+
+def _is_right(row: dict[str, str | None]) -> bool:
+    found, expected = extract(str(row["text"])), row["expected_extracted"]
+    if found is None or expected is None:
+        return found == expected
+    return found == expected or found in (row["accept"] or ()) or equivalent(expected, found).is_equal

@@ -1,0 +1,150 @@
+"""Records are graded one verdict per line, then a summary that hides nothing."""
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.cli.app import run
+from atts.errors import DatasetError
+from atts.evaluators import Tally, grade, reference
+
+RECORDS = [
+    {"id": "a", "gold": r"\frac{1}{2}", "answer": "0.5"},
+    {"id": "b", "gold": "4", "text": r"First \boxed{3}, but actually \boxed{4}."},
+    {"id": "c", "gold": "12", "answer": "21"},
+    {"id": "d", "gold": "5", "text": r"so it must be \boxed{5"},
+    {"id": "e", "gold": "5", "answer": None},
+    {"id": "f", "gold": "B", "text": "I choose (B).", "kind": "choice"},
+    {"id": "g", "gold": r"\sqrt{\pi}", "answer": r"\int_{-\infty}^{\infty} e^{-x^2} dx"},
+    {"id": "h", "gold": 7, "answer": 7.0},
+]
+STATUS = ["equal", "equal", "different", "different", "different", "equal", "unscored", "equal"]
+
+
+@dataclass
+class Done:
+    """How a command ended and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def atts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command line in this process, with its own stdin."""
+
+    def call(*words: str, stdin: str = "") -> Done:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        code = run(["grade", *words])
+        printed = capsys.readouterr()
+        return Done(code, printed.out, printed.err)
+
+    return call
+
+
+def lines(records: list[dict[str, Any]]) -> str:
+    """Records as JSONL."""
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def test_json_is_one_verdict_per_line_then_a_summary(tmp_path: Path, atts: Callable[..., Done]) -> None:
+    """Every record has its line, in order; the summary counts them and what was not an answer."""
+    file = tmp_path / "answers.jsonl"
+    file.write_text(lines(RECORDS))
+    done = atts(str(file), "--json")
+    assert done.returncode == 0, done.stderr
+    *verdicts, summary = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [verdict["status"] for verdict in verdicts] == STATUS
+    assert [verdict["id"] for verdict in verdicts] == list("abcdefgh")
+    assert verdicts[1]["answer"] == "4"
+    assert {name: summary[name] for name in ("n", "equal", "different", "unscored", "no_answer", "cut")} == {
+        "n": 8, "equal": 4, "different": 3, "unscored": 1, "no_answer": 1, "cut": 1,
+    }  # fmt: skip
+    assert summary["accuracy"] == 0.5
+    assert summary["interval"][0] < 0.5 < summary["interval"][1]
+
+
+def test_stdin_and_words(atts: Callable[..., Done]) -> None:
+    """A dash reads stdin; for people there is a line each and a summary with its interval."""
+    done = atts("-", stdin=lines(RECORDS[:1]))
+    assert done.returncode == 0, done.stderr
+    assert "equal" in done.stdout.splitlines()[0]
+    assert "1 records: 1 equal" in done.stdout
+
+
+def test_the_slow_path_can_be_asked_for(atts: Callable[..., Done]) -> None:
+    """What the fast path leaves is decided when --slow is given."""
+    done = atts("-", "--slow", "sympy", "--seconds", "60", "--json", stdin=lines([RECORDS[6]]))
+    assert json.loads(done.stdout.splitlines()[0])["status"] == "equal"
+
+
+@pytest.mark.parametrize(
+    ("stdin", "word"),
+    [
+        ('{"answer": "5"}\n', "gold"),
+        ('{"gold": "5"}\n', "answer"),
+        ("not json\n", "line 1"),
+        ('{"gold": "5", "answer": "5"}\n[]\n', "line 2"),
+        ('{"gold": "5", "answer": "5", "kind": "number"}\n', "kind"),
+        ('{"gold": "5", "answer": ["5"]}\n', "list"),
+    ],
+)
+def test_what_is_no_record_is_a_usage_error(stdin: str, word: str, atts: Callable[..., Done]) -> None:
+    """Exit code 2 and a message that names the record and what is wrong with it."""
+    done = atts("-", "--json", stdin=stdin)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_file_and_a_misspelt_option(atts: Callable[..., Done]) -> None:
+    """Both are usage errors."""
+    assert atts("nowhere.jsonl").returncode == 2
+    assert atts("-", "--fallback", "last", stdin="").returncode == 2
+
+
+def test_python_twin() -> None:
+    """The same verdicts from Python, and a tally of them."""
+    tally = Tally()
+    found = list(grade(RECORDS))
+    for each in found:
+        tally.add(each)
+    assert [each.verdict.status for each in found] == STATUS
+    assert tally.as_json()["n"] == 8
+    with pytest.raises(DatasetError, match="record 1"):
+        next(grade([{"gold": "1"}]))
+
+
+def test_expected_verdicts_are_compared() -> None:
+    """A record that knows better is counted, and an answer wrongly called equal above all."""
+    tally = Tally()
+    for each in grade(
+        [{"gold": "1", "answer": "1.0", "expected": False}, {"gold": "1", "answer": "2", "expected": False}]
+    ):
+        tally.add(each)
+    assert tally.as_json()["expected"] == {"of": 2, "right": 1, "false_equal": 1}
+
+
+def test_a_worked_solution_serves_as_reference() -> None:
+    """Its box is the reference; a short reference is left alone."""
+    assert reference(r"Adding gives $2x=6$, so $x=\boxed{3}$.") == "3"
+    assert reference("The Answer Is Blue") == "The Answer Is Blue"
+
+
+def test_shared_text_cases(shared_data: Path) -> None:
+    """Undisputed pairs that need extraction are right through the grader."""
+    text = (shared_data / "equivalence/cases.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.split("\n") if line]
+    rows = [row for row in rows if row["tag"] == "core" and row["kind"] == "text"]
+    records = [{"id": row["id"], "gold": row["gold"], "text": row["pred"]} for row in rows]
+    wrong = [
+        each.id for each, row in zip(grade(records), rows, strict=True) if each.verdict.is_equal != row["expected"]
+    ]
+    assert len(rows) > 80
+    assert wrong == []

@@ -1,0 +1,101 @@
+"""Answers are sorted into classes of equal ones, whatever their order, and distinct ones stay apart."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.evaluators import equivalent, group
+
+POOL = [
+    "1/2", "0.5", r"\frac{2}{4}", r"50\%", "x=1/2", "2", "2.0", "x = 2", "(1,2)", "1,2", "2,1", r"\{1,2\}", "[1,2]", r"\pm 2",
+    "2,-2", "y=2x+3", "2x+3", "y-2x-3=0", r"\sqrt{12}", r"2\sqrt{3}", "3.4641016", r"90^\circ", "90", r"\frac{\pi}{2}",
+    "x<3", r"(-\infty,3)", r"\text{Evelyn}", "Evelyn", "B", "(B)", "204_5", "204", "10", r"10\%", "0.1", "5 cm", "5", "5 m",
+    "not an answer at all", r"\frac{1", "", None, r"\binom{n}{2}", r"\frac{n(n-1)}{2}", "1:2", "2:4", "11:30", "7,000", "7000",
+]  # fmt: skip
+
+
+def partition(answers: Sequence[str | None]) -> set[frozenset[str | None]]:
+    """The classes as sets of texts."""
+    classes = group(answers)
+    return {frozenset(a for a, c in zip(answers, classes, strict=True) if c == which) for which in set(classes) - {-1}}
+
+
+def test_one_question_worth_of_answers() -> None:
+    """Spellings of one value share a number, counted from the first; no answer abstains."""
+    assert group(["0.5", "x", r"\frac12", None, "1/2", " "]) == [0, 1, 0, -1, 0, -1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(POOL), max_size=14), st.randoms(use_true_random=False))
+def test_the_partition_does_not_depend_on_the_order(answers: list[str | None], order: random.Random) -> None:
+    """Shuffling the answers shuffles the labels and leaves the classes alone."""
+    shuffled = list(answers)
+    order.shuffle(shuffled)
+    assert partition(answers) == partition(shuffled)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from([answer for answer in POOL if answer]), max_size=10))
+def test_a_class_holds_equal_answers_only(answers: list[str]) -> None:
+    """Any two answers of a class are equal under the grader, so that a vote is for one answer."""
+    classes = group(answers)
+    for i, one in enumerate(answers):
+        for j, two in enumerate(answers[:i]):
+            if classes[i] == classes[j]:
+                assert equivalent(one, two).is_equal
+
+
+def test_equal_answers_are_together_unless_that_would_join_different_ones() -> None:
+    """Over the whole pool, two equal answers apart always have a class between them that forbids it."""
+    answers = [answer for answer in POOL if answer]
+    classes = dict(zip(answers, group(answers), strict=True))
+    members = {c: [a for a in answers if classes[a] == c] for c in classes.values()}
+    for one in answers:
+        for two in answers:
+            if classes[one] != classes[two] and equivalent(one, two).is_equal:
+                joined = members[classes[one]] + members[classes[two]]
+                assert any(not equivalent(a, b).is_equal for a in joined for b in joined), (one, two)
+
+
+def test_percent_does_not_join_ten_and_a_tenth() -> None:
+    """10% equals 10 and equals 0.1; when both are there they stay apart."""
+    ten, tenth = group(["10", "0.1", r"10\%"])[:2]
+    assert ten != tenth
+    assert group(["0.1", r"10\%"]) == [0, 0]
+
+
+def test_many_answers() -> None:
+    """Six thousand answers to six hundred values are sorted in one go, in as many classes."""
+    spellings = (
+        "{0}",
+        "{0}.0",
+        r"\frac{{{1}}}{{2}}",
+        "${0}$",
+        "x = {0}",
+        r"{0}\text{{ cm}}",
+        "({0})",
+        "{0}.",
+        "+{0}",
+        "{0}+0",
+    )
+    answers = [spelling.format(n, 2 * n) for n in range(600) for spelling in spellings]
+    random.Random(5).shuffle(answers)
+    assert set(Counter(group(answers)).values()) == {10}
+
+
+def test_shared_model_answers(shared_data: Path) -> None:
+    """On real models' answers, those a reader called right share one class per question, and no wrong one joins it."""
+    lines = (shared_data / "traces/answer_pairs.jsonl").read_text(encoding="utf-8").split("\n")
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
+    strays = 0
+    for question in {row["question_id"] for row in rows}:
+        mine = [row for row in rows if row["question_id"] == question]
+        classes = group([mine[0]["gold"], *(row["pred"] for row in mine)])
+        strays += sum((c == classes[0]) != row["judged_equal"] for c, row in zip(classes[1:], mine, strict=True))
+    assert strays <= 0.01 * len(rows)

@@ -1,24 +1,66 @@
 """From a stream of scores to decisions with a stated guarantee."""
 
+# How the parts are made, each from plain numbers and strings:
+#   Calibrator(rate, mode, stored=scores)           decide(score, question=, turn=, sample=, issue=); observe(decision)
+#   replay(records, rate, mode, seed)               the same on recorded scores, with metrics
+#   StoredScores.of(scores, per_question)           scores of a calibration run; read_scores(path) from a file
+#   capped(decision, TokenBucket(rate, burst))      a hard cap on escalations; GroupBudget(B) one per group
+#   OrdinalGate(calibrator, OrdinalLearner())       preview(features), decide(features, score), observe, learn
+#   DriftMonitor(stored, policy=)                   observe(badness, question, turn); inside a Calibrator already
+#   certify([Candidate(gate, rate, losses, cost)])  the cheapest policy with a bounded loss of accuracy
+#   examine(stored, rate)                           what stored scores can promise
+
+from atts.calibration.budget import GroupBudget, TokenBucket, capped
+from atts.calibration.certificate import Candidate, Certificate, certify
+from atts.calibration.drift import DriftEvent, DriftMonitor, Policy
+from atts.calibration.health import Health, examine
+from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import MODES, Mode
 from atts.calibration.online import Calibrator
+from atts.calibration.ordinal import LEVELS, OrdinalModel, fit_ordinal
+from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row, level_of, rank_class
+from atts.calibration.ordinal_sets import LevelSets
 from atts.calibration.ranks import Ranks
 from atts.calibration.rates import rate_of
 from atts.calibration.replay import Replay, replay
+from atts.calibration.risk import lost_answers
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale
-from atts.calibration.stored import StoredScores
+from atts.calibration.stored import StoredScores, read_scores
 
 __all__ = [
     "Calibrator",
+    "Candidate",
+    "Certificate",
+    "DriftEvent",
+    "DriftMonitor",
+    "GroupBudget",
+    "Health",
+    "LEVELS",
     "LOG_PROB",
+    "LevelSets",
     "MODES",
     "Mode",
+    "OrdinalGate",
+    "OrdinalLearner",
+    "OrdinalModel",
     "PERPLEXITY",
+    "Policy",
     "REAL",
     "Ranks",
     "Replay",
     "Scale",
     "StoredScores",
+    "TokenBucket",
+    "capped",
+    "certify",
+    "examine",
+    "feature_row",
+    "fit_ordinal",
+    "level_of",
+    "lost_answers",
+    "rank_class",
+    "rate_metrics",
     "rate_of",
+    "read_scores",
     "replay",
 ]

@@ -1,0 +1,119 @@
+"""How soon a broken calibration array is noticed, how often a clean one is accused, and what it does to the rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+import numpy as np
+
+from atts.calibration import MODES, StoredScores, replay
+from atts.calibration.drift import DriftMonitor, duplicate_share
+from scripts.studies.calibration_data import ARRAY, arrays, arrivals, traces
+from scripts.studies.harness import Cell, Options, Table
+
+SCORES = 300
+
+
+def study(options: Options) -> list[Table]:
+    """Alarms, power by model, and the rate under broken arrays; nothing where the traces are absent."""
+    folder = traces()
+    if folder is None:
+        return []
+    found = arrays(folder)
+    own = next(name for name in found if ARRAY in name)
+    tables = [alarms(found, own, options)]
+    if options.effort != "quick":
+        tables.append(power(found, own, options))
+        tables.append(rates(found[own], arrivals(folder, "sim")))
+    return tables
+
+
+def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
+    """False alarms on clean streams and misses on broken arrays, per array."""
+    clean, broken = options.pick(100, 1000, 1000), options.pick(20, 100, 200)
+    names = (
+        [own] if options.effort == "quick" else [own, "self_opt", "olympiad_qwq_32B_rllama_8B__1b8761b8", "amc_s1.1"]
+    )
+    rows = list[tuple[Cell, ...]]()
+    for part in names:
+        name, stored = next((n, s) for n, s in found.items() if part in n)
+        false = sum(_after(stored, stored, seed) is not None for seed in range(clean))
+        rows.append((name, "clean", clean, false, None, None))
+        for kind, array in _broken(stored).items():
+            seen = [_after(array, stored, seed) for seed in range(broken)]
+            hits = [after for after in seen if after is not None]
+            middle = median(hits) if hits else None
+            rows.append((name, kind, broken, len(hits), middle, max(hits, default=None)))
+    return Table(
+        f"Alarms within {SCORES} scores of whole questions drawn from the array",
+        ("array", "loaded calibration", "runs", "alarms", "median score of the alarm", "latest"),
+        tuple(rows),
+        ("Clean runs draw questions with replacement from the array they are compared with: alarms there are false.",),
+    )
+
+
+def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
+    """Runs of one model against the arrays of all others."""
+    runs = options.pick(10, 40, 200)
+    rows = list[tuple[Cell, ...]]()
+    for name, stored in found.items():
+        seen = [_after(stored, found[own], seed) for seed in range(runs)]
+        hits = [after for after in seen if after is not None]
+        rows.append(
+            (name, len(stored), f"{duplicate_share(stored):.0%}", _effect(stored, found[own]), len(hits) / runs)
+        )
+    return Table(
+        f"Share of {runs} runs of {own} that notice another array within {SCORES} scores",
+        ("loaded calibration", "scores", "duplicates", "difference of question levels (SD)", "noticed"),
+        tuple(rows),
+        ("The two MATH arrays of the same models, and the one published under another name, are the same law: nothing "
+         "to notice. 300 scores are 19 questions, which can tell levels about one SD apart.",),
+    )  # fmt: skip
+
+
+def rates(stored: StoredScores, records: list[dict[str, object]]) -> Table:
+    """The overall error at the end of the real run, by mode and defect, with and without acting on the alarm."""
+    rows = list[tuple[Cell, ...]]()
+    for mode in MODES:
+        for kind, array in {"as fitted": stored, **_broken(stored)}.items():
+            silent, acting = (replay(records, rate=0.4, mode=mode, stored=array, drift=act) for act in
+                              ("report", "recalibrate"))  # fmt: skip
+            when = acting.events[0].scores if acting.events else None
+            rows.append((mode, kind, silent.metrics["overall_error"], acting.metrics["overall_error"], when))
+    columns = ("mode", "loaded calibration", "overall error, alarm ignored", "alarm acts", "alarm after")
+    return Table("Overall error at rate 0.4 with a broken calibration", columns, tuple(rows))
+
+
+def _broken(stored: StoredScores) -> dict[str, StoredScores]:
+    scores = stored.scores
+    return {
+        "shifted by +0.5 in log": StoredScores.of([score * math.exp(0.5) for score in scores], 16),
+        "shifted by -0.5 in log": StoredScores.of([max(1.0, score * math.exp(-0.5)) for score in scores], 16),
+        "half of the draws duplicated": StoredScores.of([scores[at - at % 2] for at in range(len(scores))], 16),
+        "one draw in ten duplicated": StoredScores.of([scores[at - (at % 10 == 9)] for at in range(len(scores))], 16),
+    }
+
+
+def _stream(stored: StoredScores, seed: int) -> Iterator[tuple[float, str]]:
+    size = len(stored) // len(set(stored.questions))
+    questions = np.array(stored.badness).reshape(-1, size)
+    draw = np.random.default_rng(seed)
+    for live in range(math.ceil(SCORES / size)):
+        for badness in questions[draw.integers(len(questions))][: SCORES - size * live]:
+            yield float(badness), f"live {live}"
+
+
+def _after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
+    monitor = DriftMonitor(stored)
+    for badness, question in _stream(source, seed):
+        if monitor.events:
+            break
+        monitor.observe(badness, question, 0)
+    return monitor.events[0].scores if monitor.events else None
+
+
+def _effect(stored: StoredScores, other: StoredScores) -> float:
+    levels = [np.array(s.badness).reshape(len(set(s.questions)), -1).mean(axis=1) for s in (stored, other)]
+    return float((levels[0].mean() - levels[1].mean()) / math.sqrt((levels[0].var() + levels[1].var()) / 2))

@@ -15,13 +15,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import anyio
 import anyio.to_thread
 
 from atts import tasks
-from atts.errors import JournalCorrupt, StorageError
+from atts.errors import JournalCorrupt, OptionError, StorageError
 from atts.journal.codec import Texts
 from atts.journal.events import SCHEMA, Entry, Event, SessionClosed, SessionOpened
 from atts.journal.files import AppendFile, Opener, locked, open_append, refused, storage, sync_directory, write_all
@@ -42,6 +42,8 @@ class JournalOptions:
     """How a journal is written; `clock` is the running loop's by default.
 
     Under virtual time choose the durability "close": seconds pass by the thousand there, and syncs take real time.
+
+    :raises OptionError: an unknown durability.
     """
 
     durability: Durability = "interval"
@@ -50,6 +52,10 @@ class JournalOptions:
     opener: Opener = open_append
     clock: Callable[[], float] | None = None
     wall: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        if self.durability not in get_args(Durability):
+            raise OptionError("durability", f"unknown value {self.durability!r}", get_args(Durability))
 
 
 class Journal:

@@ -7,14 +7,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 import anyio
 import anyio.to_thread
 
 from atts import tasks
 from atts.core import Outcome, Problem
-from atts.errors import DatasetError
+from atts.errors import DatasetError, OptionError
 from atts.graph import Graph, ProblemResult, ProblemScope
 from atts.journal import (
     Decided,
@@ -46,18 +46,32 @@ Keep = Literal["lines", "nothing"]
 """What the result holds per problem; the journal has everything either way."""
 
 
+Engines = Literal["open them", "are open"]
+_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"engines": get_args(Engines), "signals": get_args(Signals), "keep": get_args(Keep)}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
-    """How one process takes part in a run."""
+    """How one process takes part in a run.
+
+    :raises OptionError: an unknown choice.
+    """
 
     directory: Path | None = None  # None: nothing is written, and the result keeps the outcomes
     listeners: Sequence[Listener] = ()
     journal: JournalOptions = JournalOptions()
-    engines: Literal["open them", "are open"] = "open them"
+    engines: Engines = "open them"
     signals: Signals = "heed"
     stop: Stop = field(default_factory=Stop)
     keep: Keep = "lines"
     dataset: str | None = None  # the digest of problems that stream in
+
+    def __post_init__(self) -> None:
+        for name, kinds in _CHOICES.items():
+            if getattr(self, name) not in kinds:
+                raise OptionError(name, f"unknown value {getattr(self, name)!r}", kinds)
 
 
 async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | None = None) -> RunResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from atts import graph
 from atts.core import Outcome, Problem
@@ -76,6 +76,8 @@ class Plan:
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
 
     def __post_init__(self) -> None:
+        if self.pace not in get_args(Pace):
+            raise OptionError("pace", f"unknown value {self.pace!r}", get_args(Pace))
         if self.rollouts < 1:
             raise OptionError("rollouts", f"{self.rollouts} in flight would be none at all; give at least 1")
 

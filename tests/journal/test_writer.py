@@ -14,7 +14,7 @@ import anyio.lowlevel
 import pytest
 
 from atts import tasks
-from atts.errors import FingerprintError, JournalCorrupt, JournalLocked, JournalVersion, StorageError
+from atts.errors import FingerprintError, JournalCorrupt, JournalLocked, JournalVersion, OptionError, StorageError
 from atts.journal import (
     JOURNAL,
     MANIFEST,
@@ -207,6 +207,13 @@ async def test_an_idle_journal_is_synced_in_time(tmp_path: Path, small_disk: Cal
             if files[0].syncs > before:
                 return
         pytest.fail("never synced")
+
+
+async def test_an_unknown_durability_is_refused() -> None:
+    """With the known ones, before anything is opened."""
+    wrong: Any = "sometimes"
+    with pytest.raises(OptionError, match="durability: unknown value 'sometimes'; known: always"):
+        JournalOptions(durability=wrong)
 
 
 async def test_closing_twice_is_fine(tmp_path: Path) -> None:

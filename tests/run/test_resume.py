@@ -114,6 +114,8 @@ def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
         after = decided(world, "copy")
         assert after[: len(before)] == before
         assert len(set(places(world))) == len(after)
+        asked = [event.decision.issue for event in world.events("copy") if getattr(event, "asked", "") == "preview"]
+        assert sorted(asked) == list(range(len(asked)))
         told = sum(isinstance(event, Observed) for event in world.events("copy"))
         assert plan.gate.calibrator.decided == told
 
@@ -283,7 +285,7 @@ def test_failed_problems_are_tried_again(world: Any, outcomes: Outcomes) -> None
 
     class Away(ScriptedEngine):
         async def sample(self, request: Any) -> Any:
-            if request.seed.problem == name:
+            if request.seed.problem == name and request.seed.turn:
                 raise EngineUnavailable("draft", "it is away")
             return await super().sample(request)
 
@@ -295,3 +297,5 @@ def test_failed_problems_are_tried_again(world: Any, outcomes: Outcomes) -> None
     assert [line.status for line in again.problems] == ["answered"] * 3
     assert outcomes(again) == outcomes(whole)
     assert len(list(again.outcomes())) == 3
+    keys = [event.key for event in world.events() if isinstance(event, Sampled)]
+    assert len(set(keys)) == len(keys)

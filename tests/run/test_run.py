@@ -180,8 +180,17 @@ def test_two_problems_of_one_name_are_refused(world: Any) -> None:
         world.run(world.plan(), world.session(), [Problem("a", "1"), Problem("a", "2")])
 
 
-def test_no_rollouts_at_once_is_refused(world: Any) -> None:
+@pytest.mark.parametrize(("option", "value"), [("engines", "open"), ("signals", "hear"), ("keep", "everything")])
+def test_unknown_choices_are_refused(world: Any, option: str, value: str) -> None:
+    """A misspelt choice is an error that names the known ones, never silently another."""
+    with pytest.raises(OptionError, match=f"{option}: unknown value '{value}'"):
+        world.session(**{option: value})
+
+
+def test_impossible_plans_are_refused(world: Any) -> None:
     """An impossible option is an error when it is given."""
+    with pytest.raises(OptionError, match="pace: unknown value 'fast'"):
+        world.plan(pace="fast")
     with pytest.raises(OptionError, match="rollouts"):
         world.plan(rollouts=0)
 

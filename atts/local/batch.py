@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from atts.decode import Drawn, Laws
+
 Ints = NDArray[np.int64]
 Slots = NDArray[np.int32]
 
@@ -45,4 +47,12 @@ class Model(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Their logits: [wanted, vocabulary] float32."""
+        ...
+
+    def draw(self, logits: Tensor, laws: Laws, uniforms: list[float]) -> Drawn:
+        """One token a row, as `atts.decode.sample` draws it."""
+        ...
+
+    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
+        """Each row's token under the raw law, as `atts.decode.raw_logprobs` has it."""
         ...

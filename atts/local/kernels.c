@@ -24,6 +24,8 @@
 #define PANEL (2 * LANES)  // columns of a packed panel
 #define ROW_BLOCK (8 * TILE_ROWS)  // rows that stay in the second-level cache while panels pass by
 #define KEYS 64  // keys of one block of attention
+#define BLOCK 32  // keys all heads go through before the next ones
+#define AHEAD 8  // rows a prefetch runs ahead
 #define UNROLL _Pragma("GCC unroll 32")
 #define INLINE static inline __attribute__((always_inline))
 
@@ -59,8 +61,8 @@ typedef struct {
 INLINE vf splat(float a) { return a - (vf){0}; }
 INLINE vf load(const float *p) { return *(const vf *)p; }
 INLINE void store(float *p, vf v) { *(vf *)p = v; }
-INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-INLINE vf larger(vf a, vf b) { return select(a > b, a, b); }
+INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
 
 INLINE float sum(vf v) {
   float total = 0;
@@ -84,8 +86,8 @@ INLINE float sum(vf v) {
 INLINE vf exponential(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   vf floor = splat(-87.0f), ceiling = splat(88.0f);
-  vf y = select(x < floor, floor, x);
-  y = select(y > ceiling, ceiling, y);
+  vf y = pick(x < floor, floor, x);
+  y = pick(y > ceiling, ceiling, y);
   vf n = y * splat(1.44269504088896341f) + magic;
   vf whole = n - magic;
   vf r = y - whole * splat(0.693359375f);
@@ -99,7 +101,7 @@ INLINE vf exponential(vf x) {
   p = p * r * r + r + splat(1.0f);
   vi bits = ((vi)n - (vi)magic + 127) << 23;
   vf value = p * (vf)bits;
-  return select(x < floor, splat(0.0f), value);
+  return pick(x < floor, splat(0.0f), value);
 }
 
 // ---------------------------------------------------------------------------------------------- matrix products
@@ -191,19 +193,24 @@ INLINE int64_t balanced(int64_t rows, int64_t most) {
 
 // out[m, n] (+)= a[m, k] * weights + bias, rows of a `stride` apart; thread `me` of `threads` does its share of the columns
 static void product(int64_t halves, const float *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
-                    float *out, const float *bias, int accumulate, int64_t me, int64_t threads) {
+                    float *out, const float *bias, int accumulate, int64_t me, int64_t threads, float *wide) {
   int64_t all = (n + PANEL - 1) / PANEL, first = all * me / threads, last = all * (me + 1) / threads;
   float sums[TILE_ROWS * 2 * PANEL] __attribute__((aligned(64)));
+  const int is_tall = halves && m > 2 * TILE_ROWS;  // then a panel is widened once for many rows
   for (int64_t top = 0; top < m; top += ROW_BLOCK) {
     int64_t block = m - top < ROW_BLOCK ? m - top : ROW_BLOCK, step = balanced(block, TILE_ROWS), panels;
     for (int64_t panel = first; panel < last; panel += panels) {
       panels = step <= 3 ? WIDE_PANELS : step <= 6 ? HALF_PANELS : 1;
-      if (last - panel < panels) panels = 1;
+      if (is_tall || last - panel < panels) panels = 1;
       Tile *const (*table)[2] = panels == 1 ? by_one : panels == WIDE_PANELS ? by_wide : by_half;
       const char *w = (const char *)weights + panel * k * PANEL * (halves ? 2 : 4);
+      if (is_tall) {
+        for (int64_t at = 0; at < k * PANEL; at += LANES) store(wide + at, widen((const uint16_t *)w + at));
+        w = (const char *)wide;
+      }
       for (int64_t i = 0; i < block; i += step) {
         int64_t rows = block - i < step ? block - i : step;
-        table[rows - 1][halves](a + (top + i) * stride, stride, w, k, sums);
+        table[rows - 1][halves && !is_tall](a + (top + i) * stride, stride, w, k, sums);
         finish(sums, rows, panels * PANEL, out + (top + i) * n + panel * PANEL, n, bias ? bias + panel * PANEL : 0,
                accumulate, n - panel * PANEL);
       }
@@ -277,50 +284,138 @@ typedef struct {
   const float *keys, *values;  // of this layer and kv head
   int64_t stride, dim;  // floats from slot to slot
   const int32_t *slots;
+  int64_t length;  // how many of them there are
 } View;
 
-// One query position, `group` heads that share keys: scores, softmax, weighted sum; memory is read once.
-INLINE void attend_one(const View *view, const int64_t dim, const float *query, const int group, int64_t length,
-                       float *scratch, float *out) {
-  float *scores = scratch;  // [group, length rounded up]
-  int64_t padded = (length + LANES - 1) / LANES * LANES;
-  for (int64_t j = 0; j < length; j++) {
-    const float *key = view->keys + view->slots[j] * view->stride;
-    UNROLL for (int g = 0; g < group; g++) {
-      vf dot = {0};
-      UNROLL for (int64_t d = 0; d < dim; d += LANES) dot += load(query + g * dim + d) * load(key + d);
-      scores[g * padded + j] = sum(dot);
+// Rows lie where the pool put them, which no prefetcher of the processor can guess.
+INLINE void fetch(const float *row, const int64_t dim) {
+  UNROLL for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(row + d);
+}
+
+// to[0..4) = the sums of four vectors
+INLINE void sum_four(vf a, vf b, vf c, vf d, float *to) {
+#if LANES == 16
+  vf ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+          __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  vf cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+          __builtin_shufflevector(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  vf all = __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  all += __builtin_shufflevector(all, all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  all += __builtin_shufflevector(all, all, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  to[0] = all[0], to[1] = all[4], to[2] = all[8], to[3] = all[12];
+#else
+  to[0] = sum(a), to[1] = sum(b), to[2] = sum(c), to[3] = sum(d);
+#endif
+}
+
+// scores[group, padded] of `count` keys for the `group` query heads that share them
+INLINE void dots(const View *view, const int64_t dim, int64_t from, int64_t to, const float *query, int64_t group,
+                 float *scores, int64_t padded) {
+  for (int64_t j = from; j < to; j += 4) {
+    const float *k[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+      k[i] = view->keys + view->slots[j + i < to ? j + i : j] * view->stride;
+      fetch(view->keys + view->slots[j + i + AHEAD < view->length ? j + i + AHEAD : j] * view->stride, dim);
+    }
+    for (int64_t g = 0; g < group; g++) {
+      vf acc[4];
+      UNROLL for (int i = 0; i < 4; i++) acc[i] = (vf){0};
+      UNROLL for (int64_t d = 0; d < dim; d += LANES) {
+        vf q = load(query + g * dim + d);
+        UNROLL for (int i = 0; i < 4; i++) acc[i] += q * load(k[i] + d);
+      }
+      float four[4];
+      sum_four(acc[0], acc[1], acc[2], acc[3], four);
+      memcpy(scores + g * padded + j, four, (size_t)(to - j < 4 ? to - j : 4) * 4);
     }
   }
-  float totals[group];
-  for (int g = 0; g < group; g++) {
-    float *row = scores + g * padded;
-    for (int64_t j = length; j < padded; j++) row[j] = -INFINITY;
-    vf most = splat(-INFINITY);
-    for (int64_t j = 0; j < padded; j += LANES) most = larger(load(row + j), most);
-    float top = most[0];
-    for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
-    vf total = {0};
-    for (int64_t j = 0; j < padded; j += LANES) {
-      vf p = exponential(load(row + j) - splat(top));
-      store(row + j, p);
-      total += p;
-    }
-    totals[g] = sum(total);
-  }
+}
+
+// out[group, dim] += the values weighted by scores
+INLINE void mixes(const View *view, const int64_t dim, int64_t from, int64_t to, const float *scores, const int group,
+                  int64_t padded, float *out) {
   vf acc[group * (dim / LANES)];
-  UNROLL for (int i = 0; i < group * (dim / LANES); i++) acc[i] = (vf){0};
-  for (int64_t j = 0; j < length; j++) {
+  UNROLL for (int i = 0; i < group * (dim / LANES); i++) acc[i] = load(out + i * LANES);
+  for (int64_t j = from; j < to; j++) {
     const float *value = view->values + view->slots[j] * view->stride;
+    fetch(view->values + view->slots[j + AHEAD < view->length ? j + AHEAD : j] * view->stride, dim);
     UNROLL for (int64_t d = 0; d < dim / LANES; d++) {
       vf v = load(value + d * LANES);
       UNROLL for (int g = 0; g < group; g++) acc[g * (dim / LANES) + d] += splat(scores[g * padded + j]) * v;
     }
   }
-  UNROLL for (int g = 0; g < group; g++) {
-    UNROLL for (int64_t d = 0; d < dim / LANES; d++)
-      store(out + g * dim + d * LANES, acc[g * (dim / LANES) + d] / splat(totals[g]));
+  UNROLL for (int i = 0; i < group * (dim / LANES); i++) store(out + i * LANES, acc[i]);
+}
+
+typedef void Dots(const View *view, int64_t from, int64_t to, const float *query, int64_t group, float *scores, int64_t padded);
+typedef void Mixes(const View *view, int64_t from, int64_t to, const float *scores, int64_t padded, float *out);
+
+#define MIXES(D, G)                                                                                               \
+  static void mixes_##D##_##G(const View *view, int64_t from, int64_t to, const float *scores, int64_t padded, float *out) { \
+    mixes(view, D, from, to, scores, G, padded, out);                                                             \
   }
+#define ATTENDS(D)                                                                                               \
+  static void dots_##D(const View *view, int64_t from, int64_t to, const float *query, int64_t group, float *scores, \
+                       int64_t padded) {                                                                         \
+    dots(view, D, from, to, query, group, scores, padded);                                                       \
+  }                                                                                                              \
+  MIXES(D, 1) MIXES(D, 2) MIXES(D, 4)
+ATTENDS(16) ATTENDS(32) ATTENDS(64) ATTENDS(96) ATTENDS(128)
+
+#define NAMES(D) {D, dots_##D, {mixes_##D##_1, mixes_##D##_2, mixes_##D##_4}}
+typedef struct {
+  int64_t dim;
+  Dots *dots;
+  Mixes *mixes[3];  // of 1, 2, 4 heads
+} Attends;
+static const Attends attends[] = {NAMES(16), NAMES(32), NAMES(64), NAMES(96), NAMES(128)};
+
+// row[0..padded) becomes exp(row - max), zeros from `length` on; returns their sum
+static float softened(float *row, int64_t length, int64_t padded) {
+  for (int64_t j = length; j < padded; j++) row[j] = -INFINITY;
+  vf most = splat(-INFINITY);
+  for (int64_t j = 0; j < padded; j += LANES) most = larger(load(row + j), most);
+  float top = most[0];
+  for (int i = 1; i < LANES; i++) top = most[i] > top ? most[i] : top;
+  vf total = {0};
+  for (int64_t j = 0; j < padded; j += LANES) {
+    vf p = exponential(load(row + j) - splat(top));
+    store(row + j, p);
+    total += p;
+  }
+  return sum(total);
+}
+
+// One query position, the kv heads from `head` to `last`; block by block, so that rows come from memory once.
+static void attend_one(View view, const Attends *kind, int64_t heads, int64_t group, const float *query, int64_t length,
+                       float *scratch, float *out) {
+  int64_t dim = view.dim, padded = (length + LANES - 1) / LANES * LANES, across = group * dim;
+  const float *keys = view.keys, *values = view.values;
+  for (int64_t from = 0; from < length; from += BLOCK) {
+    int64_t to = length - from < BLOCK ? length : from + BLOCK;
+    for (int64_t h = 0; h < heads; h++) {
+      view.keys = keys + h * dim;
+      kind->dots(&view, from, to, query + h * across, group, scratch + h * group * padded, padded);
+    }
+  }
+  float totals[heads * group];
+  for (int64_t i = 0; i < heads * group; i++) totals[i] = softened(scratch + i * padded, length, padded);
+  memset(out, 0, (size_t)(heads * across) * 4);
+  for (int64_t from = 0; from < length; from += BLOCK) {
+    int64_t to = length - from < BLOCK ? length : from + BLOCK;
+    for (int64_t h = 0; h < heads; h++) {
+      view.values = values + h * dim;
+      for (int64_t g = 0; g < group;) {
+        int part = group - g >= 4 ? 2 : group - g >= 2 ? 1 : 0;
+        int64_t at = h * group + g;
+        kind->mixes[part](&view, from, to, scratch + at * padded, padded, out + at * dim);
+        g += 1 << part;
+      }
+    }
+  }
+  for (int64_t i = 0; i < heads * group; i++)
+    for (int64_t d = 0; d < dim; d++) out[i * dim + d] /= totals[i];
 }
 
 // Up to LANES (query, head) pairs at once, one per lane; keys and values are broadcast.
@@ -352,7 +447,7 @@ static void attend_lanes(const View *view, int64_t dim, const float *turned_quer
         vf s = all[i];
         if (from + j + i > least) {
           vi at = (int32_t)(from + j + i) - (vi){0};
-          s = select(at > positions, splat(-INFINITY), s);
+          s = pick(at > positions, splat(-INFINITY), s);
         }
         store(weights + (j + i) * LANES, s);
         block = larger(s, block);
@@ -406,52 +501,45 @@ static void attend_many(const Model *model, const Step *step, const View *view, 
   }
 }
 
-INLINE int attend_group(const View *view, int64_t dim, const float *query, int64_t group, int64_t length, float *scratch,
-                        float *out) {
-#define ONE(D, G) if (dim == D && group == G) { attend_one(view, D, query, G, length, scratch, out); return 1; }
-  ONE(64, 1) ONE(64, 2) ONE(64, 4) ONE(128, 1) ONE(128, 2) ONE(128, 4)
-#undef ONE
-  for (int64_t g = 0; g < group; g++) {
-    if (dim == 16) attend_one(view, 16, query + g * dim, 1, length, scratch, out + g * dim);
-    else if (dim == 32) attend_one(view, 32, query + g * dim, 1, length, scratch, out + g * dim);
-    else if (dim == 64) attend_one(view, 64, query + g * dim, 1, length, scratch, out + g * dim);
-    else if (dim == 96) attend_one(view, 96, query + g * dim, 1, length, scratch, out + g * dim);
-    else if (dim == 128) attend_one(view, 128, query + g * dim, 1, length, scratch, out + g * dim);
-    else return 0;
-  }
-  return 1;
-}
-
 int64_t atts_supports(int64_t head_dim) {
-  return head_dim == 16 || head_dim == 32 || head_dim == 64 || head_dim == 96 || head_dim == 128;
+  for (size_t at = 0; at < sizeof attends / sizeof *attends; at++)
+    if (attends[at].dim == head_dim) return 1;
+  return 0;
 }
 
-int64_t atts_scratch_floats(int64_t head_dim, int64_t group, int64_t context) {
-  int64_t one = group * (context + 2 * LANES);
-  int64_t many = 2 * head_dim * LANES + KEYS * LANES;
-  return (one > many ? one : many) + LANES;
+int64_t atts_scratch_floats(int64_t head_dim, int64_t heads, int64_t context, int64_t deepest) {
+  int64_t one = heads * (context + 2 * LANES), many = 2 * head_dim * LANES + KEYS * LANES, wide = deepest * PANEL;
+  int64_t most = one > many ? one : many;
+  return (most > wide ? most : wide) + LANES;
 }
 
-static void attention(const Model *model, const Step *step, int64_t layer, float *scratch) {
-  int64_t dim = model->head_dim, group = model->heads / model->kv_heads, stride = model->kv_heads * dim;
-  int64_t row = (model->heads + 2 * model->kv_heads) * dim, across = model->heads * dim;
+static void attention(const Model *model, const Step *step, int64_t layer, int64_t threads, float *scratch) {
+  int64_t dim = model->head_dim, kv = model->kv_heads, group = model->heads / kv, stride = kv * dim;
+  int64_t row = (model->heads + 2 * kv) * dim, across = model->heads * dim;
   const float *keys = model->cache + (2 * layer) * model->slots * stride;
   const float *values = keys + model->slots * stride;
-  int64_t items = step->num_sequences * model->kv_heads;
+  const Attends *kind = attends;
+  while (kind->dim != dim) kind++;
+  int64_t parts = step->num_sequences >= 2 * threads ? 1 : kv;  // few sequences: share out their heads
+  int64_t heads = kv / parts;
   for (;;) {
     int64_t item = __atomic_fetch_add(step->counters + layer, 1, __ATOMIC_RELAXED);
-    if (item >= items) return;
-    int64_t sequence = item / model->kv_heads, head = item % model->kv_heads;
-    View view = {keys + head * dim, values + head * dim, stride, dim, step->table + step->rows[sequence] * step->table_width};
+    if (item >= step->num_sequences * parts) return;
+    int64_t sequence = item / parts, head = item % parts * heads;
+    View view = {keys + head * dim, values + head * dim, stride, dim, step->table + step->rows[sequence] * step->table_width,
+                 step->lengths[sequence]};
     int64_t first = step->starts[sequence], count = step->starts[sequence + 1] - first, length = step->lengths[sequence];
     if (count * group * 4 >= LANES && count > 1) {
-      attend_many(model, step, &view, head, first, count, length, scratch);
+      for (int64_t h = 0; h < heads; h++) {
+        View one = {view.keys + h * dim, view.values + h * dim, stride, dim, view.slots, length};
+        attend_many(model, step, &one, head + h, first, count, length, scratch);
+      }
       continue;
     }
     for (int64_t i = 0; i < count; i++) {
       const float *query = step->qkv + (first + i) * row + head * group * dim;
       float *out = step->mixed + (first + i) * across + head * group * dim;
-      attend_group(&view, dim, query, group, length - count + 1 + i, scratch, out);
+      attend_one(view, kind, heads, group, query, length - count + 1 + i, scratch, out);
     }
   }
 }
@@ -487,22 +575,22 @@ static void run(const Model *model, const Step *step, int64_t me, int64_t thread
     const Layer *layer = model->layer + index;
     for (int64_t t = from; t < to; t++) normed(step->x + t * width, layer->norm, width, model->eps, step->h + t * width);
     BARRIER
-    product(halves, step->h, width, m, width, layer->qkv, rows, step->qkv, layer->qkv_bias, 0, me, threads);
+    product(halves, step->h, width, m, width, layer->qkv, rows, step->qkv, layer->qkv_bias, 0, me, threads, scratch);
     BARRIER
     store_keys(model, step, index, layer, from, to);
     BARRIER
-    attention(model, step, index, scratch);
+    attention(model, step, index, threads, scratch);
     BARRIER
-    product(halves, step->mixed, across, m, across, layer->out, width, step->x, layer->out_bias, 1, me, threads);
+    product(halves, step->mixed, across, m, across, layer->out, width, step->x, layer->out_bias, 1, me, threads, scratch);
     BARRIER
     for (int64_t t = from; t < to; t++) normed(step->x + t * width, layer->mlp_norm, width, model->eps, step->h + t * width);
     BARRIER
-    product(halves, step->h, width, m, width, layer->gate_up, 2 * inner, step->both, layer->gate_up_bias, 0, me, threads);
+    product(halves, step->h, width, m, width, layer->gate_up, 2 * inner, step->both, layer->gate_up_bias, 0, me, threads, scratch);
     BARRIER
     for (int64_t t = from; t < to; t++) gated(step->both + t * 2 * inner, inner, step->both + t * 2 * inner);
     BARRIER
     // the gated row lies at the front of its 2 * inner floats
-    product(halves, step->both, 2 * inner, m, inner, layer->down, width, step->x, layer->down_bias, 1, me, threads);
+    product(halves, step->both, 2 * inner, m, inner, layer->down, width, step->x, layer->down_bias, 1, me, threads, scratch);
     BARRIER
   }
   for (int64_t i = step->num_wanted * me / threads; i < step->num_wanted * (me + 1) / threads; i++)
@@ -521,13 +609,92 @@ void atts_forward(const Model *model, const Step *step) {
 }
 
 // logits[n, vocabulary] of hidden[n, width]
-void atts_head(const Model *model, const float *hidden, int64_t n, float *logits, int64_t threads) {
+void atts_head(const Model *model, const float *hidden, int64_t n, float *logits, int64_t threads, float *scratch,
+               int64_t scratch_floats) {
 #ifdef _OPENMP
   if (threads > 1) {
 #pragma omp parallel num_threads((int)threads)
-    product(model->halves, hidden, model->width, n, model->width, model->head, model->vocabulary, logits, 0, 0, omp_get_thread_num(), omp_get_num_threads());
+    product(model->halves, hidden, model->width, n, model->width, model->head, model->vocabulary, logits, 0, 0, omp_get_thread_num(), omp_get_num_threads(),
+            scratch + omp_get_thread_num() * scratch_floats);
     return;
   }
 #endif
-  product(model->halves, hidden, model->width, n, model->width, model->head, model->vocabulary, logits, 0, 0, 0, 1);
+  product(model->halves, hidden, model->width, n, model->width, model->head, model->vocabulary, logits, 0, 0, 0, 1, scratch);
+}
+
+// ------------------------------------------------------------------------------------------------ drawing
+
+// max and sum of exp(x / temperature - max / temperature); NaN where any x is
+INLINE float mass(const float *x, int64_t n, float inverse, float top, float *parts) {
+  vf total = {0};
+  int64_t i = 0, part = 0;
+  for (; i + LANES <= n; i += LANES, part++) {
+    vf p = exponential((load(x + i) - splat(top)) * splat(inverse));
+    if (parts) parts[part] = sum(p);
+    total += p;
+  }
+  float rest = 0;
+  for (; i < n; i++) rest += expf((x[i] - top) * inverse);
+  if (parts && n % LANES) parts[part] = rest;
+  return sum(total) + rest;
+}
+
+// Is the sum of zero times each number zero? Not when one of them is NaN (or infinite, which no logit may be).
+INLINE int is_sound(const float *x, int64_t n) {
+  vf total = {0};
+  int64_t i = 0;
+  float rest = 0;
+  for (; i + LANES <= n; i += LANES) total += load(x + i) * splat(0.0f);
+  for (; i < n; i++) rest += x[i] * 0.0f;
+  return sum(total) + rest == 0.0f;
+}
+
+INLINE int64_t best(const float *x, int64_t n) {
+  vf most = splat(-INFINITY);
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) most = larger(load(x + i), most);
+  float top = most[0];
+  for (int lane = 1; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top;
+  for (; i < n; i++) top = x[i] > top ? x[i] : top;
+  for (i = 0; i < n - 1; i++)
+    if (x[i] == top) break;
+  return i;
+}
+
+// One token a row from softmax(logits / temperature), by inverse CDF in token order; temperature 0 takes the first best.
+void atts_draw(const float *logits, int64_t rows, int64_t n, const double *temperatures, const double *uniforms,
+               int64_t *tokens, float *logprobs, float *scratch) {
+  for (int64_t r = 0; r < rows; r++) {
+    const float *x = logits + r * n;
+    int64_t token = best(x, n);
+    float top = x[token];
+    if (temperatures[r] > 0) {
+      float inverse = (float)(1.0 / temperatures[r]);
+      mass(x, n, inverse, top, scratch);
+      int64_t parts = (n + LANES - 1) / LANES, part = 0;
+      double total = 0, before = 0;
+      for (int64_t i = 0; i < parts; i++) total += scratch[i];
+      double wanted = uniforms[r] * total;
+      while (part < parts - 1 && before + scratch[part] <= wanted) before += scratch[part++];
+      int64_t i = part * LANES, last = -1, end = i + LANES < n ? i + LANES : n;
+      for (; i < end; i++) {
+        float p = expf((x[i] - top) * inverse);
+        if (p > 0) last = i;
+        before += p;
+        if (before > wanted) break;
+      }
+      if (last >= 0) token = last;  // rounding can leave `wanted` just unreached
+    }
+    tokens[r] = token;
+    logprobs[r] = is_sound(x, n) ? x[token] - top - logf(mass(x, n, 1.0f, top, 0)) : NAN;
+  }
+}
+
+// Log-probability of one token a row under softmax(logits)
+void atts_logprobs(const float *logits, int64_t rows, int64_t n, const int64_t *tokens, float *logprobs) {
+  for (int64_t r = 0; r < rows; r++) {
+    const float *x = logits + r * n;
+    float top = x[best(x, n)];
+    logprobs[r] = is_sound(x, n) ? x[tokens[r]] - top - logf(mass(x, n, 1.0f, top, 0)) : NAN;
+  }
 }

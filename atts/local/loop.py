@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atts.core import SampleRequest
-from atts.decode import Laws, batch_laws, raw_logprobs, sample
+from atts.decode import Drawn, Laws, batch_laws
 from atts.local.batch import Model
 from atts.local.messages import Cancel, Close, Failed, LoopStats, Order, Reply, Report, Sampled, Scored, Submit
 from atts.local.scheduler import Part, Plan, Scheduler, step_batch
@@ -102,20 +102,25 @@ class StepLoop:
     def _compute(self, plan: Plan) -> None:
         """Feed the plan's tokens, then draw and score; no sequence changes before all is computed."""
         hidden = None
-        if plan.parts:
+        if plan.decoding or plan.parts:
             hidden = self._model.forward(step_batch(plan, self._scheduler.table), self._scheduler.table)
-        drawing = [part.sequence for part in plan.parts if part.draws]
-        scoring = [part for part in plan.parts if part.sequence.is_scoring and part.scored_positions]
-        logits = self._drawing_logits(plan.ready, hidden, len(drawing))
-        drawn = self._draw(plan.ready + drawing, logits)
-        scored = self._score(scoring, hidden[len(drawing) :]) if hidden is not None and scoring else []
+        starting = [part.sequence for part in plan.parts if part.draws]
+        scoring = [part for part in plan.parts if part.scored_positions]
+        count = len(plan.decoding) + len(starting)
+        logits = self._drawing_logits(plan.ready, hidden, count)
+        sequences = plan.ready + plan.decoding + starting
+        drawn = self._draw(sequences, logits)
+        scored = self._score(scoring, hidden[count:]) if hidden is not None and scoring else []
+        for sequence in plan.decoding:
+            sequence.computed += 1
         for part in plan.parts:
             part.sequence.computed = part.stop
-        for index, sequence in enumerate(drawing, start=len(plan.ready)):
+        for sequence, row in zip(starting, logits[len(sequences) - len(starting) :], strict=True):
             if not sequence.logprobs:
-                self._share(sequence, logits[index])
-        for sequence, token, logprob in drawn:
-            self._grow(sequence, token, logprob)
+                self._share(sequence, row)
+        if drawn is not None:
+            for sequence, token, logprob in zip(sequences, drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True):
+                self._grow(sequence, token, logprob)
         for part, logprobs, last in scored:
             self._note_scores(part, logprobs, last)
 
@@ -128,13 +133,11 @@ class StepLoop:
             parts.append(self._model.head(hidden[:count]))
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor) -> list[tuple[Sequence, int, float]]:
+    def _draw(self, sequences: list[Sequence], logits: Tensor) -> Drawn | None:
         if not sequences:
-            return []
-        laws = self._batch_laws(sequences, logits)
-        numbers = [sequence.uniforms[len(sequence.logprobs)] for sequence in sequences if sequence.uniforms is not None]
-        drawn = sample(logits, laws, torch.tensor(numbers, dtype=torch.float64, device=logits.device))
-        return list(zip(sequences, drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True))
+            return None
+        uniforms = [float(s.uniforms[len(s.logprobs)]) for s in sequences if s.uniforms is not None]
+        return self._model.draw(logits, self._batch_laws(sequences, logits), uniforms)
 
     def _batch_laws(self, sequences: list[Sequence], logits: Tensor) -> Laws:
         """Settings as tensors, made anew only when the batch changed."""
@@ -154,8 +157,7 @@ class StepLoop:
         size = max(1, _SCORED_LOGITS // self._reading.vocabulary)
         for at in range(0, len(targets), size):
             logits = self._model.head(hidden[at : at + size])
-            wanted = torch.tensor(targets[at : at + size], device=logits.device)
-            values += raw_logprobs(logits, wanted).tolist()
+            values += self._model.logprobs(logits, targets[at : at + size])
             ends.update({row: logits[row - at].clone() for row in last if at <= row < at + size})
         scored: list[tuple[Part, list[float], Tensor | None]] = []
         first = 0
@@ -178,6 +180,7 @@ class StepLoop:
         sequence.logprobs.append(logprob)
         self._stats.sampled_tokens += 1
         ended = ending(sequence, token, self._reading.pieces, self._reading.end_ids)
+        sequence.is_decoding = ended is None
         if ended is not None:
             ids = tuple(sequence.ids[-len(sequence.logprobs) :])
             self._replies.append(Sampled(sequence.ticket, ids, ended, tuple(sequence.logprobs), sequence.cached_tokens))
@@ -186,8 +189,7 @@ class StepLoop:
     def _note_scores(self, part: Part, logprobs: list[float], last: Tensor | None) -> None:
         sequence = part.sequence
         if part.start == sequence.first_scored and sequence.known_logits is not None:
-            first = torch.tensor([sequence.ids[part.start]], device=sequence.known_logits.device)
-            sequence.logprobs += raw_logprobs(sequence.known_logits.unsqueeze(0), first).tolist()
+            sequence.logprobs += self._model.logprobs(sequence.known_logits.unsqueeze(0), [sequence.ids[part.start]])
             self._stats.free_tokens += 1
         is_done = last is not None
         sequence.logprobs += logprobs[:-1] if is_done else logprobs
@@ -220,8 +222,8 @@ class StepLoop:
     def _tally(self, plan: Plan, now: float) -> None:
         stats = self._stats
         stats.steps += 1
-        stats.step_sequences += len(plan.parts) + len(plan.ready)
-        stats.largest_batch = max(stats.largest_batch, len(plan.parts) + len(plan.ready))
+        stats.step_sequences += plan.size
+        stats.largest_batch = max(stats.largest_batch, plan.size)
         stats.free_tokens += len(plan.ready)
         for sequence, start, stop in plan.parts:
             fed = max(0, min(stop, sequence.first_scored) - start)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atts.decode import Drawn, Laws, raw_logprobs, sample
 from atts.local.batch import Ints, Slots, StepBatch
 from atts.local.loader import LayerWeights, Weights
 from atts.local.shape import Shape
@@ -52,6 +53,17 @@ class TorchModel:
     def head(self, hidden: Tensor) -> Tensor:
         """Their logits: [wanted, vocabulary] float32."""
         return F.linear(hidden, self._weights.head).float()
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, laws: Laws, uniforms: list[float]) -> Drawn:
+        """One token a row."""
+        return sample(logits, laws, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+
+    @torch.inference_mode()
+    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
+        """Each row's token under the raw law."""
+        values: list[float] = raw_logprobs(logits, torch.tensor(tokens, device=logits.device)).tolist()
+        return values
 
     def _ints(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._device)

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from atts.decode import Drawn, Laws, sample
 from atts.errors import UnsupportedByEngine
 from atts.local.batch import Slots, StepBatch
 from atts.local.loader import LayerWeights, Weights
@@ -30,40 +30,31 @@ _Floats = NDArray[np.float32]
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
+def _columns(names: str, kind: Any) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
-        (name, _POINTER)
-        for name in (
-            "norm",
-            "qkv_bias",
-            "query_norm",
-            "key_norm",
-            "out_bias",
-            "mlp_norm",
-            "gate_up_bias",
-            "down_bias",
-            "qkv",
-            "out",
-            "gate_up",
-            "down",
-        )
+        *_columns("norm qkv_bias query_norm key_norm out_bias mlp_norm gate_up_bias down_bias", _POINTER),
+        *_columns("qkv out gate_up down", _POINTER),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *((name, _INT) for name in ("layers", "width", "heads", "kv_heads", "head_dim", "inner", "vocabulary", "halves")),
+        *_columns("layers width heads kv_heads head_dim inner vocabulary halves", _INT),
         ("eps", ctypes.c_float),
-        *((name, _POINTER) for name in ("embedding", "norm", "cosines", "sines", "head", "layer", "cache")),
+        *_columns("embedding norm cosines sines head layer cache", _POINTER),
         ("slots", _INT),
     ]
 
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        *((name, _INT) for name in ("num_tokens", "num_sequences", "num_wanted", "table_width", "threads")),
-        *((name, _POINTER) for name in ("tokens", "positions", "slots", "rows", "starts", "lengths", "wanted", "table")),
-        *((name, _POINTER) for name in ("x", "h", "qkv", "mixed", "both", "hidden", "scratch")),
+        *_columns("num_tokens num_sequences num_wanted table_width threads", _INT),
+        *_columns("tokens positions slots rows starts lengths wanted table", _POINTER),
+        *_columns("x h qkv mixed both hidden scratch", _POINTER),
         ("scratch_floats", _INT),
         ("counters", _POINTER),
     ]
@@ -80,9 +71,11 @@ class NativeModel:
         self._kept: list[object] = [cache]  # what the C side points into
         self._halves = all(_is_bfloat16(matrix) for matrix in _matrices(weights))
         self._model = self._describe(weights, cache)
-        group = shape.heads // shape.kv_heads
-        self._scratch_floats = int(library.atts_scratch_floats(shape.head_dim, group, shape.context_length))
+        deepest = max(shape.width, shape.inner, shape.heads * shape.head_dim)
+        floats = library.atts_scratch_floats(shape.head_dim, shape.heads, shape.context_length, deepest)
+        self._scratch_floats = int(floats)
         self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
+        self._draw_scratch = np.empty(shape.vocabulary // 4 + 1, dtype=np.float32)
         self._counters = np.zeros(shape.layers, dtype=np.int32)
         self._room = 0
         self._buffers: dict[str, _Floats] = {}
@@ -119,9 +112,42 @@ class NativeModel:
         rows = len(hidden)
         logits = torch.empty(rows, self._shape.vocabulary)
         self._library.atts_head(
-            ctypes.byref(self._model), hidden.data_ptr(), rows, logits.data_ptr(), self._threads
+            ctypes.byref(self._model),
+            hidden.data_ptr(),
+            rows,
+            logits.data_ptr(),
+            self._threads,
+            self._scratch.ctypes.data,
+            self._scratch_floats,
         )
         return logits
+
+    def draw(self, logits: Tensor, laws: Laws, uniforms: list[float]) -> Drawn:
+        """One token a row; laws that filter tokens are left to torch."""
+        if laws.top_k is not None or laws.top_p is not None or laws.min_p is not None:
+            return sample(logits, laws, torch.tensor(uniforms, dtype=torch.float64))
+        rows, vocabulary = logits.shape
+        numbers = np.array(uniforms, dtype=np.float64)
+        tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        self._library.atts_draw(
+            logits.data_ptr(),
+            rows,
+            vocabulary,
+            laws.temperature.data_ptr(),
+            numbers.ctypes.data,
+            tokens.data_ptr(),
+            logprobs.data_ptr(),
+            self._draw_scratch.ctypes.data,
+        )
+        return Drawn(tokens, logprobs)
+
+    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
+        """Each row's token under the raw law."""
+        rows, vocabulary = logits.shape
+        wanted, logprobs = np.array(tokens, dtype=np.int64), np.empty(rows, dtype=np.float32)
+        self._library.atts_logprobs(logits.data_ptr(), rows, vocabulary, wanted.ctypes.data, logprobs.ctypes.data)
+        values: list[float] = logprobs.tolist()
+        return values
 
     def _make_room(self, tokens: int) -> None:
         """Buffers for a step of this many tokens; grown, never shrunk."""
@@ -195,11 +221,14 @@ def native_library(name: str, shape: Shape) -> ctypes.CDLL:
     library = ctypes.CDLL(str(_built(name)))
     library.atts_packed_bytes.restype = library.atts_scratch_floats.restype = library.atts_supports.restype = _INT
     library.atts_packed_bytes.argtypes = (_INT, _INT, _INT)
-    library.atts_scratch_floats.argtypes = (_INT, _INT, _INT)
+    library.atts_scratch_floats.argtypes = (_INT, _INT, _INT, _INT)
     library.atts_supports.argtypes = (_INT,)
     library.atts_pack.argtypes = (_POINTER, _INT, _INT, _INT, _POINTER)
     library.atts_forward.argtypes = (_POINTER, _POINTER)
-    library.atts_head.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _INT)
+    library.atts_head.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT)
+    library.atts_draw.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER)
+    library.atts_logprobs.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER)
+    library.atts_draw.restype = library.atts_logprobs.restype = None
     library.atts_pack.restype = library.atts_forward.restype = library.atts_head.restype = None
     if not library.atts_supports(shape.head_dim):
         raise UnsupportedByEngine(name, f"the native kernels do not know head dimension {shape.head_dim}", "Use torch")
@@ -252,7 +281,9 @@ def _mark(compiler: str) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    text = repr((_SOURCE.read_text(encoding="utf-8"), _FLAGS, _variants(), compiler, os.stat(compiler).st_mtime, processor))
+    text = repr(
+        (_SOURCE.read_text(encoding="utf-8"), _FLAGS, _variants(), compiler, os.stat(compiler).st_mtime, processor)
+    )
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -21,7 +21,7 @@ _HEADROOM = 16  # slots kept free per running sequence when another is admitted
 
 
 class Part(NamedTuple):
-    """The tokens `start` to `stop` of a sequence, fed in one step."""
+    """The tokens `start` to `stop` of a sequence's given ids, fed in one step."""
 
     sequence: Sequence
     start: int
@@ -42,11 +42,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one step does: `parts` are fed, single tokens first; `ready` need no forward, their logits are known."""
+    """What one step does: `decoding` feed their newest token, `parts` some of what they were given, `ready` nothing."""
 
-    parts: list[Part]
-    num_single: int
-    ready: list[Sequence]
+    decoding: list[Sequence]
+    parts: list[Part]  # those of a single token first
+    ready: list[Sequence]  # their logits are remembered, no forward is needed
+
+    @property
+    def size(self) -> int:
+        """How many sequences it serves."""
+        return len(self.decoding) + len(self.parts) + len(self.ready)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +132,29 @@ class Scheduler:
         return True
 
     def plan(self) -> Plan:
-        """Admit what fits, then choose the tokens of the next step."""
-        self._admit()
+        """Admit what fits, then choose the tokens of the next step, for the oldest first."""
+        if self._waiting:
+            self._admit()
+        decoding: list[Sequence] = []
         singles: list[Part] = []
         longer: list[Part] = []
         ready: list[Sequence] = []
-        budget = max(self._chunk - sum(s.is_decoding for s in self._running), (self._chunk + 3) // 4)
-        for sequence in list(self._running):
-            if sequence.row < 0:
+        budget = max(self._chunk - len(self._running), (self._chunk + 3) // 4)
+        for sequence in self._running.copy():
+            if sequence.is_decoding:
+                if sequence.computed < sequence.capacity or self._reserve(sequence, sequence.computed + 1):
+                    decoding.append(sequence)
+            elif sequence.row < 0:
                 continue  # gave way to an older one
-            if sequence.computed == len(sequence.ids):
+            elif sequence.computed == len(sequence.ids):
                 ready.append(sequence)
-                continue
-            room = 1 if sequence.is_decoding else budget
-            stop = min(len(sequence.ids), sequence.computed + room)
-            if stop == sequence.computed or not self._reserve(sequence, stop):
-                continue
-            part = Part(sequence, sequence.computed, stop)
-            if not sequence.is_decoding:
-                budget -= stop - sequence.computed
-            (singles if stop - sequence.computed == 1 else longer).append(part)
-        return Plan(singles + longer, len(singles), ready)
+            else:
+                stop = min(len(sequence.ids), sequence.computed + budget)
+                if stop > sequence.computed and self._reserve(sequence, stop):
+                    part = Part(sequence, sequence.computed, stop)
+                    budget -= stop - sequence.computed
+                    (singles if part.stop - part.start == 1 else longer).append(part)
+        return Plan(decoding, singles + longer, ready)
 
     def settle(self, sequence: Sequence) -> None:
         """Share what is computed of this sequence with all others, and read what they computed alike."""
@@ -207,7 +214,7 @@ class Scheduler:
 
     def _is_worth_waiting(self, sequence: Sequence) -> bool:
         """Whether a running prefill is about to compute a good part of this request's ids."""
-        busy = [s for s in self._running if s.computed < len(s.ids) and not s.is_decoding]
+        busy = [s for s in self._running if not s.is_decoding and s.computed < len(s.ids)]
         if not busy:
             return False
         limit = min(len(sequence.ids), sequence.first_scored)
@@ -257,6 +264,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; what it generated stays, what it computed may be found in the cache again."""
         self.num_preempted += 1
+        sequence.is_decoding = False
         if sequence.is_scoring:
             sequence.logprobs.clear()
         self._release(sequence, cache="keep")
@@ -275,8 +283,10 @@ class Scheduler:
 
 
 def step_batch(plan: Plan, table: Slots) -> StepBatch:
-    """The plan as arrays; wanted are first the last tokens of those that draw, then the tokens of those that score."""
-    parts = plan.parts
+    """The plan as arrays; wanted are the tokens that are drawn after, decoding ones first, then those that score."""
+    if not plan.parts:
+        return _decoding_batch(plan.decoding, table)
+    parts = [*[Part(s, s.computed, len(s.ids)) for s in plan.decoding], *plan.parts]
     counts = np.array([part.stop - part.start for part in parts], dtype=np.int64)
     starts = np.zeros(len(parts) + 1, dtype=np.int64)
     np.cumsum(counts, out=starts[1:])
@@ -285,15 +295,19 @@ def step_batch(plan: Plan, table: Slots) -> StepBatch:
     tokens = np.array([token for s, start, stop in parts for token in s.ids[start:stop]], dtype=np.int64)
     positions = np.arange(len(tokens)) - np.repeat(starts[:-1] - lengths + counts, counts)
     slots = table[np.repeat(rows, counts), positions].astype(np.int64)
-    drawn = [
-        first + part.stop - part.start - 1
-        for part, first in zip(parts, starts.tolist()[:-1], strict=True)
-        if part.draws
-    ]
-    scored = [
-        first + position - part.start
-        for part, first in zip(parts, starts.tolist()[:-1], strict=True)
-        for position in part.scored_positions
-    ]
+    offsets = [first - part.start for part, first in zip(parts, starts.tolist()[:-1], strict=True)]
+    drawn = [offset + part.stop - 1 for part, offset in zip(parts, offsets, strict=True) if part.draws]
+    scored = [offset + at for part, offset in zip(parts, offsets, strict=True) for at in part.scored_positions]
     wanted = np.array(drawn + scored, dtype=np.int64)
-    return StepBatch(tokens, positions, slots, rows, starts, lengths, plan.num_single, wanted)
+    return StepBatch(tokens, positions, slots, rows, starts, lengths, int((counts == 1).sum()), wanted)
+
+
+def _decoding_batch(sequences: list[Sequence], table: Slots) -> StepBatch:
+    """The common case, one token each, without the bookkeeping of chunks."""
+    count = len(sequences)
+    tokens = np.array([sequence.ids[-1] for sequence in sequences], dtype=np.int64)
+    positions = np.array([sequence.computed for sequence in sequences], dtype=np.int64)
+    rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
+    starts = np.arange(count + 1)
+    slots = table[rows, positions].astype(np.int64)
+    return StepBatch(tokens, positions, slots, rows, starts, positions + 1, count, starts[:-1])

@@ -39,13 +39,9 @@ class Sequence:
     capacity: int = 0  # slots in the row
     cached_tokens: int = 0
     known_logits: Tensor | None = None  # after the last cached token, where the cache remembers them
+    is_decoding: bool = False  # only its newest token is left to feed; set by the loop, cleared when it gives way
     is_gone: bool = False  # cancelled while waiting
     was_admitted: bool = False
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether only its newest token is left to feed, the prompt being done."""
-        return bool(self.logprobs) and self.computed == len(self.ids) - 1 and self.uniforms is not None
 
     @property
     def is_scoring(self) -> bool:

@@ -180,6 +180,11 @@ class Group(Generic[T]):
             if self.tasks is not None:
                 self.tasks.cancel_scope.cancel()
 
+    def is_cut_short(self) -> bool:
+        """Whether a rollout has not ended, or was cancelled."""
+        ended = self.results.values()
+        return len(ended) < len(self.samples) or any(result.status == "cancelled" for result in ended)
+
     def gathered(self) -> list[RolloutResult[T]]:
         """Every result in the order of the samples, those that never started included."""
         status = self._interruption()

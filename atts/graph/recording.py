@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from struct import Struct
+from typing import Any
 
 from atts.graph.nodes import Node, NodeStatus, ProblemSpan, RolloutSpan
 
@@ -20,12 +21,12 @@ class Recording:
     the garbage collector visits them again and again.
     """
 
-    __slots__ = ("_codes", "_edges", "_names", "_rows", "others", "problems", "rollouts")
+    __slots__ = ("_codes", "_edges", "_names", "_problems", "_rollouts", "_rows", "others")
 
     def __init__(self) -> None:
-        self.rollouts: list[RolloutSpan] = []
-        self.problems: list[ProblemSpan] = []
         self.others: list[object] = []  # events that pipelines emit themselves
+        self._rollouts: list[tuple[Any, ...]] = []  # plain tuples of plain values: the collector soon forgets them
+        self._problems: list[tuple[Any, ...]] = []
         self._rows = bytearray()
         self._codes: dict[str, int] = {}
         self._names: list[str] = []
@@ -36,15 +37,25 @@ class Recording:
         if isinstance(event, Node):
             self._keep(event)
         elif isinstance(event, RolloutSpan):
-            self.rollouts.append(event)
+            self._rollouts.append(tuple(event))
         elif isinstance(event, ProblemSpan):
-            self.problems.append(event)
+            self._problems.append(tuple(event))
         else:
             self.others.append(event)
 
     def __len__(self) -> int:
         """How many nodes."""
         return len(self._rows) // _ROW.size
+
+    @property
+    def rollouts(self) -> list[RolloutSpan]:
+        """The rollouts, in the order they ended."""
+        return [RolloutSpan._make(fields) for fields in self._rollouts]
+
+    @property
+    def problems(self) -> list[ProblemSpan]:
+        """The problems, in the order they ended."""
+        return [ProblemSpan._make(fields) for fields in self._problems]
 
     def nodes(self) -> Iterator[Node]:
         """The nodes, in the order they ended."""

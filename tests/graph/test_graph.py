@@ -282,7 +282,7 @@ def test_a_rollout_keeps_the_context_of_whoever_asked_for_it(virtually: Virtuall
 
 
 def test_memory_does_not_grow_with_the_number_of_problems(anyio_backend: Backend, tmp_path: Path) -> None:
-    """With a sink that writes to disk and results that nobody keeps, seven times the problems need no more memory."""
+    """With a sink that writes to disk and results that nobody keeps, more problems need no more memory."""
     import tracemalloc
 
     def peak(count: int) -> int:
@@ -306,7 +306,7 @@ def test_memory_does_not_grow_with_the_number_of_problems(anyio_backend: Backend
             tracemalloc.stop()
 
     peak(10)
-    assert peak(300) < 1.25 * peak(40)
+    assert peak(300) - peak(40) < 260 * 300  # bytes a problem: less than any of its values
 
 
 # failures

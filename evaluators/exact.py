@@ -151,6 +151,8 @@ def _rational_root(base: Fraction, index: int) -> Fraction:
 
 def _integer_root(value: int, index: int) -> int:
     """The exact integer root; raises NotRational when there is none."""
+    if value < 2:
+        return value
     if index == 2:
         root = math.isqrt(value)
     else:

@@ -16,7 +16,7 @@ from atts.evaluators.tree import Node, number
 from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided
 
 _CHOICE = re.compile(r"[({\[\s]*([A-J])[}\s]*(?:\)[)}\]]*\s*[.:]?\s*[^\s^_!]?|[.:]\s*\S|[}\]]*$)")
-_MACRO = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|textit|mbox|rm|bf|boxed)\s*")
+_MACRO = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|textit|mbox|rm|bf|boxed)(?![a-zA-Z])\s*")
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,8 @@ def _stated_choice(text: str) -> str | None:
 
 
 _SETTLED = re.compile(
-    r"(?:(?<!not )(?<!n't )(?:\bis|it's|that's|choose|option|select|pick))\s+(?:for sure\s+|option\s+)?\(?([A-J])(?![A-Za-z'])"
+    r"(?:(?<!not )(?<!n't )(?:\bis|it's|that's|choose|option|select|pick))\s+(?:for sure\s+|option\s+)?"
+    r"\(?([A-J])(?![A-Za-z'])"
 )
 _LEADING_LETTER = re.compile(r"(?:^|\n)\s*\(?([A-J])(?:[).:]|\s+[A-Z]|\s*$)")
 

@@ -98,7 +98,8 @@ def test_shared_adversarial_answers(shared_data: Path) -> None:
 
 PIECES = ["\\frac", "{", "}", "^", "_", "\\sqrt", "\\left(", "\\right)", "|", "1", "9", "x", "e", "i", "+", "-", "/", "=",
           "<", ",", ";", "\\pm", "\\text{", "\\boxed{", "!", "%", "\\circ", "(", "]", "\\\\", "&", "\\begin{matrix}",
-          "\\end{matrix}", "\\sum_{k=1}^{9}", "\\log", "\\sin", " ", ".", "\\infty", "\\cup", "and", "not", "π", "\0"]  # fmt: skip
+          "\\end{matrix}", "\\sum_{k=1}^{9}", "\\log", "\\sin", " ", ".", "\\infty", "\\cup", "and", "not", "π",
+          "\0"]  # fmt: skip
 
 
 def test_a_short_fuzz_run() -> None:

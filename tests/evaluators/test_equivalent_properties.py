@@ -83,7 +83,8 @@ def test_an_expression_is_its_value(item: Written) -> None:
 
 ANSWERS = st.sampled_from(
     [
-        "12", "-7", "0.75", r"\frac{3}{4}", r"-\frac{22}{7}", r"2\sqrt{3}", r"\frac{\sqrt{21}}{5}", r"1+2\sqrt{3}", "7\\pi",
+        "12", "-7", "0.75", r"\frac{3}{4}", r"-\frac{22}{7}", r"2\sqrt{3}", r"\frac{\sqrt{21}}{5}",
+        r"1+2\sqrt{3}", "7\\pi",
         r"\frac{\pi}{3}", "6-5i", r"\frac{1+i\sqrt{3}}{2}", "x^2+2x+1", r"\frac{x+2}{7}", "2k+2", "5r^5", "p-q",
         r"\cos 2\theta", r"2\sin b\cos a", "2^{10}", r"\log_2 3", r"\binom{10}{3}", r"\sqrt[3]{4}", r"\frac{n(n+1)}{2}",
         r"3\sqrt[3]{2}-1", "e^{2}", r"10^{-3}", r"\frac{a+b}{c}", "26!", r"\lfloor n/2 \rfloor+1",
@@ -92,7 +93,8 @@ ANSWERS = st.sampled_from(
 WRAPPERS = st.sampled_from(
     [
         "{}", "${}$", r"\({}\)", r"\[{}\]", "$${}$$", r"\boxed{{{}}}", "{}.", " {}  ", r"\displaystyle {}", "**{}**",
-        r"{}\,", "({})", "{{{}}}", r"\left({}\right)", "The answer is {}", r"\textbf{{Answer:}} ${}$", "{}\n", "+{}", "{}+0",
+        r"{}\,", "({})", "{{{}}}", r"\left({}\right)", "The answer is {}", r"\textbf{{Answer:}} ${}$", "{}\n",
+        "+{}", "{}+0",
         r"{} \approx 3.2",
     ]
 )  # fmt: skip

@@ -13,7 +13,7 @@ from atts.cli.app import run
 from atts.errors import DatasetError
 from atts.evaluators import Tally, grade, reference
 
-RECORDS = [
+RECORDS: list[dict[str, Any]] = [
     {"id": "a", "gold": r"\frac{1}{2}", "answer": "0.5"},
     {"id": "b", "gold": "4", "text": r"First \boxed{3}, but actually \boxed{4}."},
     {"id": "c", "gold": "12", "answer": "21"},

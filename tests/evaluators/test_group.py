@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from atts.evaluators import equivalent, group
 
 POOL = [
-    "1/2", "0.5", r"\frac{2}{4}", r"50\%", "x=1/2", "2", "2.0", "x = 2", "(1,2)", "1,2", "2,1", r"\{1,2\}", "[1,2]", r"\pm 2",
+    "1/2", "0.5", r"\frac{2}{4}", r"50\%", "x=1/2", "2", "2.0", "x = 2", "(1,2)", "1,2", "2,1", r"\{1,2\}",
+    "[1,2]", r"\pm 2",
     "2,-2", "y=2x+3", "2x+3", "y-2x-3=0", r"\sqrt{12}", r"2\sqrt{3}", "3.4641016", r"90^\circ", "90", r"\frac{\pi}{2}",
-    "x<3", r"(-\infty,3)", r"\text{Evelyn}", "Evelyn", "B", "(B)", "204_5", "204", "10", r"10\%", "0.1", "5 cm", "5", "5 m",
-    "not an answer at all", r"\frac{1", "", None, r"\binom{n}{2}", r"\frac{n(n-1)}{2}", "1:2", "2:4", "11:30", "7,000", "7000",
+    "x<3", r"(-\infty,3)", r"\text{Evelyn}", "Evelyn", "B", "(B)", "204_5", "204", "10", r"10\%", "0.1", "5 cm",
+    "5", "5 m",
+    "not an answer at all", r"\frac{1", "", None, r"\binom{n}{2}", r"\frac{n(n-1)}{2}", "1:2", "2:4", "11:30",
+    "7,000", "7000",
 ]  # fmt: skip
 
 

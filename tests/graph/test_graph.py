@@ -567,6 +567,26 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[None]) -> No
     assert measure(recording.nodes()).sibling_seconds == sum(waited.values())
 
 
+def test_who_leaves_a_meeting_early_is_not_in_its_values(virtually: Virtually[None]) -> None:
+    """A member that gave up and ended neither holds the round up nor counts in it."""
+
+    async def main() -> None:
+        async def solve(problem: Named, scope: ProblemScope) -> list[dict[int, int] | None]:
+            async def rollout(line: RolloutScope[dict[int, int]]) -> dict[int, int]:
+                await line.call("draft", anyio.sleep, 1.0 + 4.0 * line.sample)
+                with anyio.move_on_after(1.0 if line.sample == 0 else 99.0):
+                    return dict(await line.meet(line.sample))
+                return {}
+
+            return [result.value for result in await scope.rollouts(rollout, 3, admit="together")]
+
+        (result,) = await Graph(rollouts=3).run(problems(1), solve)
+        assert result.value == [{}, {1: 1, 2: 2}, {1: 1, 2: 2}]
+        assert anyio.current_time() == 9.0
+
+    virtually(main)
+
+
 def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> None:
     """Asynchronous rollouts wait for nobody, and a meeting is refused."""
     recording = Recording()

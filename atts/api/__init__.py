@@ -2,6 +2,7 @@
 
 from atts.api.engines import SCHEMES, build_engine
 from atts.api.evaluation import evaluate, evaluate_sync, solve, solve_sync
+from atts.api.reporting import report
 from atts.api.setup import Setup, answers_for, load_problems
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "evaluate",
     "evaluate_sync",
     "load_problems",
+    "report",
     "solve",
     "solve_sync",
 ]

@@ -11,6 +11,7 @@ from atts.core import AnswerKind, Problem
 from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
+from atts.journal import Setting
 from atts.pipelines import Answers, Chunking, Gate, Material, Policy, RoundGate, preset
 from atts.run import Plan
 
@@ -50,24 +51,29 @@ class Setup:
 
         :raises OptionError: an unknown method or mode.
         """
+        from atts.calibration import Calibrator
+
         chosen = preset(self.method)
+        calibrator = Calibrator(self.rate, self.mode, seed=self.seed, stored=self.stored)
+        material = Material(self.rate, self.seed, calibrator, self.stored)
         return Plan(
             draft,
             target,
             chosen.policy(self.policy),
-            self.gate if self.gate is not None else chosen.gate(self._material()),
+            self.gate if self.gate is not None else chosen.gate(material),
             answers_for(kind),
             grade,
             self.seed,
             self.rollouts,
             self.limits,
+            configuration=self._configuration(),
+            alarms=lambda: calibrator.events,
         )
 
-    def _material(self) -> Material:
-        from atts.calibration import Calibrator
-
-        calibrator = Calibrator(self.rate, self.mode, seed=self.seed, stored=self.stored)
-        return Material(self.rate, self.seed, calibrator, self.stored)
+    def _configuration(self) -> dict[str, Setting]:
+        """What decides the gate's behaviour: a resume must find it unchanged."""
+        words = {"method": self.method, "rate": self.rate, "mode": self.mode, "stored": list(self.stored)}
+        return {name: Setting(value, "setup") for name, value in words.items()}
 
 
 def answers_for(kind: AnswerKind) -> Answers:

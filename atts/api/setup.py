@@ -11,7 +11,7 @@ from atts.core import AnswerKind, Problem
 from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
-from atts.journal import Setting
+from atts.journal import Json, Setting
 from atts.pipelines import Answers, Chunking, Gate, Material, Policy, RoundGate, preset
 from atts.run import Plan
 
@@ -72,7 +72,7 @@ class Setup:
 
     def _configuration(self) -> dict[str, Setting]:
         """What decides the gate's behaviour: a resume must find it unchanged."""
-        words = {"method": self.method, "rate": self.rate, "mode": self.mode, "stored": list(self.stored)}
+        words: dict[str, Json] = {"method": self.method, "rate": self.rate, "mode": self.mode, "stored": list(self.stored)}
         return {name: Setting(value, "setup") for name, value in words.items()}
 
 

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from atts.api import Setup as Setup
     from atts.api import evaluate as evaluate
     from atts.api import evaluate_sync as evaluate_sync
+    from atts.api import report as report
     from atts.api import solve as solve
     from atts.api import solve_sync as solve_sync
     from atts.core import Completion as Completion
@@ -44,6 +45,7 @@ __all__ = [
     "Setup",
     "evaluate",
     "evaluate_sync",
+    "report",
     "solve",
     "solve_sync",
 ]
@@ -67,6 +69,7 @@ _HOME = {
     "Setup": "atts.api",
     "evaluate": "atts.api",
     "evaluate_sync": "atts.api",
+    "report": "atts.api",
     "solve": "atts.api",
     "solve_sync": "atts.api",
 }

@@ -20,7 +20,7 @@ FLOORS: list[set[str]] = [
     {"atts.core"},
     {"atts.engine", "atts.graph", "atts.journal", "atts.decode", "atts.calibration", "atts.evaluators"},
     {"atts.local", "atts.testing", "atts.models", "atts.pipelines"},
-    {"atts.run"},
+    {"atts.reports", "atts.run"},
     {"atts.api"},
     {"atts.cli"},
     {"atts.__main__"},

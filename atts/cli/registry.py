@@ -16,4 +16,5 @@ COMMANDS: dict[str, Entry] = {
     "datasets": Entry("atts.cli.datasets", "app", "List datasets, or show what is in one."),
     "eval": Entry("atts.cli.eval", "evaluate", "Evaluate a method on a dataset: the main job."),
     "grade": Entry("atts.cli.grade", "grade", "Grade answers against references."),
+    "report": Entry("atts.cli.report", "report", "Write the report of a run."),
 }

@@ -1,0 +1,254 @@
+"""The charts of a report, each with its title, its words and its data as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from atts.reports.numbers import Calibration, Drift, Group, Lanes, Point, Timing, Uniformity
+from atts.reports.svg import Axis, Plot
+
+Row = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture, what it shows in words, and the numbers it shows."""
+
+    title: str
+    caption: str
+    picture: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    wide: bool = False
+
+
+def calibration_charts(held: Calibration) -> list[Chart]:
+    """Rate by turn, by question and over time, p-values, drift: those that the run has numbers for."""
+    found = [_by_turn(held), _by_question(held), _over_time(held)]
+    if held.p_values is not None:
+        found += [_p_curve(held.p_values), _p_histogram(held.p_values)]
+    if held.drift is not None:
+        found.append(_drift(held.drift))
+    return found
+
+
+def _by_turn(held: Calibration) -> Chart:
+    shown = held.turns[:24]
+    plot = Plot(Axis(-0.5, len(shown) - 0.5, "turn"), _share_axis(shown, held.nominal))
+    marks = [
+        plot.band([n - 0.5, n + 0.5], [g.low, g.low], [g.high, g.high]) for n, g in enumerate(shown) if held.nominal
+    ]
+    marks += [
+        plot.bar(n - 0.3, n + 0.3, group.share, "bar" if group.inside else "bar off", _tip(group))
+        for n, group in enumerate(shown)
+    ]
+    words = "Each bar is the share of a turn's decisions that escalated."
+    if held.nominal is not None:
+        marks.append(plot.line([(-0.5, held.nominal), (len(shown) - 0.5, held.nominal)], "nominal"))
+        words += " The grey band holds all turns at once with 95 % if every decision were a coin of the nominal rate."
+    return Chart(
+        "Rate by turn", words, plot.drawn("Realised rate by turn", marks), _GROUP, tuple(map(_group_row, held.turns))
+    )
+
+
+_GROUP = ("group", "decisions", "escalated", "rate", "band from", "to")
+
+
+def _group_row(group: Group) -> Row:
+    return (group.name, group.decisions, group.escalated, group.share, group.low, group.high)
+
+
+def _tip(group: Group) -> str:
+    return f"{group.name}: {group.escalated} of {group.decisions} escalated ({group.share:.3f})"
+
+
+def _share_axis(groups: Sequence[Group], nominal: float | None) -> Axis:
+    top = max([group.share for group in groups] + [2 * (nominal or 0.0), 0.1])
+    return Axis(0.0, min(1.0, top * 1.08), "share escalated")
+
+
+def _by_question(held: Calibration) -> Chart:
+    """Sorted dots, the coin's band beside each: a rule that ignores the question would fill it."""
+    ordered = sorted(held.by_question, key=lambda group: (group.share, group.name))
+    plot = Plot(Axis(0, max(1, len(ordered)), "questions, by rate"), _share_axis(ordered, held.nominal))
+    marks = list[str]()
+    if held.nominal is not None:
+        marks.append(plot.line([(0, held.nominal), (len(ordered), held.nominal)], "nominal"))
+    radius = 4.0 if len(ordered) <= 60 else 2.5 if len(ordered) <= 200 else 1.5
+    marks += [
+        plot.dot(n + 0.5, group.share, "plain" if group.inside else "off", _tip(group), radius)
+        for n, group in enumerate(ordered)
+    ]
+    words = f"Each dot is a question. Root mean square distance from the nominal rate {held.question_rms:.3f}"
+    words += f"; fair coins would give {held.coin_rms:.3f}." if held.nominal is not None else "."
+    rows = tuple(map(_group_row, held.by_question))
+    return Chart("Rate by question", words, plot.drawn("Realised rate by question", marks), _GROUP, rows)
+
+
+def _over_time(held: Calibration) -> Chart:
+    moments = held.moments
+    shares = [moment.share for moment in moments] + [m.rolling for m in moments if m.rolling is not None]
+    top = max([*shares, 2 * (held.nominal or 0.0), 0.1]) * 1.08
+    plot = Plot(Axis(0, held.decisions, "decisions"), Axis(0, min(1.0, top), "share escalated"))
+    marks = list[str]()
+    if held.nominal is not None:
+        marks.append(plot.band([m.decisions for m in moments], [m.low for m in moments], [m.high for m in moments]))
+        marks.append(plot.line([(0, held.nominal), (held.decisions, held.nominal)], "nominal"))
+    marks.append(plot.line([(m.decisions, m.rolling) for m in moments if m.rolling is not None] or [(0, 0)], "thin"))
+    marks.append(plot.line([(m.decisions, m.share) for m in moments], "main"))
+    words = (
+        f"Thick: all decisions so far; thin: the latest {held.window}. Band: where that many fair coins stay (95 %)."
+    )
+    return Chart(
+        "Rate over time",
+        words,
+        plot.drawn("Realised rate over time", marks),
+        ("decisions", "rate so far", "band from", "to", "latest"),
+        tuple((m.decisions, m.share, m.low, m.high, m.rolling) for m in moments[:: max(1, len(moments) // 20)]),
+    )
+
+
+def _p_curve(found: Uniformity) -> Chart:
+    plot = Plot(Axis(0, 1, "p-value"), Axis(0, 1, "share at or below"))
+    grid = [point[0] for point in found.curve]
+    marks = [
+        plot.band(grid, [max(0.0, p - found.band) for p in grid], [min(1.0, p + found.band) for p in grid]),
+        plot.line([(0, 0), (1, 1)], "nominal"),
+        plot.line(found.curve, "main"),
+    ]
+    words = (
+        f"Largest distance from uniform {found.distance:.3f}, {'inside' if found.inside else 'OUTSIDE'} the "
+        f"simultaneous 95 % band ±{found.band:.3f}, for {found.n:,} p-values worth about {found.effective:,.0f} "
+        f"independent ones. Modes that adapt within a question rank predictively: for them this describes, and the "
+        f"guarantee does not rest on it."
+    )
+    rows = tuple(found.curve[::10])
+    return Chart("Uniformity of p-values", words, plot.drawn("Distribution of p-values", marks), ("p", "share"), rows)
+
+
+def _p_histogram(found: Uniformity) -> Chart:
+    bins = len(found.counts)
+    even = found.n / bins
+    plot = Plot(Axis(0, 1, "p-value"), Axis(0, max([*found.counts, 1]) * 1.1, "decisions"))
+    marks = [
+        plot.bar(n / bins, (n + 0.9) / bins, count, "bar", f"p in [{n / bins:.2f}, {(n + 1) / bins:.2f}]: {count}")
+        for n, count in enumerate(found.counts)
+    ]
+    marks.append(plot.line([(0, even), (1, even)], "nominal"))
+    words = "Near 1 is worse than the scores it was compared with; the dashed line is what uniform ones would give."
+    return Chart(
+        "Histogram of p-values",
+        words,
+        plot.drawn("Histogram of p-values", marks),
+        ("from", "to", "decisions"),
+        tuple((n / bins, (n + 1) / bins, count) for n, count in enumerate(found.counts)),
+    )
+
+
+def _drift(found: Drift) -> Chart:
+    low, high = min(*found.path, -1.0), max(*found.path, found.alarm)
+    plot = Plot(Axis(0, found.questions, "questions"), Axis(low * 1.05, high * 1.1, "log10 of capital"))
+    marks = [
+        plot.line([(0, found.alarm), (found.questions, found.alarm)], "alarm"),
+        plot.line([(0, 0), (found.questions, 0)], "nominal"),
+        plot.line([(0, 0.0), *((n + 1, value) for n, value in enumerate(found.path))], "main"),
+    ]
+    said = "reached it" if found.peak >= found.alarm else "stayed below it"
+    words = (
+        f"A martingale bets that later questions score otherwise than earlier ones. If they were exchangeable it would "
+        f"ever reach the upper line with probability 1 %. It {said} (peak 10^{found.peak:.2f})."
+    )
+    step = max(1, len(found.path) // 20)
+    rows = tuple((n + 1, found.path[n]) for n in range(0, len(found.path), step))
+    return Chart("Drift", words, plot.drawn("Drift martingale", marks), ("questions", "log10 of capital"), rows)
+
+
+def frontier_chart(points: Sequence[Point]) -> Chart:
+    """Accuracy against what the target wrote."""
+    highest = max([point.cost for point in points] + [1e-9])
+    plot = Plot(Axis(0, highest * 1.12, "target tokens per problem"), Axis(0, 1, "accuracy"), 640, 300)
+    marks = [plot.whisker(p.cost, p.accuracy.low, p.accuracy.high, "whisker") for p in points]
+    marks.append(plot.line([(p.cost, p.accuracy.value) for p in points if p.kind == "samples"] or [(0, 0)], "thin"))
+    for p in points:
+        tip = f"{p.label}: accuracy {p.accuracy.value:.3f}, {p.cost:,.1f} target tokens per problem"
+        marks.append(plot.dot(p.cost, p.accuracy.value, p.kind, tip, 5))
+        left = p.cost > 0.75 * highest
+        marks.append(plot.words(p.cost, p.accuracy.value, p.label, "end" if left else "start", -6 if left else 6))
+    return Chart(
+        "Cost and accuracy",
+        "Whiskers are 95 % intervals over problems. Votes of fewer rollouts are averages over all choices among those "
+        "recorded; dots of other colour are whole runs, at what they really cost.",
+        plot.drawn("Accuracy against target tokens per problem", marks),
+        ("what", "kind", "target tokens per problem", "all tokens per problem", "accuracy", "from", "to"),
+        tuple((p.label, p.kind, p.cost, p.tokens, p.accuracy.value, p.accuracy.low, p.accuracy.high) for p in points),
+        wide=True,
+    )
+
+
+def timeline_chart(found: Timing) -> Chart:
+    """Every engine: calls in flight and waiting over time, then its lanes."""
+    blocks = [part for engine in found.engines for part in _engine(engine, found.seconds)]
+    height, drawn = 8.0, list[str]()
+    for title, body, tall in blocks:
+        drawn.append(f'<g transform="translate(0 {height:g})"><text x="4" y="12">{title}</text>{body}</g>')
+        height += tall
+    axis = Plot(Axis(0, found.seconds, "seconds"), Axis(0, 1, ""), 960, int(height) + 34)
+    ticks = "".join(
+        f'<text x="{_X + tick / (found.seconds or 1) * _W:.1f}" y="{height + 14:g}" text-anchor="middle">'
+        f"{tick:g}</text>"
+        for tick in axis.x.ticks(8)
+    )
+    picture = (
+        f'<svg viewBox="0 0 {_X + _W + 20} {int(height) + 36}" role="img" aria-label="Timeline of engines" '
+        f'class="chart timeline">{"".join(drawn)}{ticks}<text class="axis" x="{_X + _W / 2}" y="{int(height) + 32}" '
+        f'text-anchor="middle">seconds of the run</text></svg>'
+    )
+    rows = tuple((e.engine, e.peak, e.mean_in_flight, e.busy_share, e.longest_bubble) for e in found.engines)
+    return Chart(
+        "Engines over time",
+        "Filled: calls in flight; line: calls waiting for a slot; gaps are bubbles. Below each, the first lanes: one "
+        "row per call at a time, coloured by stage.",
+        picture,
+        ("engine", "most at once", "mean in flight", "share of time busy", "longest bubble (s)"),
+        rows,
+        wide=True,
+    )
+
+
+_X, _W, _LANE, _AREA = 44, 900, 7, 56
+
+
+def _engine(engine: Lanes, seconds: float) -> list[tuple[str, str, float]]:
+    top = max([*engine.in_flight, *engine.waiting, 1e-9])
+    step = _W / max(1, len(engine.in_flight))
+    area = "".join(
+        f"L{_X + n * step:.1f} {_AREA - value / top * 40:.1f}H{_X + (n + 1) * step:.1f}"
+        for n, value in enumerate(engine.in_flight)
+    )
+    waits = "".join(
+        f"L{_X + (n + 0.5) * step:.1f} {_AREA - value / top * 40:.1f}" for n, value in enumerate(engine.waiting)
+    )
+    body = f'<path class="area {word(engine.engine)}" d="M{_X} {_AREA}{area}V{_AREA}Z"/>'
+    if any(engine.waiting):
+        body += f'<path class="line waiting" d="M{_X} {_AREA}{waits}"/>'
+    body += f'<text x="{_X - 6}" y="22" text-anchor="end">{top:.0f}</text>'
+    body += f'<text x="{_X - 6}" y="{_AREA}" text-anchor="end">0</text>'
+    scale = _W / seconds if seconds else 0.0
+    paths: dict[str, list[str]] = {}
+    for lane, stage, start, end in engine.segments:
+        wide = max(0.4, (end - start) * scale)
+        paths.setdefault(stage, []).append(f"M{_X + start * scale:.1f} {lane * _LANE}h{wide:.1f}v5h-{wide:.1f}z")
+    lanes = "".join(f'<path class="lane {word(stage)}" d="{"".join(parts)}"/>' for stage, parts in paths.items())
+    below = f'<g transform="translate(0 {_AREA + 6})">{lanes}</g>'
+    return [(f"{escape(engine.engine)}: calls in flight", body + below, _AREA + 12 + engine.lanes * _LANE + 12)]
+
+
+def word(name: str) -> str:
+    """A name as a class of the style sheet.
+
+    >>> word('draft "2"')
+    'draft--2-'
+    """
+    return "".join(letter if letter.isalnum() else "-" for letter in name)

@@ -1,0 +1,165 @@
+"""Makes the numbers of a report from run directories, once for all formats."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from atts.evaluators import Estimate
+from atts.journal import Json
+from atts.reports.accuracy import baseline, method, rates, spend
+from atts.reports.caveats import caveats
+from atts.reports.frontier import frontier
+from atts.reports.gather import Evidence, Solved, gather
+from atts.reports.numbers import Calibration, Caveat, ProblemRow, Rate, Report, RunFacts, Spend, Standing, Verdict
+from atts.reports.pages import Pages, short
+from atts.reports.rates import calibration
+from atts.reports.timing import timing
+
+PAGE_BYTES = 16 * 2**20
+"""The most that the pages of all problems take in the file; their texts are shortened to stay below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The numbers, and the pages that HTML alone can show."""
+
+    report: Report
+    pages: Pages
+
+
+def collect(directory: Path, against: Sequence[Path] = (), *, page_bytes: int = PAGE_BYTES) -> Collected:
+    """Read a run, finished or not, and the runs to compare it with.
+
+    :raises JournalError: one of them is no run directory, or cannot be read.
+    """
+    evidence = gather(directory, page_bytes)
+    others = [gather(other, 0) for other in against]
+    held = calibration(evidence)
+    accuracy, coverage = rates(list(evidence.solved.values()))
+    cost, found = spend(evidence), caveats(evidence, held)
+    report = Report(
+        _facts(evidence),
+        _verdict(evidence, accuracy, cost, held, found),
+        accuracy,
+        coverage,
+        cost,
+        tuple(row for row in (baseline(evidence, other) for other in others) if row is not None),
+        held,
+        frontier(evidence, others),
+        timing(evidence.nodes),
+        found,
+        tuple(_row(one) for one in evidence.solved.values()),
+    )
+    return Collected(report, evidence.pages)
+
+
+def _facts(evidence: Evidence) -> RunFacts:
+    manifest = evidence.manifest
+    ended = evidence.ended
+    return RunFacts(
+        str(evidence.directory),
+        manifest.versions.get("atts", "?"),
+        manifest.created,
+        evidence.sessions,
+        "killed, or still running" if ended is None else ended.status + (f" ({ended.why})" if ended.why else ""),
+        evidence.seconds,
+        manifest.problems,
+        len(evidence.solved),
+        manifest.seed,
+        manifest.dataset,
+        _model(manifest.engines.get("draft", {})),
+        _model(manifest.engines.get("target", {})),
+        tuple(_settings(evidence)),
+        manifest.versions,
+    )
+
+
+def _model(engine: Mapping[str, Json]) -> str:
+    return f"{engine.get('model', '?')} ({engine.get('engine', '?')})"
+
+
+def _settings(evidence: Evidence) -> list[tuple[str, str, str]]:
+    rows = [("method", method(evidence), "as run")]
+    for name, found in evidence.manifest.configuration.items():
+        parts = found.value.items() if isinstance(found.value, Mapping) else [("", found.value)]
+        rows += [
+            (f"{name}.{part}".rstrip("."), value if isinstance(value, str) else json.dumps(value), found.origin)
+            for part, value in parts
+        ]
+    return rows
+
+
+def _verdict(
+    evidence: Evidence, accuracy: Sequence[Rate], cost: Spend, held: Calibration | None, found: Sequence[Caveat]
+) -> Verdict:
+    points: list[tuple[Standing, str]] = []
+    if accuracy:
+        points.append(
+            ("good", f"the vote is right on {interval(accuracy[0].estimate)} of {len(evidence.solved)} problems")
+        )
+    else:
+        points.append(("care", f"{len(evidence.solved)} problems, none graded: there is no reference answer"))
+    if not math.isnan(cost.target_share):
+        points.append(("good", f"the target wrote {cost.target_share:.1%} of {_tokens(cost):,} tokens"))
+    if held is not None:
+        points.append(_rate_point(held))
+    worst = [caveat for caveat in found if caveat.standing == "bad"]
+    points += [("bad", f"{caveat.count:,} {caveat.text}") for caveat in worst]
+    standings = {standing for standing, _ in points}
+    standing: Standing = "bad" if "bad" in standings else "care" if "care" in standings else "good"
+    return Verdict(standing, "; ".join(text for _, text in points[:3]), tuple(points))
+
+
+def _rate_point(held: Calibration) -> tuple[Standing, str]:
+    share = held.escalated / held.decisions
+    said = f"{share:.3f} of {held.decisions:,} chunks were escalated"
+    if held.nominal is None:
+        return "good", f"{said}; no rate was promised"
+    last = held.moments[-1]
+    kept = last.low <= share <= last.high
+    said += f", nominal {held.nominal:g}"
+    return ("good", f"{said}: held") if kept else ("bad", f"{said}: outside [{last.low:.3f}, {last.high:.3f}]")
+
+
+def interval(estimate: Estimate) -> str:
+    """A rate with its ends.
+
+    >>> interval(Estimate(0.5, 0.25, 0.75, 8, 8, "wilson"))
+    '0.500 [0.250, 0.750]'
+    """
+    if math.isnan(estimate.value):
+        return "an undefined share"
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _tokens(cost: Spend) -> int:
+    return cost.usage.draft_tokens + cost.usage.target_tokens
+
+
+def _row(one: Solved) -> ProblemRow:
+    verdicts = [line.verdict for line in one.samples if line.verdict is not None and line.answer is not None]
+    return ProblemRow(
+        one.problem.id,
+        one.status,
+        one.answer,
+        one.problem.answer,
+        one.verdict,
+        one.problem.level,
+        one.problem.subject,
+        len(one.samples),
+        sum(verdict == "correct" for verdict in verdicts),
+        len(verdicts),
+        one.agreement,
+        sum(line.decisions for line in one.samples),
+        sum(line.escalated for line in one.samples),
+        one.usage.draft_tokens,
+        one.usage.target_tokens,
+        one.seconds,
+        tuple(dict.fromkeys(flag for line in one.samples for flag in line.flags)),
+        one.why,
+        short(one.problem.text, 160),
+    )

@@ -1,0 +1,238 @@
+"""Reads a run directory once, keeping what reports are made from."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from atts.core import Decision, Finish, Outcome, Problem, Rollout, Usage
+from atts.errors import JournalError
+from atts.graph import Node
+from atts.journal import (
+    JOURNAL,
+    MANIFEST,
+    CallFailed,
+    Decided,
+    Drifted,
+    Entry,
+    Graded,
+    Manifest,
+    NodeFinished,
+    Observed,
+    ProblemTimed,
+    RunState,
+    SessionClosed,
+    SessionOpened,
+    Warned,
+    load_manifest,
+    read_entries,
+)
+from atts.journal.events import VerdictStatus
+from atts.reports.pages import Pages
+
+_ANSWER_NEAR = 300  # characters at the end of a rollout in which an answer nobody extracted would stand
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One step of the gate: it was asked for a decision, or told what was done."""
+
+    step: Literal["decided", "observed"]
+    decision: Decision
+    escalated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One rollout, its texts let go."""
+
+    sample: int
+    finish: Finish
+    answer: str | None
+    verdict: VerdictStatus | None
+    rule: str
+    decisions: int
+    escalated: int
+    usage: Usage
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """One finished problem, its texts let go."""
+
+    problem: Problem
+    status: str
+    answer: str | None
+    why: str
+    agreement: float
+    usage: Usage
+    verdict: VerdictStatus | None
+    rule: str
+    samples: tuple[Sample, ...]
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What a run directory says; `solved` and `pages` are in the order of finishing."""
+
+    directory: Path
+    manifest: Manifest
+    pages: Pages
+    solved: dict[str, Solved] = field(default_factory=dict[str, Solved])
+    steps: list[Asked] = field(default_factory=list[Asked])
+    nodes: list[Node] = field(default_factory=list[Node])
+    warned: list[Warned] = field(default_factory=list[Warned])
+    drifted: list[Drifted] = field(default_factory=list[Drifted])
+    failed_calls: Counter[str] = field(default_factory=Counter[str])
+    sessions: int = 0
+    killed: int = 0  # sessions that ended without a word
+    ended: SessionClosed | None = None
+    seconds: float = 0.0
+    started: int = 0  # problems
+
+    @property
+    def done(self) -> list[Asked]:
+        """What was done with every chunk a gate decided on, in order; decisions where nobody was told."""
+        observed = [step for step in self.steps if step.step == "observed"]
+        return observed or [step for step in self.steps if step.step == "decided"]
+
+
+def gather(directory: Path, page_bytes: int) -> Evidence:
+    """Read the journal of a run, alive or over; `page_bytes` is the most that the pages of all problems may take.
+
+    :raises JournalError: there is none, or it cannot be read.
+    """
+    manifest = load_manifest(directory / MANIFEST)
+    if manifest is None or not (directory / JOURNAL).exists():
+        raise JournalError(directory, "there is no run here", "Give the directory of `atts eval --out DIRECTORY`")
+    evidence = Evidence(directory, manifest, Pages(page_bytes, manifest.problems or 0))
+    reading = _Reading(evidence)
+    for entry in read_entries(directory / JOURNAL):
+        reading.take(entry)
+    return reading.close()
+
+
+class _Reading:
+    def __init__(self, evidence: Evidence) -> None:
+        self._evidence = evidence
+        self._state = RunState()
+        self._offset = 0.0  # seconds of the sessions before this one
+        self._zero: float | None = None  # of this session's node clock, by the run's clock
+        self._seconds: dict[str, float] = {}
+        self._latest = 0.0
+
+    def take(self, entry: Entry) -> None:
+        """One entry, in order."""
+        found, event = self._evidence, entry.event
+        if isinstance(event, SessionOpened):
+            found.killed += found.sessions > 0 and self._state.ended is None
+            self._offset, self._zero = self._latest, None
+        self._latest = self._offset + entry.at
+        outcome = self._state.apply(entry)
+        if outcome is not None:
+            self._solved(outcome)
+        match event:
+            case SessionOpened():
+                found.sessions += 1
+            case NodeFinished() if event.source == "live" and event.status != "cancelled":
+                found.nodes.append(self._node(event, entry.at))
+            case Decided() if event.decision.action != "verify":
+                found.steps.append(Asked("decided", event.decision, event.decision.escalate))
+            case Observed():
+                found.steps.append(Asked("observed", event.decision, event.escalated == "yes"))
+            case CallFailed():
+                found.failed_calls[event.error] += 1
+            case Warned():
+                found.warned.append(event)
+            case Drifted():
+                found.drifted.append(event)
+            case ProblemTimed():
+                self._seconds[event.problem] = event.ended - event.started
+            case _:
+                pass
+
+    def close(self) -> Evidence:
+        """What was found, later verdicts taken in."""
+        found, state = self._evidence, self._state
+        found.ended, found.seconds = state.ended, state.seconds
+        found.started = len(state.reached) + sum(name not in state.reached for name in state.open)
+        for name, solved in found.solved.items():
+            found.solved[name] = replace(_graded(solved, state.graded[name]), seconds=self._seconds.get(name))
+        return found
+
+    def _node(self, event: NodeFinished, at: float) -> Node:
+        """The node on the run's clock, sessions end to end: the journal notes a node the moment it ends."""
+        if self._zero is None:
+            self._zero = event.ended - at
+        shift = self._offset - self._zero
+        return Node(
+            event.node, event.stage, event.engine, event.problem, event.sample, event.turn, event.attempt,
+            event.status, event.ready + shift, event.queued + shift, event.started + shift, event.ended + shift,
+            event.after, event.tokens,
+        )  # fmt: skip
+
+    def _solved(self, outcome: Outcome) -> None:
+        graded = self._state.graded[outcome.problem.id]
+        votes = list(outcome.votes.values())
+        solved = Solved(
+            outcome.problem,
+            outcome.status,
+            outcome.answer,
+            outcome.why,
+            max(votes) / math.fsum(votes) if votes and math.fsum(votes) else 0.0,
+            outcome.usage,
+            None,
+            "",
+            tuple(_sample(rollout, outcome.problem) for rollout in outcome.rollouts),
+        )
+        self._evidence.solved[outcome.problem.id] = solved = _graded(solved, graded)
+        self._evidence.pages.add(outcome, {line.sample: line.flags for line in solved.samples}, graded)
+
+
+def _graded(solved: Solved, graded: Iterable[Graded]) -> Solved:
+    of = {verdict.sample: verdict for verdict in graded}
+    samples = tuple(
+        replace(line, verdict=of[line.sample].status, rule=of[line.sample].rule) if line.sample in of else line
+        for line in solved.samples
+    )
+    whole = of.get(None)
+    return replace(solved, samples=samples, verdict=whole.status if whole else None, rule=whole.rule if whole else "")
+
+
+def _sample(rollout: Rollout, problem: Problem) -> Sample:
+    decisions = [turn.decision for turn in rollout.turns if turn.decision is not None]
+    return Sample(
+        rollout.sample,
+        rollout.finish or "cancelled",
+        rollout.answer,
+        None,
+        "",
+        len(decisions),
+        sum(decision.escalate for decision in decisions),
+        rollout.usage,
+        tuple(_flags(rollout, problem, decisions)),
+    )
+
+
+def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) -> Iterable[str]:
+    """What a reader should know of this rollout before believing its answer."""
+    if rollout.finish in ("turns", "tokens"):
+        yield f"{rollout.finish[:-1]} cap"
+    if rollout.finish == "failed":
+        yield "failed"
+    if any(decision.why.startswith("forced") for decision in decisions):
+        yield "forced"
+    if any(decision.score is not None and math.isinf(decision.score) for decision in decisions):
+        yield "infinite score"
+    if rollout.answer is None and rollout.finish not in ("settled", "cancelled", "failed"):
+        tail = rollout.text[-_ANSWER_NEAR:]
+        yield "cut box" if re.search(r"\\boxed\s*\{[^{}]*$", tail) else "no answer"
+        if problem.answer and re.search(rf"(?<![\w.]){re.escape(problem.answer)}(?!\w)", tail):
+            yield "reference in text"

@@ -1,0 +1,298 @@
+"""The numbers of a report: frozen values that every format is written from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from atts.core import Usage
+from atts.evaluators import Estimate
+
+Standing = Literal["good", "care", "bad"]
+"""Nothing to hold against it; read with care; do not rely on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The report in one line, and the points it rests on."""
+
+    standing: Standing
+    line: str
+    points: tuple[tuple[Standing, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Which run this is."""
+
+    directory: str
+    version: str
+    created: float
+    sessions: int
+    ended: str
+    seconds: float
+    planned: int | None
+    done: int
+    seed: int
+    dataset: str
+    draft: str
+    target: str
+    configuration: tuple[tuple[str, str, str], ...]  # name, value, origin
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One named rate with its interval, and what it means."""
+
+    name: str
+    estimate: Estimate
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spend:
+    """What the run cost; the per-problem numbers are means over finished problems."""
+
+    usage: Usage
+    target_share: float
+    tokens_per_problem: float
+    target_tokens_per_problem: float
+    tokens_per_right: float
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """This run beside another one, on the problems that both have; ratios are this run over the other."""
+
+    name: str
+    method: str
+    problems: int
+    own: Estimate
+    other: Estimate
+    difference: Estimate  # this run - the other
+    p_value: float
+    problems_needed: int | None
+    token_ratio: float
+    target_token_ratio: float
+    second_ratio: float
+    target_tokens_per_problem: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Decisions of one turn or question; `low` and `high` are where a fair coin of the nominal rate would stay."""
+
+    name: str
+    decisions: int
+    escalated: int
+    low: float
+    high: float
+
+    @property
+    def share(self) -> float:
+        """The realised rate."""
+        return self.escalated / self.decisions
+
+    @property
+    def inside(self) -> bool:
+        """Whether the realised rate is in the band."""
+        return self.low <= self.share <= self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The rate after so many decisions, of all and of the latest window, with the coin's band for each."""
+
+    decisions: int
+    share: float
+    low: float
+    high: float
+    rolling: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Uniformity:
+    """Whether p-values are uniform: distance from it, and the simultaneous band that `effective` draws allow."""
+
+    n: int
+    effective: float
+    distance: float
+    band: float
+    counts: tuple[int, ...]  # in equal bins of [0, 1]
+    curve: tuple[tuple[float, float], ...]  # p, share of p-values at or below it
+
+    @property
+    def inside(self) -> bool:
+        """Whether the whole curve stays in the band."""
+        return self.distance <= self.band
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A martingale betting that later questions score otherwise than earlier ones; values are log10 of its capital."""
+
+    questions: int
+    path: tuple[float, ...]
+    peak: float
+    alarm: float  # log10 of 1 / level
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A drift alarm of the run itself."""
+
+    kind: str
+    scores: int
+    p: float
+    acted: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What was promised, what empties that, and how this was found out."""
+
+    mode: str
+    guarantee: str
+    voided_by: str
+    audit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How the realised rate stands to the nominal one; `nominal` is None where the gate promises none."""
+
+    nominal: float | None
+    decisions: int
+    escalated: int
+    forced: int
+    questions: int
+    rate: Estimate
+    turns: tuple[Group, ...]
+    by_question: tuple[Group, ...]
+    question_rms: float
+    coin_rms: float
+    window: int
+    moments: tuple[Moment, ...]
+    p_values: Uniformity | None
+    drift: Drift | None
+    alarms: tuple[Alarm, ...]
+    effective: str  # in words
+    effective_n: float
+    promise: Promise
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One place of the cost-accuracy plane; `off_policy` is the share of rollouts whose record does not tell."""
+
+    label: str
+    kind: Literal["samples", "replay", "run"]
+    cost: float  # target tokens per problem
+    tokens: float  # all tokens per problem
+    accuracy: Estimate
+    off_policy: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Seconds of one stage, summed over its nodes."""
+
+    name: str
+    nodes: int
+    compute: float
+    queue: float
+    wait: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """One engine over the run: calls in flight and waiting per slice of time, and its first lanes as segments.
+
+    A segment is (lane, stage, start, end) in seconds since the run began, calls closer than a pixel drawn as one.
+    """
+
+    engine: str
+    peak: int
+    busy_share: float  # of the run, with at least one call in flight
+    mean_in_flight: float
+    longest_bubble: float
+    in_flight: tuple[float, ...]
+    waiting: tuple[float, ...]
+    lanes: int
+    segments: tuple[tuple[int, str, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time went, by the task graph."""
+
+    seconds: float
+    nodes: int
+    stages: tuple[Stage, ...]
+    engines: tuple[Lanes, ...]
+    critical_path: float
+    intensity: float
+    arithmetic_seconds: float
+    memory_seconds: float
+    sibling_seconds: float
+    sibling_edges: int
+
+
+@dataclass(frozen=True, slots=True)
+class Caveat:
+    """Something to know before believing the numbers, with where to look."""
+
+    code: str
+    standing: Standing
+    count: int
+    text: str
+    examples: tuple[tuple[str, int | None], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemRow:
+    """One finished problem in brief."""
+
+    id: str
+    status: str
+    answer: str | None
+    reference: str | None
+    verdict: str | None
+    level: int | None
+    subject: str
+    samples: int
+    right: int
+    graded: int
+    agreement: float
+    decisions: int
+    escalated: int
+    draft_tokens: int
+    target_tokens: int
+    seconds: float | None
+    flags: tuple[str, ...]
+    why: str
+    question: str  # its first words
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A run as its report tells it."""
+
+    run: RunFacts
+    verdict: Verdict
+    accuracy: tuple[Rate, ...]
+    coverage: str
+    spend: Spend
+    baselines: tuple[Baseline, ...]
+    calibration: Calibration | None
+    frontier: tuple[Point, ...]
+    timing: Timing | None
+    caveats: tuple[Caveat, ...]
+    problems: tuple[ProblemRow, ...]

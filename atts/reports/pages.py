@@ -1,0 +1,136 @@
+"""Keeps every rollout's story for the report's own pages, shortened and compressed until all fit."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from atts.core import Chunk, Outcome, Rollout, Turn
+from atts.journal import Graded
+from atts.reports.strict import strict
+
+_LIMITS = (4000, 1500, 600, 240, 80, 0)  # characters of a chunk that are kept, the more the better
+_FEWEST = 40  # problems a budget is shared by when nobody knows how many there will be
+
+
+class Pages:
+    """One packed page per problem: JSON, raw deflate, base64, so that no model output can be read as markup."""
+
+    def __init__(self, budget: int, problems: int) -> None:
+        """`budget` is in bytes, for all of `problems` together (0: their number is not known)."""
+        self._each = budget // max(problems, _FEWEST)
+        self._packed: dict[str, str] = {}
+        self.shortened = 0  # pages whose texts were cut to fit
+        self.limit = _LIMITS[0]  # the shortest cut so far, in characters per chunk
+
+    def add(self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], graded: Iterable[Graded]) -> None:
+        """Keep this problem's story, as whole as its share of the budget allows."""
+        verdicts = {verdict.sample: verdict for verdict in graded}
+        packed = ""
+        for limit in _LIMITS:
+            packed = pack(_story(outcome, flags, verdicts, limit))
+            if len(packed) <= self._each:
+                break
+        if limit != _LIMITS[0]:
+            self.shortened += 1
+            self.limit = min(self.limit, limit)
+        self._packed[outcome.problem.id] = packed
+
+    def __getitem__(self, problem: str) -> str:
+        """The packed page of a problem."""
+        return self._packed[problem]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all pages together."""
+        return sum(map(len, self._packed.values()))
+
+
+def pack(story: Mapping[str, Any]) -> str:
+    """The story as base64 of raw deflate, which a browser unpacks by itself."""
+    text = json.dumps(strict(story), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    squeezer = zlib.compressobj(6, zlib.DEFLATED, -15)
+    body = squeezer.compress(text.encode("utf-8", "replace")) + squeezer.flush()
+    return base64.b64encode(body).decode("ascii")
+
+
+def unpack(packed: str) -> Any:
+    """The inverse of `pack`."""
+    return json.loads(zlib.decompress(base64.b64decode(packed), -15))
+
+
+def _story(
+    outcome: Outcome, flags: Mapping[int, tuple[str, ...]], verdicts: Mapping[int | None, Graded], limit: int
+) -> dict[str, Any]:
+    problem, whole = outcome.problem, verdicts.get(None)
+    return {
+        "id": problem.id,
+        "text": short(problem.text, max(limit, 600)),
+        "reference": problem.answer,
+        "answer": outcome.answer,
+        "status": outcome.status,
+        "why": outcome.why,
+        "verdict": whole.status if whole else None,
+        "rule": whole.rule if whole else "",
+        "votes": [[short(answer, 200), weight] for answer, weight in outcome.votes.items()],
+        "rollouts": [_rollout(line, flags.get(line.sample, ()), verdicts.get(line.sample), limit)
+                     for line in outcome.rollouts],
+    }  # fmt: skip
+
+
+def _rollout(rollout: Rollout, flags: tuple[str, ...], verdict: Graded | None, limit: int) -> dict[str, Any]:
+    return {
+        "n": rollout.sample,
+        "finish": rollout.finish or "cancelled",
+        "answer": rollout.answer,
+        "verdict": verdict.status if verdict else None,
+        "rule": verdict.rule if verdict else "",
+        "error": rollout.error,
+        "flags": flags,
+        "draft": rollout.usage.draft_tokens,
+        "target": rollout.usage.target_tokens,
+        "turns": [_turn(turn, limit) for turn in rollout.turns],
+    }
+
+
+def _turn(turn: Turn, limit: int) -> dict[str, Any]:
+    decision = turn.decision
+    return {
+        "i": turn.index,
+        "score": turn.score,
+        "p": decision.p if decision else None,
+        "action": decision.action if decision else None,
+        "level": decision.level if decision else None,
+        "why": decision.why if decision else "",
+        "note": turn.note,
+        "chunks": list(_chunks(turn, limit)),
+    }
+
+
+def _chunks(turn: Turn, limit: int) -> Iterator[list[Any]]:
+    """[who, what became of it, text, tokens, how it ended] of each chunk, what was discarded first."""
+    rejected = turn.decision is not None and turn.decision.escalate
+    for fate, chunks in (("discarded", turn.discarded), ("kept", turn.chunks)):
+        for chunk in chunks:
+            what = fate if fate == "discarded" or not (rejected and chunk.author == "draft") else "rejected"
+            yield [chunk.author, what, short(chunk.text, limit), _tokens(chunk), chunk.ended]
+
+
+def _tokens(chunk: Chunk) -> int:
+    return len(chunk.logprobs) or len(chunk.ids(chunk.author))
+
+
+def short(text: str, limit: int) -> str:
+    """The text, its middle left out when it is longer than `limit` characters.
+
+    >>> short("one two three four", 12)
+    'one tw … [6 characters] … e four'
+    """
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    tail = text[-half:] if half else ""
+    return f"{text[:half]} … [{len(text) - 2 * half} characters] … {tail}"

@@ -1,0 +1,110 @@
+"""States what a run's gate promised, after checking that the journal's decisions are the ones it would take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atts.calibration import MODES, Calibrator, Mode
+from atts.errors import CalibrationInputError
+from atts.journal import Json
+from atts.reports.gather import Asked, Evidence
+from atts.reports.numbers import Promise
+
+_TRIAL = 300  # steps by which the mode is recognised
+_AUDIT = 4000  # steps that are taken again
+
+_OTHERS = {
+    "FixedGate": ("the answer is always the same", "nothing: no score is looked at"),
+    "RandomGate": (
+        "every chunk escalates with the nominal probability, whatever it says, by a seeded coin",
+        "nothing: no score is looked at, so none of it is spent where it helps",
+    ),
+    "TopGate": (
+        "of every synchronous round exactly the nominal share escalates, rounding carried within a question",
+        "nothing; the price is the barrier, at which every sibling waits for the slowest",
+    ),
+    "StaticRankGate": (
+        "a first-turn score exchangeable with the stored ones escalates with about the nominal probability",
+        "drift of any kind: later turns, other questions, another model; scores that cluster by question",
+    ),
+    "ThresholdGate": ("none: a fixed threshold promises no rate", "nothing was promised"),
+    "CueGate": ("none: words in the text decide, no rate is promised", "nothing was promised"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    mode: Mode
+    calibrator: Calibrator
+    checked: int
+    same: int
+
+
+def promise(evidence: Evidence, nominal: float | None) -> Promise:
+    """The guarantee in words with the numbers of the end of the run, and what voided it."""
+    gate = str(setting(evidence, "gate") or "unknown")
+    if gate in _OTHERS:
+        guarantee, voided = _OTHERS[gate]
+        return Promise(gate, guarantee, voided, "")
+    named = setting(evidence, "mode", "calibration.mode", "calibration")
+    modes = [mode for mode in MODES if mode == named] or [*reversed(MODES)]
+    match = _recognise(evidence, nominal, modes) if nominal is not None else None
+    if match is None:
+        return Promise(
+            str(named or "unknown"),
+            "not known: the run directory does not say in which mode its gate ran, and no mode without stored scores "
+            "takes these decisions",
+            "not known either",
+            "no mode reproduces the recorded p-values; a calibrator that started from stored scores cannot be rebuilt "
+            "from the journal alone",
+        )
+    missing = match.checked - match.same
+    audit = (
+        f"{match.same:,} of {match.checked:,} recorded decisions were taken again from the journal alone and came out "
+        + ("the same" if not missing else f"the same; {missing:,} did not")
+        + ("" if named else "; the mode was recognised by this")
+    )
+    return Promise(match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit)
+
+
+def setting(evidence: Evidence, *names: str) -> Json:
+    """The first of these settings that the manifest has."""
+    configuration = evidence.manifest.configuration
+    return next((configuration[name].value for name in names if name in configuration), None)
+
+
+def _recognise(evidence: Evidence, nominal: float | None, modes: Sequence[Mode]) -> _Match | None:
+    """The mode whose calibrator, fed the journal's steps in order, takes the journal's decisions."""
+    assert nominal is not None, "without a rate there is no calibrator"
+    best: _Match | None = None
+    for mode in modes:
+        trial = _replayed(evidence.steps[:_TRIAL], mode, nominal, evidence.manifest.seed, _TRIAL)
+        if trial is not None and trial.checked and trial.same > 0.9 * trial.checked:
+            best = trial if best is None or trial.same > best.same else best
+            if best.same == best.checked:
+                break
+    return None if best is None else _replayed(evidence.steps, best.mode, nominal, evidence.manifest.seed, _AUDIT)
+
+
+def _replayed(steps: Sequence[Asked], mode: Mode, rate: float, seed: int, audit: int) -> _Match | None:
+    try:
+        calibrator = Calibrator(rate, mode, seed=seed)
+    except CalibrationInputError:  # a mode that needs stored scores
+        return None
+    checked = same = 0
+    for place, step in enumerate(steps):
+        decision = step.decision
+        try:
+            if step.step == "observed":
+                calibrator.observe(decision, step.escalated)
+            elif place < audit and decision.score is not None and decision.p is not None:
+                again = calibrator.decide(
+                    decision.score, decision.question, decision.turn, decision.sample, decision.issue
+                )
+                checked += 1
+                same += again.action == decision.action and math.isclose(again.p or 0.0, decision.p, abs_tol=1e-9)
+        except CalibrationInputError:  # scores of another scale than a perplexity's
+            return None
+    return _Match(mode, calibrator, checked, same)

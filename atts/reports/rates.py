@@ -1,0 +1,197 @@
+"""Puts the realised rate beside the nominal one: overall, by turn, by question, over time, with what chance allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+from scipy import stats
+
+from atts.calibration import PERPLEXITY, REAL, Scale
+from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
+from atts.calibration.martingale import SimpleJumper
+from atts.calibration.metrics import rate_metrics
+from atts.core import Decision
+from atts.evaluators import mean_estimate
+from atts.reports.gather import Asked, Evidence
+from atts.reports.numbers import Alarm, Calibration, Drift, Group, Moment, Uniformity
+from atts.reports.promises import promise
+from atts.seeds import Seed, uniforms
+
+LEVEL = 0.95
+DRIFT_LEVEL = 0.01
+_BINS = 20
+_MOMENTS = 160  # points of the curve over time
+_CURVE = 100  # points of the curve of p-values
+
+
+def calibration(evidence: Evidence) -> Calibration | None:
+    """All that the decisions of a run say about their rate; None for a run whose gate decided nothing."""
+    done = evidence.done
+    if not done:
+        return None
+    nominal = _nominal(done)
+    by_question = _groups(done, lambda decision: decision.question)
+    shares = [sum(flags) / len(flags) for flags in by_question.values()]
+    judged = [step for step in done if step.decision.score is not None]
+    summary = _clusters(judged)
+    window = max(20, min(500, len(done) // 6))
+    rms = math.sqrt(float(np.mean([(share - nominal) ** 2 for share in shares]))) if nominal is not None else math.nan
+    return Calibration(
+        nominal,
+        len(done),
+        sum(step.escalated for step in done),
+        sum(step.decision.why.startswith("forced") for step in done),
+        len(by_question),
+        mean_estimate(shares, len(done)),
+        _banded(_groups(done, lambda decision: decision.turn), nominal, "turn "),
+        _banded(by_question, nominal),
+        rms,
+        _coin_rms([len(flags) for flags in by_question.values()], nominal),
+        window,
+        _moments([step.escalated for step in done], nominal, window),
+        _uniformity(done),
+        _drift(judged),
+        tuple(Alarm(event.alarm, event.scores, event.p, event.acted, event.text) for event in evidence.drifted),
+        str(summary) if summary else "no decision rests on a score",
+        summary.effective if summary else math.nan,
+        promise(evidence, nominal),
+        _metrics(judged, nominal),
+    )
+
+
+def _nominal(done: Sequence[Asked]) -> float | None:
+    """The rate most decisions name; a gate without one names nan."""
+    named = [step.decision.rate for step in done if math.isfinite(step.decision.rate)]
+    return max(set(named), key=named.count) if named else None
+
+
+def _groups(done: Sequence[Asked], key: object) -> dict[Hashable, list[bool]]:
+    assert callable(key)
+    found: dict[Hashable, list[bool]] = {}
+    for step in done:
+        found.setdefault(key(step.decision), []).append(step.escalated)
+    return found
+
+
+def _banded(groups: Mapping[Hashable, Sequence[bool]], nominal: float | None, prefix: str = "") -> tuple[Group, ...]:
+    """Each group with the band that holds for all groups at once, were every decision a coin of the nominal rate."""
+    level = 1 - (1 - LEVEL) / max(1, len(groups))
+    rows = sorted(groups.items(), key=lambda item: item[0] if isinstance(item[0], int) else 0)
+    return tuple(
+        Group(f"{prefix}{name}", len(flags), sum(flags), *coin_band(len(flags), nominal, level)) for name, flags in rows
+    )
+
+
+def coin_band(n: int, rate: float | None, level: float = LEVEL) -> tuple[float, float]:
+    """Where the share of `n` coins of this rate lies with at least this probability; everywhere without a rate.
+
+    >>> coin_band(100, 0.2)
+    (0.12, 0.28)
+    """
+    if rate is None:
+        return 0.0, 1.0
+    tail = (1 - level) / 2
+    low, high = stats.binom.ppf(tail, n, rate), stats.binom.isf(tail, n, rate)
+    return float(low) / n, float(high) / n
+
+
+def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:
+    """The same root mean square, had a fair coin decided."""
+    if nominal is None:
+        return math.nan
+    return math.sqrt(nominal * (1 - nominal) * float(np.mean([1 / size for size in sizes])))
+
+
+def _moments(flags: Sequence[bool], nominal: float | None, window: int) -> tuple[Moment, ...]:
+    sums = np.concatenate([[0], np.cumsum(flags)])
+    at = np.unique(np.linspace(min(10, len(flags)), len(flags), _MOMENTS).astype(int))
+    return tuple(
+        Moment(
+            int(n),
+            float(sums[n] / n),
+            *coin_band(int(n), nominal),
+            float((sums[n] - sums[n - window]) / window) if n >= window else None,
+        )
+        for n in at
+    )
+
+
+def _badness(decision: Decision) -> float:
+    assert decision.score is not None, "only scored decisions are asked about"
+    return scale_of(decision.score).badness(decision.score)
+
+
+def scale_of(score: float) -> Scale:
+    """What a recorded score is on: perplexities are never below 1."""
+    return PERPLEXITY if score >= 1 else REAL
+
+
+def _clusters(judged: Sequence[Asked]) -> ClusterSummary | None:
+    if not judged:
+        return None
+    return summarise(by_cluster([_badness(s.decision) for s in judged], [s.decision.question for s in judged]))
+
+
+def _uniformity(done: Sequence[Asked]) -> Uniformity | None:
+    """The p-values against the uniform law; the band is Dvoretzky, Kiefer and Wolfowitz's for the effective number."""
+    known = [(step.decision.p, step.decision.question) for step in done if step.decision.p is not None]
+    if not known:
+        return None
+    values = np.sort(np.array([p for p, _ in known], float))
+    effective = summarise(by_cluster([p for p, _ in known], [question for _, question in known])).effective
+    n, grid = len(values), np.linspace(0, 1, _CURVE + 1)
+    above, below = np.arange(1, n + 1) / n - values, values - np.arange(n) / n
+    return Uniformity(
+        n,
+        effective,
+        float(max(above.max(), below.max())),
+        math.sqrt(math.log(2 / (1 - LEVEL)) / (2 * max(1.0, effective))),
+        tuple(int(count) for count in np.histogram(values, _BINS, (0, 1))[0]),
+        tuple((float(p), float(np.searchsorted(values, p, "right") / n)) for p in grid),
+    )
+
+
+def _drift(judged: Sequence[Asked]) -> Drift | None:
+    """Bets on the smoothed rank of each question's mean first-turn score among the questions before it.
+
+    Questions are the units because scores of one move together; were they exchangeable, the capital would ever reach
+    1 / level with probability at most level.
+    """
+    first = [step for step in judged if step.decision.turn == 0]
+    means = [
+        math.fsum(scores) / len(scores)
+        for scores in _finite(first).values()
+    ]  # fmt: skip
+    if len(means) < 2:
+        return None
+    martingale, path = SimpleJumper(), list[float]()
+    for place, mean in enumerate(means):
+        below = sum(other < mean for other in means[:place])
+        equal = sum(other == mean for other in means[:place])
+        theta = float(uniforms(Seed(0, "drift", place), 1)[0])
+        martingale.update((below + theta * (1 + equal)) / (place + 1))
+        path.append(martingale.log_value / math.log(10))
+    return Drift(len(means), tuple(path), martingale.log_peak / math.log(10), -math.log10(DRIFT_LEVEL))
+
+
+def _finite(first: Sequence[Asked]) -> dict[str, list[float]]:
+    scores: dict[str, list[float]] = {}
+    for step in first:
+        badness = _badness(step.decision)
+        if math.isfinite(badness):
+            scores.setdefault(step.decision.question, []).append(badness)
+    return scores
+
+
+def _metrics(judged: Sequence[Asked], nominal: float | None) -> Mapping[str, float]:
+    if nominal is None or not judged:
+        return {}
+    return rate_metrics(
+        [step.decision.question for step in judged],
+        [step.decision.turn for step in judged],
+        [_badness(step.decision) for step in judged],
+        [step.escalated for step in judged],
+        nominal,
+    )

@@ -1,0 +1,133 @@
+"""Draws small charts as inline SVG, coloured by the page's style sheet so that light and dark both fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 460, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 44
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One direction of a plot: its values, what they are called, how ticks are written."""
+
+    low: float
+    high: float
+    label: str
+    style: str = ""  # a format for the ticks; empty: what %g says
+
+    def ticks(self, about: int = 5) -> list[float]:
+        """Round values inside the axis, about so many."""
+        if not self.high > self.low:
+            return [self.low]
+        rough = (self.high - self.low) / about
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * unit for unit in (1, 2, 2.5, 5, 10) if power * unit >= rough * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+    def written(self, value: float) -> str:
+        """A tick's words."""
+        return format(value, self.style) if self.style else f"{round(value, 10):g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A rectangle of two axes, and where values lie in it."""
+
+    x: Axis
+    y: Axis
+    width: int = WIDTH
+    height: int = HEIGHT
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Pixels of a value, kept inside the frame."""
+        return self.across(x), self.up(y)
+
+    def across(self, x: float) -> float:
+        """Pixels from the left."""
+        return _LEFT + _part(x, self.x) * (self.width - _LEFT - _RIGHT)
+
+    def up(self, y: float) -> float:
+        """Pixels from the top."""
+        return self.height - _BOTTOM - _part(y, self.y) * (self.height - _TOP - _BOTTOM)
+
+    def drawn(self, title: str, marks: Iterable[str]) -> str:
+        """The whole picture, its title for those who cannot see it."""
+        body = "".join([*self._grid(), *marks])
+        return (
+            f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(title)}" '
+            f'class="chart">{body}</svg>'
+        )
+
+    def _grid(self) -> Iterable[str]:
+        bottom, right = self.height - _BOTTOM, self.width - _RIGHT
+        for value in self.x.ticks():
+            x = _n(self.across(value))
+            yield f'<path class="grid" d="M{x} {_TOP}V{bottom}"/>'
+            yield f'<text x="{x}" y="{bottom + 17}" text-anchor="middle">{escape(self.x.written(value))}</text>'
+        for value in self.y.ticks():
+            y = _n(self.up(value))
+            yield f'<path class="grid" d="M{_LEFT} {y}H{right}"/>'
+            yield f'<text x="{_LEFT - 7}" y="{float(y) + 4:g}" text-anchor="end">{escape(self.y.written(value))}</text>'
+        middle, foot = (_LEFT + right) / 2, self.height - 6
+        yield f'<text class="axis" x="{middle:g}" y="{foot}" text-anchor="middle">{escape(self.x.label)}</text>'
+        height = (_TOP + bottom) / 2
+        yield (
+            f'<text class="axis" transform="translate(13 {height:g}) rotate(-90)" text-anchor="middle">'
+            f"{escape(self.y.label)}</text>"
+        )
+
+    def line(self, points: Iterable[tuple[float, float]], kind: str) -> str:
+        """A line through the points."""
+        return f'<path class="line {kind}" d="{_path(self.at(x, y) for x, y in points)}"/>'
+
+    def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], kind: str = "band") -> str:
+        """The area between two lines."""
+        there = [self.at(x, y) for x, y in zip(xs, lows, strict=True)]
+        back = [self.at(x, y) for x, y in zip(xs, highs, strict=True)]
+        return f'<path class="{kind}" d="{_path([*there, *reversed(back)])}Z"/>'
+
+    def bar(self, left: float, right: float, top: float, kind: str, tip: str, bottom: float = 0.0) -> str:
+        """A bar, with words for who points at it."""
+        x, y = self.at(left, top)
+        wide, tall = self.across(right) - x, self.up(bottom) - y
+        return (
+            f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(tall)}">'
+            f"<title>{escape(tip)}</title></rect>"
+        )
+
+    def dot(self, x: float, y: float, kind: str, tip: str, radius: float = 4) -> str:
+        """A point, with words for who points at it."""
+        across, up = self.at(x, y)
+        return (
+            f'<circle class="dot {kind}" cx="{_n(across)}" cy="{_n(up)}" r="{radius:g}">'
+            f"<title>{escape(tip)}</title></circle>"
+        )
+
+    def whisker(self, x: float, low: float, high: float, kind: str) -> str:
+        """A vertical interval."""
+        return f'<path class="line {kind}" d="{_path([self.at(x, low), self.at(x, high)])}"/>'
+
+    def words(self, x: float, y: float, text: str, anchor: str = "start", shift: float = 0.0) -> str:
+        """A text in the plot."""
+        across, up = self.at(x, y)
+        return f'<text x="{_n(across + shift)}" y="{_n(up - 7)}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _part(value: float, axis: Axis) -> float:
+    if axis.high == axis.low:
+        return 0.5
+    return min(1.0, max(0.0, (value - axis.low) / (axis.high - axis.low)))
+
+
+def _path(points: Iterable[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{_n(x)} {_n(y)}" for x, y in points)
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

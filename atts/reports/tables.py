@@ -1,0 +1,222 @@
+"""The tables of a report, the same for every format."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from atts.evaluators import Estimate
+from atts.reports.numbers import Calibration, ProblemRow, Report, Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is read, and what is sorted by."""
+
+    text: str
+    value: float | None = None
+    tone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Named columns, rows, a title; a table of facts has a name and its value in each row, and is not sorted."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    kind: Literal["rows", "facts"] = "rows"
+
+
+def cell(value: object, style: str = "") -> Cell:
+    """A value as people read it.
+
+    >>> cell(0.25).text, cell(1234567).text, cell(None).text, cell(float("nan")).text
+    ('0.250', '1,234,567', '', 'undefined')
+    """
+    if isinstance(value, Cell):
+        return value
+    if value is None:
+        return Cell("")
+    if isinstance(value, Estimate):
+        return Cell(ends(value), None if math.isnan(value.value) else value.value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return Cell(str(value))
+    return Cell(_number(value, style), None if math.isnan(value) else float(value))
+
+
+def _number(value: float, style: str) -> str:
+    if math.isnan(value):
+        return "undefined"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if style:
+        return format(value, style)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def ends(estimate: Estimate) -> str:
+    """An estimate with its interval."""
+    if math.isnan(estimate.value):
+        return "undefined"
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _rows(*rows: tuple[object, ...]) -> tuple[tuple[Cell, ...], ...]:
+    return tuple(tuple(cell(value) for value in row) for row in rows)
+
+
+def accuracy_table(report: Report) -> Table:
+    """Every rate with its interval and meaning."""
+    rows = [
+        (rate.name, rate.estimate, rate.estimate.n_problems, rate.estimate.n_samples,
+         rate.meaning + (f" ({rate.estimate.note})" if rate.estimate.note else ""))
+        for rate in report.accuracy
+    ]  # fmt: skip
+    return Table("Accuracy", ("rate", "95 % interval over problems", "problems", "samples", "what it is"), _rows(*rows))
+
+
+def spend_table(report: Report) -> Table:
+    """Tokens and seconds."""
+    spend, usage = report.spend, report.spend.usage
+    rows = [
+        ("tokens written by the draft", cell(usage.draft_tokens)),
+        ("tokens written by the target", cell(usage.target_tokens)),
+        ("target's share of them", cell(spend.target_share, ".1%")),
+        ("tokens scored by the target", cell(usage.scored_tokens)),
+        ("prompt tokens read (draft / target)", f"{usage.draft_prefill_tokens:,} / {usage.target_prefill_tokens:,}"),
+        ("tokens discarded", cell(usage.wasted_tokens)),
+        ("engine calls", cell(usage.calls)),
+        ("tokens written per problem", cell(spend.tokens_per_problem)),
+        ("tokens written per right answer", cell(spend.tokens_per_right)),
+        ("seconds, all sessions", cell(spend.seconds)),
+        ("tokens written per second", cell(spend.tokens_per_second)),
+    ]
+    return Table("Cost", ("what", "how much"), _rows(*rows), "facts")
+
+
+def baseline_table(report: Report) -> Table:
+    """This run beside others, paired by problem."""
+    columns = (
+        "other run", "method", "problems", "its accuracy", "this run's", "difference", "p", "problems needed",
+        "tokens ×", "target tokens ×", "seconds ×",
+    )  # fmt: skip
+    rows = [
+        (b.name, b.method, b.problems, b.other, b.own, b.difference, b.p_value,
+         "no number" if b.problems_needed is None else b.problems_needed, b.token_ratio, b.target_token_ratio,
+         b.second_ratio)
+        for b in report.baselines
+    ]  # fmt: skip
+    return Table("Against other runs (ratios: this run over the other)", columns, _rows(*rows))
+
+
+def calibration_table(held: Calibration) -> Table:
+    """The rate and its company in numbers."""
+    rows: list[tuple[object, object]] = [
+        ("nominal rate", "none" if held.nominal is None else cell(held.nominal, "g")),
+        ("realised rate, all decisions", held.escalated / held.decisions),
+        ("realised rate, problems alike", held.rate),
+        ("decisions", held.decisions),
+        ("questions", held.questions),
+        ("forced without a score", held.forced),
+        ("effective sample size", held.effective),
+        ("mode", held.promise.mode),
+        ("distance from nominal by question (RMS)", held.question_rms),
+        ("the same for fair coins", held.coin_rms),
+    ]
+    if held.p_values is not None:
+        found = held.p_values
+        rows.append(("p-values: distance from uniform", f"{found.distance:.3f}, band ±{found.band:.3f}"))
+    rows += [(name.replace("_", " "), value) for name, value in held.metrics.items()]
+    return Table("Rate control", ("what", "value"), _rows(*rows), "facts")
+
+
+def caveat_table(report: Report) -> Table:
+    """Warnings, worst first."""
+    words = {"good": "note", "care": "read with care", "bad": "serious"}
+    rows = [
+        (Cell(words[c.standing], None, c.standing), c.code, c.count, c.text,
+         ", ".join(name if sample is None else f"{name} / {sample}" for name, sample in c.examples))
+        for c in report.caveats
+    ]  # fmt: skip
+    return Table("Warnings", ("weight", "code", "count", "what", "examples"), _rows(*rows))
+
+
+def time_table(found: Timing) -> Table:
+    """The task graph's numbers."""
+    rows: list[tuple[object, object, object]] = [
+        ("wall seconds", found.seconds, "from the first call asked for to the last one ended"),
+        ("critical path", found.critical_path, "no schedule and no number of slots ends sooner"),
+        ("Tc, arithmetic", found.arithmetic_seconds, "scoring, summed over calls"),
+        ("Tm, memory", found.memory_seconds, "decoding, summed over calls"),
+        ("Ts, waiting for siblings", found.sibling_seconds, "zero where nothing waits for a sibling"),
+        ("edges between siblings", found.sibling_edges, "calls that waited for another rollout of their problem"),
+        ("r = Tc / (Tm + Ts)", found.intensity, "asynchronous arithmetic intensity"),
+    ]
+    rows += [
+        (f"{engine.engine}: share of time busy", engine.busy_share,
+         f"{engine.mean_in_flight:.1f} calls in flight on average, at most {engine.peak}; longest bubble "
+         f"{engine.longest_bubble:.2f} s")
+        for engine in found.engines
+    ]  # fmt: skip
+    return Table("Where the time went", ("what", "seconds or share", "meaning"), _rows(*rows), "facts")
+
+
+def stage_table(found: Timing) -> Table:
+    """Seconds by stage."""
+    rows = [(stage.name, stage.nodes, stage.compute, stage.queue, stage.wait) for stage in found.stages]
+    columns = ("stage", "calls", "in the call (s)", "waiting for a slot (s)", "waiting for siblings (s)")
+    return Table("Stages, summed over calls", columns, _rows(*rows))
+
+
+def problem_table(report: Report) -> Table:
+    """One row per problem."""
+    columns = (
+        "problem", "question", "verdict", "answer", "reference", "right", "agreement", "chunks judged", "escalated",
+        "draft tokens", "target tokens", "seconds", "flags",
+    )  # fmt: skip
+    return Table("Problems", columns, tuple(map(_problem, report.problems)))
+
+
+def _problem(row: ProblemRow) -> tuple[Cell, ...]:
+    tone = {"correct": "good", "wrong": "bad", "unscored": "care"}.get(row.verdict or "", "")
+    said = {"correct": "right", None: row.status}.get(row.verdict, row.verdict)
+    return (
+        Cell(row.id),
+        Cell(row.question),
+        Cell(str(said), None, tone),
+        Cell(row.answer or "none"),
+        Cell(row.reference or ""),
+        Cell(f"{row.right} of {row.graded}", row.right / row.graded if row.graded else 0.0),
+        cell(row.agreement, ".0%"),
+        cell(row.decisions),
+        cell(row.escalated),
+        cell(row.draft_tokens),
+        cell(row.target_tokens),
+        cell(row.seconds),
+        Cell(", ".join(row.flags), None, "care" if row.flags else ""),
+    )
+
+
+def run_table(report: Report) -> Table:
+    """Which run this is."""
+    run = report.run
+    rows: list[tuple[object, object]] = [
+        ("directory", run.directory),
+        ("ended", f"{run.ended}, {run.sessions} session{'s' * (run.sessions != 1)}"),
+        ("problems", f"{run.done:,}" + (f" of {run.planned:,}" if run.planned is not None else "")),
+        ("draft", run.draft),
+        ("target", run.target),
+        ("seed", str(run.seed)),
+        ("dataset digest", run.dataset),
+        *sorted(run.versions.items()),
+    ]
+    return Table("Run", ("what", "value"), _rows(*rows), "facts")
+
+
+def settings_table(report: Report) -> Table:
+    """Every setting with its origin."""
+    return Table("Settings", ("setting", "value", "origin"), _rows(*report.run.configuration))

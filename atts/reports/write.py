@@ -1,0 +1,51 @@
+"""From a run directory to a report in one of its formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from atts.errors import OptionError
+from atts.journal import write_atomic
+from atts.reports.collect import PAGE_BYTES, Collected, collect
+from atts.reports.html import render_html
+from atts.reports.markdown import render_markdown
+from atts.reports.strict import dumps
+
+Format = Literal["html", "markdown", "json"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+NAMES: dict[Format, str] = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
+
+
+def render(collected: Collected, format: Format) -> str:
+    """The report's text.
+
+    :raises OptionError: for an unknown format.
+    """
+    if format not in FORMATS:
+        raise OptionError("format", f"{format!r} is not a format", FORMATS, format)
+    if format == "html":
+        return render_html(collected)
+    return render_markdown(collected.report) if format == "markdown" else dumps(collected.report) + "\n"
+
+
+def write_report(
+    directory: Path,
+    format: Format = "html",
+    out: Path | None = None,
+    against: Sequence[Path] = (),
+    *,
+    page_bytes: int = PAGE_BYTES,
+) -> Path:
+    """Write the report of a run, into its directory unless told otherwise; where it is.
+
+    :raises OptionError: for an unknown format.
+    :raises JournalError: a directory holds no run, or one that cannot be read.
+    :raises StorageError: the disk refuses.
+    """
+    if format not in FORMATS:
+        raise OptionError("format", f"{format!r} is not a format", FORMATS, format)
+    path = out or directory / NAMES[format]
+    write_atomic(path, render(collect(directory, against, page_bytes=page_bytes), format).encode("utf-8", "replace"))
+    return path

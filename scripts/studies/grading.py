@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import random
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from scripts.studies.grading_corpus import OWN, Pair, answers, cases, hostile
 from scripts.studies.grading_fuzz import fuzz
@@ -46,8 +48,7 @@ def _string() -> Check:
 
 
 def _math_verify() -> Check:
-    import math_verify
-
+    math_verify: Any = importlib.import_module("math_verify")
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     def check(gold: str, answer: str) -> bool:
@@ -58,9 +59,9 @@ def _math_verify() -> Check:
 
 
 def _sympy() -> Check:
-    import lark  # noqa: F401  # the parser sympy needs for this
-    import sympy
-    from sympy.parsing.latex import parse_latex
+    importlib.import_module("lark")  # the parser sympy needs for this
+    sympy: Any = importlib.import_module("sympy")
+    parse_latex = importlib.import_module("sympy.parsing.latex").parse_latex
 
     def check(gold: str, answer: str) -> bool:
         one, two = (parse_latex(text, backend="lark") for text in (gold, answer))
@@ -70,10 +71,9 @@ def _sympy() -> Check:
 
 
 def _latex2sympy() -> Check:
-    import sympy
-    from latex2sympy2_extended import latex2sympy
-
-    return lambda gold, answer: bool(sympy.simplify(latex2sympy(gold) - latex2sympy(answer)) == 0)
+    sympy: Any = importlib.import_module("sympy")
+    parse = importlib.import_module("latex2sympy2_extended").latex2sympy
+    return lambda gold, answer: bool(sympy.simplify(parse(gold) - parse(answer)) == 0)
 
 
 _OTHERS: tuple[tuple[str, Callable[[], Check]], ...] = (

@@ -96,7 +96,8 @@ def test_shared_adversarial_answers(shared_data: Path) -> None:
     assert len(group([row["pred"] for row in rows if len(row["pred"]) < 200])) > 300
 
 
-PIECES = ["\\frac", "{", "}", "^", "_", "\\sqrt", "\\left(", "\\right)", "|", "1", "9", "x", "e", "i", "+", "-", "/", "=",
+PIECES = ["\\frac", "{", "}", "^", "_", "\\sqrt", "\\left(", "\\right)", "|", "1", "9", "x", "e", "i", "+", "-", "/",
+          "=",
           "<", ",", ";", "\\pm", "\\text{", "\\boxed{", "!", "%", "\\circ", "(", "]", "\\\\", "&", "\\begin{matrix}",
           "\\end{matrix}", "\\sum_{k=1}^{9}", "\\log", "\\sin", " ", ".", "\\infty", "\\cup", "and", "not", "π",
           "\0"]  # fmt: skip

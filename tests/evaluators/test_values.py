@@ -109,11 +109,13 @@ def test_threads_do_not_disturb_each_other() -> None:
     node = tree(r"\pi \cdot e^{\sqrt{2}}")
     expected = Evaluator(200, LIMITS, {}, math.inf).value(node).value
     stop = threading.Event()
+    disturbed: list[object] = []
 
     def disturb() -> None:
         while not stop.is_set():
             with mpmath.workprec(30):
-                mpmath.pi() * mpmath.sqrt(2)
+                disturbed.append(mpmath.pi() * mpmath.sqrt(2))
+                del disturbed[1:]
 
     threading.Thread(target=disturb, daemon=True).start()
     work: Callable[[int], object] = lambda _: Evaluator(200, LIMITS, {}, math.inf).value(node).value  # noqa: E731

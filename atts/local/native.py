@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch

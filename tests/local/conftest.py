@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from atts.local import LocalTokenizer, LoopStats
+from atts.local.build import Blueprint, build_loop
+from atts.local.messages import Close, Order, Reply, Report
+from atts.local.shape import read_shape
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -114,3 +120,57 @@ def naive(make_model: Callable[..., Path]) -> Callable[..., Naive]:
         return made[folder]
 
     return make
+
+
+class Script:
+    """An inbox that hands out prepared orders, one list a step, then closes when the work is done."""
+
+    def __init__(self, steps: list[list[Order]]) -> None:
+        self._steps = list(steps)
+
+    def take(self, *, wait: bool) -> list[Order]:
+        """The next step's orders; when none are left and nothing runs, the end."""
+        if self._steps:
+            return self._steps.pop(0)
+        return [Close()] if wait else []
+
+
+@dataclass
+class Driven:
+    """What a driven loop said."""
+
+    replies: dict[int, Reply]
+    stats: LoopStats
+
+
+@pytest.fixture
+def drive() -> Callable[..., Driven]:
+    """Run a step loop over a script in this thread: schedules without threads or luck."""
+
+    def run(folder: Path, steps: list[list[Order]], **changes: Any) -> Driven:
+        tokenizer = LocalTokenizer(folder, "tiny")
+        settings: dict[str, Any] = {
+            "device": "cpu",
+            "dtype": "float32",
+            "kernel": "torch",
+            "kv_tokens": 4096,
+            "max_batch": 16,
+            "chunk_tokens": 64,
+            "threads": 1,
+            **changes,
+        }
+        shape = read_shape(folder, "tiny")
+        plan = Blueprint(name="tiny", folder=folder, shape=shape, pieces=tokenizer.pieces, **settings)
+        driven = Driven({}, LoopStats())
+
+        def tell(report: Report) -> None:
+            for reply in report.replies:
+                assert reply.ticket not in driven.replies, "answered twice"
+                driven.replies[reply.ticket] = reply
+            if report.stats is not None:
+                driven.stats = report.stats
+
+        build_loop(plan, tell)[0].run(Script(steps))
+        return driven
+
+    return run

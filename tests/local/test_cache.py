@@ -1,0 +1,158 @@
+"""What the cache promises: shared once, kept warm, forgotten oldest first, never leaked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.local.messages import Cancel, Order, Submit
+from atts.local.pool import SlotPool
+from atts.local.prefix import PrefixTree
+from atts.seeds import Seed
+
+
+def ids_of(seed: int, count: int) -> TokenIds:
+    """Some ids, never a special one."""
+    return tuple(torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def test_siblings_share_one_prompt_in_time_and_memory(make_model: Callable[..., Path], drive: Any) -> None:
+    """16 siblings of 1,024 tokens: prefilled once, stored once, at most 15% over prompt plus tails."""
+    folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
+    prompt, tail = ids_of(1, 1024), 96
+    orders: list[Order] = [Submit(n, SampleRequest(prompt, tail, Sampling(), Seed(sample=n))) for n in range(1, 17)]
+    done = drive(folder, [orders], kernel="native", kv_tokens=20_000, chunk_tokens=256)
+    assert len(done.replies) == 16
+    assert done.stats.prefilled_tokens == 1024
+    assert done.stats.kv_peak <= 1.15 * (1024 + 16 * tail)
+
+
+def test_a_rollouts_next_turn_feeds_only_new_tokens(make_model: Callable[..., Path], drive: Any) -> None:
+    """All but the last written token, which was never fed, comes from the cache."""
+    folder = make_model("llama", eos_token_id=None)
+    prompt = ids_of(2, 50)
+    first = drive(folder, [[Submit(1, SampleRequest(prompt, 20, Sampling(0)))]]).replies[1].ids
+    quiet: list[Order] = []
+    later: list[list[Order]] = [[Submit(1, SampleRequest(prompt, 20, Sampling(0)))], *[quiet] * 25]
+    again = [*later, [Submit(2, SampleRequest(prompt + first + (7, 8), 5, Sampling(0)))]]
+    done = drive(folder, again)
+    assert done.replies[2].cached_tokens == 50 + 20 - 1
+    assert done.stats.prefilled_tokens == 50 + 3
+
+
+def test_going_on_from_a_scored_chunk_starts_with_a_free_token(make_model: Callable[..., Path], drive: Any) -> None:
+    """Scoring leaves its keys, values and last logits: the first token needs no forward, nor does the next score."""
+    folder = make_model("llama", eos_token_id=None)
+    prompt, chunk, more = ids_of(3, 40), ids_of(4, 10), ids_of(5, 6)
+    script: list[list[Order]] = [
+        [Submit(1, ScoreRequest(prompt, chunk))],
+        [Submit(2, SampleRequest(prompt + chunk, 1, Sampling(0)))],
+        [Submit(3, ScoreRequest(prompt + chunk, more))],
+    ]
+    done = drive(folder, script)
+    assert done.replies[2].cached_tokens == done.replies[3].cached_tokens == 50
+    assert done.stats.prefilled_tokens == 40
+    assert done.stats.free_tokens == 2
+    assert done.stats.scored_tokens == 16
+
+
+def test_a_short_cache_forgets_the_oldest_and_gets_everything_done(make_model: Callable[..., Path], drive: Any) -> None:
+    """Far more work than slots: evictions and preemptions, every answer, never more slots than there are."""
+    folder = make_model("llama", eos_token_id=None)
+    orders: list[Order] = [
+        Submit(n, SampleRequest(ids_of(n, 30), 30, Sampling(), Seed(sample=n))) for n in range(1, 21)
+    ]
+    done = drive(folder, [orders], kv_tokens=150)
+    plenty = drive(folder, [orders], kv_tokens=4096)
+    assert {n: done.replies[n].ids for n in done.replies} == {n: plenty.replies[n].ids for n in plenty.replies}
+    assert done.stats.evicted_tokens > 0
+    assert done.stats.kv_peak <= 150
+
+
+def test_a_thousand_rollouts_with_random_cancels_leak_nothing(make_model: Callable[..., Path], drive: Any) -> None:
+    """Every rollout not cancelled is answered, no slot stays locked, and nobody waits behind those who came later."""
+    folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
+    choice = np.random.default_rng(0)
+    steps: list[list[Order]] = [[] for _ in range(120)]
+    cancelled: set[int] = set()
+    for ticket in range(1, 1001):
+        at = (ticket - 1) // 10  # tickets rise with time
+        request = SampleRequest(ids_of(ticket % 7, 20), int(choice.integers(1, 9)), Sampling(), Seed(sample=ticket))
+        steps[at].append(Submit(ticket, request))
+        if choice.random() < 0.3:
+            steps[min(119, at + int(choice.integers(0, 20)))].append(Cancel(ticket))
+            cancelled.add(ticket)
+    done = drive(folder, steps, kernel="native", kv_tokens=600, max_batch=32)
+    assert set(range(1, 1001)) - cancelled <= set(done.replies)
+    assert done.stats.kv_locked == 0
+    assert done.stats.kv_used <= 600
+    answered = list(done.replies)
+    overtaken = max(place - sum(other < ticket for other in answered) for place, ticket in enumerate(answered))
+    assert overtaken <= 8 * 32, "someone waited for too many younger ones"
+
+
+def test_priority_overtakes_but_does_not_starve(make_model: Callable[..., Path], drive: Any) -> None:
+    """A late urgent request goes before the queue; a low one is done although urgent ones keep coming."""
+    folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
+
+    def request(seed: int, priority: int) -> SampleRequest:
+        return SampleRequest(ids_of(seed, 10), 4, Sampling(0), priority=priority)
+
+    steps: list[list[Order]] = [[Submit(1, request(1, 1)), *[Submit(n, request(n, 0)) for n in range(2, 12)]]]
+    steps += [[Submit(n, request(n, 0))] for n in range(12, 500)]
+    answered = list(drive(folder, steps, kernel="native", max_batch=1).replies)
+    assert 1 in answered[:300], "the patient one must be done before the urgent ones run out"
+    urgent: list[list[Order]] = [[Submit(n, request(n, 0)) for n in range(1, 9)], [], [Submit(9, request(9, -1))]]
+    assert list(drive(folder, urgent, kernel="native", max_batch=1).replies).index(9) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("iilue"), st.lists(st.integers(0, 2), min_size=1, max_size=7)), max_size=40))
+def test_the_prefix_tree_is_a_set_of_sequences(actions: list[tuple[str, list[int]]]) -> None:
+    """Against a plain dictionary from every known prefix to its slot: insert, lock, unlock, evict."""
+    pool, tree = SlotPool(500), PrefixTree(4)
+    truth: dict[TokenIds, int] = {}
+    locked: list[tuple[Any, TokenIds]] = []
+    for action, values in actions:
+        ids = tuple(values)
+        if action == "i":
+            slots = pool.take(len(ids))
+            found = tree.insert(ids, slots)
+            pool.give([slots[: found.length]])
+            for end in range(found.length + 1, len(ids) + 1):
+                truth[ids[:end]] = int(slots[end - 1])
+        elif action == "l":
+            match = tree.match(ids, len(ids))
+            tree.lock(match.node)
+            locked.append((match.node, ids[: match.length]))
+        elif action == "u" and locked:
+            tree.unlock(locked.pop()[0])
+        elif action == "e":
+            freed = [int(slot) for run in tree.evict(len(ids)) for slot in run]
+            pool.give([np.array(freed, dtype=np.int32)])
+            truth = {key: slot for key, slot in truth.items() if slot not in freed}
+        match = tree.match(ids, len(ids))
+        known = next((end for end in range(len(ids), 0, -1) if ids[:end] in truth), 0)
+        assert match.slots.tolist() == [truth[ids[: end + 1]] for end in range(known)]
+        assert tree.held == pool.used == len(truth)
+        kept = {kept_ids[:end] for _, kept_ids in locked for end in range(1, len(kept_ids) + 1)}
+        assert kept <= set(truth), "a locked sequence was forgotten"
+        assert tree.evictable == len(truth) - len(kept)
+
+
+def test_a_slot_is_never_handed_out_twice() -> None:
+    """The pool notices a slot that comes back twice."""
+    pool = SlotPool(3)
+    taken = pool.take(2)
+    pool.give([taken])
+    assert pool.peak == 2
+    with pytest.raises(AssertionError, match="twice"):
+        pool.give([taken])

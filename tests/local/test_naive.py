@@ -1,0 +1,165 @@
+"""Whatever the schedule, the engine writes and scores what a naive one-sequence loop does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.local.messages import Cancel, Order, Sampled, Scored, Submit
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+GREEDY = Sampling(temperature=0)
+CLOSE = 1e-4
+
+
+def ids_of(seed: int, count: int) -> TokenIds:
+    """Some ids, never a special one."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, 300, (count,), generator=generator).tolist())
+
+
+STEM = ids_of(0, 60)
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> list[list[Order]]:
+    """Requests that share prefixes of one stem, arriving and being cancelled at any step."""
+    steps: list[list[Order]] = [[] for _ in range(12)]
+    for ticket in range(1, draw(st.integers(2, 9)) + 1):
+        prefix = STEM[: draw(st.integers(1, 40))] + ids_of(ticket, draw(st.integers(0, 3)))
+        at = draw(st.integers(0, 8))
+        request: SampleRequest | ScoreRequest
+        if draw(st.booleans()):
+            request = SampleRequest(prefix, draw(st.integers(1, 12)), GREEDY, priority=draw(st.integers(-1, 1)))
+        else:
+            suffix = STEM[len(prefix) : len(prefix) + draw(st.integers(1, 12))] or (7,)
+            request = ScoreRequest(prefix, suffix)
+        steps[at].append(Submit(ticket, request))
+        if draw(st.integers(0, 4)) == 0:
+            steps[min(11, at + draw(st.integers(0, 4)))].append(Cancel(ticket))
+    return steps
+
+
+def check(naive: Any, request: SampleRequest | ScoreRequest, reply: object) -> None:
+    """The reply is what the naive loop says, token for token, score for score."""
+    if isinstance(request, SampleRequest):
+        assert isinstance(reply, Sampled)
+        assert naive.agrees(request.ids, reply.ids)
+        assert reply.logprobs == pytest.approx(naive.scores(request.ids, reply.ids), abs=CLOSE)
+        assert len(reply.ids) == request.max_tokens or reply.ended == "end"
+    else:
+        assert isinstance(reply, Scored)
+        assert reply.logprobs == pytest.approx(naive.scores(request.prefix, request.suffix), abs=CLOSE)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "native"])
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(script=scripts(), chunk=st.sampled_from([3, 17, 64]), room=st.sampled_from([60, 90, 4096]))
+def test_any_schedule_equals_the_naive_loop(
+    family: str,
+    kernel: Literal["torch", "native"],
+    script: list[list[Order]],
+    chunk: int,
+    room: int,
+    make_model: Callable[..., Path],
+    naive: Callable[..., Any],
+    drive: Callable[..., Any],
+) -> None:
+    """Batches, chunked prefills, shared prefixes, cancellations, evictions and preemptions change no answer."""
+    folder = make_model(family, max_position_embeddings=128)
+    done = drive(folder, script, kernel=kernel, chunk_tokens=chunk, kv_tokens=room, max_batch=5)
+    orders = [order for step in script for order in step]
+    cancelled = {order.ticket for order in orders if isinstance(order, Cancel)}
+    for order in orders:
+        if isinstance(order, Submit):
+            if order.ticket in done.replies:
+                check(naive(folder), order.request, done.replies[order.ticket])
+            else:
+                assert order.ticket in cancelled, "an answer is missing"
+    assert done.stats.kv_locked == 0, "slots stayed locked"
+    assert done.stats.kv_used <= room
+
+
+@pytest.mark.parametrize("kernel", ["torch", "native"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1, "head_dim": 32},
+        {"tie_word_embeddings": True, "head_dim": 64},
+        {"attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ],
+    ids=["no groups", "one kv head", "tied", "biases", "linear rope", "llama3 rope"],
+)
+def test_variants_of_a_family_equal_the_naive_loop(
+    kernel: str, changes: dict[str, Any], make_model: Callable[..., Path], naive: Any, drive: Any
+) -> None:
+    """Head counts, head sizes, tied embeddings, biases and rotary scalings."""
+    folder = make_model("llama", **changes)
+    requests = [SampleRequest(ids_of(n, 3 * n + 1), 10, GREEDY) for n in range(6)]
+    requests_score = [ScoreRequest(ids_of(9, 5), ids_of(8, n + 1)) for n in range(4)]
+    orders: list[Order] = [Submit(n + 1, r) for n, r in enumerate([*requests, *requests_score])]
+    done = drive(folder, [orders], kernel=kernel)
+    for order in orders:
+        assert isinstance(order, Submit)
+        check(naive(folder), order.request, done.replies[order.ticket])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_transformers_generate(
+    family: str, make_model: Callable[..., Path], naive: Any, drive: Any
+) -> None:
+    """Token for token, up to the first near tie."""
+    folder = make_model(family)
+    prompt = ids_of(5, 20)
+    ours = drive(folder, [[Submit(1, SampleRequest(prompt, 40, GREEDY))]]).replies[1].ids
+    theirs = naive(folder).model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=1)
+    theirs = tuple(theirs[0, len(prompt) :].tolist())
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
+    if same < len(ours):
+        top = naive(folder).logits(prompt + ours[:same])[-1].topk(2).values
+        assert float(top[0] - top[1]) <= CLOSE
+    assert naive(folder).agrees(prompt, ours)
+
+
+def test_half_precision_runs_and_stays_near(make_model: Callable[..., Path], naive: Any, drive: Any) -> None:
+    """bfloat16 follows the same law, to its own precision."""
+    folder = make_model("llama", initializer_range=0.05)
+    request = ScoreRequest(ids_of(1, 20), ids_of(2, 20))
+    reply = drive(folder, [[Submit(1, request)]], dtype="bfloat16").replies[1]
+    assert reply.logprobs == pytest.approx(naive(folder).scores(request.prefix, request.suffix), abs=0.15)
+
+
+def test_weights_that_are_bfloat16_numbers_lose_nothing(
+    make_model: Callable[..., Path], tmp_path: Path, drive: Any
+) -> None:
+    """The native kernels keep such weights in half the memory; every score stays that of the torch forward."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = make_model("llama")
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path)
+    request = ScoreRequest(ids_of(1, 30), ids_of(2, 40))
+    scores = [
+        drive(tmp_path, [[Submit(1, request)]], kernel=kernel).replies[1].logprobs for kernel in ("torch", "native")
+    ]
+    assert scores[1] == pytest.approx(scores[0], abs=2e-5)

@@ -21,6 +21,7 @@ from atts.journal.events import (
     Scored,
     SessionClosed,
     SessionOpened,
+    Taught,
     TurnFinished,
     Warned,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "SessionOpened",
     "Setting",
     "Tail",
+    "Taught",
     "TurnFinished",
     "Warned",
     "check_directory",

@@ -26,6 +26,7 @@ from atts.journal.events import (
     Scored,
     SessionClosed,
     SessionOpened,
+    Taught,
     TurnFinished,
 )
 
@@ -48,6 +49,7 @@ class OpenProblem:
         default_factory=dict[tuple[int, int], deque[Decided | Observed]]
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
+    taught: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])  # sample, turn, attempt
     graded: list[Graded] = field(default_factory=list[Graded])
     _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])  # by rollout hint
     _hints: dict[int, str] = field(default_factory=dict[int, str])
@@ -80,6 +82,8 @@ class OpenProblem:
                     self._hints[event.sample] = event.rollout
             case Decided(decision) | Observed(decision):
                 self.gate.setdefault((decision.sample, decision.turn), deque()).append(event)
+            case Taught():
+                self.taught.add((event.sample, event.turn, event.attempt))
             case Graded():
                 self.graded.append(event)
             case _:

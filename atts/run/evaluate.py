@@ -29,13 +29,14 @@ from atts.journal import (
     ProblemStarted,
     RunState,
     SessionClosed,
+    Taught,
     Warned,
     check_directory,
     open_journal,
 )
 from atts.journal.events import VerdictStatus
-from atts.pipelines import Context, RoundGate
-from atts.run.gates import AlarmWatch, StepGate, StepRoundGate, remind
+from atts.pipelines import Context, Learning, RoundGate
+from atts.run.gates import AlarmWatch, StepGate, StepLearningGate, StepRoundGate, remind
 from atts.run.plan import Grade, Plan
 from atts.run.recorder import Listener, ProblemRecord, Recorder
 from atts.run.result import ProblemLine, RunResult, RunStatus, problem_line
@@ -111,7 +112,7 @@ async def _journal(
     def recall(entry: Entry) -> None:
         event = entry.event
         state.apply(entry)
-        if isinstance(event, Decided | Observed) and not isinstance(plan.gate, RoundGate):
+        if isinstance(event, Decided | Observed | Taught) and not isinstance(plan.gate, RoundGate):
             remind(plan.gate, event)
         for listener in session.listeners:
             listener.recalled(event)
@@ -217,7 +218,8 @@ class _Run:
         if isinstance(plan.gate, RoundGate):
             gate: StepGate | StepRoundGate = StepRoundGate(plan.gate, keeper)
         else:
-            gate = StepGate(plan.gate, keeper, self._alarms)
+            wrapper = StepLearningGate if isinstance(plan.gate, Learning) else StepGate
+            gate = wrapper(plan.gate, keeper, self._alarms)
         draft, target = StepEngine(plan.draft, "draft", keeper), StepEngine(plan.target, "target", keeper)
         return Context(draft, target, gate, plan.answers, plan.seed, record)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from atts.core import Decision
-from atts.journal import Decided, Drifted, Observed
-from atts.pipelines import Features, Gate, RoundGate
+from atts.journal import Decided, Drifted, Observed, Taught
+from atts.pipelines import Features, Gate, Learning, RoundGate
 from atts.run.recorder import Recorder
 from atts.run.steps import Keeper
 
@@ -101,6 +101,23 @@ class StepGate:
         self._alarms.look()
 
 
+class StepLearningGate(StepGate):
+    """A gate that also learns how chunks turned out; every lesson is recorded, and given once."""
+
+    def __init__(self, gate: Gate, keeper: Keeper, alarms: AlarmWatch) -> None:
+        super().__init__(gate, keeper, alarms)
+        assert isinstance(gate, Learning), "chosen for gates that learn"
+        self._learning = gate
+
+    def learn(self, features: Features, p: float | None, level: str) -> None:
+        """Teach the gate, unless an earlier session did; see `atts.pipelines.Learning`."""
+        place = (features.sample, features.turn, features.attempt)
+        if place in self._keeper.recorded.taught:
+            return
+        self._learning.learn(features, p, level)
+        self._keeper.recorder.record(Taught(self._keeper.problem, *place, level, p, _told(features)))
+
+
 class StepRoundGate:
     """The same for rounds: the real gate ranks every round anew, for what it carries over; recorded decisions stand."""
 
@@ -121,17 +138,30 @@ class StepRoundGate:
         return decisions
 
 
-def remind(gate: Gate, event: Decided | Observed) -> None:
+def remind(gate: Gate, event: Decided | Observed | Taught) -> None:
     """Let a gate live through a recorded call again: called in the recorded order, it is then what it was."""
+    if isinstance(event, Taught):
+        if isinstance(gate, Learning):
+            gate.learn(_features(event.problem, event.turn, event.sample, event.features), event.p, event.level)
+        return
     decision = event.decision
     if isinstance(event, Observed):
         gate.observe(decision, event.escalated == "yes")
         return
-    told = {name: event.features.get(name, 0.0) for name in _TOLD}
-    features = Features(
-        decision.question,
-        decision.turn,
-        decision.sample,
+    features = _features(decision.question, decision.turn, decision.sample, event.features)
+    if event.asked == "preview":
+        gate.preview(features)
+    elif decision.score is not None:
+        gate.decide(replace(features, issue=decision.issue), decision.score)
+
+
+def _features(question: str, turn: int, sample: int, recorded: Mapping[str, float]) -> Features:
+    """What the gate was told, as far as it is recorded: all but the text."""
+    told = {name: recorded.get(name, 0.0) for name in _TOLD}
+    return Features(
+        question,
+        turn,
+        sample,
         attempt=int(told["attempt"]),
         tokens=int(told["tokens"]),
         draft_logprob=told["draft_logprob"],
@@ -140,10 +170,6 @@ def remind(gate: Gate, event: Decided | Observed) -> None:
         agreement=told["agreement"],
         agrees=bool(told["agrees"]),
     )
-    if event.asked == "preview":
-        gate.preview(features)
-    elif decision.score is not None:
-        gate.decide(replace(features, issue=decision.issue), decision.score)
 
 
 def _decision(calls: deque[Decided | Observed]) -> Decision:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from atts.calibration.budget import TokenBucket
+from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner
 from atts.errors import EngineUnavailable, FingerprintError, JournalCorrupt, StorageError
 from atts.journal import (
     JOURNAL,
@@ -22,6 +23,7 @@ from atts.journal import (
     Observed,
     Sampled,
     Setting,
+    Taught,
     TurnFinished,
     Warned,
     read_decisions,
@@ -29,6 +31,7 @@ from atts.journal import (
 )
 from atts.pipelines import CappedGate, Chunking, Policy, TopGate
 from atts.run import RunResult
+from atts.run.gates import remind
 from atts.testing import Faults, Latency, ScriptedEngine, toy_problems
 
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
@@ -133,6 +136,26 @@ def test_a_hard_cap_is_carried_over(world: Any) -> None:
         torn_copy(world, place)
         world.run(plan(), world.session("copy"))
         assert decided(world, "copy") == decided(world, "run")
+
+
+def test_a_gate_that_learns_is_taught_each_lesson_once(world: Any) -> None:
+    """Labels given before a crash are known after it, and not given again."""
+
+    def learning() -> OrdinalGate:
+        return OrdinalGate(world.online().calibrator, OrdinalLearner(alpha=0.3))
+
+    world.run(world.plan(gate=learning()), world.session())
+    for place in cuts(world.tmp_path / "run", 5, seed=9):
+        torn_copy(world, place)
+        gate = learning()
+        world.run(world.plan(gate=gate), world.session("copy"))
+        taught = [event for event in world.events("copy") if isinstance(event, Taught)]
+        assert len({(t.problem, t.sample, t.turn, t.attempt) for t in taught}) == len(taught) > 0
+        again = learning()
+        for event in world.events("copy"):
+            if isinstance(event, Decided | Observed | Taught):
+                remind(again, event)
+        assert again.learner.state() == gate.learner.state()
 
 
 def test_decisions_are_read_in_order_for_replay(world: Any) -> None:

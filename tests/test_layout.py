@@ -18,8 +18,11 @@ HEAVY = ("torch", "transformers", "sympy", "numpy", "anyio")
 FLOORS: list[set[str]] = [
     {"atts.errors", "atts.seeds", "atts.tasks"},
     {"atts.core"},
-    {"atts.engine", "atts.graph", "atts.journal", "atts.decode", "atts.calibration", "atts.evaluators"},
-    {"atts.local", "atts.testing", "atts.models", "atts.pipelines"},
+    {
+        "atts.engine", "atts.graph", "atts.journal", "atts.decode", "atts.tokenizing", "atts.calibration",
+        "atts.evaluators",
+    },
+    {"atts.local", "atts.remote", "atts.testing", "atts.models", "atts.pipelines"},
     {"atts.reports", "atts.run"},
     {"atts.api"},
     {"atts.cli"},

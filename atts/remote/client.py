@@ -1,0 +1,213 @@
+"""Calls one server: what to retry, how long to wait, what to tell it when nobody waits any more."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import anyio
+
+from atts.errors import BadReply, ContextOverflow, EngineError, EngineTimeout, EngineUnavailable, UnsupportedByEngine
+from atts.remote.options import RemoteOptions
+from atts.remote.pace import Pace
+from atts.remote.transport import Lost, Reply, open_transport, proxy_hint
+from atts.tasks import clock, shielded
+
+T = TypeVar("T")
+_RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
+_OVERFLOW = ("context length", "maximum context", "context size", "longer than the model", "max_model_len", "too long")
+_LONGEST_WAIT = 30.0  # a Retry-After beyond this is for people, not for a call that somebody waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request to be sent: where, what, and under which id."""
+
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+
+
+class Refused(EngineUnavailable):
+    """The server said "not now"; `wait` is how long it asked to be left alone."""
+
+    def __init__(self, engine: str, problem: str, wait: float) -> None:
+        super().__init__(engine, problem, "Try again later, or send less at once")
+        self.wait = wait
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went over the wire, failures included."""
+
+    attempts: int = 0
+    retries: int = 0
+    lost: int = 0
+    aborts: int = 0
+    aborts_failed: int = 0
+
+
+class Client:
+    """An open connection to one server; made inside a running loop, and good for that loop only."""
+
+    def __init__(self, name: str, url: str, options: RemoteOptions) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        self.options = options
+        self.traffic = Traffic()
+        self.pace = Pace(options.in_flight, clock())
+        self._transport = open_transport(options)
+        key = options.key.read()
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._has_key = bool(key)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._transport.aclose()
+
+    async def look(
+        self, path: str, body: dict[str, Any] | None = None, *, method: Literal["GET", "POST"] = "GET"
+    ) -> Reply:
+        """One short question about the server itself, not retried; any status is an answer.
+
+        :raises EngineUnavailable: no whole reply came.
+        :raises EngineTimeout: none came in time.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with anyio.fail_after(min(30.0, self.options.timeout_seconds)):
+                return await self._transport.send(method, self.url + path, data, self._headers)
+        except Lost as lost:
+            raise self._unreachable(lost) from lost
+        except TimeoutError as late:
+            raise EngineTimeout(self.name, f"{self.url}{path} does not answer") from late
+
+    async def ask(
+        self, make: Callable[[str], Call], read: Callable[[Any], T], abort: Callable[[str], Call | None]
+    ) -> T:
+        """Send a request under a fresh id until its reply can be read; one deadline holds for all attempts.
+
+        An attempt that was given up, or whose reply was lost on the way, is aborted on the server.
+
+        :raises EngineTimeout: the deadline passed.
+        :raises EngineError: every attempt failed, or the server refused the request for good.
+        """
+        try:
+            with anyio.fail_after(self.options.timeout_seconds):
+                return await self._tries(make, read, abort)
+        except TimeoutError as late:
+            raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s") from late
+
+    async def _tries(
+        self, make: Callable[[str], Call], read: Callable[[Any], T], abort: Callable[[str], Call | None]
+    ) -> T:
+        attempt = 1
+        while True:
+            try:
+                reply = await self._once(make, abort)
+                return read(self._judge(reply))
+            except EngineError as error:
+                if not error.retryable or attempt == self.options.attempts:
+                    raise
+                wait = error.wait if isinstance(error, Refused) else 0.0
+            self.traffic.retries += 1
+            await anyio.sleep(max(wait, self.options.delay_seconds * 2 ** (attempt - 1) * _spread()))
+            attempt += 1
+
+    async def _once(self, make: Callable[[str], Call], abort: Callable[[str], Call | None]) -> Reply:
+        rid = uuid.uuid4().hex  # of one length: SGLang aborts every id that begins like the one named
+        call = make(rid)
+        body = json.dumps(call.body, separators=(",", ":")).encode()
+        await self.pace.enter()
+        try:
+            self.traffic.attempts += 1
+            return await self._transport.send("POST", self.url + call.path, body, {**self._headers, **call.headers})
+        except Lost as lost:
+            self.traffic.lost += 1
+            if lost.sent:
+                await self._abort(abort(rid))
+            raise self._unreachable(lost) from lost
+        except anyio.get_cancelled_exc_class():
+            await self._abort(abort(rid))
+            raise
+        finally:
+            self.pace.leave()
+
+    async def _abort(self, call: Call | None) -> None:
+        """Tell the server, briefly, that nobody waits; the connection is closed already."""
+        if call is None:
+            return
+        self.traffic.aborts += 1
+        done = False
+        with shielded(self.options.cancel_seconds):
+            try:
+                data = json.dumps(call.body).encode()
+                done = (await self._transport.send("POST", self.url + call.path, data, self._headers)).status == 200
+            except Lost:
+                done = False  # counted below: a server that is gone has nothing left to abort
+        self.traffic.aborts_failed += not done
+
+    def _judge(self, reply: Reply) -> Any:
+        """The reply's JSON, or the error its status stands for."""
+        if reply.status == 200:
+            try:
+                found = json.loads(reply.body)
+            except ValueError as error:
+                raise BadReply(self.name, f"the reply is not whole JSON ({error})") from error
+            self.pace.answered()
+            return found
+        if reply.status in _RETRIED:
+            (self.pace.refused if reply.status in (429, 503, 529) else self.pace.erred)()
+            raise Refused(self.name, f"status {reply.status}: {said(reply)}", _seconds(reply.retry_after))
+        raise self.refusal(reply)
+
+    def refusal(self, reply: Reply) -> EngineError:
+        """The error of a status that another attempt would meet again."""
+        words = said(reply)
+        if reply.status in (401, 403):
+            source = self.options.key
+            where = str(source.file) if source.file else source.variable
+            problem = "it refused the API key" if self._has_key else "it wants an API key"
+            advice = f"Put a valid key into {where}" if source.file else f"Set {where} to a valid key"
+            return UnsupportedByEngine(self.name, f"{problem} (status {reply.status}: {words})", advice)
+        if reply.status in (400, 413, 422) and any(sign in words.lower() for sign in _OVERFLOW):
+            overflow = ContextOverflow(self.name, 0, 0)
+            overflow.args = (f"engine {self.name}: the request does not fit the server's context ({words})",)
+            return overflow
+        if reply.status == 404:
+            return UnsupportedByEngine(
+                self.name, f"not found: {words}", "Check the URL, the dialect and the model name"
+            )
+        return EngineError(self.name, f"it refused the request (status {reply.status}: {words})")
+
+    def _unreachable(self, lost: Lost) -> EngineUnavailable:
+        what = "lost the connection to" if lost.sent else "cannot reach"
+        return EngineUnavailable(self.name, f"{what} {self.url} ({lost})", proxy_hint(self.url, self.options))
+
+
+def said(reply: Reply) -> str:
+    """What an error reply says, in a line."""
+    try:
+        found: Any = json.loads(reply.body)
+    except ValueError:
+        found = reply.body.decode(errors="replace")
+    while isinstance(found, dict):
+        row: dict[str, Any] = found
+        found = row.get("error", row.get("message", row.get("detail", row.get("object", ""))))
+    return " ".join(str(found).split())[:300] or "no reason given"
+
+
+def _seconds(words: str) -> float:
+    """A Retry-After in seconds; dates and nonsense count as none."""
+    try:
+        return min(_LONGEST_WAIT, max(0.0, float(words)))
+    except ValueError:
+        return 0.0
+
+
+def _spread() -> float:
+    """A factor around one, so that callers that failed together do not come back together."""
+    return 0.75 + 0.5 * (uuid.uuid4().int % 1000) / 1000

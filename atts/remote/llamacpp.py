@@ -1,0 +1,116 @@
+"""llama.cpp's dialect: it drafts from ids, and cannot score a prompt."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.remote.client import Call, Client
+from atts.remote.dialects import Identity, Sampled, choose_model, json_at, metric, seed_of
+
+_FORCE = 1e9  # a bias that leaves no other token a chance; log-probs are taken before it
+
+
+class LlamaCppDialect:
+    """llama.cpp's own server. It leaves out the log-probs of stop words and of cut characters: they are asked for."""
+
+    name = "llamacpp"
+    can_score = False
+    spare = 1
+    logprobs: Literal["raw", "processed"] = "raw"
+
+    async def identify(self, client: Client, model: str) -> Identity:
+        """See `Dialect`; one server has one model, so a name is only compared with the file's."""
+        props = await json_at(client, "/props")
+        path = str(props.get("model_path") or props.get("model_alias") or "unknown")
+        alias = str(props.get("model_alias") or path.rsplit("/", 1)[-1])
+        if model and model not in (path, alias):
+            choose_model(client, [{"id": alias}], model)
+        settings: dict[str, Any] = props["default_generation_settings"]
+        build = str(props.get("build_info") or "unknown")
+        return Identity(f"llamacpp {build.split('-')[0]}", build, alias, int(settings["n_ctx"]))
+
+    def sampling(self, request: SampleRequest, rid: str) -> Call:
+        """See `Dialect`; the defaults are another distribution, and cut before they heat: both are set right."""
+        law = request.sampling
+        body = {
+            "prompt": request.ids,
+            "n_predict": request.max_tokens,
+            "samplers": ["temperature", "top_k", "top_p", "min_p"],
+            "temperature": law.temperature,
+            "top_k": law.top_k,
+            "top_p": law.top_p,
+            "min_p": law.min_p,
+            "repeat_penalty": 1.0,
+            "seed": seed_of(request, 31),
+            "stop": request.stop,
+            "cache_prompt": True,
+            "n_probs": 1,
+            "post_sampling_probs": False,
+            "return_tokens": True,
+        }
+        return Call("/completion", body)
+
+    def sampled(self, reply: Any, request: SampleRequest) -> Sampled:
+        """See `Dialect`; a log-prob is None from where the server began to leave them out."""
+        if reply.get("truncated"):
+            raise ValueError("it cut the prompt")
+        ids = tuple(reply["tokens"])
+        rows = [(row["id"], float(row["logprob"])) for row in reply["completion_probabilities"]]
+        logprobs = _matched(ids, rows)
+        finish: Literal["stop", "length"] = "length" if reply["stop_type"] == "limit" else "stop"
+        return Sampled(ids, logprobs, finish, int((reply.get("timings") or {}).get("cache_n") or 0))
+
+    def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
+        """See `Dialect`; the engine never asks what it cannot do."""
+        raise AssertionError("llama.cpp cannot score")
+
+    def scored(self, reply: Any, request: ScoreRequest) -> Scores | None:
+        """See `Dialect`."""
+        raise AssertionError("llama.cpp cannot score")
+
+    def forcing(self, ids: TokenIds, token: int) -> Call | None:
+        """See `Dialect`: one token, with all weight on the one asked for."""
+        body = {
+            "prompt": ids,
+            "n_predict": 1,
+            "temperature": 1.0,
+            "samplers": ["temperature"],
+            "logit_bias": [[token, _FORCE]],
+            "cache_prompt": True,
+            "n_probs": 1,
+            "post_sampling_probs": False,
+            "return_tokens": True,
+        }
+        return Call("/completion", body)
+
+    def forced(self, reply: Any, token: int) -> float:
+        """See `Dialect`."""
+        (row,) = reply["completion_probabilities"]
+        if row["id"] != token or tuple(reply["tokens"]) != (token,):
+            raise ValueError(f"it was made to write {token}, and wrote {row['id']}")
+        return float(row["logprob"])
+
+    def abort(self, rid: str) -> Call | None:
+        """See `Dialect`; it watches the connection."""
+        return None
+
+    async def tokenize(self, client: Client, text: str) -> TokenIds:
+        """See `Dialect`."""
+        body = {"content": text, "add_special": False, "parse_special": False}
+        return tuple((await json_at(client, "/tokenize", body))["tokens"])
+
+    async def running(self, client: Client) -> int | None:
+        """See `Dialect`; needs a server started with --metrics."""
+        reply = await client.look("/metrics")
+        return metric(reply.body.decode(errors="replace"), "llamacpp:requests_processing")
+
+
+def _matched(ids: TokenIds, rows: list[tuple[int, float]]) -> tuple[float | None, ...]:
+    """A log-prob per id up to the first that was left out; beyond it there is no telling whose is whose."""
+    whole = 0
+    while whole < min(len(ids), len(rows)) and rows[whole][0] == ids[whole]:
+        whole += 1
+    if len(rows) > len(ids) or (len(rows) == len(ids) and whole < len(ids)):
+        raise ValueError("the log-probs are not of the ids that came with them")
+    return tuple(rows[place][1] if place < whole else None for place in range(len(ids)))

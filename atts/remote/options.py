@@ -1,0 +1,77 @@
+"""How a server is spoken to: patience, retries, load, proxies, keys."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from atts.errors import OptionError
+
+KEY_VARIABLE = "ATTS_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where an API key is read from when a connection opens; the key itself is never kept here, nor shown anywhere.
+
+    >>> Key(variable="ATTS_NO_SUCH_KEY").read()
+    ''
+
+    :raises OptionError: on reading, a file that is named and cannot be read.
+    """
+
+    variable: str = KEY_VARIABLE
+    file: Path | None = None
+
+    def read(self) -> str:
+        """The key: from the file when one is named, else from the environment; empty when there is none."""
+        if self.file is None:
+            return os.environ.get(self.variable, "").strip()
+        try:
+            return self.file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError("key file", f"{self.file} cannot be read ({type(error).__name__})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """Patience, retries and load of one server.
+
+    `timeout_seconds` bounds a call with all its retries; `attempts` counts the first try. At most `in_flight` requests
+    are under way at once, fewer after the server says that it is too many. `wait_seconds` is how long a server that is
+    still loading is waited for. Every `recheck_seconds`, and after any lost connection, the engine is asked again who
+    it is. `proxy` "environment" goes through HTTP_PROXY and its kin; otherwise they are not looked at.
+    `priorities` "send" is for servers started with priority scheduling; others refuse them.
+
+    :raises OptionError: a value no server can be spoken to with.
+    """
+
+    timeout_seconds: float = 600.0
+    attempts: int = 3
+    delay_seconds: float = 0.25  # before the second attempt; doubles
+    in_flight: int = 4096
+    connect_seconds: float = 5.0
+    wait_seconds: float = 600.0
+    cancel_seconds: float = 2.0  # for telling the server that nobody waits any more
+    recheck_seconds: float = 60.0
+    proxy: Literal["never", "environment"] = "never"
+    priorities: Literal["ignore", "send"] = "ignore"
+    key: Key = field(default_factory=Key)
+    ca_file: Path | None = None  # certificates to trust instead of the system's; they are always verified
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1 or self.in_flight < 1:
+            raise OptionError("remote", f"attempts {self.attempts}, in_flight {self.in_flight}: expected at least 1")
+        for name in ("timeout_seconds", "connect_seconds", "cancel_seconds", "recheck_seconds"):
+            if not getattr(self, name) > 0:
+                raise OptionError(name, f"{getattr(self, name)} is not positive")
+        if self.proxy not in ("never", "environment"):
+            raise OptionError("proxy", f"{self.proxy!r} is unknown", ("never", "environment"))
+        if self.priorities not in ("ignore", "send"):
+            raise OptionError("priorities", f"{self.priorities!r} is unknown", ("ignore", "send"))
+
+
+DialectName = Literal["vllm", "sglang", "llamacpp", "ollama", "openai"]
+DIALECTS: tuple[str, ...] = get_args(DialectName)

@@ -1,0 +1,261 @@
+"""Sees a server do what it claims before anything depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import anyio
+
+from atts.core import Message, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
+from atts.engine import Capability, EngineSpec, Tokenizer
+from atts.errors import BadReply, EngineError, FingerprintError, UnsupportedByEngine
+from atts.remote.client import Client
+from atts.remote.dialects import Dialect, Identity, Sampled
+from atts.seeds import Seed
+from atts.tasks import task_group
+
+_TEXTS = ("Let x = 2.\n\nThen 12345 + 678 = 13023.", "\n\n  two  spaces", "naïve \\boxed{42} π")
+_QUESTION = "Start at 17. +5, -8, +11. What is the result?"
+_TOKENS = 12
+_GREEDY = Sampling(temperature=0.0)
+_HOT = Sampling(temperature=2.0)
+TOLERANCE = 0.05  # nats; servers that batch differently differ by this much
+
+Answer = Literal["yes", "no", "unknown"]
+Seen = Literal["raw", "processed", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at: whether it holds, and what was seen."""
+
+    name: str
+    answer: Answer
+    seen: str
+    needed: Literal["sample", "score", "nobody"] = "nobody"
+
+    def __str__(self) -> str:
+        return f"{self.answer:8}{self.name}: {self.seen}"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a probe learnt, and the values by which a server is known again."""
+
+    findings: tuple[Finding, ...]
+    sampled: Literal["raw", "processed"]  # the log-probs of sampled tokens
+    text: TokenIds  # written greedily after the probe's prompt
+    values: tuple[float, ...]  # their log-probs: scored, or as sampled where the server cannot score
+    convention: Seen = "unknown"  # as measured
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """The same values, asked for again."""
+
+    values: tuple[float, ...]
+    convention: Seen
+
+
+@dataclass(frozen=True, slots=True)
+class Hands:
+    """How a prober asks: through the engine's own checks, or one raw reply at a time."""
+
+    raw_sample: Callable[[SampleRequest], Awaitable[Sampled]]
+    score: Callable[[ScoreRequest], Awaitable[Scores]]
+
+
+class Prober:
+    """Looks at one server, a few cheap calls long."""
+
+    def __init__(self, client: Client, dialect: Dialect, spec: EngineSpec, tokenizer: Tokenizer, hands: Hands) -> None:
+        self._client = client
+        self._dialect = dialect
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._hands = hands
+        self._prompt = tokenizer.render([Message("user", _QUESTION)])
+
+    async def run(self) -> Known:
+        """Look at everything.
+
+        :raises FingerprintError: the server's tokenizer is another than ours.
+        :raises EngineError: it fails at something without which nothing can be said.
+        """
+        findings = [Finding("engine", "yes", f"{self._spec.engine}, model {self._spec.model}")]
+        findings.append(await self._see_tokenizer())
+        written = await self._hands.raw_sample(self._request(_GREEDY))
+        findings.append(_ids_seen(written))
+        findings.append(await self._see_stop(written.ids))
+        findings.append(await self._see_seeds())
+        values = tuple(value for value in written.logprobs if value is not None)
+        convention: Seen = "unknown"
+        if self._dialect.can_score:
+            found, values = await self._see_scores(written)
+            findings.extend(found)
+            convention = await self._convention()
+        sampled = self._dialect.logprobs if convention == "unknown" else convention
+        seen = f"sampled log-probs are {sampled}" + (" (not measured)" if convention == "unknown" else "")
+        findings.append(Finding("convention", "yes" if convention != "unknown" else "unknown", seen))
+        findings.append(await self._see_abort())
+        return Known(tuple(findings), sampled, written.ids, values, convention)
+
+    async def canary(self, known: Known) -> Canary:
+        """A few of those values again, without looking for anything new."""
+        if self._dialect.can_score:
+            scores = await self._hands.score(ScoreRequest(self._prompt, known.text))
+            return Canary(scores.logprobs, await self._convention())
+        written = await self._hands.raw_sample(self._request(_GREEDY))
+        same = written.ids == known.text
+        return Canary(tuple(value for value in written.logprobs if value is not None) if same else (), "unknown")
+
+    def _request(self, law: Sampling, seed: int = 0, tokens: int = _TOKENS) -> SampleRequest:
+        return SampleRequest(self._prompt, tokens, law, Seed(run=seed, purpose="probe"))
+
+    async def _see_tokenizer(self) -> Finding:
+        try:
+            for text in _TEXTS:
+                theirs, ours = await self._dialect.tokenize(self._client, text), self._tokenizer.encode(text)
+                if theirs != ours:
+                    advice = "Give the tokenizer of the model that is served"
+                    raise FingerprintError("the server's model", [(repr(text[:24]), theirs[:8], ours[:8])], advice)
+        except (EngineError, KeyError, TypeError) as error:
+            return Finding("tokenizer", "unknown", f"the server does not tokenize for us ({error})")
+        return Finding("tokenizer", "yes", f"the server's ids of {len(_TEXTS)} texts are ours")
+
+    async def _see_stop(self, ids: TokenIds) -> Finding:
+        place = len(ids) // 2
+        stop = self._tokenizer.decode(ids[place : place + 1])
+        if not stop or "\ufffd" in stop:
+            return Finding("stop", "unknown", "no text to stop at was written")
+        cut = await self._hands.raw_sample(replace(self._request(_GREEDY), stop=(stop,)))
+        if len(cut.ids) < len(ids) or cut.finish == "stop":
+            return Finding("stop", "yes", f"it stopped at {stop!r} after {len(cut.ids)} tokens")
+        return Finding(
+            "stop", "no", f"it wrote {len(cut.ids)} tokens past {stop!r}: they are cut off here, and paid for"
+        )
+
+    async def _see_seeds(self) -> Finding:
+        first, again = [await self._hands.raw_sample(self._request(Sampling(temperature=1.5), 7)) for _ in range(2)]
+        if first.ids == again.ids:
+            return Finding("seeds", "yes", "a seed gave the same text twice")
+        return Finding("seeds", "no", "a seed gave two texts: runs on this server cannot be repeated token for token")
+
+    async def _see_scores(self, written: Sampled) -> tuple[list[Finding], tuple[float, ...]]:
+        """A greedy text is scored, again, and with a strange token planted in it."""
+        ids = written.ids
+        try:
+            first = await self._hands.score(ScoreRequest(self._prompt, ids))
+            again = await self._hands.score(ScoreRequest(self._prompt, ids))
+            place = len(ids) // 2
+            strange = self._strange(ids[place])
+            spoilt = await self._hands.score(ScoreRequest(self._prompt, (*ids[:place], strange, *ids[place + 1 :])))
+        except (BadReply, UnsupportedByEngine) as error:
+            return [Finding("scores", "no", str(error), "score")], ()
+        findings = [self._compare(written, first, again)]
+        gain = spoilt.logprobs[place] - first.logprobs[place]
+        seen = f"a planted token scores {gain:.2f} nats against the greedy one"
+        findings.append(Finding("planted", "yes" if gain < 0 else "no", seen, "score"))
+        grown = again.cached_tokens > 0
+        seen = f"{first.cached_tokens}, then {again.cached_tokens} cached tokens while scoring"
+        findings.append(Finding("cache", "yes" if grown else "unknown", seen))
+        return findings, first.logprobs
+
+    def _strange(self, token: int) -> int:
+        """An id far from the given one, and no end."""
+        size = self._spec.vocabulary
+        candidates = ((token + size // 2 + step) % size for step in range(size))
+        return next(index for index in candidates if index != token and index not in self._spec.end_ids)
+
+    def _compare(self, written: Sampled, first: Scores, again: Scores) -> Finding:
+        sampled = [value for value in written.logprobs if value is not None]
+        drift = _distance(first.logprobs, again.logprobs)
+        if drift > TOLERANCE:
+            return Finding("scores", "no", f"the same chunk scored {drift:.3f} nats otherwise from the cache", "score")
+        off = _distance(first.logprobs, sampled)  # at temperature 0 both are the raw law's
+        if off > 2 * TOLERANCE:
+            return Finding("scores", "no", f"scores are {off:.3f} nats from the log-probs sampled with", "score")
+        return Finding(
+            "scores", "yes", f"{len(first.logprobs)} finite scores, within {max(drift, off):.4f} nats", "score"
+        )
+
+    async def _convention(self) -> Seen:
+        """Whether log-probs of hot samples are of the raw law: compared with scores, which are."""
+        hot = await self._hands.raw_sample(self._request(_HOT, 3))
+        sampled = [value for value in hot.logprobs if value is not None]
+        if len(sampled) != len(hot.ids):
+            return "unknown"
+        scores = await self._hands.score(ScoreRequest(self._prompt, hot.ids))
+        if all(value > -TOLERANCE for value in scores.logprobs):
+            return "unknown"  # so sure of itself that heat changes nothing
+        return "raw" if _distance(scores.logprobs, sampled) <= 2 * TOLERANCE else "processed"
+
+    async def _see_abort(self) -> Finding:
+        """A long request, cancelled, must leave the server's count of running requests."""
+        before = await self._dialect.running(self._client)
+        if before is None:
+            return Finding("abort", "unknown", "the server does not say how many requests run")
+        room = self._spec.context_length - len(self._prompt)
+        request = self._request(_HOT, 11, min(2048, room))
+        most = before
+        async with task_group() as group:
+            group.start_soon(self._hands.raw_sample, request)
+            with anyio.move_on_after(1.0):
+                while most <= before:
+                    most = max(most, await self._dialect.running(self._client) or 0)
+                    await anyio.sleep(0.01)
+            group.cancel_scope.cancel()
+        if most <= before:
+            return Finding("abort", "unknown", "the request was over before it could be cancelled")
+        began = anyio.current_time()
+        with anyio.move_on_after(5.0):
+            while (await self._dialect.running(self._client) or 0) >= most:
+                await anyio.sleep(0.02)
+            return Finding("abort", "yes", f"the slot was free {anyio.current_time() - began:.2f} s after the cancel")
+        return Finding(
+            "abort", "no", "a cancelled request still runs after 5 s: rollouts given up keep the server busy"
+        )
+
+
+def refuse(name: str, findings: tuple[Finding, ...], needs: frozenset[Capability]) -> None:
+    """Refuse a server that was seen not to do what is needed.
+
+    :raises UnsupportedByEngine: with every reason.
+    """
+    reasons = [f"{found.name}: {found.seen}" for found in findings if found.answer == "no" and found.needed in needs]
+    if reasons:
+        raise UnsupportedByEngine(name, "; ".join(reasons), "Use a server that can, or a pipeline that needs less")
+
+
+def same_as_before(name: str, was: Identity, now: Identity, known: Known, fresh: Canary) -> None:
+    """Compare a server with the one that was opened.
+
+    :raises UnsupportedByEngine: it is another.
+    """
+    pairs: list[tuple[str, object, object]] = [
+        (field, getattr(was, field), getattr(now, field)) for field in ("engine", "model", "context_length")
+    ]
+    if "unknown" not in (known.convention, fresh.convention):
+        pairs.append(("log-probs", known.convention, fresh.convention))
+    if len(known.values) != len(fresh.values) or _distance(known.values, fresh.values) > 2 * TOLERANCE:
+        pairs.append(("log-probs of a known text", _short(known.values), _short(fresh.values)))
+    changes = [f"{what} was {old}, is {new}" for what, old, new in pairs if old != new]
+    if changes:
+        advice = "Serve the old one again, or start a run of its own on the new one"
+        raise UnsupportedByEngine(name, f"the server changed while in use ({'; '.join(changes)})", advice)
+
+
+def _ids_seen(written: Sampled) -> Finding:
+    return Finding("ids", "yes", f"{len(written.ids)} ids came back with their log-probs", "sample")
+
+
+def _distance(left: tuple[float, ...], right: list[float] | tuple[float, ...]) -> float:
+    if len(left) != len(right):
+        return float("inf")
+    return max((abs(a - b) for a, b in zip(left, right, strict=True) if a != b), default=0.0)
+
+
+def _short(values: tuple[float, ...]) -> str:
+    return "(" + ", ".join(f"{value:.3f}" for value in values[:3]) + ", ...)"

@@ -1,0 +1,84 @@
+"""Turns what a server sent into a completion that keeps the engine protocol's promises, or refuses it."""
+
+from __future__ import annotations
+
+from atts.core import Completion, Ending, SampleRequest, TokenIds
+from atts.engine import EngineSpec, Tokenizer
+from atts.errors import BadReply
+from atts.remote.dialects import Sampled
+
+
+def check_sampled(sampled: Sampled, request: SampleRequest, spec: EngineSpec) -> None:
+    """Believe ids and log-probs only where they can be true.
+
+    :raises BadReply: they cannot.
+    """
+    ids, flaw = sampled.ids, ""
+    known = [value for value in sampled.logprobs if value is not None]
+    if not ids:
+        flaw = "it wrote nothing"
+    elif len(ids) > request.max_tokens:
+        flaw = f"it wrote {len(ids)} tokens, {request.max_tokens} were allowed"
+    elif min(ids) < 0 or max(ids) >= spec.vocabulary:
+        flaw = f"an id outside 0..{spec.vocabulary - 1} came back"
+    elif len(sampled.logprobs) != len(ids):
+        flaw = f"{len(sampled.logprobs)} log-probabilities came with {len(ids)} ids"
+    elif not all(-1e6 < value <= 1e-4 for value in known):  # false for nan, too
+        flaw = "a log-probability is above 0 or not a number"
+    if flaw:
+        raise BadReply(spec.name, flaw)
+
+
+def place_of_end(
+    sampled: Sampled, request: SampleRequest, spec: EngineSpec, tokenizer: Tokenizer
+) -> tuple[int, Ending]:
+    """How many of the ids belong to the completion, and why it ended there.
+
+    Servers may run past a stop (several tokens a step) or not know a stop id: what counts is where the text completes
+    one. One that stopped early must have had a reason.
+
+    :raises BadReply: it stopped, and there is none.
+    """
+    ids = sampled.ids
+    found: list[tuple[int, Ending]] = []
+    for place, token in enumerate(ids, start=1):
+        if token in spec.end_ids:
+            found.append((place, "end"))
+            break
+        if token in request.stop_ids:
+            found.append((place, "delimiter"))
+            break
+    stopped = _stop_place(ids[: found[0][0]] if found else ids, request.stop, tokenizer)
+    if stopped and (not found or stopped < found[0][0]):
+        return stopped, "delimiter"
+    if found:
+        return found[0]
+    if sampled.finish == "length" and len(ids) == request.max_tokens:
+        return len(ids), "length"
+    problem = f"it stopped after {len(ids)} of {request.max_tokens} tokens without a stop or an end among them"
+    raise BadReply(spec.name, f"{problem} (the last id is {ids[-1]})", "Is it an end id that the tokenizer lacks?")
+
+
+def _stop_place(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> int:
+    """The least number of ids whose text holds a stop string; 0 when none does. A text only grows, so halving finds it."""
+
+    def holds(count: int) -> bool:
+        text = tokenizer.decode(ids[:count])
+        return any(stop in text for stop in stops)
+
+    if not stops or not holds(len(ids)):
+        return 0
+    low, high = 0, len(ids)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def settle(
+    sampled: Sampled, logprobs: tuple[float, ...], place: int, ended: Ending, spec: EngineSpec, tokenizer: Tokenizer
+) -> Completion:
+    """The completion, cut where it ends."""
+    ids = sampled.ids[:place]
+    text = tokenizer.decode([token for token in ids if token not in spec.end_ids])
+    return Completion(ids, text, ended, logprobs[:place], sampled.cached_tokens)

@@ -1,0 +1,116 @@
+"""SGLang's dialect: its native /generate, which scores a suffix and keeps the cached prefix."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.remote.client import Call, Client
+from atts.remote.dialects import (
+    Identity,
+    Sampled,
+    choose_model,
+    finish_of,
+    json_at,
+    logprob_of,
+    metric,
+    seed_of,
+    short,
+)
+
+
+class SglangDialect:
+    """SGLang from 0.5 on. Its sampled log-probs are after temperature unless the server was told otherwise."""
+
+    name = "sglang"
+    can_score = True
+    spare = 2  # it shortens a request that would fill the context, without saying so
+    logprobs: Literal["raw", "processed"] = "processed"
+
+    def __init__(self, *, priorities: bool = False) -> None:
+        self._priorities = priorities
+
+    async def identify(self, client: Client, model: str) -> Identity:
+        """See `Dialect`."""
+        info = await json_at(client, "/server_info")
+        row = choose_model(client, (await json_at(client, "/v1/models"))["data"], model)
+        version = str(info["version"])
+        context = int(row.get("max_model_len") or info.get("context_length") or 0)
+        tokenizer = str(info.get("tokenizer_path") or info.get("model_path") or row["id"])
+        return Identity(f"sglang {short(version)}", version, str(row["id"]), context, tokenizer, frozenset({"abort"}))
+
+    def sampling(self, request: SampleRequest, rid: str) -> Call:
+        """See `Dialect`."""
+        law = request.sampling
+        sampling: dict[str, Any] = {
+            "max_new_tokens": request.max_tokens,
+            "temperature": law.temperature,
+            "top_k": law.top_k or -1,
+            "top_p": law.top_p,
+            "min_p": law.min_p,
+            "repetition_penalty": 1.0,
+            "sampling_seed": seed_of(request, 31),
+            "stop_token_ids": request.stop_ids,
+            "no_stop_trim": True,
+        }
+        if request.stop:
+            sampling["stop"] = request.stop
+        body = {"rid": rid, "input_ids": request.ids, "sampling_params": sampling, "return_logprob": True}
+        return Call("/generate", body | self._priority(request.priority))
+
+    def sampled(self, reply: Any, request: SampleRequest) -> Sampled:
+        """See `Dialect`."""
+        meta = reply["meta_info"]
+        ids = tuple(reply["output_ids"])
+        rows = meta["output_token_logprobs"]
+        if tuple(row[1] for row in rows) != ids:
+            raise ValueError("the log-probs are not of the ids that came with them")
+        logprobs = tuple(float(row[0]) for row in rows)
+        return Sampled(ids, logprobs, finish_of(meta["finish_reason"]["type"]), int(meta.get("cached_tokens") or 0))
+
+    def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
+        """See `Dialect`; log-probs start at the prefix's last token, so that everything before it may stay cached."""
+        body = {
+            "rid": rid,
+            "input_ids": request.prefix + request.suffix,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": len(request.prefix) - 1,
+        }
+        return Call("/generate", body | self._priority(request.priority))
+
+    def scored(self, reply: Any, request: ScoreRequest) -> Scores | None:
+        """See `Dialect`."""
+        meta = reply["meta_info"]
+        rows = meta["input_token_logprobs"]
+        ids = tuple(row[1] for row in rows)
+        if ids != request.prefix[-1:] + request.suffix:
+            raise ValueError(f"it scored {len(ids)} other ids than the {len(request.suffix)} asked for")
+        return Scores(tuple(logprob_of(row[0]) for row in rows[1:]), int(meta.get("cached_tokens") or 0))
+
+    def forcing(self, ids: TokenIds, token: int) -> Call | None:
+        """See `Dialect`; not needed, for scoring does it."""
+        return None
+
+    def forced(self, reply: Any, token: int) -> float:
+        """See `Dialect`."""
+        raise ValueError("never asked")
+
+    def abort(self, rid: str) -> Call | None:
+        """See `Dialect`. The server aborts every id that begins with this one: ids have one length and are not empty."""
+        assert len(rid) == 32, "an id of another length might abort others' requests"
+        return Call("/abort_request", {"rid": rid, "abort_all": False})
+
+    async def tokenize(self, client: Client, text: str) -> TokenIds:
+        """See `Dialect`."""
+        return tuple((await json_at(client, "/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"])
+
+    async def running(self, client: Client) -> int | None:
+        """See `Dialect`; needs a server started with --enable-metrics."""
+        reply = await client.look("/metrics")
+        text = reply.body.decode(errors="replace")
+        running, waiting = metric(text, "sglang:num_running_reqs"), metric(text, "sglang:num_queue_reqs")
+        return None if running is None else running + (waiting or 0)
+
+    def _priority(self, priority: int) -> dict[str, Any]:
+        return {"priority": -priority} if self._priorities and priority else {}  # higher is sooner there

@@ -1,0 +1,183 @@
+"""The narrow layer below everything else: bytes to a URL, bytes back, or `Lost`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+from atts.errors import OptionError, UsageError
+from atts.remote.options import RemoteOptions
+
+SHARDS = 16  # httpx2's pool is searched linearly: many small ones are faster than one large one
+KEEP_ALIVE_SECONDS = 4.0  # shorter than the servers' (uvicorn closes after 5), so that they never close first
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back, whatever its status."""
+
+    status: int
+    body: bytes
+    retry_after: str = ""
+
+
+class Lost(Exception):
+    """No whole reply came; `sent` tells whether the server may be at work on the request."""
+
+    def __init__(self, problem: str, *, sent: bool) -> None:
+        super().__init__(problem)
+        self.sent = sent
+
+
+class Transport(Protocol):
+    """An open set of connections; cancelling a call closes its connection."""
+
+    async def send(
+        self, method: Literal["GET", "POST"], url: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> Reply:
+        """One request, not retried; redirects are not followed, for they would carry the key elsewhere.
+
+        :raises Lost: no whole reply came.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close every connection; closing twice is fine."""
+        ...
+
+
+def open_transport(options: RemoteOptions) -> Transport:
+    """The fastest transport that runs here: aiohttp under asyncio, httpx2 under trio or where aiohttp is missing.
+
+    :raises UsageError: neither is installed.
+    :raises OptionError: the certificate file cannot be read.
+    """
+    asynchronous = _is_asyncio()
+    if asynchronous and importlib.util.find_spec("aiohttp"):
+        return AiohttpTransport(options)
+    if importlib.util.find_spec("httpx2"):
+        return HttpxTransport(options)
+    needed = "aiohttp" if asynchronous else "httpx2"
+    raise UsageError(f"servers need {needed}, which is not installed: pip install 'atts[servers]'")
+
+
+class AiohttpTransport:
+    """aiohttp; asyncio only."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        import aiohttp
+
+        self._library = aiohttp
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ssl=_certificates(options))
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_seconds),
+            trust_env=options.proxy == "environment",
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def send(
+        self, method: Literal["GET", "POST"], url: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> Reply:
+        """See `Transport`."""
+        library = self._library
+        try:
+            async with self._session.request(
+                method, url, data=body, headers=headers, allow_redirects=False
+            ) as response:
+                return Reply(response.status, await response.read(), response.headers.get("Retry-After", ""))
+        except (library.ClientConnectorError, library.ConnectionTimeoutError) as error:
+            raise Lost(_words(error), sent=False) from error
+        except library.InvalidURL as error:
+            raise OptionError("url", f"{url!r} is not a URL") from error
+        except (library.ClientError, OSError) as error:  # time-outs are OSErrors
+            raise Lost(_words(error), sent=True) from error
+
+    async def aclose(self) -> None:
+        """See `Transport`."""
+        await self._session.close()
+
+
+class HttpxTransport:
+    """httpx2, in shards; asyncio and trio."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        import httpx2
+
+        self._library = httpx2
+        context = _certificates(options)
+        self._clients = [
+            httpx2.AsyncClient(
+                verify=context if isinstance(context, ssl.SSLContext) else ssl.create_default_context(),
+                trust_env=options.proxy == "environment",
+                timeout=httpx2.Timeout(None, connect=options.connect_seconds),
+                limits=httpx2.Limits(
+                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
+                ),
+                follow_redirects=False,
+            )
+            for _ in range(SHARDS)
+        ]
+        self._load = [0] * SHARDS
+
+    async def send(
+        self, method: Literal["GET", "POST"], url: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> Reply:
+        """See `Transport`."""
+        library = self._library
+        shard = min(range(SHARDS), key=self._load.__getitem__)
+        self._load[shard] += 1
+        try:
+            response = await self._clients[shard].request(method, url, content=body, headers=dict(headers))
+            return Reply(response.status_code, response.content, response.headers.get("Retry-After", ""))
+        except (library.ConnectError, library.ConnectTimeout, library.ProxyError) as error:
+            raise Lost(_words(error), sent=False) from error
+        except (library.UnsupportedProtocol, library.InvalidURL) as error:
+            raise OptionError("url", f"{url!r} is not a URL") from error
+        except library.HTTPError as error:
+            raise Lost(_words(error), sent=True) from error
+        finally:
+            self._load[shard] -= 1
+
+    async def aclose(self) -> None:
+        """See `Transport`."""
+        for client in self._clients:
+            await client.aclose()
+
+
+def proxy_hint(url: str, options: RemoteOptions) -> str:
+    """Advice for a failed connection when a proxy is set in the environment; empty otherwise."""
+    scheme = urlsplit(url).scheme
+    names = [name for name in (f"{scheme}_proxy", "all_proxy") for name in (name, name.upper()) if os.environ.get(name)]
+    if not names:
+        return ""
+    if options.proxy == "never":
+        return f"{names[0]} is set and was not used; proxy='environment' uses it"
+    return f"The connection went by the proxy of {names[0]}; proxy='never' goes straight"
+
+
+def _certificates(options: RemoteOptions) -> Any:
+    """What TLS trusts; certificates are verified in any case."""
+    if options.ca_file is None:
+        return ssl.create_default_context()
+    try:
+        return ssl.create_default_context(cafile=options.ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise OptionError("ca_file", f"{options.ca_file} cannot be read ({error})") from error
+
+
+def _is_asyncio() -> bool:
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:
+        return False
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

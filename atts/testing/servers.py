@@ -1,0 +1,397 @@
+"""Real HTTP servers around any engine: they speak a serving engine's dialect, quirks included, and fail on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+import anyio
+
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.engine import Engine
+from atts.errors import ContextOverflow, EngineError, OptionError, UnsupportedByEngine, UsageError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+ServerDialect = Literal["vllm", "sglang", "llamacpp", "openai"]
+ServerFault = Literal["refused", "reset", "429", "500", "truncated", "wrong_ids", "nan", "slow_loris", "hang"]
+"""refused: closed unread. reset: broken off in mid-reply. truncated: half the JSON. slow_loris: a byte now and then."""
+_BLOCK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFaults:
+    """What share of the calls that do work fails, and how; drawn anew for every call, from a seed.
+
+    :raises OptionError: an unknown kind, or shares that sum to more than 1.
+    """
+
+    shares: Mapping[ServerFault, float] = field(default_factory=dict[ServerFault, float])
+    seed: int = 0
+    retry_after: str = "0"  # said with a 429
+
+    def __post_init__(self) -> None:
+        for kind in self.shares:
+            if kind not in get_args(ServerFault):
+                raise OptionError("faults", f"{kind!r} is unknown", get_args(ServerFault))
+        if sum(self.shares.values()) > 1 + 1e-9:
+            raise OptionError("faults", f"shares {dict(self.shares)} sum to more than 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerQuirks:
+    """Settings of a server that change what a client sees.
+
+    `cached_scores` opens vLLM's route that scores from the cache (--enable-scale-out). `logprobs` "processed" gives
+    sampled log-probs after temperature: SGLang's default, vLLM's --logprobs-mode. `disconnect` "ignore" leaves ghosts
+    running when a client goes away, as some releases did. `scoring` "ignored" takes a scoring request and answers
+    without scores, as llama.cpp and `transformers serve` do. `version` is what it says it is; "" its dialect's.
+    """
+
+    cached_scores: Literal["on", "off"] = "on"
+    logprobs: Literal["raw", "processed", ""] = ""
+    disconnect: Literal["abort", "ignore"] = "abort"
+    scoring: Literal["honest", "ignored"] = "honest"
+    version: str = ""
+
+
+NO_SERVER_FAULTS = ServerFaults()
+PLAIN_SERVER = ServerQuirks()
+
+
+class BlockCache:
+    """Which prefixes a server has computed, in whole blocks; the last block of a prompt is always computed again."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def hit(self, ids: TokenIds) -> int:
+        """How many leading ids are cached."""
+        count = 0
+        while count + _BLOCK < len(ids) and hash(ids[: count + _BLOCK]) in self._known:
+            count += _BLOCK
+        return count
+
+    def keep(self, ids: TokenIds) -> None:
+        """These ids have been computed."""
+        self._known.update(hash(ids[:end]) for end in range(_BLOCK, len(ids) + 1, _BLOCK))
+
+
+class Bad(Exception):
+    """A request the server refuses: its status and what it says."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+@dataclass(slots=True)
+class Floor:
+    """What the handlers of one dialect work with: the engine, its jobs by id, its cache, and this call's fault."""
+
+    engine: Engine
+    model: str
+    quirks: ServerQuirks
+    cache: BlockCache = field(default_factory=BlockCache)
+    jobs: dict[str, anyio.CancelScope] = field(default_factory=dict[str, anyio.CancelScope])
+    served: int = 0
+
+    async def sample(self, request: SampleRequest, rid: str, fault: ServerFault | None) -> Completion | None:
+        """A completion, spoilt if the fault says so; None when it was aborted."""
+        done: Completion | None = None
+        with anyio.CancelScope() as scope:
+            self.jobs[rid] = scope
+            try:
+                done = await self.engine.sample(request)
+            finally:
+                self.jobs.pop(rid, None)
+        if done is None:
+            return None
+        cached = self.cache.hit(request.ids)
+        self.cache.keep(request.ids + done.ids)
+        self.served += 1
+        if fault == "wrong_ids":
+            done = replace(done, ids=(*done.ids[:-1], self.engine.spec.vocabulary + 7))
+        if fault == "nan":
+            done = replace(done, logprobs=(*done.logprobs[:-1], float("nan")))
+        return replace(done, cached_tokens=cached)
+
+    async def score(self, ids: TokenIds, start: int, rid: str, fault: ServerFault | None) -> tuple[TokenIds, Scores]:
+        """The ids from `start` on and their scores, spoilt if the fault says so."""
+        scores: Scores | None = None
+        with anyio.CancelScope() as scope:
+            self.jobs[rid] = scope
+            try:
+                scores = await self.engine.score(ScoreRequest(ids[:start], ids[start:]))
+            finally:
+                self.jobs.pop(rid, None)
+        if scores is None:
+            raise Bad(499, "aborted")
+        self.served += 1
+        said = ids[start:]
+        if fault == "wrong_ids":
+            said = (*said[:-1], self.engine.spec.vocabulary + 7)
+        if fault == "nan":
+            scores = replace(scores, logprobs=(*scores.logprobs[:-1], float("nan")))
+        return said, scores
+
+    def abort(self, rid: str, match: Literal["exact", "prefix"] = "exact") -> None:
+        """Free a request, or all that begin so."""
+        for name in list(self.jobs):
+            if name == rid or (match == "prefix" and name.startswith(rid)):
+                self.jobs[name].cancel()
+
+
+Route = Callable[["Floor", Mapping[str, Any], Mapping[str, str], "ServerFault | None"], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """A dialect: its paths; work may fail on demand, the rest always answers."""
+
+    questions: Mapping[str, Route]
+    work: Mapping[str, Route]
+
+
+class DialectServer:
+    """A server in a thread with its own loop, on a loopback port, from `with` to the end of the block.
+
+    `make` makes the engine it serves, anew at every start. `kill` breaks every connection off, `restart` begins again
+    on the same port; `faults` may be set while it runs. Needs aiohttp: `pip install 'atts[servers]'`.
+
+    >>> from atts.testing import ScriptedEngine
+    >>> import urllib.request
+    >>> with DialectServer(ScriptedEngine, "vllm") as server:
+    ...     urllib.request.urlopen(server.url + "/health").status
+    200
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        dialect: ServerDialect = "vllm",
+        *,
+        model: str = "toy",
+        key: str = "",
+        quirks: ServerQuirks = PLAIN_SERVER,
+        faults: ServerFaults = NO_SERVER_FAULTS,
+        loading_seconds: float = 0.0,
+        port: int = 0,
+    ) -> None:
+        if dialect not in get_args(ServerDialect):
+            raise OptionError("dialect", f"{dialect!r} is unknown", get_args(ServerDialect))
+        self.dialect = dialect
+        self.quirks = quirks
+        self.faults = faults
+        self.calls: list[str] = []  # the path of every call that does work
+        self._make = make
+        self._model = model
+        self._key = key
+        self._loading_seconds = loading_seconds
+        self._port = port
+        self._random = random.Random(faults.seed)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._floor: Floor | None = None
+        self._server: Any = None
+        self._failure: BaseException | None = None
+        self._ready_at = 0.0
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def running(self) -> int:
+        """How many requests it is at work on."""
+        return len(self._floor.jobs) if self._floor else 0
+
+    @property
+    def served(self) -> int:
+        """How many completions and scores it has given since its start."""
+        return self._floor.served if self._floor else 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Listen; returns when it does.
+
+        :raises BaseException: what kept it from starting.
+        """
+        assert self._thread is None, "it runs already"
+        ready = threading.Event()
+        self._failure = None
+        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True, name=f"{self.dialect} server")
+        self._thread.start()
+        ready.wait()
+        if self._failure is not None:
+            self._thread.join()
+            self._thread = None
+            raise self._failure
+
+    def kill(self) -> None:
+        """Break off every connection and stop listening, as a killed process does; twice is fine."""
+        thread, loop, stop = self._thread, self._loop, self._stop
+        if thread is None or loop is None or stop is None:
+            return
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        self._thread = None
+
+    def restart(self, *, quirks: ServerQuirks | None = None) -> None:
+        """Kill it and begin again on the same port, with other quirks if given."""
+        self.kill()
+        self.quirks = quirks or self.quirks
+        self.start()
+
+    def _run(self, ready: threading.Event) -> None:
+        try:
+            asyncio.run(self._serve(ready))
+        except BaseException as error:  # noqa: BLE001  # handed to whoever called `start`
+            self._failure = error
+        finally:
+            ready.set()
+
+    async def _serve(self, ready: threading.Event) -> None:
+        from aiohttp import web
+
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with self._make() as engine:
+            self._floor = Floor(engine, self._model, self.quirks)
+            app = web.Application(client_max_size=1 << 30)
+            app.router.add_route("*", "/{path:.*}", self._answer)
+            cancels = self.quirks.disconnect == "abort"
+            runner = web.AppRunner(app, handler_cancellation=cancels, access_log=None, shutdown_timeout=0.0)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", self._port, backlog=4096, reuse_address=True)
+            await site.start()
+            self._port = runner.addresses[0][1]
+            self._ready_at = self._loop.time() + self._loading_seconds
+            ready.set()
+            await self._stop.wait()
+            for scope in list(self._floor.jobs.values()):
+                scope.cancel()
+            for connection in list(runner.server.connections if runner.server else ()):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        floor, path = self._floor, request.path
+        assert floor is not None, "it serves while it has an engine"
+        if asyncio.get_running_loop().time() < self._ready_at:
+            return _json({"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}, 503)
+        if path == "/health":
+            return web.Response()
+        if self._key and request.headers.get("Authorization") != f"Bearer {self._key}":
+            return _json({"error": "Unauthorized"}, 401)
+        routes = routes_of(self.dialect)
+        fault: ServerFault | None = None
+        if path in routes.work:
+            self.calls.append(path)
+            fault = self._pick()
+        elif path not in routes.questions:
+            return _json({"detail": "Not Found"}, 404)
+        return await self._respond(request, (routes.work | dict(routes.questions))[path], fault)
+
+    async def _respond(self, request: web.Request, route: Route, fault: ServerFault | None) -> web.StreamResponse:
+        from aiohttp import web
+
+        floor = self._floor
+        assert floor is not None, "it serves while it has an engine"
+        if fault == "refused":
+            return _broken(request)
+        if fault == "429":
+            return _json({"error": {"message": "Too many requests"}}, 429, {"Retry-After": self.faults.retry_after})
+        if fault == "500":
+            return _json({"error": {"message": "Internal server error"}}, 500)
+        if fault == "hang":
+            await asyncio.sleep(3600)
+        try:
+            body: Any = await request.json() if request.can_read_body else {}
+            reply = await route(floor, body, request.headers, fault)
+        except Bad as bad:
+            return _json({"error": {"message": str(bad), "type": "BadRequestError", "code": bad.status}}, bad.status)
+        except (UsageError, ContextOverflow, UnsupportedByEngine, KeyError, ValueError, TypeError) as error:
+            return _json({"error": {"message": str(error), "type": "BadRequestError", "code": 400}}, 400)
+        except EngineError as error:
+            return _json({"error": {"message": str(error), "type": "InternalServerError"}}, 500)
+        if isinstance(reply, str):
+            return web.Response(text=reply)
+        return await _delivered(request, json.dumps(reply).encode(), fault)
+
+    def _pick(self) -> ServerFault | None:
+        if not self.faults.shares:
+            return None
+        uniform = self._random.random()
+        for kind, share in self.faults.shares.items():
+            uniform -= share
+            if uniform < 0:
+                return kind
+        return None
+
+
+async def _delivered(request: web.Request, data: bytes, fault: ServerFault | None) -> web.StreamResponse:
+    from aiohttp import web
+
+    kind = "application/json"
+    if fault == "truncated":
+        return web.Response(body=data[: len(data) // 2], content_type=kind)
+    if fault not in ("reset", "slow_loris"):
+        return web.Response(body=data, content_type=kind)
+    response = web.StreamResponse(headers={"Content-Type": kind, "Content-Length": str(len(data))})
+    await response.prepare(request)
+    if fault == "reset":
+        await response.write(data[: len(data) // 2])
+        return _broken(request, response)
+    for byte in data:
+        await response.write(bytes([byte]))
+        await asyncio.sleep(1.0)
+    return response
+
+
+def _broken(request: web.Request, response: web.StreamResponse | None = None) -> web.StreamResponse:
+    from aiohttp import web
+
+    if request.transport is not None:
+        request.transport.abort()
+    return response or web.Response()
+
+
+def _json(value: Any, status: int, headers: Mapping[str, str] | None = None) -> web.Response:
+    from aiohttp import web
+
+    return web.Response(
+        body=json.dumps(value).encode(), status=status, headers=headers, content_type="application/json"
+    )
+
+
+def routes_of(dialect: ServerDialect) -> Routes:
+    """What a dialect answers, and how."""
+    if dialect == "vllm":
+        from atts.testing.servers_vllm import ROUTES
+    elif dialect == "sglang":
+        from atts.testing.servers_sglang import ROUTES
+    elif dialect == "llamacpp":
+        from atts.testing.servers_llamacpp import ROUTES
+    else:
+        from atts.testing.servers_openai import ROUTES
+    return ROUTES

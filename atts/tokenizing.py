@@ -1,0 +1,175 @@
+"""Reads and writes a transformers tokenizer the way engines need it: bytes per id, exact joins, one digest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from atts.core import Message, TokenIds
+from atts.errors import ModelLoadError, UnsupportedByEngine
+
+
+class ModelTokenizer:
+    """A tokenizer whose texts join: the text of ids a + b is the text of a, then of b.
+
+    Only characters cut in two by the seam are an exception: each half reads as a replacement character.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Open the tokenizer kept beside a model, or alone in a folder.
+
+        :raises ModelLoadError: there is none, or it is not of the fast kind.
+        """
+        self._name = name
+        self._inner = _open(folder, name)
+        self._state: dict[str, Any] = json.loads(self._inner.backend_tokenizer.to_str())
+        self._digest = self._hash()
+        self._pieces = _pieces(self._inner, self._state)
+        self._end_ids = _end_ids(folder, self._inner, name)
+
+    @property
+    def digest(self) -> str:
+        """A hash of vocabulary, merges, special tokens and template: equal digests read ids alike."""
+        return self._digest
+
+    @property
+    def pieces(self) -> tuple[bytes, ...]:
+        """The bytes each id stands for; nothing for special tokens."""
+        return self._pieces
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than the highest id."""
+        return len(self._pieces)
+
+    @property
+    def end_ids(self) -> TokenIds:
+        """The ids that end a text: those of generation_config.json where it is, else the tokenizer's own."""
+        return self._end_ids
+
+    def encode(self, text: str) -> TokenIds:
+        """The ids of `text`, no special token added."""
+        return tuple(self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+        pieces = self._pieces
+        return b"".join([pieces[index] for index in ids if index < len(pieces)]).decode("utf-8", "replace")
+
+    def render(self, messages: Sequence[Message]) -> TokenIds:
+        """The ids of a conversation, ready for the assistant to go on; a last assistant message stays open.
+
+        :raises UnsupportedByEngine: the model has no chat template, or its template refuses these messages.
+        """
+        if not self._inner.chat_template:
+            advice = "Add chat_template.jinja to its folder, or encode a plain prompt yourself"
+            raise UnsupportedByEngine(self._name, "the tokenizer has no chat template", advice)
+        rows = [{"role": message.role, "content": message.content} for message in messages]
+        is_open = bool(rows) and rows[-1]["role"] == "assistant"
+        text = self._template(rows, is_open)
+        return self.encode(text)
+
+    def _template(self, rows: list[dict[str, str]], is_open: bool) -> str:
+        from jinja2 import TemplateError
+
+        options: dict[str, Any] = {"continue_final_message": True} if is_open else {"add_generation_prompt": True}
+        try:
+            return str(self._inner.apply_chat_template(rows, tokenize=False, **options))
+        except (TemplateError, ValueError) as error:
+            raise UnsupportedByEngine(self._name, f"the chat template refuses these messages ({error})") from error
+
+    def _hash(self) -> str:
+        parts = {key: self._state[key] for key in self._state if key not in ("truncation", "padding", "version")}
+        template = self._inner.chat_template
+        ends = [self._inner.bos_token, self._inner.eos_token]
+        text = json.dumps([parts, template, ends], sort_keys=True, ensure_ascii=False)
+        return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def find_tokenizer(model: str, name: str) -> Path:
+    """The folder of a model's tokenizer: `model` itself when it is one, else what the hub has under that id.
+
+    :raises ModelLoadError: neither a folder nor a hub id that can be had.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    advice = "Give tokenizer=FOLDER, a folder with the model's tokenizer files"
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ModelLoadError(name, f"no tokenizer at {model!r}", advice)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelLoadError(name, f"the tokenizer of {model!r} cannot be had ({first})", advice) from error
+
+
+def _end_ids(folder: Path, tokenizer: Any, name: str) -> TokenIds:
+    generation = folder / "generation_config.json"
+    found: Any = None
+    if generation.is_file():
+        try:
+            found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ModelLoadError(name, f"{generation} cannot be read ({error})") from error
+    if found is None:
+        found = tokenizer.eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _open(folder: Path, name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        raise ModelLoadError(name, f"{folder} holds no tokenizer", "Copy the model's tokenizer files into its folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
+        raise ModelLoadError(name, f"the tokenizer in {folder} cannot be read ({error})") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelLoadError(name, "its tokenizer has no fast version", "Convert it to tokenizer.json")
+    return tokenizer
+
+
+def _pieces(tokenizer: Any, state: dict[str, Any]) -> tuple[bytes, ...]:
+    """What each id writes; concatenating pieces is decoding, so stops are found without decoding anything twice."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    kinds = _decoder_kinds(state.get("decoder"))
+    pieces = [b""] * (max(vocabulary.values()) + 1)
+    letters = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    for token, index in vocabulary.items():
+        pieces[index] = _piece(token, kinds, letters)
+    for added in state.get("added_tokens", []):
+        pieces[added["id"]] = b"" if added["special"] else added["content"].encode()
+    return tuple(pieces)
+
+
+def _piece(token: str, kinds: set[str], letters: dict[str, int]) -> bytes:
+    if "ByteLevel" in kinds:
+        return b"".join(bytes([letters[c]]) if c in letters else c.encode() for c in token)
+    if "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode()
+
+
+def _decoder_kinds(decoder: Any) -> set[str]:
+    if not decoder:
+        return set()
+    return {decoder["type"]}.union(*[_decoder_kinds(part) for part in decoder.get("decoders", [])])
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter byte-level tokenizers write for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in printable}
+    hidden = (byte for byte in range(256) if byte not in letters)
+    letters.update({byte: chr(256 + offset) for offset, byte in enumerate(hidden)})
+    return [letters[byte] for byte in range(256)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ def same(one: Any, other: Any) -> bool:
         )
     if isinstance(one, tuple):
         return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict):
+    if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
     if isinstance(one, float) and math.isnan(one):
         return isinstance(other, float) and math.isnan(other)

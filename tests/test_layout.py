@@ -19,7 +19,12 @@ FLOORS: list[set[str]] = [
     {"atts.errors", "atts.seeds", "atts.tasks"},
     {"atts.core"},
     {
-        "atts.engine", "atts.graph", "atts.journal", "atts.decode", "atts.tokenizing", "atts.calibration",
+        "atts.engine",
+        "atts.graph",
+        "atts.journal",
+        "atts.decode",
+        "atts.tokenizing",
+        "atts.calibration",
         "atts.evaluators",
     },
     {"atts.local", "atts.remote", "atts.testing", "atts.models", "atts.pipelines"},

@@ -72,7 +72,12 @@ class Setup:
 
     def _configuration(self) -> dict[str, Setting]:
         """What decides the gate's behaviour: a resume must find it unchanged."""
-        words: dict[str, Json] = {"method": self.method, "rate": self.rate, "mode": self.mode, "stored": list(self.stored)}
+        words: dict[str, Json] = {
+            "method": self.method,
+            "rate": self.rate,
+            "mode": self.mode,
+            "stored": list(self.stored),
+        }
         return {name: Setting(value, "setup") for name, value in words.items()}
 
 

@@ -115,12 +115,12 @@ class StepLoop:
             sequence.computed += 1
         for part in plan.parts:
             part.sequence.computed = part.stop
-        for sequence, row in zip(starting, logits[len(sequences) - len(starting) :], strict=True):
-            if not sequence.logprobs:
-                self._share(sequence, row)
         if drawn is not None:
-            for sequence, token, logprob in zip(sequences, drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True):
-                self._grow(sequence, token, logprob)
+            results = zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)
+            for index, (token, logprob) in enumerate(results):
+                if index >= len(sequences) - len(starting) and not math.isnan(logprob):
+                    self._share(sequences[index], logits[index])
+                self._grow(sequences[index], token, logprob)
         for part, logprobs, last in scored:
             self._note_scores(part, logprobs, last)
 
@@ -167,7 +167,7 @@ class StepLoop:
         return scored
 
     def _share(self, sequence: Sequence, logits: Tensor) -> None:
-        """Let siblings start from this prompt, without even a forward of its last token."""
+        """Let siblings start from what was given, without even a forward of its last token."""
         self._scheduler.settle(sequence)
         assert sequence.node is not None, "a running sequence holds a lock"
         self._scheduler.tree.keep_logits(sequence.node, logits.clone())

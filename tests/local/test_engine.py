@@ -1,0 +1,241 @@
+"""The engine as callers meet it: the conformance suite, cancellation, several engines, processes, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import pytest
+import torch
+
+from atts.core import Message, SampleRequest, Sampling, ScoreRequest
+from atts.errors import ATTSError, EngineError, EngineUnavailable, ModelLoadError, OptionError, OutOfMemory
+from atts.local import LocalEngine, LocalOptions, LocalTokenizer
+from atts.testing import check_engine
+
+Make = Callable[..., Path]
+
+
+@pytest.mark.anyio
+async def test_the_engine_keeps_every_promise(make_model: Make) -> None:
+    """The conformance suite that ships with the protocol, with the kernel users get."""
+    folder = make_model("llama")
+    await check_engine(lambda: LocalEngine(folder, name="local", options=LocalOptions(kv_tokens=8192)))
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+@pytest.mark.parametrize("kernel", ["torch", "native"])
+@pytest.mark.parametrize("worker", ["thread", "process"])
+async def test_every_worker_and_kernel_keeps_every_promise(
+    worker: Literal["thread", "process"], kernel: Literal["torch", "native"], make_model: Make
+) -> None:
+    """The conformance suite over all four combinations."""
+    folder = make_model("qwen3")
+    options = LocalOptions(worker=worker, kernel=kernel, kv_tokens=8192)
+    await check_engine(lambda: LocalEngine(folder, options=options))
+
+
+@pytest.mark.anyio
+async def test_cancelling_frees_the_work(make_model: Make) -> None:
+    """A cancelled call leaves nothing in flight and nothing locked; the engine goes on."""
+    folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
+    async with LocalEngine(folder, options=LocalOptions(kv_tokens=100_000)) as engine:
+        with anyio.move_on_after(0.2) as scope:
+            await engine.sample(SampleRequest((5, 6, 7), 90_000))
+        assert scope.cancelled_caught
+        await engine.sample(SampleRequest((5, 6, 7), 1))
+        with anyio.fail_after(20):
+            while engine.loop_stats().kv_locked or not engine.stats().cancelled:
+                await anyio.sleep(0.01)
+        assert engine.stats().in_flight == 0
+
+
+@pytest.mark.anyio
+async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_told(make_model: Make) -> None:
+    """Two engines with different settings side by side; killing one is EngineUnavailable for its callers only."""
+    folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
+    apart = LocalEngine(folder, name="apart", options=LocalOptions(worker="process", kv_tokens=100_000))
+    beside = LocalEngine(folder, options=LocalOptions(chunk_tokens=5, kv_tokens=100_000))
+    async with apart, beside:
+        request = SampleRequest((5, 6, 7), 30, Sampling(0.8))
+        assert (await apart.sample(request)).ids == (await beside.sample(request)).ids
+        child = next(p for p in _children() if b"atts.local.child" in Path(f"/proc/{p}/cmdline").read_bytes())
+
+        with pytest.raises(EngineUnavailable, match="-9"):
+            with anyio.fail_after(30):
+                os.kill(child, signal.SIGKILL)
+                await apart.sample(SampleRequest((5, 6), 90_000))
+        with pytest.raises(EngineUnavailable):
+            await apart.score(ScoreRequest((5,), (6,)))
+        assert (await beside.score(ScoreRequest((5,), (6,)))).logprobs
+
+
+def _children() -> list[int]:
+    """Processes this one started, from whichever thread."""
+    lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
+    return [int(pid) for path in lists if path.is_file() for pid in path.read_text().split()]
+
+
+def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Path) -> None:
+    """No `if __name__ == "__main__"` is asked for, and nothing is left behind."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import anyio\nfrom atts.core import SampleRequest\nfrom atts.local import LocalEngine, LocalOptions\n"
+        "async def main():\n"
+        f"    async with LocalEngine({str(make_model('llama', eos_token_id=None))!r}, options=LocalOptions(worker='process')) as engine:\n"
+        "        print(len((await engine.sample(SampleRequest((5, 6), 3))).ids))\n"
+        "anyio.run(main)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
+
+
+@pytest.mark.anyio
+async def test_texts_join_and_templates_render(make_model: Make) -> None:
+    """Decoding is piecewise; a conversation ends where the assistant goes on, an open answer stays open."""
+    tokenizer = LocalTokenizer(make_model("llama"), "tiny")
+    text = "the step \u00e9\U0001f600 is\n\n done"
+    ids = tokenizer.encode(text)
+    assert "".join(tokenizer.decode(ids[:n]) for n in (len(ids),)) == text
+    assert tokenizer.decode(ids[:2]) + tokenizer.decode(ids[2:4]) == tokenizer.decode(ids[:4])
+    user, partial = Message("user", "the step"), Message("assistant", "is")
+    assert tokenizer.render([user]) == tokenizer.encode("<|user|>the step<|end|><|assistant|>")
+    assert tokenizer.render([user, partial])[-1:] == tokenizer.encode("is")[-1:]
+
+
+def _broken(folder: Path, source: Path, change: Callable[[Path], object]) -> Path:
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    change(folder)
+    return folder
+
+
+def _edit(**values: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return change
+
+
+def _weights(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def apply(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return apply
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no safetensors"),
+    "cut weights": (lambda f: os.truncate(f / "model.safetensors", 1000), "damaged"),
+    "missing weight": (_weights(lambda t: t.pop("model.norm.weight")), "lacks the weight 'norm.weight'"),
+    "other shape": (_edit(hidden_size=32), "has shape"),
+    "no tokenizer": (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "no tokenizer"),
+    "foreign tokenizer": (_edit(vocab_size=100), "tokenizer has ids up to"),
+    "other family": (_edit(model_type="gpt2"), "type 'gpt2'"),
+    "other activation": (_edit(hidden_act="gelu"), "activation 'gelu'"),
+    "other rope": (_edit(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rotary"),
+    "quantised": (_edit(quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_model_that_cannot_be_used_is_refused_in_words(what: str, make_model: Make, tmp_path: Path) -> None:
+    """Which model, what is wrong, what to do; never a traceback of a library."""
+    change, words = BAD[what]
+    folder = _broken(tmp_path / "model", make_model("llama"), change)
+
+    async def enter() -> None:
+        async with LocalEngine(folder, name="the model"):
+            pass
+
+    with pytest.raises(ModelLoadError, match="engine the model: ") as caught:
+        anyio.run(enter)
+    assert words in str(caught.value)
+
+
+def test_a_model_that_is_nowhere_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a folder nor a hub id; a hub id without a network."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    async def enter(model: str) -> None:
+        async with LocalEngine(model):
+            pass
+
+    with pytest.raises(ModelLoadError, match="neither a folder nor a hub id"):
+        anyio.run(enter, "./not/there")
+    with pytest.raises(ModelLoadError, match="Check the id and the network"):
+        anyio.run(enter, "nobody/no-such-model-of-ours")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kernel", ["torch", "native"])
+async def test_logits_that_are_not_numbers_fail_the_request_alone(
+    kernel: Literal["torch", "native"], make_model: Make, tmp_path: Path
+) -> None:
+    """Ids that touch a broken embedding fail with advice; others in the same batch do not."""
+
+    def poison(tensors: dict[str, Any]) -> None:
+        tensors["model.embed_tokens.weight"][7] = torch.nan
+
+    folder = _broken(tmp_path / "model", make_model("llama", tie_word_embeddings=False), _weights(poison))
+    async with LocalEngine(folder, options=LocalOptions(kernel=kernel)) as engine:
+        with pytest.raises(EngineError, match="NaN"):
+            await engine.score(ScoreRequest((5, 7, 8), (9, 10)))
+        with pytest.raises(EngineError, match="NaN"):
+            await engine.sample(SampleRequest((5, 7, 8), 3))
+        assert len((await engine.score(ScoreRequest((5, 6, 8), (9, 10)))).logprobs) == 2
+        assert engine.stats().failed == 2
+
+
+def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
+    """Far too large: halved until it fits. Not even one context: OutOfMemory with advice."""
+    folder = make_model("llama")
+
+    async def size(tokens: int) -> int:
+        async with LocalEngine(folder, options=LocalOptions(kv_tokens=tokens)) as engine:
+            await engine.sample(SampleRequest((5, 6), 2))
+            return engine.kv_tokens
+
+    assert anyio.run(size, 10**13) < 10**13
+    huge = make_model("llama", max_position_embeddings=10**14)
+    with pytest.raises((OutOfMemory, ModelLoadError)) as caught:
+        anyio.run(_enter, huge)
+    assert "fit" in str(caught.value)
+
+
+async def _enter(folder: Path) -> None:
+    async with LocalEngine(folder):
+        pass
+
+
+def test_unknown_and_impossible_options_are_errors(make_model: Make) -> None:
+    """Misspelt values name their neighbours; a CUDA device that is not there is said."""
+    folder = make_model("llama")
+    with pytest.raises(OptionError, match="float32"):
+        LocalEngine(folder, options=LocalOptions(dtype="float23"))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(OptionError, match="max_batch"):
+        LocalEngine(folder, options=LocalOptions(max_batch=0))
+    if not torch.cuda.is_available():
+        with pytest.raises(ATTSError, match="CUDA"):
+            anyio.run(_enter_on_cuda, folder)
+
+
+async def _enter_on_cuda(folder: Path) -> None:
+    async with LocalEngine(folder, options=LocalOptions(device="cuda")):
+        pass

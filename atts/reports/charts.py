@@ -22,6 +22,7 @@ class Chart:
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     wide: bool = False
+    legend: tuple[str, ...] = ()  # stages, in their colours
 
 
 def calibration_charts(held: Calibration) -> list[Chart]:
@@ -214,10 +215,11 @@ def timeline_chart(found: Timing) -> Chart:
         ("engine", "most at once", "mean in flight", "share of time busy", "longest bubble (s)"),
         rows,
         wide=True,
+        legend=tuple(stage.name for stage in found.stages),
     )
 
 
-_X, _W, _LANE, _AREA = 44, 900, 7, 56
+_X, _W, _LANE, _AREA = 44, 900, 7, 64
 
 
 def _engine(engine: Lanes, seconds: float) -> list[tuple[str, str, float]]:
@@ -233,7 +235,7 @@ def _engine(engine: Lanes, seconds: float) -> list[tuple[str, str, float]]:
     body = f'<path class="area {word(engine.engine)}" d="M{_X} {_AREA}{area}V{_AREA}Z"/>'
     if any(engine.waiting):
         body += f'<path class="line waiting" d="M{_X} {_AREA}{waits}"/>'
-    body += f'<text x="{_X - 6}" y="22" text-anchor="end">{top:.0f}</text>'
+    body += f'<text x="{_X - 6}" y="32" text-anchor="end">{top:.0f}</text>'
     body += f'<text x="{_X - 6}" y="{_AREA}" text-anchor="end">0</text>'
     scale = _W / seconds if seconds else 0.0
     paths: dict[str, list[str]] = {}

@@ -15,7 +15,7 @@ from atts.reports.caveats import caveats
 from atts.reports.frontier import frontier
 from atts.reports.gather import Evidence, Solved, gather
 from atts.reports.numbers import Calibration, Caveat, ProblemRow, Rate, Report, RunFacts, Spend, Standing, Verdict
-from atts.reports.pages import Pages, short
+from atts.reports.pages import Pages
 from atts.reports.rates import calibration
 from atts.reports.timing import timing
 
@@ -108,7 +108,7 @@ def _verdict(
     if held is not None:
         points.append(_rate_point(held))
     worst = [caveat for caveat in found if caveat.standing == "bad"]
-    points += [("bad", f"{caveat.count:,} {caveat.text}") for caveat in worst]
+    points.extend((caveat.standing, f"{caveat.count:,} {caveat.text}") for caveat in worst)
     standings = {standing for standing, _ in points}
     standing: Standing = "bad" if "bad" in standings else "care" if "care" in standings else "good"
     return Verdict(standing, "; ".join(text for _, text in points[:3]), tuple(points))
@@ -140,6 +140,10 @@ def _tokens(cost: Spend) -> int:
     return cost.usage.draft_tokens + cost.usage.target_tokens
 
 
+def _first_words(text: str, limit: int = 110) -> str:
+    return text if len(text) <= limit else text[:limit].rstrip() + " …"
+
+
 def _row(one: Solved) -> ProblemRow:
     verdicts = [line.verdict for line in one.samples if line.verdict is not None and line.answer is not None]
     return ProblemRow(
@@ -161,5 +165,5 @@ def _row(one: Solved) -> ProblemRow:
         one.seconds,
         tuple(dict.fromkeys(flag for line in one.samples for flag in line.flags)),
         one.why,
-        short(one.problem.text, 160),
+        _first_words(one.problem.text),
     )

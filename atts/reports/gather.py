@@ -24,6 +24,7 @@ from atts.journal import (
     Manifest,
     NodeFinished,
     Observed,
+    ProblemStarted,
     ProblemTimed,
     RunState,
     SessionClosed,
@@ -80,7 +81,7 @@ class Solved:
 
 @dataclass(slots=True)
 class Evidence:
-    """What a run directory says; `solved` and `pages` are in the order of finishing."""
+    """What a run directory says; `solved` is in the order in which problems were started."""
 
     directory: Path
     manifest: Manifest
@@ -95,7 +96,7 @@ class Evidence:
     killed: int = 0  # sessions that ended without a word
     ended: SessionClosed | None = None
     seconds: float = 0.0
-    started: int = 0  # problems
+    started: list[str] = field(default_factory=list[str])  # problems, in the order of the dataset
 
     @property
     def done(self) -> list[Asked]:
@@ -141,6 +142,8 @@ class _Reading:
         match event:
             case SessionOpened():
                 found.sessions += 1
+            case ProblemStarted(problem):
+                found.started.append(problem.id)
             case NodeFinished() if event.source == "live" and event.status != "cancelled":
                 found.nodes.append(self._node(event, entry.at))
             case Decided() if event.decision.action != "verify":
@@ -162,9 +165,11 @@ class _Reading:
         """What was found, later verdicts taken in."""
         found, state = self._evidence, self._state
         found.ended, found.seconds = state.ended, state.seconds
-        found.started = len(state.reached) + sum(name not in state.reached for name in state.open)
-        for name, solved in found.solved.items():
-            found.solved[name] = replace(_graded(solved, state.graded[name]), seconds=self._seconds.get(name))
+        found.solved = {
+            name: replace(_graded(found.solved[name], state.graded[name]), seconds=self._seconds.get(name))
+            for name in found.started
+            if name in found.solved
+        }
         return found
 
     def _node(self, event: NodeFinished, at: float) -> Node:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 
-from atts.reports.charts import Chart, calibration_charts, frontier_chart, timeline_chart
+from atts.reports.charts import Chart, calibration_charts, frontier_chart, timeline_chart, word
 from atts.reports.collect import Collected
 from atts.reports.numbers import Report, Standing
 from atts.reports.tables import (
@@ -77,18 +77,19 @@ def _body(collected: Collected) -> Iterator[str]:
 
 def _header(report: Report) -> str:
     verdict = report.verdict
-    points = "".join(f"<li>{_badge(standing)} {escape(text)}</li>" for standing, text in verdict.points)
+    against = [(standing, text) for standing, text in verdict.points if standing != "good"]
+    points = "".join(f"<li>{_badge(standing)} {escape(_sentence(text))}</li>" for standing, text in against)
     ended = "" if report.run.ended == "finished" else f" · {escape(report.run.ended)}"
     when = datetime.fromtimestamp(report.run.created, UTC).strftime("%Y-%m-%d %H:%M UTC") if report.run.created else ""
     return (
         f'<header class="{verdict.standing}"><p class="over">{escape(report.run.directory)} · {when}{ended}</p>'
-        f"<h1>{_badge(verdict.standing)} {escape(_capital(verdict.line))}.</h1>"
+        f"<h1>{_badge(verdict.standing)} {escape(_sentence(verdict.line))}</h1>"
         f'<p class="said">Verdict: {_SAID[verdict.standing]}.</p><ul class="points">{points}</ul></header>'
     )
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
 
 
 def _badge(standing: Standing) -> str:
@@ -134,7 +135,7 @@ def _places(examples: Sequence[tuple[str, int | None]], report: Report) -> str:
 
 
 def _accuracy(report: Report) -> str:
-    rates = f"{_table(accuracy_table(report))}<p class='note'>{escape(_capital(report.coverage))}.</p>"
+    rates = f"{_table(accuracy_table(report))}<p class='note'>{escape(_sentence(report.coverage))}</p>"
     parts = [f'<div class="pair"><div>{rates}</div><div>{_table(spend_table(report))}</div></div>']
     if report.baselines:
         parts.append(_table(baseline_table(report)))
@@ -151,7 +152,7 @@ def _calibration(report: Report) -> str:
     assert held is not None, "asked for only where there is one"
     promise = held.promise
     words = [("Guarantee", promise.guarantee), ("Voided by", promise.voided_by), ("Audit", promise.audit)]
-    said = "".join(f"<dt>{name}</dt><dd>{escape(_capital(text))}.</dd>" for name, text in words if text)
+    said = "".join(f"<dt>{name}</dt><dd>{escape(_sentence(text))}</dd>" for name, text in words if text)
     alarms = "".join(f"<li>{_badge('bad')} {escape(alarm.text or alarm.kind)}</li>" for alarm in held.alarms)
     shown = f"<ul>{alarms}</ul>" if alarms else ""
     return f"<dl class='promise'>{said}</dl>{shown}{_table(calibration_table(held))}{_charts(calibration_charts(held))}"
@@ -175,9 +176,11 @@ def _charts(charts: Sequence[Chart]) -> str:
 def _figure(chart: Chart) -> str:
     data = _table(Table("", chart.columns, tuple(tuple(cell(value) for value in row) for row in chart.rows)))
     wide = ' class="wide"' if chart.wide else ""
+    keys = "".join(f'<li><i class="{word(name)}"></i>{escape(name)}</li>' for name in chart.legend)
+    picture = chart.picture + "</div>" + (f'<ul class="legend" aria-label="Colours">{keys}</ul>' if keys else "")
     return (
         f"<figure{wide}><figcaption><b>{escape(chart.title)}</b> {escape(chart.caption)}</figcaption>"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(chart.title)}">{chart.picture}</div>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(chart.title)}">{picture}'
         f"<details><summary>Data of {escape(chart.title.lower())}</summary>{data}</details></figure>"
     )
 

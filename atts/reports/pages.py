@@ -24,17 +24,19 @@ class Pages:
         self._each = budget // max(problems, _FEWEST)
         self._packed: dict[str, str] = {}
         self.shortened = 0  # pages whose texts were cut to fit
-        self.limit = _LIMITS[0]  # the shortest cut so far, in characters per chunk
+        self.limit = _LIMITS[0]  # the shortest cut so far, in characters per chunk; set where something was cut
 
     def add(self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], graded: Iterable[Graded]) -> None:
         """Keep this problem's story, as whole as its share of the budget allows."""
         verdicts = {verdict.sample: verdict for verdict in graded}
-        packed = ""
-        for limit in _LIMITS:
+        turns = (turn for line in outcome.rollouts for turn in line.turns)
+        longest = max((len(chunk.text) for turn in turns for chunk in (*turn.chunks, *turn.discarded)), default=0)
+        packed, limit = "", longest
+        for limit in (longest, *(limit for limit in _LIMITS if limit < longest)):
             packed = pack(_story(outcome, flags, verdicts, limit))
             if len(packed) <= self._each:
                 break
-        if limit != _LIMITS[0]:
+        if limit < longest:
             self.shortened += 1
             self.limit = min(self.limit, limit)
         self._packed[outcome.problem.id] = packed

@@ -49,7 +49,7 @@ def promise(evidence: Evidence, nominal: float | None) -> Promise:
         guarantee, voided = _OTHERS[gate]
         return Promise(gate, guarantee, voided, "")
     named = setting(evidence, "mode", "calibration.mode", "calibration")
-    modes = [mode for mode in MODES if mode == named] or [*reversed(MODES)]
+    modes: list[Mode] = [mode for mode in reversed(MODES) if named not in MODES or mode == named]
     match = _recognise(evidence, nominal, modes) if nominal is not None else None
     if match is None:
         return Promise(

@@ -175,8 +175,8 @@ def stage_table(found: Timing) -> Table:
 def problem_table(report: Report) -> Table:
     """One row per problem."""
     columns = (
-        "problem", "question", "verdict", "answer", "reference", "right", "agreement", "chunks judged", "escalated",
-        "draft tokens", "target tokens", "seconds", "flags",
+        "problem", "question", "verdict", "answer", "reference", "rollouts right", "agree", "chunks judged",
+        "escalated", "draft tokens", "target tokens", "seconds", "flags",
     )  # fmt: skip
     return Table("Problems", columns, tuple(map(_problem, report.problems)))
 

@@ -59,14 +59,14 @@
   const chunk = ([author, fate, text, tokens, ended]) => {
     const node = make("div", `chunk ${author} ${fate}`);
     const what = fate === "kept" ? (author === "draft" ? "draft, kept" : "target") : `${author}, ${fate}`;
-    node.append(make("div", "who", `${what} · ${tokens} tokens · ended by ${ended}`), make("div", "text", text));
+    node.append(make("div", "who", `${what} · ${tokens} tokens · ended by ${ended}`), make("div", "text", text.trimEnd()));
     return node;
   };
   const turn = (each) => {
     const node = make("div", "turn");
     const parts = [`Turn ${each.i}`];
     if (each.score !== null) parts.push(`score ${number(each.score)}`);
-    if (each.p !== null) parts.push(`p ${number(each.p)}`);
+    if (each.p !== null && !each.why.startsWith("p ")) parts.push(`p ${number(each.p)}`);
     if (each.action) parts.push(each.action === "escalate" ? "escalated to the target" : "accepted");
     if (each.level) parts.push(each.level);
     if (each.why) parts.push(each.why);
@@ -79,7 +79,7 @@
     const said = each.verdict ? ` · ${words[each.verdict]}` : "";
     const answer = each.answer === null ? "no answer" : `answer ${each.answer}`;
     const flags = each.flags.length ? ` · ⚑ ${each.flags.join(", ")}` : "";
-    const summary = `Rollout ${each.n}: ${answer}${said} · ${each.finish} · ${each.turns.length} turns · ` +
+    const summary = `Rollout ${each.n}: ${answer}${said} · ended by ${each.finish} · ${each.turns.length} turns · ` +
       `${each.draft} draft, ${each.target} target tokens${flags}`;
     node.append(make("summary", "", summary));
     node.dataset.n = each.n;
@@ -95,7 +95,7 @@
   };
   const votes = (page) => {
     const most = Math.max(...page.votes.map((vote) => vote[1]), 1e-9);
-    const list = make("ul");
+    const list = make("ul", "votes");
     for (const [answer, weight] of page.votes) {
       const share = "█".repeat(Math.max(1, Math.round((weight / most) * 12)));
       list.append(make("li", "text", `${share} ${number(weight)}  ${answer}`));
@@ -107,6 +107,11 @@
     button.type = "button";
     button.addEventListener("click", () => { location.hash = place; });
     return button;
+  };
+
+  const shown = (whole) => {
+    $("main").hidden = !whole;
+    document.querySelector("header").hidden = !whole;
   };
 
   const open = async (place, sample) => {
@@ -127,7 +132,7 @@
       make("h3", "", "Votes"), page.votes.length ? votes(page) : make("p", "note", "No rollout has an answer."),
       make("h3", "", "Rollouts"), ...page.rollouts.map((each) => rollout(each, each.n === sample)));
     target.hidden = false;
-    $("main").hidden = true;
+    shown(false);
     title.focus();
     const wanted = sample === undefined ? null : target.querySelector(`.rollout[data-n="${sample}"]`);
     if (wanted) wanted.scrollIntoView(); else scrollTo(0, 0);
@@ -137,7 +142,7 @@
     if (found) return open(Number(found[1]), found[2] === undefined ? undefined : Number(found[2]));
     if ($("main").hidden) {
       $("page").hidden = true;
-      $("main").hidden = false;
+      shown(true);
       const section = $(location.hash.slice(1));
       if (section) section.scrollIntoView();
     }

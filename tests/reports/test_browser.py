@@ -1,0 +1,232 @@
+"""The report in a real browser: quiet, alone, sortable, readable, inert."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.journal import (
+    JOURNAL,
+    JournalOptions,
+    OutcomeReached,
+    ProblemStarted,
+    RolloutFinished,
+    TurnFinished,
+    load_manifest,
+    open_journal,
+    read_entries,
+)
+from atts.reports import write_report
+
+HOSTILE = "</script><script>window.owned=1</script><img src=x onerror='window.owned=2'><!-- ${1} \u2028 \\"
+CONTRAST = """
+(() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
+  const light = (rgb) => {
+    const [r, g, b] = rgb.slice(0, 3).map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const found = parse(getComputedStyle(at).backgroundColor);
+      if (found.length === 3 || found[3] === 1) return found;
+    }
+    return [255, 255, 255];
+  };
+  const bad = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode()); ) {
+    const owner = node.parentElement;
+    if (!node.textContent.trim() || owner.closest("script,style,noscript,title")) continue;
+    if (!owner.getClientRects().length) continue;
+    const style = getComputedStyle(owner);
+    const [a, b] = [light(parse(owner.closest("svg") ? style.fill : style.color)), light(behind(owner))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    const what = `${owner.tagName}.${owner.getAttribute("class")}: ${node.textContent.slice(0, 30)}`;
+    if (ratio < 4.5) bad.push(`${ratio.toFixed(2)} ${what}`);
+  }
+  return bad;
+})()
+"""
+NAMES = """
+(() => {
+  const bad = [];
+  const named = (node) => node.getAttribute("aria-label") || node.labels?.length || node.textContent.trim();
+  for (const node of document.querySelectorAll("a,button,input,select,summary,[role=img],[role=region]"))
+    if (!named(node)) bad.push(node.outerHTML.slice(0, 90));
+  for (const node of document.querySelectorAll("table")) {
+    if (!node.tHead) bad.push("a table without a head");
+    for (const head of node.querySelectorAll("th")) if (head.scope !== "col") bad.push(head.outerHTML);
+  }
+  const levels = [...document.querySelectorAll("h1,h2,h3")].map((node) => Number(node.tagName[1]));
+  levels.forEach((level, n) => { if (level > (levels[n - 1] || 0) + 1) bad.push(`heading ${n} jumps to h${level}`); });
+  const seen = new Set();
+  for (const node of document.querySelectorAll("[id]"))
+    if (seen.has(node.id)) bad.push(`two of #${node.id}`); else seen.add(node.id);
+  for (const link of document.querySelectorAll('a[href^="#"]'))
+    if (!/^#problem-\\d/.test(link.hash) && !seen.has(link.hash.slice(1))) bad.push(`${link.hash} leads nowhere`);
+  if (!document.documentElement.lang) bad.push("no language");
+  if (document.querySelectorAll("h1").length !== 1) bad.push("not one h1");
+  return bad;
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def report(run: Path, other_run: Path) -> str:
+    """The address of a report with everything in it."""
+    return write_report(run, against=[other_run]).as_uri()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A tab that must end without a word on its console."""
+    tab = browser.page()
+    yield tab
+    assert tab.problems == []
+
+
+def test_it_opens_alone(page: Any, report: str) -> None:
+    """No request but for the file itself, no word on the console, and the verdict comes first."""
+    page.open(report)
+    assert page.requests == [report]
+    assert page.run("document.querySelector('h1').textContent").startswith("✓ The vote is right on")
+    assert page.run("performance.getEntriesByType('resource').length") == 0
+
+
+@pytest.mark.parametrize("column", [0, 5, 9])
+def test_tables_sort(page: Any, report: str, column: int) -> None:
+    """A click sorts upwards, another downwards; numbers as numbers; the column says so to those who cannot see it."""
+    page.open(report)
+    table = "document.getElementById('problem-table')"
+    head = f"{table}.tHead.rows[0].cells[{column}]"
+    values = (
+        f"[...{table}.tBodies[0].rows].map(r => r.cells[{column}])"
+        ".map(c => c.dataset.v === undefined ? c.textContent.toLowerCase() : Number(c.dataset.v))"
+    )
+    page.run(f"{head}.querySelector('button').click()")
+    up = page.run(values)
+    assert up == sorted(up)
+    assert page.run(f"{head}.getAttribute('aria-sort')") == "ascending"
+    page.run(f"{head}.querySelector('button').click()")
+    assert page.run(values) == sorted(up, reverse=True)
+    assert page.run(f"{head}.getAttribute('aria-sort')") == "descending"
+
+
+def test_the_keyboard_reaches_and_sorts(page: Any, report: str) -> None:
+    """Tab walks to every control in order of reading; Enter on a column sorts by it."""
+    page.open(report)
+    seen = list[str]()
+    for _ in range(14):
+        page.press("Tab", 9)
+        seen.append(page.run("document.activeElement.textContent.trim().slice(0, 24)"))
+    assert seen[0] == "Skip to the report"
+    assert seen[1] == "Warnings"
+    page.run("document.querySelector('#problem-table th button').focus()")
+    page.press("Enter", 13)
+    assert page.run("document.querySelector('#problem-table th').getAttribute('aria-sort')") == "ascending"
+
+
+def test_a_rollout_opens(page: Any, report: str) -> None:
+    """A link leads to a problem, its rollouts open to their chunks, and the way back leads back."""
+    page.open(report)
+    page.run("document.querySelector('#problem-table a').click()")
+    page.wait("document.querySelectorAll('#page .rollout').length > 0")
+    assert page.run("document.getElementById('main').hidden") is True
+    page.run("document.querySelector('#page .rollout > summary').click()")
+    page.wait("document.querySelectorAll('#page .rollout[open] .chunk .text').length > 0")
+    assert page.run("document.querySelector('.rollout[open] .turn .facts').textContent").startswith("Turn 0 · ")
+    page.run("[...document.querySelectorAll('#page button')].find(b => b.textContent.includes('All problems')).click()")
+    page.wait("!document.getElementById('main').hidden && document.getElementById('page').hidden")
+
+
+def test_the_problems_can_be_searched(page: Any, report: str) -> None:
+    """What does not fit is hidden, and the count is said."""
+    page.open(report)
+    everything = page.run("document.querySelectorAll('#problem-table tbody tr').length")
+    page.run("{const f = document.getElementById('find'); f.value = 'toy-0'; f.dispatchEvent(new Event('input'))}")
+    page.run("{const f = document.getElementById('find'); f.value = 'no such'; f.dispatchEvent(new Event('input'))}")
+    assert page.run("document.getElementById('shown').textContent") == f"0 of {everything} problems"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_it_is_readable(page: Any, report: str, scheme: str, width: int, tmp_path: Path) -> None:
+    """Enough contrast everywhere, nothing wider than the window, every control and picture named."""
+    page.look(width, 900, scheme)
+    for place in ("", "#problem-0/0"):
+        page.open("about:blank")
+        page.open(report + place)
+        page.wait("document.getElementById('main').hidden === (location.hash !== '')")
+        page.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+        assert page.run(CONTRAST) == []
+        assert page.run(NAMES) == []
+        assert page.run("document.documentElement.scrollWidth") <= width
+    page.picture(tmp_path / "seen.png")
+    assert (tmp_path / "seen.png").stat().st_size > 5000
+
+
+def _plant(source: Path, target: Path, change: Callable[[Any], Any]) -> None:
+    """Copy a run, its events changed."""
+    import anyio
+
+    manifest = load_manifest(source / "manifest.json")
+    assert manifest is not None
+    entries = [entry.event for entry in read_entries(source / JOURNAL)]
+
+    async def write() -> None:
+        async with open_journal(target, manifest, JournalOptions(), lambda entry: None) as journal:
+            for event in entries:
+                changed = change(event)
+                if changed is not None:
+                    journal.record(changed)
+            await journal.saved()
+
+    anyio.run(write)
+
+
+def _hostile(event: Any) -> Any:
+    """Every text a model or a dataset can decide becomes an attack."""
+    kind = type(event).__name__
+    if isinstance(event, ProblemStarted):
+        return replace(event, problem=replace(event.problem, text=HOSTILE + event.problem.text, subject=HOSTILE))
+    if isinstance(event, TurnFinished):
+        chunks = tuple(replace(chunk, text=HOSTILE + chunk.text) for chunk in event.turn.chunks)
+        return replace(event, turn=replace(event.turn, chunks=chunks, note=HOSTILE))
+    if isinstance(event, RolloutFinished):
+        return replace(event, answer=HOSTILE, error=HOSTILE)
+    if isinstance(event, OutcomeReached):
+        return replace(event, answer=HOSTILE, votes={HOSTILE: 3.0}, why=HOSTILE)
+    return None if kind in ("SessionOpened", "SessionClosed") else event
+
+
+def test_model_output_is_inert(page: Any, run: Path, tmp_path: Path) -> None:
+    """A script that a model wrote, in its reasoning or its answer, is shown as text and never runs."""
+    _plant(run, tmp_path / "planted", _hostile)
+    written = write_report(tmp_path / "planted")
+    assert written.read_text().count("</script>") == json.loads(str(_scripts(written)))
+    page.open(written.as_uri() + "#problem-0/0")
+    page.wait("document.querySelectorAll('#page .rollout[open] .chunk .text').length > 0")
+    assert page.run("document.querySelector('.rollout[open] .chunk .text').textContent").startswith("</script><script>")
+    assert page.run("typeof window.owned") == "undefined"
+    assert page.run("document.images.length") == 0
+    assert page.run("document.querySelector('#problem-table tbody td:nth-child(4)').textContent") == HOSTILE
+
+
+def _scripts(written: Path) -> int:
+    """Scripts the page itself opens."""
+    text = written.read_text()
+    return text.count('<script type="text/plain"') + text.count('<script>"use strict"')
+
+
+def test_a_planted_script_would_not_run_even_if_it_got_in(page: Any, report: str) -> None:
+    """The second wall: the page's own policy refuses every script but its own."""
+    page.open(report)
+    page.run("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.owned = 1'}))")
+    assert page.run("typeof window.owned") == "undefined"
+    assert any("Content Security Policy" in said for said in page.problems)
+    page.problems.clear()

@@ -1,0 +1,280 @@
+"""The numbers of a report are those of the journal, the same in every format."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import atts
+from atts.calibration import Calibrator
+from atts.core import Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn
+from atts.errors import JournalError, OptionError, UsageError
+from atts.graph import Node
+from atts.journal import JOURNAL, Decided, JournalOptions, Observed, load_manifest, open_journal, read_entries
+from atts.reports import Standing, collect, dumps, render, write_report
+from atts.reports.gather import gather
+from atts.reports.pages import Pages, pack, short, unpack
+from atts.reports.rates import coin_band
+from atts.reports.timing import timing
+from atts.testing import toy_problems
+
+
+def _rewrite(source: Path, target: Path, change: Any, keep: int | None = None) -> Path:
+    """Copy a run, its events changed, cut after `keep` of them."""
+    manifest = load_manifest(source / "manifest.json")
+    assert manifest is not None
+    events = [entry.event for entry in read_entries(source / JOURNAL)][:keep]
+
+    async def write() -> None:
+        async with open_journal(target, manifest, JournalOptions(), lambda entry: None) as journal:
+            for event in events:
+                if type(event).__name__ not in ("SessionOpened", "SessionClosed"):
+                    journal.record(change(event))
+            await journal.saved()
+
+    anyio.run(write)
+    return target
+
+
+def test_every_number_is_the_journal_s(run: Path) -> None:
+    """Decisions, escalations, tokens, verdicts: counted here by hand."""
+    report = collect(run).report
+    events = [entry.event for entry in read_entries(run / JOURNAL)]
+    observed = [event for event in events if isinstance(event, Observed)]
+    held = report.calibration
+    assert held is not None
+    assert (held.decisions, held.escalated) == (len(observed), sum(event.escalated == "yes" for event in observed))
+    assert sum(group.decisions for group in held.turns) == sum(group.decisions for group in held.by_question)
+    assert sum(group.escalated for group in held.turns) == held.escalated
+    assert held.moments[-1].share == held.escalated / held.decisions
+    outcomes = list(_outcomes(run))
+    assert report.spend.usage.target_tokens == sum(outcome.usage.target_tokens for outcome in outcomes)
+    assert [row.id for row in report.problems] == [problem.id for problem in toy_problems(12)]
+    right = sum(row.verdict == "correct" for row in report.problems)
+    assert report.accuracy[0].estimate.value == right / len(report.problems)
+    assert report.timing is not None
+    assert (report.timing.sibling_seconds, report.timing.sibling_edges) == (0.0, 0)
+    assert "of 12 problems" in report.verdict.line
+
+
+def _outcomes(run: Path) -> Any:
+    from atts.journal import read_outcomes
+
+    return read_outcomes(read_entries(run / JOURNAL))
+
+
+def test_all_formats_say_the_same(run: Path, other_run: Path) -> None:
+    """One set of numbers: the verdict, the rate and the guarantee stand in each; JSON is strict."""
+    collected = collect(run, [other_run])
+    page, words, data = (render(collected, format) for format in ("html", "markdown", "json"))
+    parsed = json.loads(data, parse_constant=_refuse)
+    held = collected.report.calibration
+    assert held is not None
+    assert parsed["calibration"]["escalated"] == held.escalated
+    share = f"{held.escalated / held.decisions:.3f} of {held.decisions:,} chunks were escalated"
+    assert share in page
+    assert share in words
+    assert parsed["verdict"]["line"] == collected.report.verdict.line
+    assert "Guarantee (question-turn): for ANY sequence of scores" in words
+    assert "For ANY sequence of scores" in page
+    assert len(parsed["problems"]) == 12
+    assert parsed["baselines"][0]["method"] == "target-only"
+
+
+def _refuse(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
+    """The mode is recognised by taking every decision again; decisions that were tampered with are noticed."""
+    held = collect(run).report.calibration
+    assert held is not None
+    asked = sum(
+        isinstance(entry.event, Decided) and entry.event.decision.p is not None for entry in read_entries(run / JOURNAL)
+    )
+    assert held.promise.mode == "question-turn"
+    assert f"{asked:,} of {asked:,} recorded decisions" in held.promise.audit
+    seen = 0
+
+    def tamper(event: Any) -> Any:
+        nonlocal seen
+        seen += isinstance(event, Decided) and event.decision.p is not None
+        if isinstance(event, Decided) and event.decision.p is not None and seen % 20 == 0:
+            return replace(event, decision=replace(event.decision, p=event.decision.p / 2))
+        return event
+
+    forged = collect(_rewrite(run, tmp_path / "forged", tamper)).report.calibration
+    assert forged is not None
+    assert f"{seen // 20} did not" in forged.promise.audit
+
+
+def test_the_promise_is_the_calibrator_s_own(run: Path) -> None:
+    """The words are those of a calibrator that lived through the run."""
+    held = collect(run).report.calibration
+    assert held is not None
+    assert held.nominal is not None
+    calibrator = Calibrator(held.nominal, "question-turn")
+    for step in gather(run, 0).done:
+        calibrator.observe(step.decision, step.escalated)
+    assert (held.promise.guarantee, held.promise.voided_by) == (calibrator.guarantee, calibrator.voided_by)
+
+
+def test_a_rate_that_was_not_held_is_bad(run: Path, tmp_path: Path) -> None:
+    """Twice the nominal rate: the verdict line says so, first."""
+
+    def escalate(event: Any) -> Any:
+        return replace(event, escalated="yes") if isinstance(event, Observed) else event
+
+    report = collect(_rewrite(run, tmp_path / "run", escalate)).report
+    assert report.verdict.standing == "bad"
+    assert "outside" in report.verdict.line
+
+
+@pytest.mark.parametrize("keep", [1, 3, 40, 200])
+def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) -> None:
+    """At any moment: what is there is told, and that it is not all."""
+    report = collect(_rewrite(run, tmp_path / "run", lambda event: event, keep)).report
+    standing: Standing = report.verdict.standing
+    assert standing == "bad"
+    assert "unfinished" in [caveat.code for caveat in report.caveats]
+    for format in ("html", "markdown", "json"):
+        assert write_report(tmp_path / "run", format).stat().st_size > 300  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ["draft-only", "random", "top-b", "target-only", "speculative-thinking"])
+def test_every_method_has_a_report(evaluate_into: Any, tmp_path: Path, method: str) -> None:
+    """Gates without a calibrator say what they promise, or that they promise nothing."""
+    report = collect(evaluate_into(tmp_path / "run", 3, method=method)).report
+    assert "html" in render(collect(tmp_path / "run"), "html")
+    if report.calibration is not None:
+        assert "not known" not in report.calibration.promise.guarantee
+
+
+def test_it_compares_with_other_runs(run: Path, other_run: Path) -> None:
+    """Against itself nothing differs; against the target alone the target writes less."""
+    same, cheaper = collect(run, [run, other_run]).report.baselines
+    assert (same.difference.value, same.token_ratio, same.target_token_ratio) == (0.0, 1.0, 1.0)
+    assert cheaper.target_token_ratio < 1
+    assert {point.kind for point in collect(run, [other_run]).report.frontier} == {"samples", "run"}
+
+
+def test_spared_rollouts_are_not_wrong(run: Path) -> None:
+    """A rollout that the settled vote cancelled counts in no accuracy."""
+    report = collect(run).report
+    spared = sum(line.finish == "settled" and line.answer is None for o in _outcomes(run) for line in o.rollouts)
+    alone = next(rate for rate in report.accuracy if rate.name == "pass@1")
+    assert spared > 0
+    assert alone.estimate.n_samples == 12 * 8 - spared
+    assert f"{spared} rollouts that settled votes spared" in report.coverage
+
+
+def _outcome(text: str, problem: str = "p") -> Outcome:
+    chunk = Chunk("draft", text, (1,), (1,), "end", (-0.5,))
+    decision = Decision("accept", 0.2, problem, score=1.5, p=0.25)
+    turn = Turn(0, (chunk,), score=1.5, decision=decision)
+    return Outcome(Problem(problem, "q"), (Rollout(problem, 0, Prompt((1,), (1,)), (turn,), "end"),), None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=300), st.integers(0, 120))
+def test_short_texts_are_whole_and_long_ones_say_what_is_missing(text: str, limit: int) -> None:
+    """Both ends stay, and the count of what was left out is right."""
+    cut = short(text, limit)
+    if len(text) <= limit:
+        assert cut == text
+    else:
+        assert f"[{len(text) - 2 * (limit // 2)} characters]" in cut
+        assert cut.startswith(text[: limit // 2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=200))
+def test_pages_come_back_and_hold_no_markup(text: str) -> None:
+    """Whatever a model wrote, its page is letters, digits, + / and =."""
+    pages = Pages(1 << 20, 1)
+    pages.add(_outcome(text), {}, ())
+    packed = pages["p"]
+    assert not set(packed) - set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
+    written = unpack(packed)["rollouts"][0]["turns"][0]["chunks"][0][2]
+    assert written == text.encode("utf-8", "replace").decode()
+
+
+def test_pages_keep_to_their_budget() -> None:
+    """Texts give way until all problems fit, scores and decisions stay."""
+    noise = "".join(map(chr, Random(0).choices(range(33, 123), k=60_000)))
+    pages = Pages(100 * 2000, 100)
+    for number in range(100):
+        pages.add(_outcome(noise, str(number)), {}, ())
+    assert pages.size <= 200_000
+    assert (pages.shortened, pages.limit < 4000) == (100, True)
+    assert unpack(pages["7"])["rollouts"][0]["turns"][0]["p"] == 0.25
+
+
+def test_not_a_number_is_null() -> None:
+    """Strict JSON, whatever a run holds."""
+    assert dumps({"a": math.nan, "b": math.inf}) == '{"a": null, "b": "inf"}'
+    assert unpack(pack({"p": math.nan})) == {"p": None}
+
+
+def _node(number: int, engine: str, start: float, end: float, queued: float | None = None) -> Node:
+    at = start if queued is None else queued
+    return Node(number, "draft", engine, "p", 0, number, 0, "done", at, at, start, end, ())
+
+
+def test_bubbles_are_found() -> None:
+    """An engine idle from 2 to 5 of 8 seconds was busy 5/8 of them; what waits for a slot is seen waiting."""
+    found = timing([_node(0, "draft", 0, 2), _node(1, "draft", 0.5, 1.5), _node(2, "draft", 5, 8, queued=4)])
+    assert found is not None
+    lane = found.engines[0]
+    assert (lane.busy_share, lane.longest_bubble, lane.peak) == (5 / 8, 3.0, 2)
+    assert lane.mean_in_flight == pytest.approx((2 + 1 + 3) / 8)
+    assert sum(lane.in_flight) / len(lane.in_flight) == pytest.approx(lane.mean_in_flight)
+    assert sum(lane.waiting) / len(lane.waiting) * 8 == pytest.approx(1.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 400), st.floats(0.01, 0.99))
+def test_the_coin_s_band_holds_its_level(n: int, rate: float) -> None:
+    """The probability of leaving it is at most what was said, by exact summation."""
+    from scipy import stats
+
+    low, high = coin_band(n, rate)
+    inside = stats.binom.cdf(round(high * n), n, rate) - stats.binom.cdf(round(low * n) - 1, n, rate)
+    assert inside >= 0.95 - 1e-9
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    """A folder without a journal, an unknown format, a run without a folder."""
+    with pytest.raises(JournalError, match="no run here"):
+        collect(tmp_path)
+    with pytest.raises(OptionError, match="markdown"):
+        write_report(tmp_path, "markdwon")  # type: ignore[arg-type]
+    result = atts.evaluate_sync(toy_problems(1), atts.Setup(draft="scripted", target="scripted"))
+    with pytest.raises(UsageError, match="directory"):
+        atts.report(result)
+
+
+def test_the_command_writes_and_says_where(run: Path, tmp_path: Path) -> None:
+    """The path on stdout, the verdict on stderr; JSON as one object; `-` is stdout; a bad format is usage."""
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "atts", "report", str(run), *words]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    done = command("--out", str(tmp_path / "r.html"))
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "r.html"))
+    assert "chunks were escalated" in done.stderr
+    assert json.loads(command("--json", "--out", str(tmp_path / "r.html")).stdout)["standing"] in ("good", "care")
+    assert command("--format", "md", "--out", "-").stdout.startswith("# atts report")
+    assert command("--format", "pdf").returncode == 2

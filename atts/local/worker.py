@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Protocol
 
 from atts.errors import EngineError, ModelLoadError, OutOfMemory
@@ -176,8 +177,9 @@ def _write_orders(outbox: queue.SimpleQueue[Order], stream: IO[bytes]) -> None:
         try:
             write(stream, orders)
         except OSError:
-            return  # the child is gone; the reader of its reports says so
-    stream.close()
+            break  # the child is gone; the reader of its reports says so
+    with suppress(OSError):  # closing flushes, and there may be nobody to flush to
+        stream.close()
 
 
 def _read_reports(process: subprocess.Popen[bytes], tell: Tell) -> None:

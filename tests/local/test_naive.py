@@ -115,9 +115,11 @@ def test_variants_of_a_family_equal_the_naive_loop(
 ) -> None:
     """Head counts, head sizes, tied embeddings, biases and rotary scalings."""
     folder = make_model("llama", **changes)
-    requests = [SampleRequest(ids_of(n, 3 * n + 1), 10, GREEDY) for n in range(6)]
-    requests_score = [ScoreRequest(ids_of(9, 5), ids_of(8, n + 1)) for n in range(4)]
-    orders: list[Order] = [Submit(n + 1, r) for n, r in enumerate([*requests, *requests_score])]
+    requests: list[SampleRequest | ScoreRequest] = [
+        *[SampleRequest(ids_of(n, 3 * n + 1), 10, GREEDY) for n in range(6)],
+        *[ScoreRequest(ids_of(9, 5), ids_of(8, n + 1)) for n in range(4)],
+    ]
+    orders: list[Order] = [Submit(n, request) for n, request in enumerate(requests, start=1)]
     done = drive(folder, [orders], kernel=kernel)
     for order in orders:
         assert isinstance(order, Submit)

@@ -11,11 +11,15 @@ from atts.errors import OptionError
 if TYPE_CHECKING:
     from atts.local import LocalOptions
 
-SCHEMES = ("embedded", "hf", "scripted")
+SCHEMES = ("embedded", "hf", "scripted", "vllm", "sglang", "llamacpp", "server")
+_SERVERS = SCHEMES[3:]
 
 
 def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = None) -> Engine:
     """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder", or one you made.
+
+    Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", or "server:..." when the server may say
+    what it is; several URLs with commas between them are replicas of one engine (`docs/servers.md`).
 
     :raises OptionError: no engine is called that.
 
@@ -38,4 +42,8 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
             return LocalEngine(path("target" if (rest or role) == "target" else "draft"), name=role, options=options)
         if rest:
             return LocalEngine(rest, name=role, options=options)
+    if scheme in _SERVERS and rest:
+        from atts.remote import server_engine
+
+        return server_engine(scheme, rest, role, frozenset({"sample", "score"} if role == "target" else {"sample"}))
     raise OptionError("engine", f"{name!r} names no engine; give SCHEME or SCHEME:MODEL", SCHEMES, scheme)

@@ -16,5 +16,6 @@ COMMANDS: dict[str, Entry] = {
     "datasets": Entry("atts.cli.datasets", "app", "List datasets, or show what is in one."),
     "eval": Entry("atts.cli.eval", "evaluate", "Evaluate a method on a dataset: the main job."),
     "grade": Entry("atts.cli.grade", "grade", "Grade answers against references."),
+    "probe": Entry("atts.cli.probe", "probe", "Say what a server can do for a run."),
     "report": Entry("atts.cli.report", "report", "Write the report of a run."),
 }

@@ -19,6 +19,7 @@ from atts.tasks import clock, shielded
 T = TypeVar("T")
 _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _OVERFLOW = ("context length", "maximum context", "context size", "longer than the model", "max_model_len", "too long")
+_LOOK_SECONDS = 10.0  # for a question about the server, which takes it no work
 _LONGEST_WAIT = 30.0  # a Retry-After beyond this is for people, not for a call that somebody waits for
 
 
@@ -41,13 +42,14 @@ class Refused(EngineUnavailable):
 
 @dataclass(slots=True)
 class Traffic:
-    """What went over the wire, failures included."""
+    """What went over the wire, failures included; `uncached` scores had to be asked for again past the cache."""
 
     attempts: int = 0
     retries: int = 0
     lost: int = 0
     aborts: int = 0
     aborts_failed: int = 0
+    uncached: int = 0
 
 
 class Client:
@@ -78,7 +80,7 @@ class Client:
         """
         data = None if body is None else json.dumps(body).encode()
         try:
-            with anyio.fail_after(min(30.0, self.options.timeout_seconds)):
+            with anyio.fail_after(min(_LOOK_SECONDS, self.options.timeout_seconds)):
                 return await self._transport.send(method, self.url + path, data, self._headers)
         except Lost as lost:
             raise self._unreachable(lost) from lost

@@ -19,7 +19,7 @@ from atts.remote.client import Client, Traffic
 from atts.remote.dialects import Dialect, Identity, Sampled
 from atts.remote.llamacpp import LlamaCppDialect
 from atts.remote.options import DIALECTS, DialectName, RemoteOptions
-from atts.remote.probe import Finding, Hands, Known, Prober, refuse, same_as_before
+from atts.remote.probing import Finding, Hands, Known, Prober, refuse, same_as_before
 from atts.remote.settling import check_sampled, place_of_end, settle
 from atts.remote.sglang import SglangDialect
 from atts.remote.tokenizer import ends_of, open_tokenizer, vocabulary_of
@@ -30,7 +30,6 @@ T = TypeVar("T")
 _log = logging.getLogger("atts.remote")
 _log.addHandler(logging.NullHandler())
 _DEFAULTS = RemoteOptions()
-IDLE_SECONDS = 2.0  # no server is replaced faster than this; after so long a silence it is asked who it is
 _AUTO = (("/server_info", "sglang"), ("/props", "llamacpp"), ("/version", "vllm"))
 
 
@@ -91,6 +90,7 @@ class RemoteEngine:
         self._idle_since = 0.0
         self._clock: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
         self._checking = anyio.Lock()
+        self._changed: UnsupportedByEngine | None = None
         self._busy_since = 0.0
 
     @property
@@ -195,12 +195,19 @@ class RemoteEngine:
         """
         if self._state == "new":
             return await self.open()
-        assert self._known is not None and self._identity is not None, "an open engine was probed"
+        if self._changed is not None:
+            raise self._changed
+        assert self._known is not None, "an open engine was probed"
+        assert self._identity is not None, "an open engine was identified"
         lost = self._opened().traffic.lost
         await self._wait_ready()
         identity = await self._identify()
         fresh = await self._prober().canary(self._known)
-        same_as_before(self._name, self._identity, identity, self._known, fresh)
+        try:
+            same_as_before(self._name, self._identity, identity, self._known, fresh)
+        except UnsupportedByEngine as changed:
+            self._changed = changed  # for good: what it would answer belongs to another run
+            raise
         self._trust(lost)
         self._idle_since = self._clock()
         return None
@@ -256,6 +263,7 @@ class RemoteEngine:
     async def _score(self, request: ScoreRequest) -> Scores:
         found = await self._score_once(request, "read")
         if found is None:  # the server scored or wrote this very chunk before, and read it from its cache
+            self._opened().traffic.uncached += 1
             found = await self._score_once(request, "skip")
         if found is None:
             raise BadReply(self._name, "scores are missing although the cache was not read")
@@ -287,7 +295,9 @@ class RemoteEngine:
         counts.requests += 1
         if not counts.in_flight:
             self._busy_since = self._clock()
-            self._trusted_until = min(self._trusted_until, self._idle_since + IDLE_SECONDS)  # it may be another by now
+            self._trusted_until = min(
+                self._trusted_until, self._idle_since + self.options.idle_seconds
+            )  # it may be another by now
         counts.in_flight += 1
         try:
             if self._clock() >= self._trusted_until:
@@ -324,6 +334,8 @@ class RemoteEngine:
             raise EngineUnavailable(self._name, f"it is {state}", "Call it inside `async with engine:`")
         if verb not in self.spec.capabilities:
             raise UnsupportedByEngine(self._name, f"{self.spec.engine} cannot {verb}")
+        if self._changed is not None:
+            raise UnsupportedByEngine(self._name, "the server changed while in use") from self._changed
 
     async def _wait_ready(self) -> None:
         """Wait while the server says that it is loading.
@@ -348,9 +360,14 @@ class RemoteEngine:
     async def _find_dialect(self) -> Dialect:
         name = self._dialect_name
         if name == "auto":
-            for path, candidate in _AUTO:
-                if (await self._opened().look(path)).status == 200:
+            client = self._opened()
+            replies = [(await client.look(path), candidate) for path, candidate in _AUTO]
+            for reply, candidate in replies:
+                if reply.status == 200:
                     return self._make_dialect(candidate)
+            for reply, _ in replies:
+                if reply.status in (401, 403):
+                    raise client.refusal(reply)
             advice = f"Is the URL right? Or say which dialect it speaks: {', '.join(DIALECTS)}"
             raise UnsupportedByEngine(self._name, f"nothing at {self.url} is known", advice)
         return self._make_dialect(name)

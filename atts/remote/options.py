@@ -41,8 +41,8 @@ class RemoteOptions:
 
     `timeout_seconds` bounds a call with all its retries; `attempts` counts the first try. At most `in_flight` requests
     are under way at once, fewer after the server says that it is too many. `wait_seconds` is how long a server that is
-    still loading is waited for. Every `recheck_seconds`, and after any lost connection, the engine is asked again who
-    it is. `proxy` "environment" goes through HTTP_PROXY and its kin; otherwise they are not looked at.
+    still loading is waited for. Every `recheck_seconds`, after a lost connection and after `idle_seconds`
+    of silence, in which a server might have been replaced, the engine is asked again who it is. `proxy` "environment" goes through HTTP_PROXY and its kin; otherwise they are not looked at.
     `priorities` "send" is for servers started with priority scheduling; others refuse them.
 
     :raises OptionError: a value no server can be spoken to with.
@@ -56,6 +56,7 @@ class RemoteOptions:
     wait_seconds: float = 600.0
     cancel_seconds: float = 2.0  # for telling the server that nobody waits any more
     recheck_seconds: float = 60.0
+    idle_seconds: float = 2.0
     proxy: Literal["never", "environment"] = "never"
     priorities: Literal["ignore", "send"] = "ignore"
     key: Key = field(default_factory=Key)

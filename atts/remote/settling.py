@@ -60,7 +60,7 @@ def place_of_end(
 
 
 def _stop_place(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> int:
-    """The least number of ids whose text holds a stop string; 0 when none does. A text only grows, so halving finds it."""
+    """The least number of ids whose text holds a stop string, found by halving, for a text only grows; 0: none does."""
 
     def holds(count: int) -> bool:
         text = tokenizer.decode(ids[:count])

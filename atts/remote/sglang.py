@@ -97,7 +97,7 @@ class SglangDialect:
         raise ValueError("never asked")
 
     def abort(self, rid: str) -> Call | None:
-        """See `Dialect`. The server aborts every id that begins with this one: ids have one length and are not empty."""
+        """See `Dialect`. The server aborts every id that begins with this one: all have one length, none is empty."""
         assert len(rid) == 32, "an id of another length might abort others' requests"
         return Call("/abort_request", {"rid": rid, "abort_all": False})
 

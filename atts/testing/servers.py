@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import random
 import threading
@@ -310,7 +311,7 @@ class DialectServer:
             fault = self._pick()
         elif path not in routes.questions:
             return _json({"detail": "Not Found"}, 404)
-        return await self._respond(request, (routes.work | dict(routes.questions))[path], fault)
+        return await self._respond(request, {**routes.work, **routes.questions}[path], fault)
 
     async def _respond(self, request: web.Request, route: Route, fault: ServerFault | None) -> web.StreamResponse:
         from aiohttp import web
@@ -386,12 +387,5 @@ def _json(value: Any, status: int, headers: Mapping[str, str] | None = None) -> 
 
 def routes_of(dialect: ServerDialect) -> Routes:
     """What a dialect answers, and how."""
-    if dialect == "vllm":
-        from atts.testing.servers_vllm import ROUTES
-    elif dialect == "sglang":
-        from atts.testing.servers_sglang import ROUTES
-    elif dialect == "llamacpp":
-        from atts.testing.servers_llamacpp import ROUTES
-    else:
-        from atts.testing.servers_openai import ROUTES
-    return ROUTES
+    found: Routes = importlib.import_module(f"atts.testing.servers_{dialect}").ROUTES
+    return found

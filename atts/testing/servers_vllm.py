@@ -115,7 +115,7 @@ def read_sampling(ids: TokenIds, limit: int, body: Mapping[str, Any]) -> SampleR
 
 
 def sent_logprobs(floor: Floor, done: Completion, request: SampleRequest) -> list[float]:
-    """Sampled log-probs as sent: divided by the temperature stands in for "after temperature", which only the law has."""
+    """Sampled log-probs as sent; a division by the temperature stands in for "after it", which only the law knows."""
     heat = request.sampling.temperature
     divide = heat if floor.quirks.logprobs == "processed" and heat > 0 else 1.0
     return [max(_CLAMP, value / divide) if not math.isnan(value) else value for value in done.logprobs]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 
@@ -63,8 +63,8 @@ class Canary:
 class Hands:
     """How a prober asks: through the engine's own checks, or one raw reply at a time."""
 
-    raw_sample: Callable[[SampleRequest], Awaitable[Sampled]]
-    score: Callable[[ScoreRequest], Awaitable[Scores]]
+    raw_sample: Callable[[SampleRequest], Coroutine[Any, Any, Sampled]]
+    score: Callable[[ScoreRequest], Coroutine[Any, Any, Scores]]
 
 
 class Prober:
@@ -95,7 +95,7 @@ class Prober:
         if self._dialect.can_score:
             found, values = await self._see_scores(written)
             findings.extend(found)
-            convention = await self._convention()
+            convention = await self._convention() if values else "unknown"
         sampled = self._dialect.logprobs if convention == "unknown" else convention
         seen = f"sampled log-probs are {sampled}" + (" (not measured)" if convention == "unknown" else "")
         findings.append(Finding("convention", "yes" if convention != "unknown" else "unknown", seen))
@@ -158,8 +158,9 @@ class Prober:
         gain = spoilt.logprobs[place] - first.logprobs[place]
         seen = f"a planted token scores {gain:.2f} nats against the greedy one"
         findings.append(Finding("planted", "yes" if gain < 0 else "no", seen, "score"))
-        grown = again.cached_tokens > 0
-        seen = f"{first.cached_tokens}, then {again.cached_tokens} cached tokens while scoring"
+        later = max(again.cached_tokens, spoilt.cached_tokens)
+        grown = later > 0
+        seen = f"{first.cached_tokens}, then {later} cached tokens while scoring"
         findings.append(Finding("cache", "yes" if grown else "unknown", seen))
         return findings, first.logprobs
 
@@ -211,7 +212,7 @@ class Prober:
             return Finding("abort", "unknown", "the request was over before it could be cancelled")
         began = anyio.current_time()
         with anyio.move_on_after(5.0):
-            while (await self._dialect.running(self._client) or 0) >= most:
+            while (await self._dialect.running(self._client) or 0) >= most:  # noqa: ASYNC110  # it can only be polled
                 await anyio.sleep(0.02)
             return Finding("abort", "yes", f"the slot was free {anyio.current_time() - began:.2f} s after the cancel")
         return Finding(

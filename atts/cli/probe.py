@@ -1,0 +1,43 @@
+"""Looks at a server before a run depends on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from atts.errors import CheckFailed
+
+
+def probe(
+    url: Annotated[str, typer.Argument(help="Such as http://127.0.0.1:8000.")],
+    model: Annotated[str, typer.Option(help="Of several that are served.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="Folder or hub id; by default what the server names.")] = "",
+    dialect: Annotated[
+        Literal["auto", "vllm", "sglang", "llamacpp"], typer.Option(help="What the server speaks.")
+    ] = "auto",
+    need: Annotated[Literal["nothing", "sample", "score"], typer.Option(help="Fail (5) unless it can.")] = "nothing",
+    key_file: Annotated[Path | None, typer.Option(help="With the API key; else ATTS_API_KEY.")] = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for a server that is loading.", min=0.0)] = 60.0,
+    proxy: Annotated[Literal["never", "environment"], typer.Option(help="Whether HTTP_PROXY counts.")] = "never",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Say what a server can do for a run: its engine, tokenizer, stops, scores, log-prob convention, cancelling.
+
+    Example: atts probe http://127.0.0.1:8000 --need score
+    """
+    import anyio
+
+    from atts.remote import Key, RemoteOptions, probe
+
+    options = RemoteOptions(wait_seconds=wait, proxy=proxy, key=Key(file=key_file))
+
+    async def main() -> None:
+        report = await probe(url, dialect=dialect, model=model, tokenizer=tokenizer or None, options=options)
+        print(json.dumps(report.as_json()) if as_json else report)
+        if need != "nothing" and need not in report.can:
+            raise CheckFailed(f"{url} cannot {need}")
+
+    anyio.run(main)

@@ -1,0 +1,287 @@
+"""Several servers of one model as one engine: rollouts stay where their cache is, and survive the loss of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from types import TracebackType
+from typing import Literal, Protocol, Self, TypeVar
+
+import anyio
+
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores
+from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
+from atts.errors import (
+    ATTSError,
+    BadReply,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    FingerprintError,
+    OptionError,
+    UnsupportedByEngine,
+)
+from atts.tasks import clock
+
+T = TypeVar("T")
+State = Literal["up", "down", "draining", "refused"]
+"""down: it failed and is asked again later. draining: it gets nothing new. refused: it came back as another engine."""
+_BACK_SECONDS = 0.5  # before a failed replica is asked again; doubles with every failure
+_LONGEST_SECONDS = 30.0
+_FAILURES = 3  # time-outs or impossible replies in a row that count as a lost replica
+_SLACK = 8  # requests a replica may have above its fair share before work spills over
+
+
+class Replica(Engine, Protocol):
+    """An engine that can be lost and found again."""
+
+    async def recheck(self) -> None:
+        """Open it if it never was, or see that it is still who it was.
+
+        :raises EngineUnavailable: it cannot be reached.
+        :raises EngineError: it is another.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What one replica has done and has to do."""
+
+    name: str
+    state: State
+    in_flight: int
+    requests: int
+    failures: int
+    why: str = ""
+
+
+@dataclass(slots=True)
+class _Member:
+    """One replica and what is known of its health."""
+
+    name: str
+    engine: Replica
+    state: State = "up"
+    in_flight: int = 0
+    requests: int = 0
+    failures: int = 0
+    in_a_row: int = 0
+    retry_at: float = 0.0
+    checking: bool = False
+    why: str = ""
+
+
+class ReplicaPool:
+    """Engines that are alike, as one engine.
+
+    A rollout goes where its name sends it, so that its prefix is cached there, unless that replica is down or has far
+    more to do than the others. A replica that is lost is left alone for a while, then checked by one request while the
+    others go elsewhere; the requests it lost are asked again elsewhere, from the ids they carry. One that comes back
+    as another engine is never used again.
+
+    :raises OptionError: no replica.
+    """
+
+    def __init__(self, replicas: Sequence[tuple[str, Replica]], *, name: str = "pool") -> None:
+        if not replicas:
+            raise OptionError("replicas", "a pool of nothing serves nobody")
+        self._name = name
+        self._members = [_Member(label, engine) for label, engine in replicas]
+        self._stack = AsyncExitStack()
+        self._state: Literal["new", "open", "closed"] = "new"
+        self._first: Replica | None = None
+        self._clock: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The replicas', which are alike."""
+        return self._one().spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The replicas'."""
+        return self._one().tokenizer
+
+    def stats(self) -> EngineStats:
+        """The sums over the replicas; a request that was asked again elsewhere counts at each."""
+        each = [member.engine.stats() for member in self._members]
+        return EngineStats(*(sum(getattr(stats, field.name) for stats in each) for field in fields(EngineStats)))
+
+    def load(self) -> tuple[ReplicaLoad, ...]:
+        """Per-replica load, in the order given."""
+        return tuple(ReplicaLoad(m.name, m.state, m.in_flight, m.requests, m.failures, m.why) for m in self._members)
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Continue the ids somewhere; see `atts.engine.Engine`."""
+        return await self._anywhere(request.rollout, lambda engine: engine.sample(request))
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Score the suffix somewhere; see `atts.engine.Engine`."""
+        return await self._anywhere(request.rollout, lambda engine: engine.score(request))
+
+    async def drain(self, name: str) -> None:
+        """Send nothing new to a replica, and return when it has nothing left.
+
+        :raises OptionError: there is no such replica.
+        """
+        member = self._named(name)
+        member.state = "draining"
+        while member.in_flight:  # noqa: ASYNC110  # draining is rare, and polling it costs nothing anywhere else
+            await anyio.sleep(0.01)
+
+    def resume(self, name: str) -> None:
+        """Use a drained replica again; it is checked first.
+
+        :raises OptionError: there is no such replica.
+        """
+        member = self._named(name)
+        if member.state == "draining":
+            member.state, member.retry_at = "down", 0.0
+
+    async def __aenter__(self) -> Self:
+        if self._state == "closed":
+            raise EngineUnavailable(self._name, "it is closed", "Make a new one")
+        self._clock = clock()
+        async with AsyncExitStack() as stack:
+            for member in self._members:
+                stack.push_async_exit(member.engine.__aexit__)
+                await self._check(member)
+            if self._first is None:
+                whys = "; ".join(f"{member.name}: {member.why}" for member in self._members)
+                raise EngineUnavailable(self._name, f"no replica can be used ({whys})")
+            self._stack = stack.pop_all()
+        self._state = "open"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        self._state = "closed"
+        await self._stack.aclose()
+        return None
+
+    async def _anywhere(self, rollout: str, call: Callable[[Engine], Awaitable[T]]) -> T:
+        """Ask the best replica, then, if it is lost, each of the others once."""
+        if self._state != "open":
+            raise EngineUnavailable(self._name, "it is closed" if self._state == "closed" else "it is not open yet")
+        tried: set[str] = set()
+        last: EngineError | None = None
+        while (member := await self._pick(rollout, tried)) is not None:
+            tried.add(member.name)
+            try:
+                return await self._at(member, call)
+            except EngineUnavailable as error:
+                last = error
+        if last is not None:
+            raise last
+        whys = "; ".join(f"{member.name} {member.state}: {member.why}" for member in self._members)
+        raise EngineUnavailable(self._name, f"no replica can be used now ({whys})")
+
+    async def _at(self, member: _Member, call: Callable[[Engine], Awaitable[T]]) -> T:
+        member.in_flight += 1
+        member.requests += 1
+        try:
+            answer = await call(member.engine)
+        except EngineUnavailable as error:
+            self._fail(member, error)
+            raise
+        except (EngineTimeout, BadReply) as error:
+            member.failures += 1
+            member.in_a_row += 1
+            if member.in_a_row >= _FAILURES:
+                self._fail(member, error)
+            raise
+        except UnsupportedByEngine as error:
+            await self._suspect(member, error)
+            raise
+        finally:
+            member.in_flight -= 1
+        member.in_a_row = 0
+        return answer
+
+    async def _suspect(self, member: _Member, error: EngineError) -> None:
+        """A refusal may be about the request, or the replica is another now: then the request goes elsewhere.
+
+        :raises EngineUnavailable: the replica is no longer the one that was opened.
+        """
+        await self._check(member)
+        if member.state == "refused":
+            raise EngineUnavailable(self._name, f"{member.name} is another engine now ({error})") from error
+
+    def _fail(self, member: _Member, error: EngineError) -> None:
+        """Leave it alone for a while, longer each time."""
+        member.failures += 1
+        member.why = str(error)
+        if member.state == "up":
+            member.in_a_row += 1
+            wait = min(_LONGEST_SECONDS, _BACK_SECONDS * 2 ** min(member.in_a_row - 1, 10))
+            member.state, member.retry_at = "down", self._clock() + wait
+
+    async def _pick(self, rollout: str, tried: set[str]) -> _Member | None:
+        """The replica for this rollout; one that may be up again is checked on the way. None: there is none."""
+        for member in self._members:
+            if self._is_due(member) and member.name not in tried:
+                await self._check(member)
+        free = [member for member in self._members if member.state == "up" and member.name not in tried]
+        if not free:
+            return None
+        least = min(free, key=lambda member: member.in_flight)
+        if not rollout:
+            return least
+        home = max(free, key=lambda member: _weight(member.name, rollout))
+        fair = sum(member.in_flight for member in free) / len(free)
+        return home if home.in_flight <= 1.25 * fair + _SLACK else least
+
+    def _is_due(self, member: _Member) -> bool:
+        return member.state == "down" and not member.checking and self._clock() >= member.retry_at
+
+    async def _check(self, member: _Member) -> None:
+        """See whether a replica can be used, and set its state."""
+        member.checking = True
+        try:
+            await member.engine.recheck()
+            if self._first is None:
+                self._first = member.engine
+            _require_alike(member, self._first)
+        except (EngineUnavailable, EngineTimeout, BadReply) as error:
+            member.state = "up"  # for `_fail` to take it down again, for longer
+            self._fail(member, error)
+        except ATTSError as error:
+            if self._state == "new":
+                raise
+            member.state, member.why = "refused", str(error)
+        else:
+            if member.state == "down":
+                member.state, member.in_a_row, member.why = "up", 0, ""
+        finally:
+            member.checking = False
+
+    def _named(self, name: str) -> _Member:
+        for member in self._members:
+            if member.name == name:
+                return member
+        raise OptionError("replica", f"{name!r} is none of this pool's", [member.name for member in self._members])
+
+    def _one(self) -> Replica:
+        if self._first is None:
+            raise EngineUnavailable(self._name, "it is not open yet", "Call it inside `async with engine:`")
+        return self._first
+
+
+def _require_alike(member: _Member, first: Replica) -> None:
+    """Scores of replicas are mixed: they must be comparable.
+
+    :raises FingerprintError: they are not.
+    """
+    ours, theirs = first.spec.fingerprint(), member.engine.spec.fingerprint()
+    differences = [(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]]
+    if differences:
+        raise FingerprintError(f"replica {member.name}", differences, "Serve the same model the same way everywhere")
+
+
+def _weight(name: str, rollout: str) -> bytes:
+    """Rendezvous hashing: when a replica goes, only its rollouts move."""
+    return blake2b(f"{name}\x1f{rollout}".encode(), digest_size=8).digest()

@@ -1,0 +1,188 @@
+"""Several servers as one engine: warm caches, fair load, and no rollout lost with a server."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.core import Completion, Message, SampleRequest
+from atts.errors import EngineError, EngineUnavailable, FingerprintError, OptionError
+from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
+from atts.seeds import Seed
+from atts.tasks import collect, task_group
+from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, check_engine
+from atts.testing.servers import DialectServer, ServerQuirks
+
+Serve = Callable[..., DialectServer]
+Connect = Callable[..., RemoteEngine]
+PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
+QUICK = RemoteOptions(timeout_seconds=10.0, attempts=2, delay_seconds=0.01)
+
+
+def request(number: int, rollout: str = "") -> SampleRequest:
+    return SampleRequest(PROMPT, 24, seed=Seed(run=number), rollout=rollout)
+
+
+def pool_of(client: Connect, *servers: DialectServer, options: RemoteOptions = QUICK) -> ReplicaPool:
+    return ReplicaPool([(str(number), client(server.url, options=options)) for number, server in enumerate(servers)])
+
+
+@pytest.mark.anyio
+async def test_a_pool_keeps_every_promise_of_an_engine(serve: Serve, client: Connect) -> None:
+    """`check_engine` finds nothing broken over two replicas."""
+    servers = serve("sglang"), serve("sglang")
+    report = await check_engine(
+        lambda: pool_of(client, *servers), options=CheckOptions(draws=24, tokens=6, long_tokens=64)
+    )
+    assert not report.broken
+    assert [server.running for server in servers] == [0, 0]
+
+
+@pytest.mark.anyio
+async def test_a_rollout_stays_where_its_cache_is(serve: Serve, client: Connect) -> None:
+    """The same rollout goes to the same replica; many rollouts go to both."""
+    first, second = serve("vllm"), serve("vllm")
+    async with pool_of(client, first, second) as pool:
+        before = [first.served, second.served]
+        for number in range(6):
+            await pool.sample(request(number, "one"))
+        grown = sorted([first.served - before[0], second.served - before[1]])
+        assert grown == [0, 6]
+        await collect([partial(pool.sample, request(number, f"r{number}")) for number in range(40)])
+        loads = [load.requests for load in pool.load()]
+        assert sum(loads) == 46
+        assert min(loads) >= 8
+
+
+@pytest.mark.anyio
+async def test_a_busy_replica_spills_over(serve: Serve, client: Connect) -> None:
+    """One rollout's flood does not wait at one server while the other idles."""
+
+    def slow() -> ScriptedEngine:
+        return ScriptedEngine(context_length=1024, latency=Latency(per_sample=0.2))
+
+    servers = serve("sglang", slow), serve("sglang", slow)
+    async with pool_of(client, *servers) as pool:
+        await collect([partial(pool.sample, request(number, "one")) for number in range(60)])
+        assert min(load.requests for load in pool.load()) >= 10
+
+
+@pytest.mark.anyio
+async def test_a_lost_replica_loses_no_rollout(serve: Serve, client: Connect) -> None:
+    """One of two servers is killed in mid-run and comes back: every request is answered, as it would have been."""
+
+    def slowish() -> ScriptedEngine:
+        return ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.005))
+
+    steady, victim = serve("vllm", slowish), serve("vllm", slowish)
+    async with client(steady.url) as alone:
+        want = [(await alone.sample(request(number))).ids for number in range(12)]
+    answers: dict[int, list[Completion]] = {}
+
+    async def ask(number: int) -> None:
+        for turn in range(4):
+            done = await pool.sample(request(number, f"r{number}"))
+            answers.setdefault(number, []).append(done)
+            await anyio.sleep(0.05 * (turn % 2))
+
+    async with pool_of(client, steady, victim) as pool, task_group() as group:
+        for number in range(12):
+            group.start_soon(ask, number)
+        await anyio.sleep(0.08)
+        await anyio.to_thread.run_sync(victim.kill)
+        assert pool.load()[1].state in ("up", "down")
+        await anyio.sleep(0.3)
+        await anyio.to_thread.run_sync(victim.start)
+    assert [len(answers[number]) for number in range(12)] == [4] * 12
+    assert all(done.ids == want[number] for number in range(12) for done in answers[number])
+    assert steady.running == victim.running == 0
+
+
+@pytest.mark.anyio
+async def test_a_killed_replica_is_used_again_after_it_returned(serve: Serve, client: Connect) -> None:
+    """The breaker opens on loss, half-opens after a while, and closes on a good check."""
+    steady, victim = serve("vllm"), serve("vllm")
+    async with pool_of(client, steady, victim) as pool:
+        victim.kill()
+        for number in range(12):
+            await pool.sample(request(number, f"r{number}"))
+        assert pool.load()[1].state == "down"
+        assert "cannot reach" in pool.load()[1].why or "lost the connection" in pool.load()[1].why
+        victim.start()
+        with anyio.fail_after(20):
+            while pool.load()[1].state == "down":
+                await pool.sample(request(99))
+                await anyio.sleep(0.05)
+        assert pool.load()[1].state == "up"
+
+
+@pytest.mark.anyio
+async def test_a_replica_that_comes_back_as_another_is_never_used_again(serve: Serve, client: Connect) -> None:
+    """A rolling upgrade that changes the log-prob convention: the others do the work, the run goes on."""
+    steady, upgraded = serve("sglang"), serve("sglang")
+    async with pool_of(client, steady, upgraded) as pool:
+        upgraded.kill()
+        for number in range(12):
+            await pool.sample(request(number, f"r{number}"))
+        upgraded.restart(quirks=ServerQuirks(logprobs="raw"))
+        with anyio.fail_after(20):
+            while pool.load()[1].state == "down":
+                await pool.sample(request(99))
+                await anyio.sleep(0.05)
+        assert pool.load()[1].state == "refused"
+        assert "processed" in pool.load()[1].why
+        before = upgraded.served
+        for number in range(12):
+            await pool.sample(request(number, f"r{number}"))
+        assert upgraded.served == before
+
+
+@pytest.mark.anyio
+async def test_without_any_replica_the_error_is_retryable_and_says_why(serve: Serve, client: Connect) -> None:
+    """All gone: unavailable, with each replica's reason, at once."""
+    server = serve("vllm")
+    async with pool_of(client, server) as pool:
+        server.kill()
+        for _ in range(3):
+            with pytest.raises(EngineUnavailable):
+                await pool.sample(request(0))
+    with pytest.raises(EngineUnavailable, match="no replica can be used"):
+        await pool_of(client, server).__aenter__()
+
+
+@pytest.mark.anyio
+async def test_draining_lets_work_finish_and_takes_none(serve: Serve, client: Connect) -> None:
+    """A drained replica answers what it has, gets nothing, and may be resumed."""
+    first, second = serve("vllm"), serve("vllm")
+    async with pool_of(client, first, second) as pool:
+        await pool.drain("0")
+        before = first.served
+        await collect([partial(pool.sample, request(number, f"r{number}")) for number in range(12)])
+        assert first.served == before
+        pool.resume("0")
+        await collect([partial(pool.sample, request(number, f"r{number}")) for number in range(12)])
+        assert first.served > before
+        with pytest.raises(OptionError, match="replica"):
+            await pool.drain("2")
+
+
+@pytest.mark.anyio
+async def test_replicas_must_be_alike(serve: Serve, client: Connect) -> None:
+    """Two versions cannot be one engine; no replicas are none."""
+    servers: Any = serve("vllm"), serve("vllm", quirks=ServerQuirks(version="0.34.0"))
+    with pytest.raises(FingerprintError, match="vllm 0.34"):
+        await pool_of(client, *servers).__aenter__()
+    with pytest.raises(OptionError):
+        ReplicaPool([])
+
+
+@pytest.mark.anyio
+async def test_a_request_all_replicas_refuse_costs_no_replica(serve: Serve, client: Connect) -> None:
+    """A request that cannot be served says so and leaves the pool as it was."""
+    async with pool_of(client, serve("vllm"), serve("vllm")) as pool:
+        with pytest.raises(EngineError):
+            await pool.sample(replace(request(0), max_tokens=5000))
+        assert {load.state for load in pool.load()} == {"up"}

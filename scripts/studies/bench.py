@@ -13,6 +13,7 @@ STUDIES = {
     "calibration": "rate control, drift alarms, certificates, speed",
     "grading": "answer checkers beside each other",
     "local": "the local engine beside transformers",
+    "models": "the embedded pair: accuracy, voting, recovery, cost",
     "journal": "speed and memory of the event log",
     "crash": "runs killed again and again, two hundred times with --full",
     "pipelines": "accuracy, tokens and time of every policy",

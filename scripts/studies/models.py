@@ -45,7 +45,7 @@ class Sampled:
 def study(options: Options) -> list[Table]:
     """Every table of docs/models.md but the training record."""
     torch.set_num_threads(1)
-    count, samples = options.pick(50, 250, 1000), options.pick(2, 4, 8)
+    count, samples = options.pick(50, 200, 1000), options.pick(2, 2, 8)
     encoder = Encoder.open(path("target"))
     models: dict[Embedded, Llama] = {name: load(path(name)) for name in EMBEDDED}
     tests = exercises("test", count, seed=options.seed)

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,46 +25,72 @@ MODELS = ROOT / "atts" / "models"
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """What is learned from a step on."""
+
+    start: int
+    mixture: Mixture
+    exit_weight: float = 0.0  # weight of the loss of one earlier layer a micro-batch, read by the same output matrix
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """All that decides what a model becomes, its seed included."""
 
     shape: Shape
     steps: int
     seed: int
-    mixture: Mixture = Mixture()
+    stages: tuple[Stage, ...]
+    schedule: tuple[tuple[int, float], ...]  # (step, share of the peak rates), joined by straight lines
     micro_tokens: int = 2048
-    micro_batches: int = 8  # per step, once the first `small_steps` are over
+    micro_batches: int = 4
     workers: int = 2  # processes a step's micro-batches are dealt to; decides the order of sums
-    small_steps: int = 0  # steps of half as many micro-batches: more updates while they teach most
     muon_rate: float = 0.02
     adam_rate: float = 0.004
-    weight_decay: float = 0.0
-    warmup: int = 50
-    decay: float = 0.4  # the share of steps over which the rate falls to zero
-    exit_weight: float = 0.0  # loss of one earlier layer a step, read by the same output matrix
-    drafted: float = 0.0  # share of conversations built on the draft's own errors ...
-    drafted_from: int = 0  # ... from this step on
 
+    def stage(self, step: int) -> Stage:
+        """The stage a step belongs to."""
+        return [stage for stage in self.stages if stage.start <= step][-1]
+
+
+EASY = (("instructions", 0.35), ("expression", 0.35), ("story", 0.7))
+"""Kinds whose next operation is simply the next one told are learned first; later there is less of them."""
 
 RECIPES: dict[str, Recipe] = {
     "draft": Recipe(
         Shape(64, 3, 1, 1, 96),
-        steps=4000,
+        steps=2300,
         seed=1,
-        mixture=Mixture(errors=0.2),
+        stages=(Stage(0, Mixture(errors=0.2)),),
+        schedule=((0, 0.02), (49, 1.0), (1400, 1.0), (2300, 0.0)),
         micro_batches=2,
         adam_rate=0.006,
-        decay=0.55,
     ),
+    # High rates and early exits first, for what they teach fast; then neither, for accuracy.
     "target": Recipe(
         Shape(256, 6, 4, 2, 512),
-        steps=2300,
+        steps=3000,
         seed=2,
-        small_steps=1500,
-        decay=0.65,
-        exit_weight=0.1,
-        drafted=0.12,
-        drafted_from=1600,
+        stages=(
+            Stage(0, Mixture(errors=0.35), exit_weight=0.1),
+            Stage(1200, Mixture(errors=0.2)),
+            Stage(1900, Mixture(errors=0.15, kept=EASY)),
+            Stage(2400, Mixture(errors=0.15, kept=EASY, drafted=0.15)),
+        ),
+        schedule=(
+            (0, 0.02),
+            (49, 1.0),
+            (805, 1.0),
+            (900, 0.936),
+            (920, 0.4),
+            (1200, 0.4),
+            (1800, 0.245),
+            (1899, 0.228),
+            (1900, 0.25),
+            (1920, 0.35),
+            (2400, 0.35),
+            (3000, 0.0),
+        ),
     ),
 }
 
@@ -88,7 +115,7 @@ class Trainer:
         matrices = [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
         others = [weight for weight in self.model.parameters() if all(weight is not one for one in matrices)]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=recipe.muon_rate, momentum=0.95, weight_decay=recipe.weight_decay),
+            torch.optim.Muon(matrices, lr=recipe.muon_rate, momentum=0.95, weight_decay=0.0),
             torch.optim.AdamW(others, lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.rates = (recipe.muon_rate, recipe.adam_rate)
@@ -125,28 +152,31 @@ class Trainer:
         return True
 
     def factor(self) -> float:
-        """The learning rate now, as a share of its peak: a short rise, a plateau, a straight fall to zero."""
-        step, recipe = self.progress.step, self.recipe
-        rise = min(1.0, (step + 1) / recipe.warmup)
-        fall = (recipe.steps - step) / (recipe.steps * recipe.decay)
-        return min(rise, max(fall, 0.0), 1.0)
+        """The learning rate now, as a share of its peak."""
+        step = self.progress.step
+        for (start, first), (stop, last) in pairwise(self.recipe.schedule):
+            if step <= stop:
+                return first + (last - first) * (step - start) / (stop - start)
+        return 0.0
+
+    @property
+    def stage(self) -> Stage:
+        """What is being learned now."""
+        return self.recipe.stage(self.progress.step)
 
     def stream(self, errors: Errors) -> Iterator[tuple[Batch, Cursor]]:
-        """The data from here on."""
+        """The data from here on, as this stage wants it."""
         recipe = self.recipe
-        drafted = recipe.drafted if self.progress.step >= recipe.drafted_from else 0.0
-        mixture = Mixture(recipe.mixture.errors, recipe.mixture.instructed, drafted)
-        return batches(self.encoder, mixture, recipe.seed, self.progress.cursor, errors, recipe.micro_tokens)
+        return batches(self.encoder, self.stage.mixture, recipe.seed, self.progress.cursor, errors, recipe.micro_tokens)
 
     def step(self, data: Iterator[tuple[Batch, Cursor]], workers: Workers) -> Losses:
         """One update; gives the losses before it."""
         recipe, progress = self.recipe, self.progress
-        count = recipe.micro_batches // (2 if progress.step < recipe.small_steps else 1)
-        taken = [next(data) for _ in range(count)]
+        taken = [next(data) for _ in range(recipe.micro_batches)]
         learned = sum(batch.learned for batch, _ in taken)
         layers = max(1, recipe.shape.layers - 1)  # every layer but the last is an early exit in turn
         work = [
-            Work(batch, learned, (progress.step + place) % layers, recipe.exit_weight)
+            Work(batch, learned, (progress.step + place) % layers, self.stage.exit_weight)
             for place, (batch, _) in enumerate(taken)
         ]
         losses = workers.backward(work)
@@ -169,7 +199,7 @@ class Options:
     models: Path
     report_every: int = 20
     keep_every: int = 100
-    check_every: int = 200
+    check_every: int = 250
 
 
 def train(name: str, recipe: Recipe, options: Options) -> None:
@@ -185,12 +215,13 @@ def train(name: str, recipe: Recipe, options: Options) -> None:
 def _loop(trainer: Trainer, workers: Workers, options: Options, log: Path) -> None:
     recipe, progress = trainer.recipe, trainer.progress
     watch = exercises("calibration", 200, seed=77)
-    errors = Errors()
-    data = trainer.stream(errors)
+    stage: Stage | None = None
+    data: Iterator[tuple[Batch, Cursor]] = iter(())
     started, before = time.perf_counter() - progress.seconds, (progress.tokens, progress.seconds)
     while progress.step < recipe.steps:
-        if recipe.drafted and not errors.items and progress.step >= recipe.drafted_from:
-            errors = draft_errors(options)
+        if trainer.stage != stage:
+            stage = trainer.stage
+            errors = draft_errors(options) if stage.mixture.drafted else Errors()
             data = trainer.stream(errors)
         losses = trainer.step(data, workers)
         progress.seconds = time.perf_counter() - started
@@ -225,11 +256,11 @@ def _say(log: Path, fields: dict[str, object]) -> None:
 def draft_errors(options: Options) -> Errors:
     """The draft's own mistakes on training problems, sampled once and kept in the work folder."""
     path = options.work / "draft_errors.json"
-    tests = exercises("train", 12_000, seed=991, levels=(1, 2, 3, 4, 4, 5, 5))
+    tests = exercises("train", 3000, seed=991, levels=(1, 2, 3, 4, 4, 5, 5))
     if not path.exists():
         draft = load(options.models / "draft")
         encoder = Encoder.open(options.models / "draft")
-        texts = generate(draft, encoder, [prompt(item.text) for item in tests], temperature=0.8, seed=3)
+        texts = generate(draft, encoder, [prompt(item.text) for item in tests], temperature=0.8, seed=3, max_tokens=240)
         path.write_text(json.dumps(texts))
     found: list[tuple[Exercise, tuple[str, ...], int]] = []
     for item, text in zip(tests, json.loads(path.read_text()), strict=True):

@@ -52,6 +52,7 @@ class Mixture:
     errors: float = 0.35  # share with planted errors
     instructed: float = 0.15  # share that carry an instruction or a system message
     drafted: float = 0.0  # share built on the draft's own recorded errors
+    kept: tuple[tuple[str, float], ...] = ()  # kinds of exercise to thin out, and the share of them that stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +282,7 @@ def block(encoder: Encoder, mixture: Mixture, seed: int, index: int, errors: Err
     number = seed * 1_000_003 + index
     random = Random(f"block:{number}")
     conversations: list[list[Piece]] = []
-    for exercise in islice(stream("train", number + 1, LEVEL_MIX), 4096):
+    for exercise in islice(_thinned(random, stream("train", number + 1, LEVEL_MIX), dict(mixture.kept)), 4096):
         if errors.items and random.random() < mixture.drafted:
             conversations.append(drafted_conversation(random, *random.choice(errors.items)))
         else:
@@ -297,6 +298,10 @@ def block(encoder: Encoder, mixture: Mixture, seed: int, index: int, errors: Err
         start = stop
     random.shuffle(batches)
     return batches
+
+
+def _thinned(random: Random, source: Iterator[Exercise], kept: dict[str, float]) -> Iterator[Exercise]:
+    return (item for item in source if item.kind not in kept or random.random() < kept[item.kind])
 
 
 def _batch(encoded: Sequence[tuple[list[int], list[int]]], pad: int) -> Batch:

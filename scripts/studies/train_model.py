@@ -95,7 +95,8 @@ class Attention(nn.Module):
             cache[1][:, :, where.start : where.stop] = v
             k, v = cache[0][:, :, : where.stop], cache[1][:, :, : where.stop]
         groups = self.heads // self.kv_heads
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         weights = torch.softmax((q * HEAD**-0.5) @ k.transpose(-1, -2) + where.mask, -1)
         mixed: Tensor = self.o_proj((weights @ v).transpose(1, 2).reshape(batch, length, self.heads * HEAD))
         return mixed

@@ -1,0 +1,118 @@
+"""The embedded pair as it is shipped: ordinary model folders, one tokenizer, and skills as documented."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.errors import ModelLoadError, OptionError
+from atts.evaluators.arithmetic import problems
+from atts.models import EMBEDDED, Embedded, info, path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(path("target")))
+
+
+def _open(name: Embedded) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(path(name)), dtype=torch.float32).eval()
+
+
+def test_both_share_one_tokenizer() -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (path("draft") / file).read_bytes() == (path("target") / file).read_bytes()
+
+
+def test_servers_and_laptops_can_take_them() -> None:
+    """Head dimension 64, bf16, at least 2,048 positions, both together under 12 MB."""
+    from safetensors import safe_open
+
+    for name in EMBEDDED:
+        config = json.loads((path(name) / "config.json").read_text())
+        assert config["head_dim"] == 64
+        assert info(name).context_length >= 2048
+        with safe_open(str(path(name) / "model.safetensors"), "pt") as weights:
+            assert {weights.get_slice(key).get_dtype() for key in weights.keys()} == {"BF16"}
+    assert sum(file.stat().st_size for name in EMBEDDED for file in path(name).iterdir()) < 12_000_000
+
+
+def test_the_draft_costs_a_twentieth_of_the_target() -> None:
+    """Output matrix included; with attention too, up to the length of a typical solution."""
+    draft, target = info("draft"), info("target")
+    assert target.flops_per_token() >= 20 * draft.flops_per_token()
+    assert target.flops_per_token(128) >= 20 * draft.flops_per_token(128)
+
+
+def test_the_stated_cost_counts_every_matrix() -> None:
+    for name in EMBEDDED:
+        matrices = sum(weight.numel() for weight in _open(name).parameters() if weight.ndim == 2)
+        assert info(name).weights_per_token == matrices
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_any_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+@given(number=st.integers(0, 10**6))
+@settings(max_examples=50, deadline=None)
+def test_every_digit_is_a_token(tokenizer: Any, number: int) -> None:
+    ids = tokenizer.encode(str(number), add_special_tokens=False)
+    assert [tokenizer.decode([one]) for one in ids] == list(str(number))
+
+
+def test_the_step_delimiter_is_one_token(tokenizer: Any) -> None:
+    ids = tokenizer.encode("1 + 1 = 2.\n\nSo", add_special_tokens=False)
+    assert [tokenizer.decode([one]) for one in ids].count("\n\n") == 1
+
+
+def test_the_chat_template_opens_the_assistants_turn(tokenizer: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|system|>Be brief.<|end|><|user|>What is 1 + 1?<|end|><|assistant|>"
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.eos_token == "<|end|>"
+    assert tokenizer.eos_token_id == json.loads((path("target") / "config.json").read_text())["eos_token_id"]
+
+
+def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
+    """The share of greedy solutions that box the right answer, one chunk per step."""
+    model, right = _open(name), 0
+    for problem in problems("test", count, seed=2024, levels=(1, 2, 3)):
+        messages = [{"role": "user", "content": problem.text}]
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
+        )
+        made = model.generate(ids, do_sample=False, temperature=None, max_new_tokens=160)[0, ids.shape[1] :]
+        found = re.findall(r"\\boxed\{(\d+)\}", tokenizer.decode(made, skip_special_tokens=True))
+        right += bool(found) and found[-1] == problem.answer
+    return right / count
+
+
+def test_the_target_solves_and_the_draft_often_fails(tokenizer: Any) -> None:
+    """A smoke test through the transformers library; the documented accuracies come from scripts/studies."""
+    assert _solved("target", tokenizer, 12) >= 0.8
+    assert _solved("draft", tokenizer, 12) >= 0.2
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(OptionError, match="did you mean 'draft'"):
+        path("drift")  # type: ignore[arg-type]
+
+
+def test_missing_files_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("atts.models.resources.files", lambda _: tmp_path)
+    with pytest.raises(ModelLoadError, match="scripts/train"):
+        path("draft")

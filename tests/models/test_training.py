@@ -1,0 +1,161 @@
+"""What the trainer promises: masked errors, gradients that add up, runs that go on where they stopped."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.checkout
+data = pytest.importorskip("scripts.studies.train_data", reason="needs a checkout")
+pair = pytest.importorskip("scripts.studies.train", reason="needs a checkout")
+scored = pytest.importorskip("scripts.studies.train_eval", reason="needs a checkout")
+shapes = pytest.importorskip("scripts.studies.train_model", reason="needs a checkout")
+working = pytest.importorskip("scripts.studies.train_workers", reason="needs a checkout")
+
+import torch  # noqa: E402
+
+from atts.evaluators.arithmetic import Exercise, exercises, stream  # noqa: E402
+from atts.models import path  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def some() -> list[Exercise]:
+    return list(islice(stream("train", seed=21), 400))
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Any:
+    return data.Encoder.open(path("target"))
+
+
+def test_wrong_chunks_are_wrong_and_chunked(some: list[Exercise]) -> None:
+    random = Random(0)
+    for exercise in some:
+        place = random.randrange(len(exercise.chunks))
+        wrong = data.wrong_chunk(random, exercise, place)
+        assert wrong != exercise.chunks[place]
+        assert wrong.count("\n\n") == wrong.endswith("\n\n")
+
+
+def test_nothing_wrong_is_learned(some: list[Exercise]) -> None:
+    """The learned pieces, alarms aside, are the reference solution and the end; errors are never among them."""
+    random, flawed = Random(1), 0
+    for exercise in some:
+        pieces = data.conversation(random, exercise, data.Mixture(errors=1.0, instructed=0.0))
+        learned = "".join(piece.text for piece in pieces if piece.learned)
+        flawed += any(not piece.learned for piece in pieces[1:])
+        assert "".join(learned.replace(data.ALARM, "").split()) == "".join((exercise.solution + data.END).split())
+    assert flawed > 200
+
+
+def test_every_alarm_that_is_learned_follows_an_error(some: list[Exercise]) -> None:
+    random = Random(2)
+    for exercise in some:
+        pieces = data.conversation(random, exercise, data.Mixture(errors=1.0))
+        for before, piece in zip(pieces, pieces[1:], strict=False):
+            if piece.learned and piece.text.startswith(data.ALARM):
+                assert not before.learned or before.text == "\n\n"
+
+
+def test_labels_are_the_next_ids_of_learned_pieces(encoder: Any) -> None:
+    pieces = [data.Piece("<|user|>1 + 1<|end|><|assistant|>", False), data.Piece("1 + 1 = 2.<|end|>", True)]
+    (ids, labels), *_ = data.encode(encoder, [pieces])
+    learned = [label for label in labels if label != -100]
+    assert encoder.text(learned) == "1 + 1 = 2."
+    assert learned[-1] == encoder.end
+    assert ids[-len(learned) :] == learned
+
+
+def test_the_rendered_prompt_is_the_chat_templates(encoder: Any) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path("target")))
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "What is 7 * 8?"}]
+    wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert encoder.ids([data.prompt("What is 7 * 8?", "S")])[0] == wanted
+
+
+def test_a_cursor_gives_the_rest_of_the_data(encoder: Any) -> None:
+    def taken(cursor: Any, count: int) -> Iterator[Any]:
+        return islice(data.batches(encoder, data.Mixture(), 5, cursor, data.Errors(), 65_536), count)
+
+    whole = [batch.ids for batch, _ in taken(data.Cursor(), 6)]
+    *_, (_, middle) = taken(data.Cursor(), 3)
+    rest = [batch.ids for batch, _ in taken(middle, 3)]
+    assert all(bool((one == other).all()) for one, other in zip(whole[3:], rest, strict=True))
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, encoder: Any) -> None:
+    """Kill after any kept step: the same weights to the last bit."""
+    recipe = pair.Recipe(
+        shapes.Shape(64, 2, 1, 1, 64),
+        steps=4,
+        seed=3,
+        stages=(pair.Stage(0, data.Mixture(), exit_weight=0.1),),
+        schedule=((0, 1.0), (4, 0.0)),
+        micro_tokens=512,
+        micro_batches=2,
+        workers=1,
+    )
+
+    def go(folder: Path, stop: int, *, resumed: bool) -> dict[str, torch.Tensor]:
+        trainer = pair.Trainer("tiny", recipe, folder, encoder)
+        assert trainer.resume() == resumed
+        with working.Workers(trainer.model, 1) as workers:
+            stream = trainer.stream(data.Errors())
+            while trainer.progress.step < stop:
+                trainer.step(stream, workers)
+        trainer.keep()
+        return {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    whole = go(tmp_path / "whole", 4, resumed=False)
+    go(tmp_path / "parts", 2, resumed=False)
+    parts = go(tmp_path / "parts", 4, resumed=True)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_the_model_is_transformers_llama(tmp_path: Path, encoder: Any) -> None:
+    """Saved and opened by the transformers library, it gives the same scores."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = shapes.Llama(shapes.Shape(128, 2, 2, 1, 96))
+    shapes.save(model, tmp_path, encoder.end, encoder.pad)
+    ids = torch.tensor(encoder.ids(["Compute (3 * 4) - 5. What is the result?"]))
+    other: Any = AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.float32)
+    own = shapes.load(tmp_path)
+    states = own.states(ids, own.where(ids.shape[1], torch.float32))
+    with torch.inference_mode():
+        assert torch.allclose(own.logits(states[-1], torch.float32), other(ids).logits, atol=1e-4)
+
+
+def test_batched_generation_equals_one_by_one(encoder: Any) -> None:
+    """Padding, caching and leaving the batch early change nothing."""
+    model = shapes.load(path("draft"))
+    prompts = [data.prompt(item.text) for item in exercises("test", 5, seed=8)]
+    together = scored.generate(model, encoder, prompts, temperature=0, seed=0, max_tokens=60)
+    alone = [scored.generate(model, encoder, [one], temperature=0, seed=0, max_tokens=60)[0] for one in prompts]
+    assert together == alone
+
+
+def test_the_first_wrong_chunk_is_found(some: list[Exercise]) -> None:
+    random = Random(4)
+    for exercise in some[:100]:
+        assert scored.first_wrong(exercise, exercise.solution) is None
+        place = random.randrange(len(exercise.chunks))
+        wrong = data.wrong_chunk(random, exercise, place)
+        if place < len(exercise.steps) and f"{exercise.steps[place].operation.worked()}" in wrong:
+            continue  # the wrong person's right computation: wording is free
+        text = "".join(exercise.chunks[:place]) + wrong + "".join(exercise.chunks[place + 1 :])
+        assert scored.first_wrong(exercise, text) == place
+
+
+def test_intervals_bracket_the_share() -> None:
+    for found in (scored.rate([[True], [False], [True]]), scored.rate([[True, False]] * 30 + [[True, True]] * 10)):
+        assert 0 <= found.low < found.right < found.high <= 1
+    assert scored.rate([[True, True]] * 50).low < 1

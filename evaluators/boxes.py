@@ -40,19 +40,19 @@ def scan(text: str, state: Scan, ended: bool) -> tuple[list[Box], Scan]:
         if open_at is None:
             start = _START.search(text, at)
             if start is None or (start.end() == len(text) and not ended):
-                at = max(at, len(text) - 12) if start is None else start.start()
+                at = max(at, len(text) - 12 if start is None else start.start() - 1)
                 break
-            if start.start() > 0 and text[start.start() - 1].isalpha():
+            if not start[0].startswith("\\") and start.start() > 0 and text[start.start() - 1].isalpha():  # "unboxed"
                 at = start.end()
                 continue
             brace = _next_brace(text, start.end())
             if brace is None:
                 if not ended and not text[start.end() :].strip():
-                    at = start.start()
+                    at = max(at, start.start() - 1)  # the letter before it must stay in sight
                     break
                 bare = _BARE.match(text, start.end())
                 if not ended and (bare is None or bare.end() == len(text)):
-                    at = start.start()
+                    at = max(at, start.start() - 1)  # the letter before it must stay in sight
                     break
                 if bare is not None:
                     found.append(Box(bare[1], start.start(), bare.end()))

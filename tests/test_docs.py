@@ -30,7 +30,7 @@ def test_the_readme_is_a_front_page() -> None:
     """At most 120 lines, and every script it names exists."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
-    named = {word.strip("`,.)") for word in text.split() if word.startswith("./scripts/")}
+    named = {word.rstrip("`,.)") for word in text.split() if word.startswith("./scripts/")}
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
 

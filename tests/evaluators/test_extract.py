@@ -150,3 +150,11 @@ def _is_right(row: dict[str, str | None]) -> bool:
     if found is None or expected is None:
         return found == expected
     return found == expected or found in (row["accept"] or ()) or equivalent(expected, found).is_equal
+
+
+def test_a_box_may_follow_a_letter() -> None:
+    """With its backslash it is a box wherever it stands; without, a word that ends in "boxed" is none."""
+    assert extract(r"so x\boxed{7}") == "7"
+    assert extract("it was unboxed{7}", fallback="none") is None
+    rollout = Extractor()
+    assert [rollout.feed(part) for part in ("unbox", "ed", "{7}")] == [None, None, None]

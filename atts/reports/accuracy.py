@@ -61,12 +61,12 @@ def _samples(one: Solved) -> Samples:
     return Samples(
         one.problem.id,
         tuple(None if line.verdict == "unscored" else line.verdict == "correct" for line in lines),
-        _labels(lines, one.problem.kind),
+        labels(lines, one.problem.kind),
         tuple(_status(line) for line in lines),
     )
 
 
-def _labels(samples: Sequence[Sample], kind: AnswerKind) -> tuple[int | None, ...]:
+def labels(samples: Sequence[Sample], kind: AnswerKind) -> tuple[int | None, ...]:
     """A class per answer; each different text is compared once."""
     texts = list(dict.fromkeys(line.answer for line in samples if line.answer is not None))
     classes = dict(zip(texts, group(texts, kind), strict=True))

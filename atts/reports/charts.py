@@ -171,16 +171,21 @@ def frontier_chart(points: Sequence[Point]) -> Chart:
     highest = max([point.cost for point in points] + [1e-9])
     plot = Plot(Axis(0, highest * 1.12, "target tokens per problem"), Axis(0, 1, "accuracy"), 640, 300)
     marks = [plot.whisker(p.cost, p.accuracy.low, p.accuracy.high, "whisker") for p in points]
-    marks.append(plot.line([(p.cost, p.accuracy.value) for p in points if p.kind == "samples"] or [(0, 0)], "thin"))
+    for kind in ("samples", "turns"):
+        line = sorted((p.cost, p.accuracy.value) for p in points if p.kind == kind)
+        marks.append(plot.line(line, f"thin {kind}") if line else "")
     for p in points:
         tip = f"{p.label}: accuracy {p.accuracy.value:.3f}, {p.cost:,.1f} target tokens per problem"
-        marks.append(plot.dot(p.cost, p.accuracy.value, p.kind, tip, 5))
+        marks.append(plot.dot(p.cost, p.accuracy.value, p.kind, tip, 6 if p.kind == "run" else 4))
+        if p.kind == "turns":  # below the line, where the votes of fewer rollouts have no words
+            marks.append(plot.words(p.cost, p.accuracy.value, p.label, shift=6, drop=20))
+            continue
         left = p.cost > 0.75 * highest
         marks.append(plot.words(p.cost, p.accuracy.value, p.label, "end" if left else "start", -6 if left else 6))
     return Chart(
         "Cost and accuracy",
         "Whiskers are 95 % intervals over problems. Votes of fewer rollouts are averages over all choices among those "
-        "recorded; dots of other colour are whole runs, at what they really cost.",
+        "recorded; fewer turns cut every rollout there; large dots are whole runs, at what they really cost.",
         plot.drawn("Accuracy against target tokens per problem", marks),
         ("what", "kind", "target tokens per problem", "all tokens per problem", "accuracy", "from", "to"),
         tuple((p.label, p.kind, p.cost, p.tokens, p.accuracy.value, p.accuracy.low, p.accuracy.high) for p in points),

@@ -1,24 +1,30 @@
-"""What accuracy costs: fewer rollouts, the same rollouts under another rate, other runs."""
+"""What accuracy costs: fewer rollouts, fewer turns, other runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from atts.evaluators import score
-from atts.reports.accuracy import accuracy_of, graded, was_spared
+from atts.evaluators import mean_estimate, score, votes
+from atts.reports.accuracy import accuracy_of, graded, labels, was_spared
 from atts.reports.gather import Evidence, Solved
 from atts.reports.numbers import Point
 
 
 def frontier(evidence: Evidence, others: Sequence[Evidence]) -> tuple[Point, ...]:
-    """The run itself, the vote of 1, 2, 4, ... rollouts out of those recorded, and every other run.
+    """The run itself, the vote of 1, 2, 4, ... rollouts out of those recorded or of 1, 2, 4, ... turns, other runs.
 
-    Fewer rollouts are on the policy of the run: a rollout never depends on its siblings. They cost what that many
-    whole rollouts cost on average; the run itself costs what it really did, votes that ended early included.
+    Fewer rollouts and fewer turns are on the policy of the run: a rollout never depends on its siblings, or on turns to
+    come. They cost what that many whole rollouts cost on average, and what was written in those turns; the run itself
+    costs what it really did, votes that ended early included.
     """
-    fewer = _fewer_rollouts(list(evidence.solved.values()))
-    return (*fewer, *_run(evidence, "this run"), *(p for other in others for p in _run(other, other.directory.name)))
+    solved = list(evidence.solved.values())
+    return (
+        *_fewer_rollouts(solved),
+        *_fewer_turns(solved),
+        *_run(evidence, "this run"),
+        *(p for other in others for p in _run(other, other.directory.name)),
+    )
 
 
 def _fewer_rollouts(solved: Sequence[Solved]) -> list[Point]:
@@ -46,3 +52,27 @@ def _run(other: Evidence, name: str) -> list[Point]:
     target = math.fsum(usage.target_tokens for usage in usages) / len(usages)
     tokens = math.fsum(usage.draft_tokens + usage.target_tokens for usage in usages) / len(usages)
     return [Point(name, "run", target, tokens, accuracy)]
+
+
+def _fewer_turns(solved: Sequence[Solved]) -> list[Point]:
+    """The vote of what was answered within so many turns."""
+    known = [one for one in solved if one.verdict is not None]
+    longest = max((len(line.written) for one in known for line in one.samples), default=0)
+    return [_cut(known, 1 << power) for power in range(longest.bit_length()) if 1 << power < longest]
+
+
+def _cut(solved: Sequence[Solved], turns: int) -> Point:
+    right = [vote_within(one, turns) for one in solved]
+    written = [pair for one in solved for line in one.samples for pair in line.written[:turns]]
+    target = math.fsum(pair[1] for pair in written) / len(solved)
+    draft = math.fsum(pair[0] for pair in written) / len(solved)
+    label = f"{turns} turn{'s' * (turns != 1)}"
+    return Point(label, "turns", target, draft + target, mean_estimate(right, len(right)))
+
+
+def vote_within(one: Solved, turns: int) -> float:
+    """How right the vote is, were rollouts cut after so many turns: ties count as their mean, no answer as wrong."""
+    lines = [line for line in one.samples if len(line.written) <= turns and line.answer is not None]
+    found = votes(labels(lines, one.problem.kind), [line.verdict == "correct" for line in lines])
+    best = [value for size, value in zip(found.sizes, found.values, strict=True) if size == max(found.sizes)]
+    return math.fsum(best) / len(best) if best else 0.0

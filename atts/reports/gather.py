@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from atts.core import Decision, Finish, Outcome, Problem, Rollout, Usage
+from atts.core import Decision, Finish, Outcome, Problem, Role, Rollout, Turn, Usage
 from atts.errors import JournalError
 from atts.graph import Node
 from atts.journal import (
@@ -61,6 +61,7 @@ class Sample:
     escalated: int
     usage: Usage
     flags: tuple[str, ...]
+    written: tuple[tuple[int, int], ...]  # tokens by the draft and by the target, turn by turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,13 @@ def _sample(rollout: Rollout, problem: Problem) -> Sample:
         sum(decision.escalate for decision in decisions),
         rollout.usage,
         tuple(_flags(rollout, problem, decisions)),
+        tuple((_written(turn, "draft"), _written(turn, "target")) for turn in rollout.turns),
     )
+
+
+def _written(turn: Turn, author: Role) -> int:
+    """Tokens this model wrote in the turn, discarded ones included."""
+    return sum(len(chunk.logprobs) for chunk in (*turn.discarded, *turn.chunks) if chunk.author == author)
 
 
 def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) -> Iterable[str]:

@@ -77,7 +77,7 @@ def _body(collected: Collected) -> Iterator[str]:
 
 def _header(report: Report) -> str:
     verdict = report.verdict
-    against = [(standing, text) for standing, text in verdict.points if standing != "good"]
+    against = [point for point in verdict.points if point[0] != "good"]
     points = "".join(f"<li>{_badge(standing)} {escape(_sentence(text))}</li>" for standing, text in against)
     ended = "" if report.run.ended == "finished" else f" · {escape(report.run.ended)}"
     when = datetime.fromtimestamp(report.run.created, UTC).strftime("%Y-%m-%d %H:%M UTC") if report.run.created else ""

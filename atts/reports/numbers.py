@@ -190,14 +190,13 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place of the cost-accuracy plane; `off_policy` is the share of rollouts whose record does not tell."""
+    """One place of the cost-accuracy plane: fewer rollouts, fewer turns, or a whole run."""
 
     label: str
-    kind: Literal["samples", "replay", "run"]
+    kind: Literal["samples", "turns", "run"]
     cost: float  # target tokens per problem
     tokens: float  # all tokens per problem
     accuracy: Estimate
-    off_policy: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

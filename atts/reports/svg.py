@@ -113,10 +113,10 @@ class Plot:
         """A vertical interval."""
         return f'<path class="line {kind}" d="{_path([self.at(x, low), self.at(x, high)])}"/>'
 
-    def words(self, x: float, y: float, text: str, anchor: str = "start", shift: float = 0.0) -> str:
+    def words(self, x: float, y: float, text: str, anchor: str = "start", shift: float = 0.0, drop: float = 0.0) -> str:
         """A text in the plot."""
         across, up = self.at(x, y)
-        return f'<text x="{_n(across + shift)}" y="{_n(up - 7)}" text-anchor="{anchor}">{escape(text)}</text>'
+        return f'<text x="{_n(across + shift)}" y="{_n(up - 7 + drop)}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _part(value: float, axis: Axis) -> float:

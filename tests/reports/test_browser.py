@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -208,7 +207,7 @@ def test_model_output_is_inert(page: Any, run: Path, tmp_path: Path) -> None:
     """A script that a model wrote, in its reasoning or its answer, is shown as text and never runs."""
     _plant(run, tmp_path / "planted", _hostile)
     written = write_report(tmp_path / "planted")
-    assert written.read_text().count("</script>") == json.loads(str(_scripts(written)))
+    assert written.read_text().count("</script>") == _scripts(written)
     page.open(written.as_uri() + "#problem-0/0")
     page.wait("document.querySelectorAll('#page .rollout[open] .chunk .text').length > 0")
     assert page.run("document.querySelector('.rollout[open] .chunk .text').textContent").startswith("</script><script>")

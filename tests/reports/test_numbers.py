@@ -149,7 +149,7 @@ def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) ->
     assert standing == "bad"
     assert "unfinished" in [caveat.code for caveat in report.caveats]
     for format in ("html", "markdown", "json"):
-        assert write_report(tmp_path / "run", format).stat().st_size > 300  # type: ignore[arg-type]
+        assert write_report(tmp_path / "run", format).stat().st_size > 300
 
 
 @pytest.mark.parametrize("method", ["draft-only", "random", "top-b", "target-only", "speculative-thinking"])
@@ -166,7 +166,7 @@ def test_it_compares_with_other_runs(run: Path, other_run: Path) -> None:
     same, cheaper = collect(run, [run, other_run]).report.baselines
     assert (same.difference.value, same.token_ratio, same.target_token_ratio) == (0.0, 1.0, 1.0)
     assert cheaper.target_token_ratio < 1
-    assert {point.kind for point in collect(run, [other_run]).report.frontier} == {"samples", "run"}
+    assert {point.kind for point in collect(run, [other_run]).report.frontier} == {"samples", "turns", "run"}
 
 
 def test_spared_rollouts_are_not_wrong(run: Path) -> None:

@@ -1,0 +1,26 @@
+"""Everything that is not a module is where the installed package looks for it."""
+
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+FILES = [
+    ("atts", "py.typed"),
+    ("atts.local", "kernels.c"),
+    ("atts.reports", "assets/report.css"),
+    ("atts.reports", "assets/report.js"),
+    *(
+        ("atts.models", f"{model}/{name}")
+        for model in ("draft", "target")
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    ),
+]
+
+
+@pytest.mark.parametrize(("package", "name"), FILES)
+def test_a_data_file_travels(package: str, name: str) -> None:
+    """It is there and it is read through the package, in a checkout and in the wheel alike."""
+    found = Path(str(resources.files(package))) / name
+    assert found.is_file()
+    assert name == "py.typed" or found.stat().st_size > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +96,7 @@ def _random(folder: Path, width: int, layers: int, inner: int) -> Path:
 
 
 @contextmanager
-def _engine(portal: BlockingPortal, folder: Path, **changes: Any) -> Iterator[LocalEngine]:
+def _engine(portal: BlockingPortal, folder: Path, **changes: Any) -> Generator[LocalEngine]:
     with portal.wrap_async_context_manager(LocalEngine(folder, options=LocalOptions(**changes))) as engine:
         yield engine
 
@@ -193,14 +193,14 @@ def _decoding(subjects: list[Subject], options: Options, portal: BlockingPortal)
     title = f"Decoding: {PROMPT} prompt tokens, then {tokens} sampled, tokens a second of the whole"
     columns = ("model", "batch", "tokens/s", "ratio to generate", "torch kernel's ratio", "ms a step", "torch.mm share")
     notes = (
-        "One thread on each side, float32. `torch.mm share`: time of one step's bare matrix products with torch.mm, over "
+        "One thread on each side, float32. `torch.mm share`: one step's bare matrix products with torch.mm, over "
         "our whole step, prefill included; above 1, we are faster than torch's matrix products alone.",
     )
     return Table(title, columns, tuple(rows), notes)
 
 
 @contextmanager
-def _unending(subject: Subject) -> Iterator[Path]:
+def _unending(subject: Subject) -> Generator[Path]:
     """The same model without an end token, so that every sequence has the same length on both sides."""
     import json
 

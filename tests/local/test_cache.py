@@ -110,7 +110,8 @@ def test_priority_overtakes_but_does_not_starve(make_model: Callable[..., Path],
     steps += [[Submit(n, request(n, 0))] for n in range(12, 500)]
     answered = list(drive(folder, steps, kernel="native", max_batch=1).replies)
     assert 1 in answered[:300], "the patient one must be done before the urgent ones run out"
-    urgent: list[list[Order]] = [[Submit(n, request(n, 0)) for n in range(1, 9)], [], [Submit(9, request(9, -1))]]
+    early: list[Order] = [Submit(n, request(n, 0)) for n in range(1, 9)]
+    urgent: list[list[Order]] = [early, [], [Submit(9, request(9, -1))]]
     assert list(drive(folder, urgent, kernel="native", max_batch=1).replies).index(9) == 1
 
 

@@ -61,8 +61,8 @@ class Client:
         self.options = options
         self.traffic = Traffic()
         self.pace = Pace(options.in_flight, clock())
-        self._transport = open_transport(options)
         key = options.key.read()
+        self._transport = open_transport(options)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._has_key = bool(key)
 

@@ -378,9 +378,7 @@ class RemoteEngine:
             return VllmDialect(priorities=priorities)
         if name == "sglang":
             return SglangDialect(priorities=priorities)
-        if name == "llamacpp":
-            return LlamaCppDialect()
-        raise OptionError("dialect", f"{name!r} has no token ids; use `ChatEngine` or `OllamaEngine`")
+        return LlamaCppDialect()
 
     async def _identify(self) -> Identity:
         dialect = self._spoken()

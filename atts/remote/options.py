@@ -74,5 +74,5 @@ class RemoteOptions:
             raise OptionError("priorities", f"{self.priorities!r} is unknown", ("ignore", "send"))
 
 
-DialectName = Literal["vllm", "sglang", "llamacpp", "ollama", "openai"]
+DialectName = Literal["vllm", "sglang", "llamacpp"]
 DIALECTS: tuple[str, ...] = get_args(DialectName)

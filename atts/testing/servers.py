@@ -21,7 +21,7 @@ from atts.errors import ContextOverflow, EngineError, OptionError, UnsupportedBy
 if TYPE_CHECKING:
     from aiohttp import web
 
-ServerDialect = Literal["vllm", "sglang", "llamacpp", "openai"]
+ServerDialect = Literal["vllm", "sglang", "llamacpp"]
 ServerFault = Literal["refused", "reset", "429", "500", "truncated", "wrong_ids", "nan", "slow_loris", "hang"]
 """refused: closed unread. reset: broken off in mid-reply. truncated: half the JSON. slow_loris: a byte now and then."""
 _BLOCK = 16
@@ -188,7 +188,7 @@ class DialectServer:
     ) -> None:
         if dialect not in get_args(ServerDialect):
             raise OptionError("dialect", f"{dialect!r} is unknown", get_args(ServerDialect))
-        self.dialect = dialect
+        self.dialect: ServerDialect = dialect
         self.quirks = quirks
         self.faults = faults
         self.calls: list[str] = []  # the path of every call that does work

@@ -9,6 +9,7 @@ from pathlib import Path
 from scripts.studies.harness import Effort, Options, emit, say
 
 STUDIES = {
+    "remote": "requests a second to servers, beside a bare aiohttp loop",
     "graph": "overhead and scaling of the task graph",
     "calibration": "rate control, drift alarms, certificates, speed",
     "grading": "answer checkers beside each other",

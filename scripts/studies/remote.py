@@ -1,0 +1,156 @@
+"""How fast servers are spoken to: against a bare aiohttp loop, in the same run, at the same server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import anyio
+from aiohttp import ClientSession, TCPConnector, web
+
+from atts.core import SampleRequest
+from atts.remote import RemoteEngine, RemoteOptions
+from atts.seeds import Seed
+from atts.tasks import collect
+from atts.testing import ToyTokenizer
+from scripts.studies.harness import Options, Spread, Table, say
+
+DELAY_SECONDS = 0.05
+TOKENS = 8
+PROMPT = tuple(range(4, 68))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a number of requests took."""
+
+    per_second: float
+    cpu_ms: float
+
+
+def study(options: Options) -> list[Table]:
+    """Requests a second and processor time a request, at 1,000 and 4,000 in flight."""
+    repeats = options.pick(1, 3, 5)
+    levels = options.pick((100,), (1000, 4000), (256, 1000, 4000))
+    requests = options.pick(400, 4000, 20000)
+    rows: list[tuple[str | int | float | None, ...]] = []
+    with _Server() as url:
+        for in_flight in levels:
+            count = max(requests, 2 * in_flight)
+            costs: dict[str, list[Cost]] = {"aiohttp": [], "atts": [], "atts on trio": []}
+            for number in range(repeats + 1):
+                say(f"{in_flight} in flight, round {number} of {repeats}")
+                costs["aiohttp"].append(anyio.run(_bare, url, in_flight, count))
+                costs["atts"].append(anyio.run(_ours, url, in_flight, count))
+                small = min(count, 4 * in_flight, 2000)
+                costs["atts on trio"].append(anyio.run(_ours, url, in_flight, small, backend="trio"))
+            rows.extend(_rows(in_flight, {name: each[1:] for name, each in costs.items()}))
+    notes = (
+        f"A server in a process of its own answers completions of {TOKENS} tokens after {DELAY_SECONDS * 1000:g} ms."
+        " Server and client share the machine's cores, so requests a second are the two's together; the ratio is of"
+        " rounds measured in turn, and processor time is the client's alone. The first round is not counted.",
+    )
+    columns = ("in flight", "client", "requests/s", "of aiohttp", "client CPU ms/request")
+    return [Table("Throughput of servers", columns, tuple(rows), notes)]
+
+
+def _rows(in_flight: int, costs: dict[str, list[Cost]]) -> list[tuple[str | int | float | None, ...]]:
+    rows: list[tuple[str | int | float | None, ...]] = []
+    for name, each in costs.items():
+        shares = [a.per_second / b.per_second for a, b in zip(each, costs["aiohttp"], strict=True)]
+        speed, cpu = Spread.of([cost.per_second for cost in each]), Spread.of([cost.cpu_ms for cost in each])
+        rows.append((in_flight, name, str(speed), str(Spread.of(shares)), str(cpu)))
+    return rows
+
+
+async def _ours(url: str, in_flight: int, count: int) -> Cost:
+    """As pipelines call it."""
+    options = RemoteOptions(in_flight=in_flight, recheck_seconds=3600)
+    async with RemoteEngine(url, dialect="vllm", tokenizer=ToyTokenizer(), options=options) as engine:
+        return await _timed(
+            lambda number: engine.sample(SampleRequest(PROMPT, TOKENS, seed=Seed(sample=number))), in_flight, count
+        )
+
+
+async def _bare(url: str, in_flight: int, count: int) -> Cost:
+    """As little as a client can do: the same body out, the JSON in."""
+    body = {"model": "toy", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0}
+    async with ClientSession(connector=TCPConnector(limit=0)) as session:
+
+        async def ask(number: int) -> Any:
+            data = json.dumps({**body, "seed": number}).encode()
+            async with session.post(url + "/v1/completions", data=data) as reply:
+                return json.loads(await reply.read())
+
+        return await _timed(ask, in_flight, count)
+
+
+async def _timed(ask: Callable[[int], Awaitable[Any]], in_flight: int, count: int) -> Cost:
+    numbers = iter(range(count))
+
+    async def work() -> None:
+        for number in numbers:
+            await ask(number)
+
+    began, cpu = time.perf_counter(), time.process_time()
+    await collect([work] * in_flight)
+    took = time.perf_counter() - began
+    return Cost(count / took, 1000 * (time.process_time() - cpu) / count)
+
+
+class _Server:
+    """A server that answers what vLLM would, at once but for the delay, in a process of its own."""
+
+    def __enter__(self) -> str:
+        context = get_context("spawn")
+        here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there,), daemon=True)
+        self._process.start()
+        return f"http://127.0.0.1:{here.recv()}"
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(pipe: Connection) -> None:
+    asyncio.run(_answer(pipe))
+
+
+async def _answer(pipe: Connection) -> None:
+    """Completions are canned, but for the probe's questions, which get a plausible word."""
+    tokenizer = ToyTokenizer()
+    model = {"id": "toy", "root": "toy", "max_model_len": 8192}
+    fixed: dict[str, Any] = {"/version": {"version": "0.33.0"}, "/v1/models": {"data": [model]}, "/health": {}}
+
+    async def plain(request: web.Request) -> web.Response:
+        if request.path == "/tokenize":
+            return web.json_response({"tokens": tokenizer.encode((await request.json())["prompt"])})
+        return web.json_response(fixed.get(request.path, {}), status=200 if request.path in fixed else 404)
+
+    async def completions(request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        ids = [int(number) for number in range(4, 4 + int(body["max_tokens"]))]
+        choice: dict[str, Any] = {"token_ids": ids, "finish_reason": "length", "index": 0}
+        choice["logprobs"] = {"token_logprobs": [-0.5] * len(ids)}
+        if body.get("prompt_logprobs") is not None:
+            rows = [{str(token): {"logprob": -0.5 if token < 4 + 12 else -9.0}} for token in body["prompt"][1:]]
+            choice["prompt_logprobs"] = [None, *rows]
+        await asyncio.sleep(DELAY_SECONDS)
+        return web.json_response({"choices": [choice], "usage": {}})
+
+    app = web.Application(client_max_size=1 << 24)
+    app.router.add_post("/v1/completions", completions)
+    app.router.add_route("*", "/{path:.*}", plain)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, backlog=8192)
+    await site.start()
+    pipe.send(runner.addresses[0][1])
+    await asyncio.Event().wait()

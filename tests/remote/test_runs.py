@@ -1,0 +1,169 @@
+"""Whole evaluations over servers that fail, and the words and commands by which servers are named."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import anyio
+import pytest
+
+from atts.api import build_engine
+from atts.cli.app import run as command
+from atts.core import Role
+from atts.errors import OptionError
+from atts.graph import Policy as Patience
+from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
+from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
+from atts.run import Plan, Session, evaluate
+from atts.tasks import task_group
+from atts.testing import Latency, ScriptedEngine, ToyTokenizer, toy_problems
+from atts.testing.servers import DialectServer, ServerFaults
+
+Serve = Callable[..., DialectServer]
+OPTIONS = RemoteOptions(timeout_seconds=0.8, delay_seconds=0.01, wait_seconds=3.0)
+FAULTS = {
+    "refused": 0.05, "reset": 0.05, "429": 0.05, "500": 0.05, "truncated": 0.04,
+    "wrong_ids": 0.02, "nan": 0.02, "slow_loris": 0.01, "hang": 0.01,
+}  # fmt: skip
+
+
+def last_box(text: str) -> str | None:
+    """The toy language's answer."""
+    found = re.findall(r"\\boxed\{(\d+)\}", text)
+    return found[-1] if found else None
+
+
+def by_string(answers: Sequence[str]) -> list[int]:
+    """Toy answers are equal when their strings are."""
+    seen: dict[str, int] = {}
+    return [seen.setdefault(answer, len(seen)) for answer in answers]
+
+
+def engine(role: Role) -> Callable[[], ScriptedEngine]:
+    """Makes the toy model of a role, with some latency."""
+    return lambda: ScriptedEngine(role, latency=Latency(per_sample=0.005, per_score=0.002))
+
+
+def remote(server: DialectServer, name: str) -> RemoteEngine:
+    """An engine on a toy server."""
+    return RemoteEngine(server.url, name=name, tokenizer=ToyTokenizer(), options=OPTIONS)
+
+
+@pytest.fixture
+def plan(serve: Serve) -> tuple[Plan, list[DialectServer]]:
+    """A draft on llama.cpp's dialect, a target on two SGLang replicas."""
+    servers = [
+        serve("llamacpp", engine("draft")), serve("sglang", engine("target")), serve("sglang", engine("target"))
+    ]  # fmt: skip
+    pool = ReplicaPool([(str(n), remote(server, "target")) for n, server in enumerate(servers[1:])], name="target")
+    policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
+    retries = Patience(calls=8, rollouts=3, delay_seconds=0.05)
+    answers = Answers(last_box, by_string)
+    return Plan(
+        remote(servers[0], "draft"), pool, policy, ThresholdGate(1.3), answers, rollouts=9, retries=retries
+    ), servers
+
+
+@pytest.mark.anyio
+async def test_every_problem_ends_once_while_servers_fail_and_restart(
+    plan: tuple[Plan, list[DialectServer]], tmp_path: Path
+) -> None:
+    """A third of the calls fails in some way, a replica is killed and returns: every problem has its outcome, once."""
+    todo, servers = plan
+    stop = threading.Event()
+
+    def trouble() -> None:
+        time.sleep(0.3)
+        for number, server in enumerate(servers):
+            server.faults = ServerFaults(FAULTS, seed=number)  # type: ignore[arg-type]
+        time.sleep(0.3)
+        servers[2].kill()
+        stop.wait(0.5)
+        servers[2].start()
+
+    thread = threading.Thread(target=trouble)
+    thread.start()
+    problems = toy_problems(6, 5)
+    result = await evaluate(problems, todo, Session(tmp_path / "run", signals="ignore"))
+    stop.set()
+    thread.join()
+    assert Counter(outcome.problem.id for outcome in result.outcomes()) == {problem.id: 1 for problem in problems}
+    assert all(outcome.status in ("answered", "unanswered") for outcome in result.outcomes())
+    for server in servers:
+        server.faults = ServerFaults()
+    await anyio.sleep(0.1)
+    assert [server.running for server in servers] == [0, 0, 0]
+
+
+@pytest.mark.anyio
+async def test_a_run_that_is_stopped_leaves_servers_idle(plan: tuple[Plan, list[DialectServer]]) -> None:
+    """Cancelling the run, as Ctrl-C does, frees everything it had asked for."""
+    todo, servers = plan
+    async with task_group() as group:
+        group.start_soon(evaluate, toy_problems(40, 5), todo, Session(signals="ignore"))
+        with anyio.fail_after(20):
+            while not any(server.calls for server in servers[1:]) or not any(server.running for server in servers):  # noqa: ASYNC110
+                await anyio.sleep(0.002)
+        group.cancel_scope.cancel()
+    with anyio.fail_after(3):
+        while any(server.running for server in servers):  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+def test_servers_are_named_by_words() -> None:
+    """SCHEME:URL/MODEL, settings after a question mark, several URLs for a pool; what is wrong is said."""
+    one = build_engine("vllm:http://h:8000/Qwen/Qwen3-8B?in_flight=7&timeout=3", "target")
+    assert isinstance(one, RemoteEngine)
+    assert (one.url, one.options.in_flight, one.options.timeout_seconds) == ("http://h:8000", 7, 3.0)
+    pool = build_engine("server:http://a:1,http://b:2", "draft")
+    assert isinstance(pool, ReplicaPool)
+    assert [load.name for load in pool.load()] == ["http://a:1", "http://b:2"]
+    for words in ("vllm:h:8000", "vllm:", "vlm:http://h", "vllm:http://h?in_fligth=3", "vllm:http://h?timeout=x"):
+        with pytest.raises(OptionError):
+            build_engine(words, "draft")
+
+
+def test_the_probe_command_says_what_is_wrong(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Exit codes: 3 for the server, 2 for what was given; one line on stderr, nothing on stdout."""
+    from atts.models import path
+
+    server = serve("vllm")
+    locked = serve("vllm", key="good")
+    embedded = str(path("draft"))
+    for words, code, said in (
+        (["http://127.0.0.1:9"], 3, "cannot reach"),
+        (["localhost"], 2, "is not a URL"),
+        ([server.url, "--model", "other"], 3, "has no model"),
+        ([server.url, "--tokenizer", embedded], 2, "tokenizer"),
+        ([server.url, "--tokenizer", str(tmp_path)], 3, "no tokenizer"),
+        ([server.url, "--dialect", "sglang"], 3, "dialect"),
+        ([locked.url], 3, "API key"),
+        ([locked.url, "--key-file", str(tmp_path / "none")], 2, "key file"),
+    ):
+        assert command(["probe", *words]) == code, words
+        out = capsys.readouterr()
+        assert said in out.err, words
+        assert not out.out
+
+
+@pytest.mark.slow
+def test_the_probe_command_describes_a_server_of_the_embedded_model(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real model and its real tokenizer behind the dialect; --need fails what cannot."""
+    from atts.local import LocalEngine
+    from atts.models import path
+
+    server = serve("llamacpp", lambda: LocalEngine(path("draft"), name="draft"))
+    words = ["probe", server.url, "--tokenizer", str(path("draft"))]
+    assert command([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["engine"].startswith("llamacpp")
+    assert found["can"] == ["sample"]
+    assert command([*words, "--need", "score"]) == 5

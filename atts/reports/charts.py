@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -177,11 +177,7 @@ def frontier_chart(points: Sequence[Point]) -> Chart:
     for p in points:
         tip = f"{p.label}: accuracy {p.accuracy.value:.3f}, {p.cost:,.1f} target tokens per problem"
         marks.append(plot.dot(p.cost, p.accuracy.value, p.kind, tip, 6 if p.kind == "run" else 4))
-        if p.kind == "turns":  # below the line, where the votes of fewer rollouts have no words
-            marks.append(plot.words(p.cost, p.accuracy.value, p.label, shift=6, drop=20))
-            continue
-        left = p.cost > 0.75 * highest
-        marks.append(plot.words(p.cost, p.accuracy.value, p.label, "end" if left else "start", -6 if left else 6))
+    marks += _labels(plot, points, highest)
     return Chart(
         "Cost and accuracy",
         "Whiskers are 95 % intervals over problems. Votes of fewer rollouts are averages over all choices among those "
@@ -191,6 +187,22 @@ def frontier_chart(points: Sequence[Point]) -> Chart:
         tuple((p.label, p.kind, p.cost, p.tokens, p.accuracy.value, p.accuracy.low, p.accuracy.high) for p in points),
         wide=True,
     )
+
+
+def _labels(plot: Plot, points: Sequence[Point], highest: float) -> Iterator[str]:
+    """Words beside the points, whole runs first; where they would lie on others the tip and the table have them."""
+    dots = [plot.at(p.cost, p.accuracy.value) for p in points]
+    placed = [(x - 4, x + 4, y) for x, y in dots]  # left, right, height of the middle
+    for p in sorted(points, key=lambda point: point.kind != "run"):
+        across, up = plot.at(p.cost, p.accuracy.value)
+        wide, is_left = 7.0 * len(p.label), p.cost > 0.75 * highest and p.kind != "turns"
+        left, drop = (across - 6 - wide, 0) if is_left else (across + 6, 20 if p.kind == "turns" else 0)
+        middle = up - 11 + drop
+        if any(left < right and left + wide > start and abs(middle - y) < 11 for start, right, y in placed):
+            continue
+        placed.append((left, left + wide, middle))
+        anchor, shift = ("end", -6) if is_left else ("start", 6)
+        yield plot.words(p.cost, p.accuracy.value, p.label, anchor, shift, drop)
 
 
 def timeline_chart(found: Timing) -> Chart:

@@ -17,6 +17,7 @@ from atts.remote.transport import Lost, Reply, open_transport, proxy_hint
 from atts.tasks import clock, shielded
 
 T = TypeVar("T")
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _OVERFLOW = ("context length", "maximum context", "context size", "longer than the model", "max_model_len", "too long")
 _LOOK_SECONDS = 10.0  # for a question about the server, which takes it no work
@@ -122,7 +123,7 @@ class Client:
     async def _once(self, make: Callable[[str], Call], abort: Callable[[str], Call | None]) -> Reply:
         rid = uuid.uuid4().hex  # of one length: SGLang aborts every id that begins like the one named
         call = make(rid)
-        body = json.dumps(call.body, separators=(",", ":")).encode()
+        body = _encode(call.body).encode()
         await self.pace.enter()
         try:
             self.traffic.attempts += 1

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import anyio
 
-from atts.core import Completion, SampleRequest, ScoreRequest, Scores
+from atts.core import Completion, Ending, SampleRequest, ScoreRequest, Scores
 from atts.engine import Capability, EngineSpec, EngineStats, Tokenizer, check_sample, check_score
 from atts.errors import BadReply, EngineError, EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.remote.client import Client, Traffic
@@ -214,20 +214,22 @@ class RemoteEngine:
 
     async def _ask_sample(self, request: SampleRequest) -> Sampled:
         """A completion as sent, believable as far as it goes."""
+        return (await self._ask_ended(request))[0]
+
+    async def _ask_ended(self, request: SampleRequest) -> tuple[Sampled, int, Ending]:
+        """The same, with the place where it ends and why; one that ends for no reason is asked for again."""
         dialect, spec = self._spoken(), self.spec
         wire = replace(request, stop_ids=(*request.stop_ids, *spec.end_ids))
 
-        def read(reply: Any) -> Sampled:
+        def read(reply: Any) -> tuple[Sampled, int, Ending]:
             sampled = self._read(lambda: dialect.sampled(reply, request))
             check_sampled(sampled, request, spec)
-            place_of_end(sampled, request, spec, self.tokenizer)  # a reply that ends for no reason is asked for again
-            return sampled
+            return (sampled, *place_of_end(sampled, request, spec, self.tokenizer))
 
         return await self._opened().ask(partial(dialect.sampling, wire), read, dialect.abort)
 
     async def _sample(self, request: SampleRequest) -> Completion:
-        sampled, spec = await self._ask_sample(request), self.spec
-        place, ended = place_of_end(sampled, request, spec, self.tokenizer)
+        (sampled, place, ended), spec = await self._ask_ended(request), self.spec
         logprobs = await self._raw(sampled, request, place)
         return settle(sampled, logprobs, place, ended, spec, self.tokenizer)
 

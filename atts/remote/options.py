@@ -41,9 +41,10 @@ class RemoteOptions:
 
     `timeout_seconds` bounds a call with all its retries; `attempts` counts the first try. At most `in_flight` requests
     are under way at once, fewer after the server says that it is too many. `wait_seconds` is how long a server that is
-    still loading is waited for. Every `recheck_seconds`, after a lost connection and after `idle_seconds`
-    of silence, in which a server might have been replaced, the engine is asked again who it is. `proxy` "environment" goes through HTTP_PROXY and its kin; otherwise they are not looked at.
-    `priorities` "send" is for servers started with priority scheduling; others refuse them.
+    still loading is waited for. Every `recheck_seconds`, after a lost connection and after `idle_seconds` of silence,
+    in which a server might have been replaced, the engine is asked again who it is. `proxy` "environment" goes through
+    HTTP_PROXY and its kin; otherwise they are not looked at. `priorities` "send" is for servers started with priority
+    scheduling; others refuse them.
 
     :raises OptionError: a value no server can be spoken to with.
     """

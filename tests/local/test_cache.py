@@ -107,7 +107,8 @@ def test_priority_overtakes_but_does_not_starve(make_model: Callable[..., Path],
         return SampleRequest(ids_of(seed, 10), 4, Sampling(0), priority=priority)
 
     crowd: list[Order] = [Submit(1, request(1, 1)), *[Submit(n, request(n, 0)) for n in range(2, 12)]]
-    steps: list[list[Order]] = [crowd, *[[Submit(n, request(n, 0))] for n in range(12, 500)]]
+    steps: list[list[Order]] = [crowd]
+    steps.extend([Submit(n, request(n, 0))] for n in range(12, 500))
     answered = list(drive(folder, steps, kernel="native", max_batch=1).replies)
     assert 1 in answered[:300], "the patient one must be done before the urgent ones run out"
     early: list[Order] = [Submit(n, request(n, 0)) for n in range(1, 9)]

@@ -15,7 +15,7 @@ from atts.reports.caveats import caveats
 from atts.reports.frontier import frontier
 from atts.reports.gather import Evidence, Solved, gather
 from atts.reports.numbers import Calibration, Caveat, ProblemRow, Rate, Report, RunFacts, Spend, Standing, Verdict
-from atts.reports.pages import Pages
+from atts.reports.pages import Pages, short
 from atts.reports.rates import calibration
 from atts.reports.timing import timing
 
@@ -86,11 +86,13 @@ def _settings(evidence: Evidence) -> list[tuple[str, str, str]]:
     rows = [("method", method(evidence), "as run")]
     for name, found in evidence.manifest.configuration.items():
         parts = found.value.items() if isinstance(found.value, Mapping) else [("", found.value)]
-        rows += [
-            (f"{name}.{part}".rstrip("."), value if isinstance(value, str) else json.dumps(value), found.origin)
-            for part, value in parts
-        ]
+        rows += [(f"{name}.{part}".rstrip("."), _setting(value), found.origin) for part, value in parts]
     return rows
+
+
+def _setting(value: Json) -> str:
+    """A value on one line; thousands of stored scores are cut."""
+    return short(value if isinstance(value, str) else json.dumps(value), 200)
 
 
 def _verdict(

@@ -57,8 +57,8 @@ def promise(evidence: Evidence, nominal: float | None) -> Promise:
             "not known: the run directory does not say in which mode its gate ran, and no mode without stored scores "
             "takes these decisions",
             "not known either",
-            "no mode reproduces the recorded p-values; a calibrator that started from stored scores cannot be rebuilt "
-            "from the journal alone",
+            "no mode reproduces the recorded p-values; a calibrator that started from scores which the manifest does "
+            "not name cannot be rebuilt",
         )
     missing = match.checked - match.same
     audit = (
@@ -80,17 +80,19 @@ def _recognise(evidence: Evidence, nominal: float | None, modes: Sequence[Mode])
     assert nominal is not None, "without a rate there is no calibrator"
     best: _Match | None = None
     for mode in modes:
-        trial = _replayed(evidence.steps[:_TRIAL], mode, nominal, evidence.manifest.seed, _TRIAL)
+        trial = _replayed(evidence, evidence.steps[:_TRIAL], mode, nominal, _TRIAL)
         if trial is not None and trial.checked and trial.same > 0.9 * trial.checked:
             best = trial if best is None or trial.same > best.same else best
             if best.same == best.checked:
                 break
-    return None if best is None else _replayed(evidence.steps, best.mode, nominal, evidence.manifest.seed, _AUDIT)
+    return None if best is None else _replayed(evidence, evidence.steps, best.mode, nominal, _AUDIT)
 
 
-def _replayed(steps: Sequence[Asked], mode: Mode, rate: float, seed: int, audit: int) -> _Match | None:
+def _replayed(evidence: Evidence, steps: Sequence[Asked], mode: Mode, rate: float, audit: int) -> _Match | None:
+    found = setting(evidence, "stored")
+    stored = [float(score) for score in found if isinstance(score, int | float)] if isinstance(found, list) else []
     try:
-        calibrator = Calibrator(rate, mode, seed=seed)
+        calibrator = Calibrator(rate, mode, seed=evidence.manifest.seed, stored=stored)
     except CalibrationInputError:  # a mode that needs stored scores
         return None
     checked = same = 0

@@ -119,6 +119,17 @@ def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
     assert f"{seen // 20} did not" in forged.promise.audit
 
 
+@pytest.mark.parametrize("mode", ["split", "marginal", "turn"])
+def test_stored_scores_are_part_of_the_audit(evaluate_into: Any, tmp_path: Path, mode: str) -> None:
+    """A run that started from scores of another one is rebuilt with them."""
+    stored = tuple(1 + n / 40 for n in range(1, 60))
+    held = collect(evaluate_into(tmp_path / "run", 3, mode=mode, stored=stored)).report.calibration
+    assert held is not None
+    assert held.promise.mode == mode
+    assert "came out the same" in held.promise.audit
+    assert "did not" not in held.promise.audit
+
+
 def test_the_promise_is_the_calibrator_s_own(run: Path) -> None:
     """The words are those of a calibrator that lived through the run."""
     held = collect(run).report.calibration

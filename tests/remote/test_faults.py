@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest
+from atts.core import Completion, Message, SampleRequest, ScoreRequest
 from atts.errors import (
     BadReply,
     ContextOverflow,
@@ -28,7 +28,7 @@ from atts.errors import (
 from atts.remote import Key, RemoteEngine, RemoteOptions
 from atts.seeds import Seed
 from atts.tasks import collect, task_group
-from atts.testing import Latency, ScriptedEngine, ToyTokenizer
+from atts.testing import ScriptedEngine, ToyTokenizer
 from atts.testing.servers import DialectServer, ServerFaults, ServerQuirks
 
 Serve = Callable[..., DialectServer]
@@ -42,9 +42,16 @@ ALL = {
 }  # fmt: skip
 
 
-def slow() -> ScriptedEngine:
-    """An engine that takes its time."""
-    return ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.05))
+class Stalling(ScriptedEngine):
+    """An engine that can be told to take for ever."""
+
+    stall = False
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """As a toy engine does, some time."""
+        if self.stall:
+            await anyio.sleep(60)
+        return await super().sample(request)
 
 
 def seeded(number: int) -> SampleRequest:
@@ -127,8 +134,10 @@ async def test_cancelling_leaves_the_server_nothing_to_do(
     serve: Serve, client: Connect, dialect: str, disconnect: str
 ) -> None:
     """Cancelled requests are aborted: by id where the server takes ids, even one that ignores closed connections."""
-    server = serve(dialect, slow, quirks=ServerQuirks(disconnect=disconnect))  # type: ignore[arg-type]
+    engine = Stalling(context_length=1024)
+    server = serve(dialect, lambda: engine, quirks=ServerQuirks(disconnect=disconnect))  # type: ignore[arg-type]
     async with client(server.url) as remote:
+        engine.stall = True
         async with task_group() as group:
             for number in range(30):
                 group.start_soon(remote.sample, replace(seeded(number), max_tokens=500))
@@ -145,10 +154,12 @@ async def test_cancelling_leaves_the_server_nothing_to_do(
 @pytest.mark.anyio
 async def test_a_deadline_aborts_too(serve: Serve, client: Connect) -> None:
     """A call that ran out of time frees its slot."""
-    server = serve("sglang", slow, quirks=ServerQuirks(disconnect="ignore"))
-    async with client(server.url, options=RemoteOptions(timeout_seconds=1.5)) as remote:
+    engine = Stalling(context_length=1024)
+    server = serve("sglang", lambda: engine, quirks=ServerQuirks(disconnect="ignore"))
+    async with client(server.url, options=RemoteOptions(timeout_seconds=1.0)) as remote:
+        engine.stall = True
         with pytest.raises(EngineTimeout), anyio.fail_after(30):
-            await remote.sample(replace(REQUEST, max_tokens=500, sampling=Sampling(temperature=8.0)))
+            await remote.sample(replace(REQUEST, max_tokens=500))
         with anyio.fail_after(3):
             while server.running:  # noqa: ASYNC110
                 await anyio.sleep(0.01)

@@ -10,6 +10,7 @@ from typing import Any
 from atts.core import Usage
 from atts.evaluators.intervals import Estimate, mean_estimate
 from atts.run.result import ProblemLine, RunResult
+from atts.run.scoring import was_spared
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def _of_samples(graded: list[ProblemLine]) -> Estimate:
     shares: list[float] = []
     count = 0
     for line in graded:
-        verdicts = [sample.verdict for sample in line.samples if sample.verdict is not None]
+        verdicts = [sample.verdict for sample in line.samples if sample.verdict and not was_spared(sample)]
         count += len(verdicts)
         if verdicts:
             shares.append(sum(verdict == "correct" for verdict in verdicts) / len(verdicts))

@@ -293,7 +293,7 @@ def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
 
 
 def test_the_scorecard(world: Any) -> None:
-    """Rates with intervals from the lines; rollouts the vote spared are unknown, not wrong."""
+    """Rates with intervals from the lines; rollouts the vote spared are left out, not counted as wrong."""
     result = world.run(world.plan(), world.session())
     card = scorecard(result.problems, by_string)
     share = sum(sample.verdict == "correct" for line in result.problems for sample in line.samples) / 20
@@ -317,8 +317,8 @@ def test_the_scorecard(world: Any) -> None:
         result.usage,
     )
     (held,) = samples([settled], by_string)
-    assert held.correct == (True, None, False, False, None)
-    assert held.statuses == ("graded", "cut", "cut", "no answer", "timeout")
+    assert held.correct == (True, False, False, None)
+    assert held.statuses == ("graded", "cut", "no answer", "timeout")
     with pytest.raises(UsageError, match="no problem of this run was graded"):
         scorecard([replace(settled, samples=())], by_string)
 

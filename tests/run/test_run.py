@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import anyio
+import psutil
 import pytest
 
 from atts.calibration import Calibrator
 from atts.core import Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn
 from atts.errors import DatasetError, OptionError, UsageError
 from atts.graph import Limit, ProblemScope, RolloutScope
+from atts.graph import Policy as Retries
 from atts.journal import (
     Drifted,
     Event,
@@ -30,9 +33,9 @@ from atts.journal import (
     load_manifest,
 )
 from atts.pipelines import ConformalGate, Context, FixedGate, Policy
-from atts.run import ChunkWritten, ProblemLine, RunResult, SampleLine, Stop, samples, scorecard
+from atts.run import ChunkWritten, ProblemLine, RunResult, SampleLine, Stop, evaluate, samples, scorecard
 from atts.seeds import Seed
-from atts.testing import Backend, ScriptedEngine, toy_problems
+from atts.testing import Backend, Faults, ScriptedEngine, run_virtual, toy_problems
 
 Outcomes = Callable[[RunResult], dict[str, str]]
 
@@ -219,6 +222,30 @@ def test_asked_to_end(world: Any, outcomes: Outcomes, backend: Backend, times: i
     assert outcomes(again) == outcomes(whole)
     keys = [event.key for event in world.events() if isinstance(event, Sampled)]
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_no_file_and_no_work_outlive_a_run(world: Any, backend: Backend) -> None:
+    """However a run ends (cancelled anywhere, failed engines, out of time), its files are closed and its slots free."""
+    before = open_files()
+    for end in range(12):
+        draft = ScriptedEngine("draft", latency=world.quick)
+        faults = Faults({"refused": 0.3, "nan": 0.2}, seed=end) if end % 3 == 0 else Faults()
+        target = ScriptedEngine("target", latency=world.quick, faults=faults)
+        plan = world.plan(draft=draft, target=target, retries=Retries(calls=2, delay_seconds=0.05, give_up_after=None))
+
+        async def cut(plan: Any = plan, end: int = end) -> None:
+            with anyio.move_on_after(0.37 * end + 0.01):
+                await evaluate(toy_problems(4, 5), plan, world.session(f"run{end}"))
+
+        run_virtual(cut, backend=backend)
+        assert open_files() == before
+        assert draft.stats().in_flight == target.stats().in_flight == 0
+
+
+def open_files() -> list[str]:
+    """Paths this process holds open."""
+    return sorted(file.path for file in psutil.Process().open_files())
 
 
 def test_asked_at_the_very_end_is_finished(world: Any) -> None:

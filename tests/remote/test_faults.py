@@ -35,7 +35,7 @@ Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
 REQUEST = SampleRequest(PROMPT, 24)
-IMPATIENT = RemoteOptions(timeout_seconds=0.6, attempts=3, delay_seconds=0.01, wait_seconds=3.0)
+IMPATIENT = RemoteOptions(timeout_seconds=2.5, attempts=3, delay_seconds=0.01, wait_seconds=3.0)
 ALL = {
     "refused": 0.04, "reset": 0.04, "429": 0.04, "500": 0.04, "truncated": 0.04,
     "wrong_ids": 0.03, "nan": 0.03, "slow_loris": 0.02, "hang": 0.02,

@@ -41,7 +41,10 @@ class SlowLimits:
 
 
 class Worker:
-    """A process that keeps the libraries loaded, and its child that does the work; used by one thread at a time."""
+    """A process that keeps the libraries loaded, and its child that does the work.
+
+    One thread at a time asks; any other may kill it meanwhile.
+    """
 
     def __init__(self, backend: Backend, limits: SlowLimits) -> None:
         self._limits = limits
@@ -50,6 +53,7 @@ class Worker:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8"
         )
+        self._pipes = threading.Lock()  # held while they are used: a pipe closed under a reader is an error of its own
         self._child = 0  # the process at work; 0 while none has said that it is ready
 
     @property
@@ -64,21 +68,26 @@ class Worker:
 
     def load(self) -> bool:
         """Wait until a child is ready; False when there will be none."""
-        while not self._child:
-            line, _ = self._line(_LOADING_SECONDS, self._process.pid)
-            if not line:
-                return False
-            word, _, pid = line.partition(" ")
-            self._child = int(pid) if word == "ready" else 0
-        return True
+        with self._pipes:
+            while not self._child:
+                line, _ = self._line(_LOADING_SECONDS, self._process.pid)
+                if not line:
+                    return False
+                word, _, pid = line.partition(" ")
+                self._child = int(pid) if word == "ready" else 0
+            return True
 
     def ask(self, question: dict[str, Any]) -> Verdict:
         """The verdict; "unscored" with the rule "timeout", "memory" or "crash" when the child had to go."""
+        with self._pipes:
+            return self._asked(json.dumps(question))
+
+    def _asked(self, question: str) -> Verdict:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.write(question + "\n")
             self._process.stdin.flush()
-        except OSError:
+        except (OSError, ValueError):  # a broken pipe, or one closed before the turn came
             return Verdict("unscored", "crash", "the worker had ended")
         line, is_late = self._line(self._limits.seconds, self._child)
         if line.startswith("{"):
@@ -104,7 +113,7 @@ class Worker:
         timer.daemon = True
         timer.start()
         try:
-            line = self._process.stdout.readline()
+            line = "" if self._process.stdout.closed else self._process.stdout.readline()
         finally:
             timer.cancel()
         return line, late.is_set()
@@ -116,10 +125,11 @@ class Worker:
         for pid in [self._child] if self._child else []:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # what was still to be written has no reader any more
-                    pipe.close()
+        with self._pipes:  # whoever was reading has met the end by now
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):  # what was still to be written has no reader any more
+                        pipe.close()
 
 
 class SlowPath:

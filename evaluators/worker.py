@@ -188,10 +188,12 @@ def nurse(megabytes: int, answers: IO[str]) -> int:
     """
     while True:
         reader, writer = os.pipe()  # the child holds the writing end: its death shows here
-        child = os.fork()
+        parent, child = os.getpid(), os.fork()
         if child == 0:
             os.close(reader)
             confine(megabytes)
+            if os.getppid() != parent:
+                os._exit(1)  # it ended before confine() tied this process to it
             say(answers, f"ready {os.getpid()}")
             with os.fdopen(0, encoding="utf-8", closefd=False) as questions:
                 status = serve(questions, answers)

@@ -1,4 +1,4 @@
-"""From logits to tokens: the pure functions every engine of ours draws, scores and stops with."""
+"""From logits to tokens: the pure functions every engine of ours draws and scores with."""
 
 from __future__ import annotations
 
@@ -110,28 +110,3 @@ def _nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
     dropped = before >= top_p.unsqueeze(-1)
     dropped[..., 0] = False
     return scaled.masked_fill(torch.zeros_like(dropped).scatter_(-1, order, dropped), -torch.inf)
-
-
-class StopMatcher:
-    """Watches a growing text, piece by piece, for the first of several strings; pieces may cut characters.
-
-    >>> watch = StopMatcher(("end",))
-    >>> [watch.feed(piece) for piece in (b"the e", b"n", b"d.")]
-    [False, False, True]
-    """
-
-    __slots__ = ("_keep", "_stops", "_tail")
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stop.encode() for stop in stops)
-        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
-        self._tail = b""
-
-    def feed(self, piece: bytes) -> bool:
-        """Whether this piece completed a stop string."""
-        text = self._tail + piece
-        for stop in self._stops:
-            if stop in text:
-                return True
-        self._tail = text[-self._keep :] if self._keep else b""
-        return False

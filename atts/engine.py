@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
@@ -71,6 +71,28 @@ class EngineStats:
     steps: int = 0
     busy_seconds: float = 0.0
     queue_seconds: float = 0.0  # summed over requests
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """`EngineStats` while they grow."""
+
+    requests: int = 0
+    in_flight: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    scored_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    busy_seconds: float = 0.0
+    queue_seconds: float = 0.0
+
+    def snapshot(self, *, busy_for: float = 0.0) -> EngineStats:
+        """The counters now; `busy_for` is how long a busy spell that has not ended yet has lasted."""
+        values = {field.name: getattr(self, field.name) for field in fields(EngineStats)}
+        return EngineStats(**{**values, "busy_seconds": self.busy_seconds + busy_for})
 
 
 class Engine(Protocol):

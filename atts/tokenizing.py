@@ -1,4 +1,4 @@
-"""Reads and writes a transformers tokenizer the way engines need it: bytes per id, exact joins, one digest."""
+"""Text and ids the way engines need them: exact joins, one digest, stops across tokens, files found."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any
 
 from atts.core import Message, TokenIds
 from atts.errors import ModelLoadError, UnsupportedByEngine
+
+TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""What a tokenizer and a configuration are made of."""
+_LOOK = "Check the id and the network, or download the model elsewhere and give its folder"
 
 
 class ModelTokenizer:
@@ -28,7 +32,7 @@ class ModelTokenizer:
         self._state: dict[str, Any] = json.loads(self._inner.backend_tokenizer.to_str())
         self._digest = self._hash()
         self._pieces = _pieces(self._inner, self._state)
-        self._end_ids = _end_ids(folder, self._inner, name)
+        self._end_ids = read_end_ids(folder, name, self._inner.eos_token_id)
 
     @property
     def digest(self) -> str:
@@ -89,40 +93,76 @@ class ModelTokenizer:
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+class StopMatcher:
+    """Watches a growing text, piece by piece, for the first of several strings; pieces may cut characters.
+
+    >>> watch = StopMatcher(("end",))
+    >>> [watch.feed(piece) for piece in (b"the e", b"n", b"d.")]
+    [False, False, True]
+    """
+
+    __slots__ = ("_keep", "_stops", "_tail")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop.encode() for stop in stops)
+        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
+        self._tail = b""
+
+    def feed(self, piece: bytes) -> bool:
+        """Whether this piece completed a stop string."""
+        text = self._tail + piece
+        for stop in self._stops:
+            if stop in text:
+                return True
+        self._tail = text[-self._keep :] if self._keep else b""
+        return False
+
+
 def find_tokenizer(model: str, name: str) -> Path:
     """The folder of a model's tokenizer: `model` itself when it is one, else what the hub has under that id.
+
+    :raises ModelLoadError: neither a folder nor a hub id that can be had.
+    """
+    return find_folder(model, name, TEXT_FILES, "Give tokenizer=FOLDER, a folder with the model's tokenizer files")
+
+
+def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK) -> Path:
+    """The folder `model` is, else the hub's snapshot of that id with the files of these patterns.
 
     :raises ModelLoadError: neither a folder nor a hub id that can be had.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
-    advice = "Give tokenizer=FOLDER, a folder with the model's tokenizer files"
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ModelLoadError(name, f"no tokenizer at {model!r}", advice)
+        problem = f"{model!r} is neither a folder nor a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+        raise ModelLoadError(name, problem, advice)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt"]))
+        return Path(snapshot_download(model, allow_patterns=list(files)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelLoadError(name, f"the tokenizer of {model!r} cannot be had ({first})", advice) from error
+        problem = f"{model!r} is no folder and cannot be had from the hub ({first})"
+        raise ModelLoadError(name, problem, advice) from error
 
 
-def _end_ids(folder: Path, tokenizer: Any, name: str) -> TokenIds:
-    generation = folder / "generation_config.json"
+def read_end_ids(folder: Path, name: str, default: int | Sequence[int] | None) -> TokenIds:
+    """The ids that end a text: those generation_config.json names, else the default's.
+
+    :raises ModelLoadError: generation_config.json is damaged.
+    """
+    path = folder / "generation_config.json"
     found: Any = None
-    if generation.is_file():
+    if path.is_file():
         try:
-            found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (ValueError, AttributeError) as error:
-            raise ModelLoadError(name, f"{generation} cannot be read ({error})") from error
+            raise ModelLoadError(name, f"{path} cannot be read ({error})", "Write it again, or remove it") from error
     if found is None:
-        found = tokenizer.eos_token_id
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+        found = default
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
 
 def _open(folder: Path, name: str) -> Any:

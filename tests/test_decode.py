@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from atts.core import Sampling
-from atts.decode import StopMatcher, batch_laws, inverse_cdf, probabilities, raw_logprobs, sample
+from atts.decode import batch_laws, inverse_cdf, probabilities, raw_logprobs, sample
+from atts.tokenizing import StopMatcher
 
 
 def naive_law(logits: list[float], law: Sampling) -> list[float]:

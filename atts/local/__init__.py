@@ -2,6 +2,5 @@
 
 from atts.local.engine import LocalEngine, LocalOptions
 from atts.local.messages import LoopStats
-from atts.local.tokenizer import LocalTokenizer
 
-__all__ = ["LocalEngine", "LocalOptions", "LocalTokenizer", "LoopStats"]
+__all__ = ["LocalEngine", "LocalOptions", "LoopStats"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -17,11 +17,10 @@ from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
 from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OptionError, OutOfMemory
 from atts.local.build import Blueprint
-from atts.local.loader import find_model
 from atts.local.messages import Cancel, Failed, LoopStats, Opened, Reply, Report, Sampled, Scored, Submit
 from atts.local.shape import Shape, read_shape
-from atts.local.tokenizer import LocalTokenizer
 from atts.local.worker import ProcessWorker, ThreadWorker, Worker
+from atts.tokenizing import TEXT_FILES, ModelTokenizer, find_folder
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -71,7 +70,7 @@ class LocalEngine:
         return self._require().spec
 
     @property
-    def tokenizer(self) -> LocalTokenizer:
+    def tokenizer(self) -> ModelTokenizer:
         """The model's own tokenizer.
 
         :raises EngineUnavailable: the engine is not open.
@@ -153,7 +152,7 @@ class _Open:
     """An engine between its opening and its closing: the worker, and who waits for what."""
 
     spec: EngineSpec
-    tokenizer: LocalTokenizer
+    tokenizer: ModelTokenizer
     kv_tokens: int
     kernel: str
 
@@ -194,13 +193,7 @@ class _Open:
 
     def stats(self) -> EngineStats:
         """Counters so far, in the terms every engine shares."""
-        loop = self.loop_stats
-        shared = {field.name for field in fields(EngineStats)} & {field.name for field in fields(LoopStats)}
-        return EngineStats(
-            requests=self._requests,
-            in_flight=len(self._waiters),
-            **{name: getattr(loop, name) for name in shared},
-        )
+        return replace(self.loop_stats.snapshot(), requests=self._requests, in_flight=len(self._waiters))
 
     async def close(self) -> None:
         """End the worker; whoever still waits is told."""
@@ -244,10 +237,10 @@ def _soon() -> Callable[[Callable[[], None]], None]:
     return soon
 
 
-def _prepare(model: str, name: str, options: LocalOptions) -> tuple[Blueprint, LocalTokenizer, str]:
-    folder = find_model(model, name)
+def _prepare(model: str, name: str, options: LocalOptions) -> tuple[Blueprint, ModelTokenizer, str]:
+    folder = find_folder(model, name, (*TEXT_FILES, "*.safetensors"))
     shape = read_shape(folder, name)
-    tokenizer = LocalTokenizer(folder, name)
+    tokenizer = ModelTokenizer(folder, name)
     if tokenizer.vocabulary > shape.vocabulary:
         problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {shape.vocabulary}"
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")

@@ -15,8 +15,6 @@ from torch import Tensor
 from atts.errors import ModelLoadError, OutOfMemory
 from atts.local.shape import Shape
 
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -44,33 +42,6 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor  # [vocabulary, width]; the embedding itself when tied
-
-
-def find_model(model: str, name: str) -> Path:
-    """The folder of a model: `model` itself when it is one, else the hub's snapshot of that id.
-
-    :raises ModelLoadError: neither a folder nor a hub id that can be had.
-    """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ModelLoadError(name, f"{model!r} is neither a folder nor a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'")
-    return _download(model, name)
-
-
-def _download(model: str, name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(_WANTED)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        advice = "Check the id and the network, or download the model elsewhere and give its folder"
-        raise ModelLoadError(
-            name, f"{model!r} is no folder and cannot be had from the hub ({first})", advice
-        ) from error
 
 
 def load_weights(folder: Path, shape: Shape, dtype: torch.dtype, device: torch.device, name: str) -> Weights:

@@ -55,12 +55,12 @@ class StepLoop:
     def run(self, inbox: Inbox) -> None:
         """Step as long as there is work, sleep while there is none, return when told to close."""
         while True:
-            if not self._scheduler.has_work:
+            if not self._scheduler.num_unfinished:
                 self._report()
-            self._take(inbox.take(wait=not self._scheduler.has_work))
+            self._take(inbox.take(wait=not self._scheduler.num_unfinished))
             if self._is_closing:
                 return
-            if self._scheduler.has_work:
+            if self._scheduler.num_unfinished:
                 self.step()
             if self._replies or perf_counter() - self._told > _REPORT_SECONDS:
                 self._report()
@@ -89,6 +89,7 @@ class StepLoop:
         for order in orders:
             match order:
                 case Submit(ticket, request):
+                    self._stats.requests += 1
                     arrived = perf_counter()
                     if isinstance(request, SampleRequest):
                         self._scheduler.add(sampling_sequence(ticket, request, arrived))
@@ -240,6 +241,7 @@ class StepLoop:
         pool, tree = self._scheduler.pool, self._scheduler.tree
         return replace(
             self._stats,
+            in_flight=self._scheduler.num_unfinished,
             kv_used=pool.used,
             kv_locked=pool.used - tree.evictable,
             kv_peak=pool.peak,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from atts.core import Ending, SampleRequest, ScoreRequest, TokenIds
+from atts.engine import EngineCounters
 
 FailureKind = Literal["broken", "load", "memory", "closed"]
 
@@ -69,21 +70,12 @@ class Opened:
 
 
 @dataclass(slots=True)
-class LoopStats:
+class LoopStats(EngineCounters):
     """Counters of the step loop since it began; the loop adds to its own and hands out copies."""
 
-    cancelled: int = 0
-    failed: int = 0
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    scored_tokens: int = 0
-    cached_tokens: int = 0
     free_tokens: int = 0  # first tokens drawn or scored from remembered logits, without a forward
-    steps: int = 0
     step_sequences: int = 0  # summed over steps: divided by steps, the mean batch
     largest_batch: int = 0
-    busy_seconds: float = 0.0
-    queue_seconds: float = 0.0
     longest_queue_seconds: float = 0.0
     kv_used: int = 0  # slots taken now, cached sequences included
     kv_locked: int = 0  # of them, those a running sequence reads or writes

@@ -94,9 +94,9 @@ class Scheduler:
         return self._tree
 
     @property
-    def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self._by_ticket)
+    def num_unfinished(self) -> int:
+        """How many requests are waiting or running."""
+        return len(self._by_ticket)
 
     def running(self) -> list[Sequence]:
         """The requests that have a row, oldest first."""

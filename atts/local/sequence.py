@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.core import Ending, SampleRequest, ScoreRequest
-from atts.decode import StopMatcher
 from atts.local.prefix import Node
 from atts.seeds import uniforms
+from atts.tokenizing import StopMatcher
 
 _PRIORITY_STEP = 256
 """How many earlier requests one step of priority overtakes: finite, so that nobody waits for ever."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from atts.core import TokenIds
 from atts.errors import ModelLoadError
+from atts.tokenizing import read_end_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +71,7 @@ def read_shape(folder: Path, name: str) -> Shape:
         frequencies=frequencies,
         rope_scale=scale,
         ties_embeddings=bool(config.tie_word_embeddings),
-        end_ids=_end_ids(folder, config),
+        end_ids=read_end_ids(folder, name, config.eos_token_id),
     )
 
 
@@ -124,15 +125,3 @@ def _rope(config: Any, name: str) -> tuple[Tensor, float]:
         return 1.0 / (parameters["rope_theta"] ** exponent), 1.0
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies.float(), float(scale)
-
-
-def _end_ids(folder: Path, config: Any) -> TokenIds:
-    import json
-
-    found: object = None
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-    if found is None:
-        found = config.eos_token_id
-    return () if found is None else (found,) if isinstance(found, int) else tuple(found)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 import anyio
 
 from atts.core import Completion, Ending, SampleRequest, ScoreRequest, Scores
-from atts.engine import Capability, EngineSpec, EngineStats, Tokenizer, check_sample, check_score
+from atts.engine import Capability, EngineCounters, EngineSpec, EngineStats, Tokenizer, check_sample, check_score
 from atts.errors import BadReply, EngineError, EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.remote.client import Client, Traffic
 from atts.remote.dialects import Dialect, Identity, Sampled
@@ -31,19 +31,6 @@ _log = logging.getLogger("atts.remote")
 _log.addHandler(logging.NullHandler())
 _DEFAULTS = RemoteOptions()
 _AUTO = (("/server_info", "sglang"), ("/props", "llamacpp"), ("/version", "vllm"))
-
-
-@dataclass(slots=True)
-class _Counts:
-    requests: int = 0
-    in_flight: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    scored_tokens: int = 0
-    cached_tokens: int = 0
-    busy_seconds: float = 0.0
 
 
 class RemoteEngine:
@@ -84,7 +71,7 @@ class RemoteEngine:
         self._tokenizer: Tokenizer | None = None
         self._spec: EngineSpec | None = None
         self._known: Known | None = None
-        self._counts = _Counts()
+        self._counts = EngineCounters()
         self._trusted_until = 0.0
         self._lost_checked = 0
         self._idle_since = 0.0
@@ -120,11 +107,7 @@ class RemoteEngine:
     def stats(self) -> EngineStats:
         """Counters so far, as seen from here; busy is the time in which at least one request was under way."""
         counts = self._counts
-        busy = counts.busy_seconds + (self._clock() - self._busy_since if counts.in_flight else 0.0)
-        return EngineStats(
-            counts.requests, counts.in_flight, counts.cancelled, counts.failed, counts.sampled_tokens,
-            counts.prefilled_tokens, counts.scored_tokens, counts.cached_tokens, busy_seconds=busy,
-        )  # fmt: skip
+        return counts.snapshot(busy_for=self._clock() - self._busy_since if counts.in_flight else 0.0)
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids; see `atts.engine.Engine`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
-from atts.engine import Capability, EngineSpec, EngineStats, check_sample, check_score
+from atts.engine import Capability, EngineCounters, EngineSpec, EngineStats, check_sample, check_score
 from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.seeds import Seed
 from atts.testing.faults import NO_FAULTS, Faults, FaultSchedule
@@ -131,10 +131,7 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         """Counters so far; busy is the time in which at least one request held a slot."""
-        counts = EngineStats(**asdict(self._counts))
-        if not self._serving:
-            return counts
-        return replace(counts, busy_seconds=counts.busy_seconds + anyio.current_time() - self._busy_since)
+        return self._counts.snapshot(busy_for=anyio.current_time() - self._busy_since if self._serving else 0.0)
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids with the toy model; see `atts.engine.Engine`."""
@@ -244,22 +241,7 @@ class ScriptedEngine:
         return self._model.read(request.prefix).steps >= self._drift.after
 
 
-@dataclass(slots=True)
-class _Counters:
-    """`EngineStats` while they grow."""
-
-    requests: int = 0
-    in_flight: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    sampled_tokens: int = 0
-    prefilled_tokens: int = 0
-    scored_tokens: int = 0
-    cached_tokens: int = 0
-    steps: int = 0
-    busy_seconds: float = 0.0
-    queue_seconds: float = 0.0
-
+class _Counters(EngineCounters):
     def add(self, *, prefilled: int, cached: int, sampled: int = 0, scored: int = 0) -> None:
         """One request served: a step per sampled token, one step per score."""
         self.prefilled_tokens += prefilled

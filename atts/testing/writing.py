@@ -10,6 +10,7 @@ from atts.core import Completion, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.seeds import uniforms
 from atts.testing.grammar import Reader
 from atts.testing.language import ToyModel
+from atts.tokenizing import StopMatcher
 
 
 class Writer:
@@ -25,7 +26,7 @@ class Writer:
         model, end = self.model, self.model.tokenizer.end_id
         reader = self._read(request.ids).copy()
         draws = uniforms(request.seed, request.max_tokens).tolist()
-        stops = _Stops(request.stop)
+        stops = StopMatcher(request.stop)
         ids: list[int] = []
         logprobs: list[float] = []
         ended: Ending = "length"
@@ -67,23 +68,6 @@ class Writer:
         self._readers[ids] = reader
         if len(self._readers) > self._memory:
             self._readers.popitem(last=False)
-
-
-class _Stops:
-    """Finds the first of several strings in a growing text; in bytes, for a token may end inside a character."""
-
-    __slots__ = ("_keep", "_stops", "_tail")
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop.encode() for stop in stops]
-        self._keep = max((len(stop) for stop in self._stops), default=1) - 1
-        self._tail = b""
-
-    def feed(self, piece: bytes) -> bool:
-        """Whether this piece completed a stop string."""
-        window = self._tail + piece
-        self._tail = window[-self._keep :] if self._keep else b""
-        return any(stop in window for stop in self._stops)
 
 
 class PrefixMemory:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from atts.local import LocalTokenizer, LoopStats
+from atts.local import LoopStats
 from atts.local.build import Blueprint, build_loop
 from atts.local.messages import Close, Order, Reply, Report
 from atts.local.shape import read_shape
+from atts.tokenizing import ModelTokenizer
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -148,7 +149,7 @@ def drive() -> Callable[..., Driven]:
     """Run a step loop over a script in this thread: schedules without threads or luck."""
 
     def run(folder: Path, steps: list[list[Order]], **changes: Any) -> Driven:
-        tokenizer = LocalTokenizer(folder, "tiny")
+        tokenizer = ModelTokenizer(folder, "tiny")
         settings: dict[str, Any] = {
             "device": "cpu",
             "dtype": "float32",

@@ -18,8 +18,9 @@ import torch
 
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import ATTSError, EngineError, EngineUnavailable, ModelLoadError, OptionError, OutOfMemory
-from atts.local import LocalEngine, LocalOptions, LocalTokenizer
+from atts.local import LocalEngine, LocalOptions
 from atts.testing import check_engine
+from atts.tokenizing import ModelTokenizer
 
 Make = Callable[..., Path]
 
@@ -108,7 +109,7 @@ def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Pat
 @pytest.mark.anyio
 async def test_texts_join_and_templates_render(make_model: Make) -> None:
     """Decoding is piecewise; a conversation ends where the assistant goes on, an open answer stays open."""
-    tokenizer = LocalTokenizer(make_model("llama"), "tiny")
+    tokenizer = ModelTokenizer(make_model("llama"), "tiny")
     text = "the step \u00e9\U0001f600 is\n\n done"
     ids = tokenizer.encode(text)
     assert "".join(tokenizer.decode(ids[:n]) for n in (len(ids),)) == text

@@ -144,7 +144,12 @@ class Chunk:
     draft_ids: TokenIds
     target_ids: TokenIds
     ended: Ending
-    logprobs: tuple[float, ...] = ()  # the author's own, one per generated id (an end token's included)
+    logprobs: tuple[float, ...] = ()  # the author's own, one per generated id (an end token's included), or none
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens its author generated."""
+        return len(self.logprobs) or len(self.ids(self.author))
 
     def ids(self, role: Role) -> TokenIds:
         """The ids this chunk has for that model."""

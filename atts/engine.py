@@ -10,7 +10,8 @@ from typing import Literal, Protocol, Self
 from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.errors import ContextOverflow, UsageError
 
-Capability = Literal["sample", "score"]
+Capability = Literal["sample", "score", "rate"]
+"""rate: scores a suffix of one token only, of a few likely ones: enough for a rating of one digit."""
 
 
 class Tokenizer(Protocol):
@@ -46,14 +47,19 @@ class EngineSpec:
     vocabulary: int
     engine: str = ""  # kind and major.minor version, such as "local 0.1"
     dtype: str = "float32"
-    logprobs: Literal["raw", "processed"] = "raw"
+    logprobs: Literal["raw", "processed", "none"] = "raw"  # none: completions come without
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
     flops_per_token: float = 0.0  # of one decoded token; 0 when unknown
+    findings: tuple[tuple[str, str], ...] = ()  # what a probe saw: ("scores", "yes: 12 finite scores, ...")
 
     def fingerprint(self) -> dict[str, object]:
         """The fields that must match before scores of one engine calibrate another."""
         fields = asdict(self)
-        return {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")}
+        found = {f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING}
+        return {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")} | found
+
+
+_LASTING = ("tokenizer", "scores", "planted", "convention", "rating")  # findings that time and load do not change
 
 
 @dataclass(frozen=True, slots=True)

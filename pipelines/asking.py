@@ -55,7 +55,8 @@ def _deadline(engine: Engine, seconds: float) -> Generator[None]:
 
 
 def _flaw(completion: Completion, request: SampleRequest, engine: Engine) -> str:
-    if len(completion.logprobs) != len(completion.ids):
+    told = completion.logprobs or engine.spec.logprobs != "none"
+    if told and len(completion.logprobs) != len(completion.ids):
         return f"{len(completion.logprobs)} log-probabilities came with {len(completion.ids)} ids"
     if len(completion.ids) > request.max_tokens:
         return f"{len(completion.ids)} tokens came back, {request.max_tokens} were allowed"

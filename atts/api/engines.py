@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
 
+from atts.api.keys import filled, keys_of
 from atts.core import Role
 from atts.engine import Engine
 from atts.errors import OptionError
@@ -19,31 +21,62 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
     """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder", or one you made.
 
     Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", or "server:..." when the server may say
-    what it is; several URLs with commas between them are replicas of one engine (`docs/servers.md`).
+    what it is; several URLs with commas between them are replicas of one engine (`docs/servers.md`). Settings follow a
+    question mark: "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of `atts.local.LocalOptions`).
 
-    :raises OptionError: no engine is called that.
+    :raises OptionError: no engine is called that, or it has no such setting.
 
     >>> build_engine("scripted", "draft").spec.name
     'draft'
     """
     if not isinstance(name, str):
         return name
-    scheme, _, rest = name.partition(":")
+    scheme, rest = check_engine_words(name)
     if scheme == "scripted":
         from atts.testing import ScriptedEngine
 
         return ScriptedEngine("target" if (rest or role) == "target" else "draft")
-    if scheme in ("embedded", "hf"):
-        from atts.local import LocalEngine
-
-        if scheme == "embedded":
-            from atts.models import path
-
-            return LocalEngine(path("target" if (rest or role) == "target" else "draft"), name=role, options=options)
-        if rest:
-            return LocalEngine(rest, name=role, options=options)
-    if scheme in _SERVERS and rest:
+    if scheme in _SERVERS:
         from atts.remote import server_engine
 
         return server_engine(scheme, rest, role, frozenset({"sample", "score"} if role == "target" else {"sample"}))
-    raise OptionError("engine", f"{name!r} names no engine; give SCHEME or SCHEME:MODEL", SCHEMES, scheme)
+    from atts.local import LocalEngine
+
+    model, _, settings = rest.partition("?")
+    if scheme == "embedded":
+        from atts.models import path
+
+        model = str(path("target" if (model or role) == "target" else "draft"))
+    return LocalEngine(model, name=role, options=_local_options(settings, options))
+
+
+def check_engine_words(name: str) -> tuple[str, str]:
+    """The kind of engine and what its string says besides, nothing loaded.
+
+    :raises OptionError: no engine is called that.
+    """
+    scheme, _, rest = name.partition(":")
+    if "?" in scheme:  # "embedded?threads=1"
+        scheme, _, rest = name.partition("?")
+        rest = f"?{rest}"
+    if scheme not in SCHEMES:
+        raise OptionError("engine", f"{name!r} names no engine; give SCHEME or SCHEME:MODEL", SCHEMES, scheme)
+    if scheme in ("embedded", "scripted"):
+        if rest.partition("?")[0] not in ("", "draft", "target"):
+            raise OptionError("engine", f"{name!r} names no engine; write {scheme}, {scheme}:draft or {scheme}:target")
+    elif not rest:
+        what = "hf:OWNER/NAME or hf:./FOLDER" if scheme == "hf" else f"{scheme}:http://HOST:PORT/MODEL"
+        raise OptionError("engine", f"{name!r} does not say which model; write {what}")
+    return scheme, rest
+
+
+def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:
+    from atts.local import LocalOptions
+
+    base = base or LocalOptions()
+    known = {key.name: key for key in keys_of(LocalOptions, base, {})}
+    found = dict(parse_qsl(settings, keep_blank_values=True))
+    for name in found:
+        if name not in known:
+            raise OptionError("engine", f"{name!r} is no setting of a local engine", [*known], name)
+    return filled(base, {name: known[name].read(words, f"engine {name}") for name, words in found.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.errors import UnsupportedByEngine
@@ -12,6 +12,7 @@ from atts.remote.client import Call, Client
 from atts.remote.transport import Reply
 
 CLAMPED = -9999.0  # vLLM's way to write minus infinity in JSON
+LogProbs = Literal["raw", "processed", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,13 @@ class Dialect(Protocol):
     """How one kind of server is spoken to.
 
     Reading raises KeyError, IndexError, TypeError or ValueError on a reply of another shape; the engine makes it a
-    BadReply.
+    BadReply. What only some servers can do is in `Scorer`, `Forcer` and `Rater`.
     """
 
     name: str
-    can_score: bool
+    speaks: Literal["ids", "text"]
     spare: int  # places of the context that the server needs for itself
-    logprobs: Literal["raw", "processed"]  # what comes with sampled tokens, unless the probe finds otherwise
+    logprobs: LogProbs  # what comes with sampled tokens, unless the probe finds otherwise
 
     async def identify(self, client: Client, model: str) -> Identity:
         """Ask who is there; remembers model and routes for the calls to come.
@@ -63,6 +64,23 @@ class Dialect(Protocol):
         """Its reply."""
         ...
 
+    def abort(self, rid: str) -> Call | None:
+        """The call that frees a request; None where closing the connection is all there is."""
+        ...
+
+    async def tokenize(self, client: Client, text: str) -> TokenIds:
+        """The server's own ids of a text, no special token added; never asked where text is spoken."""
+        ...
+
+    async def running(self, client: Client) -> int | None:
+        """How many requests the server is working on; None when it does not say."""
+        ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """A dialect that can score a given suffix."""
+
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """The call that scores the suffix."""
         ...
@@ -71,24 +89,30 @@ class Dialect(Protocol):
         """Its reply; None when scores are missing because they were cached, and skipping the cache would help."""
         ...
 
-    def forcing(self, ids: TokenIds, token: int) -> Call | None:
-        """A call that writes this very token, for its log-probability; None where that cannot be asked."""
+
+@runtime_checkable
+class Forcer(Protocol):
+    """A dialect without scores that can be made to write a given token, which tells its log-probability."""
+
+    def forcing(self, ids: TokenIds, token: int) -> Call:
+        """The call that writes this very token."""
         ...
 
     def forced(self, reply: Any, token: int) -> float:
         """Its reply."""
         ...
 
-    def abort(self, rid: str) -> Call | None:
-        """The call that frees a request; None where closing the connection is all there is."""
+
+@runtime_checkable
+class Rater(Protocol):
+    """A dialect that tells the likeliest next tokens with their log-probabilities: enough for a rating of one digit."""
+
+    def rating(self, ids: TokenIds, rid: str) -> Call:
+        """The call for one token and its alternatives."""
         ...
 
-    async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """The server's own ids of a text, no special token added."""
-        ...
-
-    async def running(self, client: Client) -> int | None:
-        """How many requests the server is working on; None when it does not say."""
+    def rated(self, reply: Any) -> dict[str, float]:
+        """Its reply: log-probability by text."""
         ...
 
 
@@ -153,6 +177,28 @@ def choose_model(client: Client, models: list[dict[str, Any]], wanted: str) -> d
 def short(version: str) -> str:
     """major.minor of a version."""
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+async def served(client: Client, model: str) -> dict[str, Any]:
+    """The row of /v1/models that is meant; see `choose_model`."""
+    return choose_model(client, (await json_at(client, "/v1/models"))["data"], model)
+
+
+async def tokens_of(client: Client, body: dict[str, Any]) -> TokenIds:
+    """What /tokenize makes of a text."""
+    return tuple((await json_at(client, "/tokenize", body))["tokens"])
+
+
+async def in_queue(client: Client, running: str, waiting: str = "") -> int | None:
+    """Requests at work and waiting, from the gauges of that name at /metrics; None when they are not there."""
+    text = (await client.look("/metrics")).body.decode(errors="replace")
+    found = metric(text, running)
+    return None if found is None else found + (metric(text, waiting) or 0 if waiting else 0)
+
+
+def priority_field(priority: int, wanted: bool, sooner: Literal["lower", "higher"]) -> dict[str, int]:
+    """The field for a request's priority, in the server's direction; nothing where priorities are not wanted."""
+    return {"priority": priority if sooner == "lower" else -priority} if wanted and priority else {}
 
 
 def metric(text: str, name: str) -> int | None:

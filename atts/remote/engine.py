@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 import anyio
 
-from atts.core import Completion, Ending, SampleRequest, ScoreRequest, Scores
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import Capability, EngineCounters, EngineSpec, EngineStats, Tokenizer, check_sample, check_score
-from atts.errors import BadReply, EngineError, EngineUnavailable, OptionError, UnsupportedByEngine
+from atts.errors import EngineError, EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.remote.client import Client, Traffic
-from atts.remote.dialects import Dialect, Identity, Sampled
-from atts.remote.llamacpp import LlamaCppDialect
+from atts.remote.dialects import Dialect, Identity
+from atts.remote.exchange import Exchange
+from atts.remote.opening import claimed, describe, find_dialect, identify, require, wait_ready
 from atts.remote.options import DIALECTS, DialectName, RemoteOptions
-from atts.remote.probing import Finding, Hands, Known, Prober, refuse, same_as_before
-from atts.remote.settling import check_sampled, place_of_end, settle
-from atts.remote.sglang import SglangDialect
-from atts.remote.tokenizer import ends_of, open_tokenizer, vocabulary_of
-from atts.remote.vllm import VllmDialect
-from atts.tasks import clock, collect
+from atts.remote.probing import Finding, Known, Prober, refuse, same_as_before
+from atts.remote.text import TextTokenizer
+from atts.remote.tokenizer import open_tokenizer
+from atts.tasks import clock
 
 T = TypeVar("T")
-_log = logging.getLogger("atts.remote")
-_log.addHandler(logging.NullHandler())
 _DEFAULTS = RemoteOptions()
-_AUTO = (("/server_info", "sglang"), ("/props", "llamacpp"), ("/version", "vllm"))
 
 
 class RemoteEngine:
-    """A vLLM, SGLang or llama.cpp server that keeps the promises of `atts.engine.Engine`.
+    """A server of any known dialect that keeps the promises of `atts.engine.Engine`.
 
     `needs` is what the caller will ask for: a server that cannot is refused when it opens, with the reason. The
     tokenizer is opened here, from the model's folder or name, unless one is given; the server must have the same.
@@ -66,7 +61,7 @@ class RemoteEngine:
         self._needs = needs
         self._state: Literal["new", "open", "closed"] = "new"
         self._client: Client | None = None
-        self._dialect: Dialect | None = None
+        self._exchange: Exchange | None = None
         self._identity: Identity | None = None
         self._tokenizer: Tokenizer | None = None
         self._spec: EngineSpec | None = None
@@ -113,7 +108,7 @@ class RemoteEngine:
         """Continue the ids; see `atts.engine.Engine`."""
         self._admit("sample")
         check_sample(request, self.spec)
-        done = await self._count(partial(self._sample, request))
+        done = await self._count(partial(self._exchanging().sample, request))
         counts = self._counts
         counts.sampled_tokens += len(done.ids)
         counts.cached_tokens += done.cached_tokens
@@ -122,9 +117,9 @@ class RemoteEngine:
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score the suffix; see `atts.engine.Engine`."""
-        self._admit("score")
+        self._admit("score" if len(request.suffix) != 1 or "rate" not in self.spec.capabilities else "rate")
         check_score(request, self.spec)
-        done = await self._count(partial(self._score, request))
+        done = await self._count(partial(self._exchanging().score, request))
         counts = self._counts
         counts.scored_tokens += len(done.logprobs)
         counts.cached_tokens += done.cached_tokens
@@ -151,21 +146,21 @@ class RemoteEngine:
         :raises FingerprintError: its tokenizer is another.
         :raises EngineUnavailable: it cannot be reached.
         """
-        self._client = Client(self._name, self.url, self.options)
+        self._client = client = Client(self._name, self.url, self.options)
         self._clock = clock()
         try:
-            await self._wait_ready()
-            self._dialect = await self._find_dialect()
-            identity = await self._identify()
+            await wait_ready(client)
+            dialect = await find_dialect(client, self._dialect_name)
+            self._identity = identity = await identify(client, dialect, self._model)
+            require(self._name, identity, claimed(dialect), self._needs)
             if self._tokenizer is None:
-                self._tokenizer = await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
-            self._spec = self._describe(identity)
+                self._tokenizer = await self._find_tokenizer(dialect, identity)
+            self._spec = describe(self._name, dialect, identity, self._tokenizer)
+            self._exchange = Exchange(client, dialect, self._spec, self._tokenizer)
             self._known = await self._probe()
-            self._spec = replace(self._spec, logprobs="raw" if self._dialect.can_score else self._known.sampled)
         except BaseException:
             await self._close()
             raise
-        self._identity = identity
         self._state = "open"
         self._idle_since = self._clock()
         self._trust(self._client.traffic.lost)
@@ -183,96 +178,18 @@ class RemoteEngine:
         assert self._known is not None, "an open engine was probed"
         assert self._identity is not None, "an open engine was identified"
         lost = self._opened().traffic.lost
-        await self._wait_ready()
-        identity = await self._identify()
+        client = self._opened()
+        await wait_ready(client)
+        now = await identify(client, self._exchanging().dialect, self._model)
         fresh = await self._prober().canary(self._known)
         try:
-            same_as_before(self._name, self._identity, identity, self._known, fresh)
+            same_as_before(self._name, self._identity, now, self._known, fresh)
         except UnsupportedByEngine as changed:
             self._changed = changed  # for good: what it would answer belongs to another run
             raise
         self._trust(lost)
         self._idle_since = self._clock()
         return None
-
-    async def _ask_sample(self, request: SampleRequest) -> Sampled:
-        """A completion as sent, believable as far as it goes."""
-        return (await self._ask_ended(request))[0]
-
-    async def _ask_ended(self, request: SampleRequest) -> tuple[Sampled, int, Ending]:
-        """The same, with the place where it ends and why; one that ends for no reason is asked for again."""
-        dialect, spec = self._spoken(), self.spec
-        wire = replace(request, stop_ids=(*request.stop_ids, *spec.end_ids))
-
-        def read(reply: Any) -> tuple[Sampled, int, Ending]:
-            sampled = self._read(lambda: dialect.sampled(reply, request))
-            check_sampled(sampled, request, spec)
-            return (sampled, *place_of_end(sampled, request, spec, self.tokenizer))
-
-        return await self._opened().ask(partial(dialect.sampling, wire), read, dialect.abort)
-
-    async def _sample(self, request: SampleRequest) -> Completion:
-        (sampled, place, ended), spec = await self._ask_ended(request), self.spec
-        logprobs = await self._raw(sampled, request, place)
-        return settle(sampled, logprobs, place, ended, spec, self.tokenizer)
-
-    async def _raw(self, sampled: Sampled, request: SampleRequest, place: int) -> tuple[float, ...]:
-        """Raw log-probs of the ids that count: as sent where those are raw, else asked for."""
-        known = [value for value in sampled.logprobs[:place] if value is not None]
-        heated = request.sampling.temperature not in (0.0, 1.0)  # at 0 servers take the best at temperature 1
-        processed = heated and self._known is not None and self._known.sampled == "processed"
-        if len(known) == place and not processed:
-            return tuple(known)
-        ids, dialect = sampled.ids[:place], self._spoken()
-        if dialect.can_score:
-            return (await self._score(ScoreRequest(request.ids, ids, request.rollout, request.priority))).logprobs
-        missing = [number for number, value in enumerate(sampled.logprobs[:place]) if value is None]
-        if processed or dialect.forcing(request.ids, ids[0]) is None:
-            raise UnsupportedByEngine(self._name, "it sends no raw log-probabilities", "Sample at temperature 1")
-        forced = await collect([partial(self._force, request.ids + ids[:number], ids[number]) for number in missing])
-        return (*known, *forced)  # they are missing from one place on
-
-    async def _force(self, ids: tuple[int, ...], token: int) -> float:
-        dialect = self._spoken()
-        call = dialect.forcing(ids, token)
-        assert call is not None, "checked by the caller"
-
-        def read(reply: Any) -> float:
-            value = self._read(lambda: dialect.forced(reply, token))
-            if not -1e6 < value <= 1e-4:
-                raise BadReply(self._name, f"a log-probability of {value}")
-            return value
-
-        return await self._opened().ask(lambda rid: call, read, dialect.abort)
-
-    async def _score(self, request: ScoreRequest) -> Scores:
-        found = await self._score_once(request, "read")
-        if found is None:  # the server scored or wrote this very chunk before, and read it from its cache
-            self._opened().traffic.uncached += 1
-            found = await self._score_once(request, "skip")
-        if found is None:
-            raise BadReply(self._name, "scores are missing although the cache was not read")
-        return found
-
-    async def _score_once(self, request: ScoreRequest, cache: Literal["read", "skip"]) -> Scores | None:
-        dialect = self._spoken()
-
-        def read(reply: Any) -> Scores | None:
-            scores = self._read(lambda: dialect.scored(reply, request))
-            if scores is not None and len(scores.logprobs) != len(request.suffix):
-                raise BadReply(self._name, f"{len(scores.logprobs)} scores for {len(request.suffix)} tokens")
-            if scores is not None and not all(value <= 1e-4 for value in scores.logprobs):
-                raise BadReply(self._name, "a score is above 0 or not a number")
-            return scores
-
-        return await self._opened().ask(lambda rid: dialect.scoring(request, rid, cache), read, dialect.abort)
-
-    def _read(self, reading: Callable[[], T]) -> T:
-        try:
-            return reading()
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            problem = f"the reply has another shape than {self._spoken().name}'s ({type(error).__name__}: {error})"
-            raise BadReply(self._name, problem) from error
 
     async def _count(self, work: Callable[[], Awaitable[T]]) -> T:
         """Count a request, and be sure before and after that the server is still the one that was opened."""
@@ -322,85 +239,36 @@ class RemoteEngine:
         if self._changed is not None:
             raise UnsupportedByEngine(self._name, "the server changed while in use") from self._changed
 
-    async def _wait_ready(self) -> None:
-        """Wait while the server says that it is loading.
-
-        :raises EngineUnavailable: it still does after `wait_seconds`.
-        """
-        client, told = self._opened(), False
-        give_up = self._clock() + self.options.wait_seconds
-        while (reply := await client.look("/health")).status == 503:
-            if self._clock() >= give_up:
-                raise EngineUnavailable(
-                    self._name, f"{self.url} is still loading after {self.options.wait_seconds:g} s"
-                )
-            if not told:
-                _log.warning("engine %s: %s is still loading; waiting up to %g s", self._name, self.url,
-                             self.options.wait_seconds)  # fmt: skip
-                told = True
-            await anyio.sleep(min(1.0, self.options.wait_seconds / 10))
-        if reply.status in (401, 403):
-            raise client.refusal(reply)
-
-    async def _find_dialect(self) -> Dialect:
-        name = self._dialect_name
-        if name == "auto":
-            client = self._opened()
-            replies = [(await client.look(path), candidate) for path, candidate in _AUTO]
-            for reply, candidate in replies:
-                if reply.status == 200:
-                    return self._make_dialect(candidate)
-            for reply, _ in replies:
-                if reply.status in (401, 403):
-                    raise client.refusal(reply)
-            advice = f"Is the URL right? Or say which dialect it speaks: {', '.join(DIALECTS)}"
-            raise UnsupportedByEngine(self._name, f"nothing at {self.url} is known", advice)
-        return self._make_dialect(name)
-
-    def _make_dialect(self, name: str) -> Dialect:
-        priorities = self.options.priorities == "send"
-        if name == "vllm":
-            return VllmDialect(priorities=priorities)
-        if name == "sglang":
-            return SglangDialect(priorities=priorities)
-        return LlamaCppDialect()
-
-    async def _identify(self) -> Identity:
-        dialect = self._spoken()
-        try:
-            return await dialect.identify(self._opened(), self._model)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            advice = "Is it another kind of server?"
-            raise UnsupportedByEngine(self._name, f"{self.url} does not speak {dialect.name}", advice) from error
-
-    def _describe(self, identity: Identity) -> EngineSpec:
-        dialect, tokenizer = self._spoken(), self.tokenizer
-        can: frozenset[Capability] = frozenset({"sample", "score"} if dialect.can_score else {"sample"})
-        if missing := self._needs - can:
-            problem = f"{identity.engine} cannot {' or '.join(sorted(missing))}, which the pipeline needs"
-            raise UnsupportedByEngine(self._name, problem, "Serve this model with vLLM or SGLang")
-        if identity.context_length <= dialect.spare:
-            raise UnsupportedByEngine(self._name, "it does not say how long its context is")
-        return EngineSpec(
-            name=self._name,
-            model=identity.model,
-            tokenizer=tokenizer.digest,
-            context_length=identity.context_length - dialect.spare,
-            end_ids=ends_of(tokenizer),
-            vocabulary=vocabulary_of(tokenizer),
-            engine=identity.engine,
-            dtype="of the server",
-            capabilities=can,
-        )
+    async def _find_tokenizer(self, dialect: Dialect, identity: Identity) -> Tokenizer:
+        if dialect.speaks == "text":
+            if self._wanted_tokenizer is not None:
+                problem = f"{identity.engine} takes text: its tokens are its own affair"
+                raise OptionError("tokenizer", f"{problem}; leave the setting out")
+            return TextTokenizer()
+        return await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
 
     async def _probe(self) -> Known:
+        """See the server do what its kind claims; what it was seen not to do is taken from the spec.
+
+        :raises UnsupportedByEngine: it does not do what is needed.
+        """
         known = await self._prober().run()
         refuse(self._name, known.findings, self._needs)
+        exchange, spec = self._exchanging(), self.spec
+        exchange.sampled = known.sampled
+        logprobs = (
+            spec.logprobs if spec.logprobs == "none" else "raw" if "score" in spec.capabilities else known.sampled
+        )
+        broken = {found.needed for found in known.findings if found.answer == "no"}
+        seen = tuple((found.name, f"{found.answer}: {found.seen}") for found in known.findings)
+        self._spec = exchange.spec = replace(
+            spec, logprobs=logprobs, capabilities=spec.capabilities - broken, findings=seen
+        )
         return known
 
     def _prober(self) -> Prober:
-        hands = Hands(self._ask_sample, self._score)
-        return Prober(self._opened(), self._spoken(), self.spec, self.tokenizer, hands)
+        exchange = self._exchanging()
+        return Prober(exchange, self.spec, self.tokenizer)
 
     async def _close(self) -> None:
         client, self._client = self._client, self._client
@@ -412,6 +280,6 @@ class RemoteEngine:
             raise EngineUnavailable(self._name, "it is not open yet", "Call it inside `async with engine:`")
         return self._client
 
-    def _spoken(self) -> Dialect:
-        assert self._dialect is not None, "an open engine has a dialect"
-        return self._dialect
+    def _exchanging(self) -> Exchange:
+        assert self._exchange is not None, "an open engine knows how to speak"
+        return self._exchange

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.core import SampleRequest, TokenIds
 from atts.remote.client import Call, Client
-from atts.remote.dialects import Identity, Sampled, choose_model, json_at, metric, seed_of
+from atts.remote.dialects import Identity, LogProbs, Sampled, choose_model, in_queue, json_at, seed_of, tokens_of
 
 _FORCE = 1e9  # a bias that leaves no other token a chance; log-probs are taken before it
 
@@ -15,9 +15,9 @@ class LlamaCppDialect:
     """llama.cpp's own server. It leaves out the log-probs of stop words and of cut characters: they are asked for."""
 
     name = "llamacpp"
-    can_score = False
+    speaks: Literal["ids", "text"] = "ids"
     spare = 1
-    logprobs: Literal["raw", "processed"] = "raw"
+    logprobs: LogProbs = "raw"
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`; one server has one model, so a name is only compared with the file's."""
@@ -61,16 +61,8 @@ class LlamaCppDialect:
         finish: Literal["stop", "length"] = "length" if reply["stop_type"] == "limit" else "stop"
         return Sampled(ids, logprobs, finish, int((reply.get("timings") or {}).get("cache_n") or 0))
 
-    def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """See `Dialect`; the engine never asks what it cannot do."""
-        raise AssertionError("llama.cpp cannot score")
-
-    def scored(self, reply: Any, request: ScoreRequest) -> Scores | None:
-        """See `Dialect`."""
-        raise AssertionError("llama.cpp cannot score")
-
-    def forcing(self, ids: TokenIds, token: int) -> Call | None:
-        """See `Dialect`: one token, with all weight on the one asked for."""
+    def forcing(self, ids: TokenIds, token: int) -> Call:
+        """See `Forcer`: one token, with all weight on the one asked for."""
         body = {
             "prompt": ids,
             "n_predict": 1,
@@ -85,7 +77,7 @@ class LlamaCppDialect:
         return Call("/completion", body)
 
     def forced(self, reply: Any, token: int) -> float:
-        """See `Dialect`."""
+        """See `Forcer`."""
         (row,) = reply["completion_probabilities"]
         if row["id"] != token or tuple(reply["tokens"]) != (token,):
             raise ValueError(f"it was made to write {token}, and wrote {row['id']}")
@@ -97,13 +89,11 @@ class LlamaCppDialect:
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
         """See `Dialect`."""
-        body = {"content": text, "add_special": False, "parse_special": False}
-        return tuple((await json_at(client, "/tokenize", body))["tokens"])
+        return await tokens_of(client, {"content": text, "add_special": False, "parse_special": False})
 
     async def running(self, client: Client) -> int | None:
         """See `Dialect`; needs a server started with --metrics."""
-        reply = await client.look("/metrics")
-        return metric(reply.body.decode(errors="replace"), "llamacpp:requests_processing")
+        return await in_queue(client, "llamacpp:requests_processing")
 
 
 def _matched(ids: TokenIds, rows: list[tuple[int, float]]) -> tuple[float | None, ...]:

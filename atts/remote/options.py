@@ -10,6 +10,9 @@ from typing import Literal, get_args
 from atts.errors import OptionError
 
 KEY_VARIABLE = "ATTS_API_KEY"
+Prefill = Literal["ask", "continue", "prefix", "trailing"]
+"""How a server that takes messages goes on with an answer: asked in words, by two flags (vLLM, SGLang, llama.cpp), by
+a mark on the message (DeepSeek, Mistral), or of itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,9 @@ class RemoteOptions:
     HTTP_PROXY and its kin; otherwise they are not looked at. `priorities` "send" is for servers started with priority
     scheduling; others refuse them.
 
+    For servers that take messages: `prefill` is how they go on with an answer, `extras` "send" says that they know
+    top_k and min_p, `context` how many tokens they hold where they do not say (0: a usual number).
+
     :raises OptionError: a value no server can be spoken to with.
     """
 
@@ -60,20 +66,29 @@ class RemoteOptions:
     idle_seconds: float = 2.0
     proxy: Literal["never", "environment"] = "never"
     priorities: Literal["ignore", "send"] = "ignore"
+    prefill: Prefill = "ask"
+    extras: Literal["refuse", "send"] = "refuse"
+    context: int = 0
     key: Key = field(default_factory=Key)
     ca_file: Path | None = None  # certificates to trust instead of the system's; they are always verified
 
     def __post_init__(self) -> None:
-        if self.attempts < 1 or self.in_flight < 1:
-            raise OptionError("remote", f"attempts {self.attempts}, in_flight {self.in_flight}: expected at least 1")
+        if self.attempts < 1 or self.in_flight < 1 or self.context < 0:
+            given = f"attempts {self.attempts}, in_flight {self.in_flight}, context {self.context}"
+            raise OptionError("remote", f"{given}: expected at least 1, 1, 0")
         for name in ("timeout_seconds", "connect_seconds", "cancel_seconds", "recheck_seconds"):
             if not getattr(self, name) > 0:
                 raise OptionError(name, f"{getattr(self, name)} is not positive")
-        if self.proxy not in ("never", "environment"):
-            raise OptionError("proxy", f"{self.proxy!r} is unknown", ("never", "environment"))
-        if self.priorities not in ("ignore", "send"):
-            raise OptionError("priorities", f"{self.priorities!r} is unknown", ("ignore", "send"))
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise OptionError(name, f"{getattr(self, name)!r} is unknown", known)
 
 
-DialectName = Literal["vllm", "sglang", "llamacpp"]
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "proxy": ("never", "environment"),
+    "priorities": ("ignore", "send"),
+    "prefill": get_args(Prefill),
+    "extras": ("refuse", "send"),
+}
+DialectName = Literal["vllm", "sglang", "llamacpp", "ollama", "chat"]
 DIALECTS: tuple[str, ...] = get_args(DialectName)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
 
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import Capability, EngineSpec, Tokenizer
 from atts.errors import BadReply, EngineError, FingerprintError, UnsupportedByEngine
-from atts.remote.client import Client
-from atts.remote.dialects import Dialect, Identity, Sampled
+from atts.remote.dialects import Identity, LogProbs, Rater, Sampled, Scorer
+from atts.remote.exchange import Exchange
 from atts.seeds import Seed
 from atts.tasks import task_group
 
@@ -34,7 +33,7 @@ class Finding:
     name: str
     answer: Answer
     seen: str
-    needed: Literal["sample", "score", "nobody"] = "nobody"
+    needed: Capability | Literal["nobody"] = "nobody"
 
     def __str__(self) -> str:
         return f"{self.answer:8}{self.name}: {self.seen}"
@@ -59,23 +58,15 @@ class Canary:
     convention: Seen
 
 
-@dataclass(frozen=True, slots=True)
-class Hands:
-    """How a prober asks: through the engine's own checks, or one raw reply at a time."""
-
-    raw_sample: Callable[[SampleRequest], Coroutine[Any, Any, Sampled]]
-    score: Callable[[ScoreRequest], Coroutine[Any, Any, Scores]]
-
-
 class Prober:
     """Looks at one server, a few cheap calls long."""
 
-    def __init__(self, client: Client, dialect: Dialect, spec: EngineSpec, tokenizer: Tokenizer, hands: Hands) -> None:
-        self._client = client
-        self._dialect = dialect
+    def __init__(self, exchange: Exchange, spec: EngineSpec, tokenizer: Tokenizer) -> None:
+        self._exchange = exchange
+        self._client = exchange.client
+        self._dialect = exchange.dialect
         self._spec = spec
         self._tokenizer = tokenizer
-        self._hands = hands
         self._prompt = tokenizer.render([Message("user", _QUESTION)])
 
     async def run(self) -> Known:
@@ -86,28 +77,30 @@ class Prober:
         """
         findings = [Finding("engine", "yes", f"{self._spec.engine}, model {self._spec.model}")]
         findings.append(await self._see_tokenizer())
-        written = await self._hands.raw_sample(self._request(_GREEDY))
+        written = await self._exchange.sample_raw(self._request(_GREEDY))
         findings.append(_ids_seen(written))
         findings.append(await self._see_stop(written.ids))
         findings.append(await self._see_seeds())
         values = tuple(value for value in written.logprobs if value is not None)
         convention: Seen = "unknown"
-        if self._dialect.can_score:
+        if isinstance(self._dialect, Scorer):
             found, values = await self._see_scores(written)
             findings.extend(found)
             convention = await self._convention() if values else "unknown"
+        if isinstance(self._dialect, Rater):
+            findings.append(await self._see_rating())
         sampled = self._dialect.logprobs if convention == "unknown" else convention
-        seen = f"sampled log-probs are {sampled}" + (" (not measured)" if convention == "unknown" else "")
-        findings.append(Finding("convention", "yes" if convention != "unknown" else "unknown", seen))
+        findings.append(_convention_seen(sampled, convention))
         findings.append(await self._see_abort())
-        return Known(tuple(findings), sampled, written.ids, values, convention)
+        known: Literal["raw", "processed"] = "processed" if sampled == "processed" else "raw"
+        return Known(tuple(findings), known, written.ids, values, convention)
 
     async def canary(self, known: Known) -> Canary:
         """A few of those values again, without looking for anything new."""
-        if self._dialect.can_score:
-            scores = await self._hands.score(ScoreRequest(self._prompt, known.text))
+        if isinstance(self._dialect, Scorer):
+            scores = await self._exchange.score(ScoreRequest(self._prompt, known.text))
             return Canary(scores.logprobs, await self._convention())
-        written = await self._hands.raw_sample(self._request(_GREEDY))
+        written = await self._exchange.sample_raw(self._request(_GREEDY))
         same = written.ids == known.text
         return Canary(tuple(value for value in written.logprobs if value is not None) if same else (), "unknown")
 
@@ -115,6 +108,8 @@ class Prober:
         return SampleRequest(self._prompt, tokens, law, Seed(run=seed, purpose="probe"))
 
     async def _see_tokenizer(self) -> Finding:
+        if self._dialect.speaks == "text":
+            return Finding("tokenizer", "unknown", "text goes both ways: its tokens are the server's own affair")
         try:
             for text in _TEXTS:
                 theirs, ours = await self._dialect.tokenize(self._client, text), self._tokenizer.encode(text)
@@ -130,7 +125,7 @@ class Prober:
         stop = self._tokenizer.decode(ids[place : place + 1])
         if not stop or "\ufffd" in stop:
             return Finding("stop", "unknown", "no text to stop at was written")
-        cut = await self._hands.raw_sample(replace(self._request(_GREEDY), stop=(stop,)))
+        cut = await self._exchange.sample_raw(replace(self._request(_GREEDY), stop=(stop,)))
         if len(cut.ids) < len(ids) or cut.finish == "stop":
             return Finding("stop", "yes", f"it stopped at {stop!r} after {len(cut.ids)} tokens")
         return Finding(
@@ -138,7 +133,7 @@ class Prober:
         )
 
     async def _see_seeds(self) -> Finding:
-        first, again = [await self._hands.raw_sample(self._request(Sampling(temperature=1.5), 7)) for _ in range(2)]
+        first, again = [await self._exchange.sample_raw(self._request(Sampling(temperature=1.5), 7)) for _ in range(2)]
         if first.ids == again.ids:
             return Finding("seeds", "yes", "a seed gave the same text twice")
         return Finding("seeds", "no", "a seed gave two texts: runs on this server cannot be repeated token for token")
@@ -147,11 +142,11 @@ class Prober:
         """A greedy text is scored, again, and with a strange token planted in it."""
         ids = written.ids
         try:
-            first = await self._hands.score(ScoreRequest(self._prompt, ids))
-            again = await self._hands.score(ScoreRequest(self._prompt, ids))
+            first = await self._exchange.score(ScoreRequest(self._prompt, ids))
+            again = await self._exchange.score(ScoreRequest(self._prompt, ids))
             place = len(ids) // 2
             strange = self._strange(ids[place])
-            spoilt = await self._hands.score(ScoreRequest(self._prompt, (*ids[:place], strange, *ids[place + 1 :])))
+            spoilt = await self._exchange.score(ScoreRequest(self._prompt, (*ids[:place], strange, *ids[place + 1 :])))
         except (BadReply, UnsupportedByEngine) as error:
             return [Finding("scores", "no", str(error), "score")], ()
         findings = [self._compare(written, first, again)]
@@ -163,6 +158,16 @@ class Prober:
         seen = f"{first.cached_tokens}, then {later} cached tokens while scoring"
         findings.append(Finding("cache", "yes" if grown else "unknown", seen))
         return findings, first.logprobs
+
+    async def _see_rating(self) -> Finding:
+        """One token with its alternatives."""
+        try:
+            words = await self._exchange.ratings(self._prompt)
+        except EngineError as error:
+            if error.retryable and not isinstance(error, BadReply):
+                raise
+            return Finding("rating", "no", f"it does not tell the likeliest tokens ({error})", "rate")
+        return Finding("rating", "yes", f"{len(words)} likely words with log-probs", "rate")
 
     def _strange(self, token: int) -> int:
         """An id far from the given one, and no end."""
@@ -184,11 +189,11 @@ class Prober:
 
     async def _convention(self) -> Seen:
         """Whether log-probs of hot samples are of the raw law: compared with scores, which are."""
-        hot = await self._hands.raw_sample(self._request(_HOT, 3))
+        hot = await self._exchange.sample_raw(self._request(_HOT, 3))
         sampled = [value for value in hot.logprobs if value is not None]
         if len(sampled) != len(hot.ids):
             return "unknown"
-        scores = await self._hands.score(ScoreRequest(self._prompt, hot.ids))
+        scores = await self._exchange.score(ScoreRequest(self._prompt, hot.ids))
         if all(value > -TOLERANCE for value in scores.logprobs):
             return "unknown"  # so sure of itself that heat changes nothing
         return "raw" if _distance(scores.logprobs, sampled) <= 2 * TOLERANCE else "processed"
@@ -202,7 +207,7 @@ class Prober:
         request = self._request(_HOT, 11, min(2048, room))
         most = before
         async with task_group() as group:
-            group.start_soon(self._hands.raw_sample, request)
+            group.start_soon(self._exchange.sample_raw, request)
             with anyio.move_on_after(1.0):
                 while most <= before:
                     most = max(most, await self._dialect.running(self._client) or 0)
@@ -249,7 +254,15 @@ def same_as_before(name: str, was: Identity, now: Identity, known: Known, fresh:
 
 
 def _ids_seen(written: Sampled) -> Finding:
-    return Finding("ids", "yes", f"{len(written.ids)} ids came back with their log-probs", "sample")
+    with_them = "their log-probs" if written.logprobs else "no log-probs"
+    return Finding("ids", "yes", f"{len(written.ids)} ids came back with {with_them}", "sample")
+
+
+def _convention_seen(sampled: LogProbs, measured: Seen) -> Finding:
+    if sampled == "none":
+        return Finding("convention", "yes", "no log-probs come with sampled text")
+    seen = f"sampled log-probs are {sampled}" + (" (not measured)" if measured == "unknown" else "")
+    return Finding("convention", "yes" if measured != "unknown" else "unknown", seen)
 
 
 def _distance(left: tuple[float, ...], right: list[float] | tuple[float, ...]) -> float:

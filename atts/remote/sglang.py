@@ -8,14 +8,17 @@ from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
     Identity,
+    LogProbs,
     Sampled,
-    choose_model,
     finish_of,
+    in_queue,
     json_at,
     logprob_of,
-    metric,
+    priority_field,
     seed_of,
+    served,
     short,
+    tokens_of,
 )
 
 
@@ -23,9 +26,9 @@ class SglangDialect:
     """SGLang from 0.5 on. Its sampled log-probs are after temperature unless the server was told otherwise."""
 
     name = "sglang"
-    can_score = True
+    speaks: Literal["ids", "text"] = "ids"
     spare = 2  # it shortens a request that would fill the context, without saying so
-    logprobs: Literal["raw", "processed"] = "processed"
+    logprobs: LogProbs = "processed"
 
     def __init__(self, *, priorities: bool = False) -> None:
         self._priorities = priorities
@@ -33,7 +36,7 @@ class SglangDialect:
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
         info = await json_at(client, "/server_info")
-        row = choose_model(client, (await json_at(client, "/v1/models"))["data"], model)
+        row = await served(client, model)
         version = str(info["version"])
         context = int(row.get("max_model_len") or info.get("context_length") or 0)
         tokenizer = str(info.get("tokenizer_path") or info.get("model_path") or row["id"])
@@ -69,7 +72,7 @@ class SglangDialect:
         return Sampled(ids, logprobs, finish_of(meta["finish_reason"]["type"]), int(meta.get("cached_tokens") or 0))
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """See `Dialect`; log-probs start at the prefix's last token, so that everything before it may stay cached."""
+        """See `Scorer`; log-probs start at the prefix's last token, so that everything before it may stay cached."""
         body = {
             "rid": rid,
             "input_ids": request.prefix + request.suffix,
@@ -80,21 +83,13 @@ class SglangDialect:
         return Call("/generate", body | self._priority(request.priority))
 
     def scored(self, reply: Any, request: ScoreRequest) -> Scores | None:
-        """See `Dialect`."""
+        """See `Scorer`."""
         meta = reply["meta_info"]
         rows = meta["input_token_logprobs"]
         ids = tuple(row[1] for row in rows)
         if ids != request.prefix[-1:] + request.suffix:
             raise ValueError(f"it scored {len(ids)} other ids than the {len(request.suffix)} asked for")
         return Scores(tuple(logprob_of(row[0]) for row in rows[1:]), int(meta.get("cached_tokens") or 0))
-
-    def forcing(self, ids: TokenIds, token: int) -> Call | None:
-        """See `Dialect`; not needed, for scoring does it."""
-        return None
-
-    def forced(self, reply: Any, token: int) -> float:
-        """See `Dialect`."""
-        raise ValueError("never asked")
 
     def abort(self, rid: str) -> Call | None:
         """See `Dialect`. The server aborts every id that begins with this one: all have one length, none is empty."""
@@ -103,14 +98,11 @@ class SglangDialect:
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
         """See `Dialect`."""
-        return tuple((await json_at(client, "/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"])
+        return await tokens_of(client, {"prompt": text, "add_special_tokens": False})
 
     async def running(self, client: Client) -> int | None:
         """See `Dialect`; needs a server started with --enable-metrics."""
-        reply = await client.look("/metrics")
-        text = reply.body.decode(errors="replace")
-        running, waiting = metric(text, "sglang:num_running_reqs"), metric(text, "sglang:num_queue_reqs")
-        return None if running is None else running + (waiting or 0)
+        return await in_queue(client, "sglang:num_running_reqs", "sglang:num_queue_reqs")
 
-    def _priority(self, priority: int) -> dict[str, Any]:
-        return {"priority": -priority} if self._priorities and priority else {}  # higher is sooner there
+    def _priority(self, priority: int) -> dict[str, int]:
+        return priority_field(priority, self._priorities, "higher")

@@ -11,14 +11,17 @@ from atts.errors import EngineError
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
     Identity,
+    LogProbs,
     Sampled,
-    choose_model,
     finish_of,
+    in_queue,
     json_at,
     logprob_of,
-    metric,
+    priority_field,
     seed_of,
+    served,
     short,
+    tokens_of,
 )
 
 GENERATE = "/inference/v1/generate"
@@ -29,9 +32,9 @@ class VllmDialect:
     """vLLM from 0.10 on; scoring reads the cached prefix when the server runs with --enable-scale-out (0.33)."""
 
     name = "vllm"
-    can_score = True
+    speaks: Literal["ids", "text"] = "ids"
     spare = 1  # a scoring request must generate a token
-    logprobs: Literal["raw", "processed"] = "raw"
+    logprobs: LogProbs = "raw"
 
     def __init__(self, *, priorities: bool = False) -> None:
         self._model = ""
@@ -41,7 +44,7 @@ class VllmDialect:
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
         version = str((await json_at(client, "/version"))["version"])
-        row = choose_model(client, (await json_at(client, "/v1/models"))["data"], model)
+        row = await served(client, model)
         self._model = row["id"]
         closed = (await client.look(GENERATE, {}, method="POST")).status in (401, 403, 404, 405)
         self._scale_out = not closed
@@ -81,7 +84,7 @@ class VllmDialect:
         return Sampled(tuple(ids), logprobs, finish_of(choice["finish_reason"]), _cached(reply))
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """See `Dialect`."""
+        """See `Scorer`."""
         ids = request.prefix + request.suffix
         if not self._scale_out:
             body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
@@ -98,21 +101,13 @@ class VllmDialect:
         return Call(GENERATE, body | self._priority(request.priority))
 
     def scored(self, reply: Any, request: ScoreRequest) -> Scores | None:
-        """See `Dialect`; a scored chunk that is cached past its start comes back without scores."""
+        """See `Scorer`; a scored chunk that is cached past its start comes back without scores."""
         if not self._scale_out:
             return _prompt_logprobs(reply, request)
         packed = reply["prompt_token_id_logprobs"]
         if packed is None:
             return None
         return Scores(_unpack(packed, len(request.suffix)), _cached(reply))
-
-    def forcing(self, ids: TokenIds, token: int) -> Call | None:
-        """See `Dialect`; not needed, for scoring does it."""
-        return None
-
-    def forced(self, reply: Any, token: int) -> float:
-        """See `Dialect`."""
-        raise ValueError("never asked")
 
     def abort(self, rid: str) -> Call | None:
         """See `Dialect`; without --enable-scale-out the closed connection must do."""
@@ -122,18 +117,14 @@ class VllmDialect:
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
         """See `Dialect`."""
-        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        return tuple((await json_at(client, "/tokenize", body))["tokens"])
+        return await tokens_of(client, {"model": self._model, "prompt": text, "add_special_tokens": False})
 
     async def running(self, client: Client) -> int | None:
         """See `Dialect`."""
-        reply = await client.look("/metrics")
-        text = reply.body.decode(errors="replace")
-        running, waiting = metric(text, "vllm:num_requests_running"), metric(text, "vllm:num_requests_waiting")
-        return None if running is None else running + (waiting or 0)
+        return await in_queue(client, "vllm:num_requests_running", "vllm:num_requests_waiting")
 
-    def _priority(self, priority: int) -> dict[str, Any]:
-        return {"priority": priority} if self._priorities and priority else {}  # lower is sooner, as ours
+    def _priority(self, priority: int) -> dict[str, int]:
+        return priority_field(priority, self._priorities, "lower")
 
 
 def _prompt_logprobs(reply: Any, request: ScoreRequest) -> Scores:

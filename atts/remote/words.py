@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+import re
+from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from atts.engine import Capability, Engine
 from atts.errors import OptionError
 from atts.remote.engine import RemoteEngine
-from atts.remote.options import DialectName, RemoteOptions
+from atts.remote.options import DialectName, Key, RemoteOptions
 from atts.remote.pool import ReplicaPool
 
-SCHEMES = ("vllm", "sglang", "llamacpp", "server")
-_KNOWN = ("tokenizer", "in_flight", "timeout", "proxy", "priorities")
+SCHEMES = ("vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server")
+_DIALECTS: dict[str, DialectName | Literal["auto"]] = {
+    "vllm": "vllm", "sglang": "sglang", "llamacpp": "llamacpp", "ollama": "ollama",
+    "openai": "chat", "chat": "chat", "server": "auto",
+}  # fmt: skip
+_KNOWN = (
+    "tokenizer", "model", "in_flight", "timeout", "proxy", "priorities", "prefill", "extras", "context", "key",
+    "key_file",
+)  # fmt: skip
+_VERSION = re.compile(r"v\d+\w*")
 
 
 def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability]) -> Engine:
-    """The engine of "SCHEME:URL[/MODEL][?tokenizer=FOLDER&in_flight=N&timeout=S&proxy=P&priorities=P]", not open yet.
+    """The engine of "SCHEME:URL[/MODEL][?SETTING=VALUE&...]", not open yet; `docs/servers.md` lists the settings.
 
-    Several URLs with commas between them are one pool. "server" finds the dialect out.
+    Several URLs with commas between them are one pool. "server" finds the dialect out; "openai" and "chat" are the chat
+    API, whose URL goes on to its version: "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", the key being in
+    that variable.
 
     >>> server_engine("vllm", "http://a:8000/Qwen/Qwen3-8B?in_flight=64", "target", frozenset({"score"})).url
     'http://a:8000'
 
     :raises OptionError: no URL, or a setting that is unknown or impossible.
     """
-    dialect = cast(DialectName | Literal["auto"], "auto" if scheme == "server" else scheme)
+    dialect = _DIALECTS[scheme]
     engines = [_one(url.strip(), dialect, name, needs) for url in rest.split(",")]
     if len(engines) == 1:
         return engines[0]
@@ -35,15 +47,20 @@ def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability
 def _one(words: str, dialect: DialectName | Literal["auto"], name: str, needs: frozenset[Capability]) -> RemoteEngine:
     parts = urlsplit(words)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise OptionError("engine", f"{words!r} is no URL; write {dialect}:http://HOST:PORT/MODEL")
+        raise OptionError("engine", f"{_shown(words)!r} is no URL; write {dialect}:http://HOST:PORT/MODEL")
+    if parts.username or parts.password:
+        raise OptionError(
+            "engine", "a URL must not hold a user or a password; put an API key into a variable or a file"
+        )
     settings = dict(parse_qsl(parts.query, keep_blank_values=True))
     for key in settings:
         if key not in _KNOWN:
             raise OptionError("engine", f"{key!r} is no setting of a server", _KNOWN, key)
+    base, model = _chat_path(parts.path) if dialect == "chat" else ("", parts.path.strip("/"))
     return RemoteEngine(
-        f"{parts.scheme}://{parts.netloc}",
+        f"{parts.scheme}://{parts.netloc}{base}",
         dialect=dialect,
-        model=parts.path.strip("/"),
+        model=settings.get("model") or model,
         name=name,
         tokenizer=settings.get("tokenizer") or None,
         needs=needs,
@@ -51,13 +68,36 @@ def _one(words: str, dialect: DialectName | Literal["auto"], name: str, needs: f
     )
 
 
+def _chat_path(path: str) -> tuple[str, str]:
+    """Where the chat API lives, and the model, which follows the version; without a version it is "/v1".
+
+    >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"), _chat_path("/m")
+    (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1', 'm'))
+    """
+    parts = path.strip("/").split("/")
+    for place, part in enumerate(parts, start=1):
+        if _VERSION.fullmatch(part):
+            end = place + (parts[place : place + 1] == ["openai"])
+            return "/" + "/".join(parts[:end]), "/".join(parts[end:])
+    return "/v1", path.strip("/")
+
+
+def _shown(words: str) -> str:
+    """The words without what may be a password."""
+    return words.rsplit("@", 1)[-1]
+
+
 def _options(settings: dict[str, str]) -> RemoteOptions:
     default = RemoteOptions()
     try:
         in_flight = int(settings.get("in_flight", default.in_flight))
         timeout = float(settings.get("timeout", default.timeout_seconds))
+        context = int(settings.get("context", default.context))
     except ValueError as error:
         raise OptionError("engine", f"not a number: {error}") from error
-    proxy = cast(Literal["never", "environment"], settings.get("proxy", default.proxy))
-    priorities = cast(Literal["ignore", "send"], settings.get("priorities", default.priorities))
-    return RemoteOptions(in_flight=in_flight, timeout_seconds=timeout, proxy=proxy, priorities=priorities)
+    file = settings.get("key_file")
+    words: dict[str, Any] = {
+        name: settings[name] for name in ("proxy", "priorities", "prefill", "extras") if name in settings
+    }
+    key = Key(settings.get("key", default.key.variable), Path(file) if file else None)
+    return RemoteOptions(in_flight=in_flight, timeout_seconds=timeout, context=context, key=key, **words)

@@ -1,0 +1,150 @@
+"""The chat API that most hosted models share: text in and out, a rating where likely tokens are told, no scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from atts.core import Message, SampleRequest, TokenIds
+from atts.errors import UnsupportedByEngine
+from atts.remote.client import Call, Client
+from atts.remote.dialects import Identity, LogProbs, Sampled, choose_model, finish_of, json_of, seed_of
+from atts.remote.options import Prefill, RemoteOptions
+from atts.remote.text import END, TextTokenizer
+
+CONTEXT = 131_072  # where nobody says; an overflow that only the server sees is one all the same
+ALTERNATIVES = 20  # the most that servers tell
+_GO_ON = (
+    "\n\nHere is the beginning of the answer:\n\n{text}\n\n"
+    "Continue it from exactly where it stops. Write nothing but the continuation, and repeat nothing."
+)
+
+
+class ChatDialect:
+    """Any server with /chat/completions; its URL ends where that path begins (https://api.openai.com/v1).
+
+    Stop strings are not sent: these servers do not tell a stop from the model's own end. They are looked for here.
+    """
+
+    name = "chat"
+    speaks: Literal["ids", "text"] = "text"
+    spare = 0
+    logprobs: LogProbs = "none"
+
+    def __init__(self, options: RemoteOptions) -> None:
+        self._options = options
+        self._text = TextTokenizer()
+        self._model = ""
+        self._limit = "max_tokens"
+
+    async def identify(self, client: Client, model: str) -> Identity:
+        """See `Dialect`; a server that lists no models is believed to have the one that is named."""
+        reply = await client.look("/models")
+        host = urlsplit(client.url).hostname or ""
+        if host.endswith("openai.com"):
+            self._limit = "max_completion_tokens"  # its newer models refuse the older word, others know no other
+        row: Mapping[str, Any] = {"id": model}
+        if reply.status not in (404, 405) or not model:
+            row = choose_model(client, json_of(client, reply, "/models")["data"], model)
+        self._model = str(row["id"])
+        said = row.get("max_model_len") or row.get("context_length") or row.get("context_window") or CONTEXT
+        return Identity(f"chat {host}", "", self._model, self._options.context or int(said))
+
+    def sampling(self, request: SampleRequest, rid: str) -> Call:
+        """See `Dialect`.
+
+        :raises UnsupportedByEngine: a law that this API has no words for, and `extras` does not allow more.
+        """
+        law = request.sampling
+        body: dict[str, Any] = {
+            **self._head(request.ids),
+            self._limit: request.max_tokens,
+            "temperature": law.temperature,
+            "top_p": law.top_p,
+            "seed": seed_of(request, 31),
+        }
+        if law.top_k or law.min_p:
+            if self._options.extras != "send":
+                advice = "Leave them out, or say extras=send if this server knows them"
+                raise UnsupportedByEngine(self._model, "the chat API has neither top_k nor min_p", advice)
+            body |= {"top_k": law.top_k or -1, "min_p": law.min_p}
+        return Call("/chat/completions", body)
+
+    def sampled(self, reply: Any, request: SampleRequest) -> Sampled:
+        """See `Dialect`."""
+        (choice,) = reply["choices"]
+        usage = reply.get("usage") or {}
+        text = choice["message"].get("content") or ""
+        finish = finish_of(choice["finish_reason"])
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return written(self._text, text, finish, request, int(usage.get("completion_tokens") or 0), int(cached))
+
+    def rating(self, ids: TokenIds, rid: str) -> Call:
+        """See `Rater`."""
+        body = {self._limit: 1, "temperature": 1.0, "top_p": 1.0, "logprobs": True, "top_logprobs": ALTERNATIVES}
+        return Call("/chat/completions", self._head(ids) | body)
+
+    def rated(self, reply: Any) -> dict[str, float]:
+        """See `Rater`; a word with and without a space before it is one word."""
+        (choice,) = reply["choices"]
+        first = choice["logprobs"]["content"][0]
+        masses: dict[str, float] = {}
+        for row in first["top_logprobs"]:
+            word = str(row["token"]).strip()
+            masses[word] = masses.get(word, 0.0) + math.exp(float(row["logprob"]))
+        return {word: min(0.0, math.log(mass)) if mass > 0 else -math.inf for word, mass in masses.items()}
+
+    def abort(self, rid: str) -> Call | None:
+        """See `Dialect`; nothing but the connection is there to close."""
+        return None
+
+    async def tokenize(self, client: Client, text: str) -> TokenIds:
+        """See `Dialect`."""
+        raise AssertionError("no ids are spoken")
+
+    async def running(self, client: Client) -> int | None:
+        """See `Dialect`."""
+        return None
+
+    def _head(self, ids: TokenIds) -> dict[str, Any]:
+        messages, fields = opened(self._text.messages(ids), self._options.prefill)
+        return {"model": self._model, "messages": messages, **fields}
+
+
+def opened(messages: list[Message], prefill: Prefill) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A conversation whose last message is to be gone on with, in words or as the server wants it, and its flags."""
+    begun = messages[-1].content
+    rows: list[dict[str, Any]] = [{"role": row.role, "content": row.content} for row in messages[:-1]]
+    if not begun:
+        return rows, {}
+    if prefill == "ask":
+        question = rows.pop()["content"] if rows and rows[-1]["role"] == "user" else ""
+        return [*rows, {"role": "user", "content": question + _GO_ON.format(text=begun)}], {}
+    last = {"role": "assistant", "content": begun}
+    if prefill == "prefix":
+        return [*rows, last | {"prefix": True}], {}
+    flags = {"continue_final_message": True, "add_generation_prompt": False} if prefill == "continue" else {}
+    return [*rows, last], flags
+
+
+def written(
+    tokenizer: TextTokenizer,
+    text: str,
+    finish: Literal["stop", "length"],
+    request: SampleRequest,
+    tokens: int,
+    cached: int = 0,
+) -> Sampled:
+    """A text as a completion: as many ids as the server counted tokens, and an end where the model ended.
+
+    :raises ValueError: nothing was written, though the model did not end.
+    """
+    if not text and finish == "length":
+        raise ValueError("no text came: every token was spent on hidden reasoning, or was none")
+    ends = finish == "stop"
+    most = max(1, request.max_tokens - ends)
+    counted = request.max_tokens if not ends else min(tokens, most) or len(tokenizer.encode(text))
+    ids = tokenizer.pieces(text, min(counted, most) if ends else counted)
+    return Sampled((*ids, END)[: request.max_tokens] if ends else ids, (), finish, cached)

@@ -1,0 +1,125 @@
+"""The first minutes with a server: wait while it loads, find out what it speaks, describe it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import anyio
+
+from atts.engine import Capability, EngineSpec, Tokenizer
+from atts.errors import EngineUnavailable, UnsupportedByEngine
+from atts.remote.chat import ChatDialect
+from atts.remote.client import Client
+from atts.remote.dialects import Dialect, Identity, Rater, Scorer
+from atts.remote.llamacpp import LlamaCppDialect
+from atts.remote.ollama import OllamaDialect
+from atts.remote.options import DIALECTS, RemoteOptions
+from atts.remote.sglang import SglangDialect
+from atts.remote.tokenizer import ends_of, vocabulary_of
+from atts.remote.vllm import VllmDialect
+from atts.tasks import clock
+
+_log = logging.getLogger("atts.remote")
+_log.addHandler(logging.NullHandler())
+_AUTO = (("/server_info", "sglang"), ("/props", "llamacpp"), ("/version", "vllm"), ("/api/version", "ollama"))
+_MAKERS: Mapping[str, Callable[[RemoteOptions], Dialect]] = MappingProxyType(
+    {
+        "vllm": lambda options: VllmDialect(priorities=options.priorities == "send"),
+        "sglang": lambda options: SglangDialect(priorities=options.priorities == "send"),
+        "llamacpp": lambda options: LlamaCppDialect(),
+        "ollama": OllamaDialect,
+        "chat": ChatDialect,
+    }
+)
+
+
+async def wait_ready(client: Client) -> None:
+    """Wait while the server says that it is loading.
+
+    :raises EngineUnavailable: it cannot be reached, or still loads after `wait_seconds`.
+    """
+    now, patience, told = clock(), client.options.wait_seconds, False
+    give_up = now() + patience
+    while (reply := await client.look("/health")).status == 503:
+        if now() >= give_up:
+            raise EngineUnavailable(client.name, f"{client.url} is still loading after {patience:g} s")
+        if not told:
+            _log.warning("engine %s: %s is still loading; waiting up to %g s", client.name, client.url, patience)
+            told = True
+        await anyio.sleep(min(1.0, patience / 10))
+    if reply.status in (401, 403):
+        raise client.refusal(reply)
+
+
+async def find_dialect(client: Client, name: str) -> Dialect:
+    """The dialect of that name; "auto" asks each in turn.
+
+    :raises UnsupportedByEngine: nothing known answers.
+    """
+    if name != "auto":
+        return _MAKERS[name](client.options)
+    replies = [(await client.look(path), candidate) for path, candidate in _AUTO]
+    for reply, candidate in replies:
+        if reply.status == 200:
+            return _MAKERS[candidate](client.options)
+    for reply, _ in replies:
+        if reply.status in (401, 403):
+            raise client.refusal(reply)
+    advice = f"Is the URL right? Or say which dialect it speaks: {', '.join(DIALECTS)}"
+    raise UnsupportedByEngine(client.name, f"nothing at {client.url} is known", advice)
+
+
+async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
+    """Who answers.
+
+    :raises UnsupportedByEngine: it speaks another dialect, or lacks the model.
+    """
+    try:
+        return await dialect.identify(client, model)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        advice = "Is it another kind of server?"
+        raise UnsupportedByEngine(client.name, f"{client.url} does not speak {dialect.name}", advice) from error
+
+
+def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokenizer) -> EngineSpec:
+    """The server as an engine, before anything was seen of what it claims.
+
+    :raises UnsupportedByEngine: it does not say how long its context is.
+    """
+    if identity.context_length <= dialect.spare:
+        raise UnsupportedByEngine(name, "it does not say how long its context is")
+    return EngineSpec(
+        name=name,
+        model=identity.model,
+        tokenizer=tokenizer.digest,
+        context_length=identity.context_length - dialect.spare,
+        end_ids=ends_of(tokenizer),
+        vocabulary=vocabulary_of(tokenizer),
+        engine=identity.engine,
+        dtype="of the server",
+        logprobs=dialect.logprobs,
+        capabilities=claimed(dialect),
+    )
+
+
+def claimed(dialect: Dialect) -> frozenset[Capability]:
+    """What servers of this kind can do at best."""
+    can: set[Capability] = {"sample"}
+    if isinstance(dialect, Scorer):
+        can.add("score")
+    if isinstance(dialect, Rater):
+        can.add("rate")
+    return frozenset(can)
+
+
+def require(name: str, identity: Identity, can: frozenset[Capability], needs: frozenset[Capability]) -> None:
+    """Refuse a kind of server that cannot do what is needed; one that scores can rate.
+
+    :raises UnsupportedByEngine: naming what it lacks.
+    """
+    missing = needs - can - ({"rate"} if "score" in can else frozenset())
+    if missing:
+        problem = f"{identity.engine} cannot {' or '.join(sorted(missing))}, which the pipeline needs"
+        raise UnsupportedByEngine(name, problem, "Serve this model with vLLM or SGLang")

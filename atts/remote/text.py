@@ -1,0 +1,88 @@
+"""Ids for servers that speak text only: every id is the number of the bytes it stands for, so nothing is lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Literal
+
+from atts.core import Message, TokenIds
+
+Speaker = Literal["system", "user", "assistant"]
+END, SYSTEM, USER, ASSISTANT = range(4)
+_ROLES: dict[Speaker, int] = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
+_NAMES: dict[int, Speaker] = {number: name for name, number in _ROLES.items()}
+_LONGEST = 64  # bytes an id may stand for
+_WORD = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL)  # about as long as the tokens of common models
+
+
+class TextTokenizer:
+    """Text in pieces of about a token each; the exact tokens are the server's secret.
+
+    Any piece is an id and any bytes are a text, so what a server wrote is kept as it was. A conversation keeps its
+    roles: `messages` takes it apart again, which servers want that render it themselves.
+
+    >>> tokenizer = TextTokenizer()
+    >>> tokenizer.decode(tokenizer.encode("So x = 12345.\\n\\nça va"))
+    'So x = 12345.\\n\\nça va'
+    >>> [message.role for message in tokenizer.messages(tokenizer.render([Message("user", "2+2?")]))]
+    ['user', 'assistant']
+    """
+
+    vocabulary = 1 << (8 * _LONGEST + 1)
+    end_ids: TokenIds = (END,)
+    digest = blake2b(_WORD.pattern.encode(), digest_size=16).hexdigest()
+
+    def encode(self, text: str) -> TokenIds:
+        """The ids of `text`."""
+        return tuple(_number(piece.encode()) for piece in _WORD.findall(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, ends and roles left out."""
+        return b"".join(_bytes(index) for index in ids if index >= 256).decode("utf-8", "replace")
+
+    def render(self, messages: Sequence[Message]) -> TokenIds:
+        """The ids of a conversation, ready for the assistant to go on; a last assistant message stays open."""
+        ids: list[int] = []
+        for message in messages:
+            ids += [_ROLES[message.role], *self.encode(message.content)]
+        return tuple(ids) if messages and messages[-1].role == "assistant" else (*ids, ASSISTANT)
+
+    def messages(self, ids: TokenIds) -> list[Message]:
+        """The conversation again; the last message is the assistant's so far, and may be empty."""
+        starts = [place for place, index in enumerate(ids) if index in _NAMES]
+        if not starts or starts[0]:
+            return self.messages((USER, *ids))  # a text without roles is a question
+        found = [
+            Message(_NAMES[ids[start]], self.decode(ids[start + 1 : end]))
+            for start, end in zip(starts, [*starts[1:], len(ids)], strict=True)
+        ]
+        return found if found[-1].role == "assistant" else [*found, Message("assistant", "")]
+
+    def pieces(self, text: str, count: int) -> TokenIds:
+        """The ids of a text that is said to have `count` tokens: that many, as far as its length allows.
+
+        :raises ValueError: it is longer than that many ids can be.
+        """
+        parts = [piece.encode() for piece in _WORD.findall(text)]
+        while len(parts) > count:
+            place = min(range(len(parts) - 1), key=lambda n: len(parts[n]) + len(parts[n + 1]))
+            parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        while len(parts) < count and (place := max(range(len(parts)), key=lambda n: len(parts[n]), default=-1)) >= 0:
+            middle = len(parts[place]) // 2
+            if not middle:
+                break
+            parts[place : place + 1] = [parts[place][:middle], parts[place][middle:]]
+        if any(len(part) > _LONGEST for part in parts):
+            raise ValueError(f"{len(text)} characters in {count} tokens")
+        return tuple(_number(part) for part in parts)
+
+
+def _number(piece: bytes) -> int:
+    return int.from_bytes(b"\x01" + piece)
+
+
+def _bytes(index: int) -> bytes:
+    """What an id stands for; the leading byte only keeps zeros."""
+    return index.to_bytes((index.bit_length() + 7) // 8)[1:]

@@ -1,0 +1,54 @@
+"""Refuses engines that cannot do what a policy and its gate will ask, before anything is asked."""
+
+from __future__ import annotations
+
+from atts.core import Role
+from atts.engine import EngineSpec
+from atts.errors import UnsupportedByEngine
+from atts.pipelines.gates import CueGate, FixedGate, Gate, RandomGate, RoundGate
+from atts.pipelines.policy import Policy
+from atts.pipelines.wrappers import CappedGate
+
+_BLIND = (FixedGate, RandomGate, CueGate)  # they never look at a score
+
+
+def check_engines(policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec) -> None:
+    """See that the target can judge and that log-probs come where they are used.
+
+    :raises UnsupportedByEngine: naming the engine, what it lacks, what wants it, and what would do.
+    """
+    while isinstance(gate, CappedGate):
+        gate = gate.inner
+    if not isinstance(gate, _BLIND):
+        _check_judge(policy, target)
+    wants = _wants_logprobs(policy)
+    for role, spec in _writers(policy, draft, target):
+        if wants and spec.logprobs == "none":
+            advice = f"Choose another {wants.split(' ')[0]}, or a {role} on vLLM, SGLang or llama.cpp"
+            raise UnsupportedByEngine(spec.name, f"it sends no log-probabilities, which {wants} needs", advice)
+
+
+def _check_judge(policy: Policy, target: EngineSpec) -> None:
+    can, seen = target.capabilities, dict(target.findings)
+    if "score" in can or (policy.verification == "rating" and "rate" in can):
+        return
+    told = seen.get("scores") or seen.get("rating") or ""
+    reason = f" (its probe said {told!r})" if told.startswith("no") else ""
+    if policy.verification == "rating":
+        problem = f"{target.engine} can neither score nor rate, and the method has the target rate every chunk{reason}"
+        raise UnsupportedByEngine(target.name, problem, "Use a target that tells likely tokens, or scores")
+    also = "; this one can rate: method spec-reason" if "rate" in can else ""
+    problem = f"{target.engine} cannot score, and the method has the target score every chunk{reason}"
+    raise UnsupportedByEngine(target.name, problem, f"Use a target on vLLM or SGLang, or a local one{also}")
+
+
+def _wants_logprobs(policy: Policy) -> str:
+    if policy.confidence_stop is not None:
+        return "confidence_stop (the method deep-conf)"
+    return "vote by confidence" if policy.vote == "confidence" else ""
+
+
+def _writers(policy: Policy, draft: EngineSpec, target: EngineSpec) -> list[tuple[Role, EngineSpec]]:
+    if policy.drafter == "target":
+        return [("target", target)]
+    return [("draft", draft), ("target", target)]

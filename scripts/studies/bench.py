@@ -1,47 +1,90 @@
-"""Runs the named studies and writes their tables."""
+"""Runs the named studies and writes their tables and charts."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from scripts.studies.harness import Effort, Options, emit, say
+from scripts.studies.machine import look
 
 STUDIES = {
-    "remote": "requests a second to servers, beside a bare aiohttp loop",
     "graph": "overhead and scaling of the task graph",
     "calibration": "rate control, drift alarms, certificates, speed",
     "grading": "answer checkers beside each other",
     "local": "the local engine beside transformers",
     "models": "the embedded pair: accuracy, voting, recovery, cost",
+    "pipelines": "accuracy, tokens and time of every policy",
+    "remote": "requests a second to servers, beside a bare aiohttp loop",
+    "against": "the published implementation and transformers' own loops, same work",
+    "ablations": "one choice at a time: which defaults win",
+    "scale": "virtual time: engines with fitted costs, up to 256 samples and 64 replicas",
+    "soak": "solving without end under faults, cancels and drift: nothing may grow",
     "journal": "speed and memory of the event log",
     "crash": "runs killed again and again, two hundred times with --full",
-    "pipelines": "accuracy, tokens and time of every policy",
 }
+_QUICK = ("graph", "calibration", "models", "pipelines", "against", "scale", "journal")
+"""What `quick` runs: one table of each kind of claim, in under five minutes."""
 
 
 def main() -> None:
-    """Parse, run in the order asked, print."""
+    """Parse, run in the order asked, each study in a process of its own when there are several."""
+    asked = _parse()
+    effort: Effort = "full" if asked.full else "quick" if asked.quick or "quick" in asked.studies else "default"
+    names = _named(asked.studies)
+    options = Options(effort, asked.seed, asked.out)
+    if len(names) == 1:
+        return run(names[0], options)
+    failed = [name for name in names if not _run_apart(name, options)]
+    if failed:
+        sys.exit(f"bench: failed: {', '.join(failed)}")
+    return None
+
+
+def run(name: str, options: Options) -> None:
+    """One study here: what the machine is, then the tables."""
+    say(f"study {name} ({options.effort}): {STUDIES[name]}")
+    machine = look()
+    for line in machine.words():
+        say(f"  {line}")
+    began = time.perf_counter()
+    emit(name, importlib.import_module(f"scripts.studies.{name}").study(options), options, machine)
+    say(f"study {name}: {time.perf_counter() - began:.0f} s")
+
+
+def _run_apart(name: str, options: Options) -> bool:
+    """In a fresh process: what one study sets (threads, caches) is not there for the next; whether it went well."""
+    command = [sys.executable, "-m", "scripts.studies.bench", name, "--seed", str(options.seed)]
+    command += [] if options.effort == "default" else [f"--{options.effort}"]
+    command += [] if options.out is None else ["--out", str(options.out)]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def _named(asked: list[str]) -> list[str]:
+    if "all" in asked:
+        return list(STUDIES)
+    if "quick" in asked:
+        return list(_QUICK)
+    return list(dict.fromkeys(asked))
+
+
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench", description="Studies that print ratios measured side by side.")
     parser.add_argument("studies", nargs="+", choices=[*STUDIES, "all", "quick"], metavar="STUDY", help=_listing())
     parser.add_argument("--full", action="store_true", help="the effort behind the claims; default: small grids")
     parser.add_argument("--quick", action="store_true", help="the smallest grids")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="also write JSON and Markdown into this folder")
-    asked = parser.parse_args()
-    quick = asked.quick or "quick" in asked.studies
-    effort: Effort = "full" if asked.full else "quick" if quick else "default"
-    everything = {"all", "quick"} & set(asked.studies)
-    for name in STUDIES if everything else asked.studies:
-        say(f"study {name} ({effort}): {STUDIES[name]}")
-        options = Options(effort, asked.seed, asked.out)
-        emit(name, importlib.import_module(f"scripts.studies.{name}").study(options), options)
+    parser.add_argument("--out", type=Path, help="also write JSON, Markdown and SVG into this folder")
+    return parser.parse_args()
 
 
 def _listing() -> str:
     studies = "; ".join(f"{name}: {what}" for name, what in STUDIES.items())
-    return f"{studies}; all: every one; quick: every one, smallest"
+    return f"{studies}; all: every one; quick: one table of each kind of claim, smallest grids"
 
 
 if __name__ == "__main__":

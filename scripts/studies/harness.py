@@ -1,9 +1,10 @@
-"""What every study shares: options, interleaved measuring, tables out as text, JSON and Markdown."""
+"""What every study shares: options, interleaved measuring, tables out as text, JSON, Markdown and charts."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -11,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
+
+from scripts.studies.charts import Chart, draw
+from scripts.studies.machine import Machine
 
 Cell = str | int | float | None
 T = TypeVar("T")
@@ -38,9 +42,13 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = field(default=())
+    chart: Chart | None = None  # drawn from the table's own cells
+    shown: Literal["rows", "chart only"] = "rows"  # in Markdown; JSON has everything
 
     def markdown(self) -> str:
         """The table as GitHub Markdown, title first, notes last."""
+        if self.shown == "chart only":
+            return "\n".join([f"### {self.title}", "", *self.notes, ""])
         lines = [f"### {self.title}", "", "| " + " | ".join(self.columns) + " |", "|" + " --- |" * len(self.columns)]
         lines += ["| " + " | ".join(_text(cell) for cell in row) + " |" for row in self.rows]
         return "\n".join([*lines, "", *self.notes, ""])
@@ -88,6 +96,35 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+class Calm:
+    """How much of the processors' time others took since it was made: what a measurement was disturbed by."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._own = _own_seconds()
+        self._all = _busy_seconds()
+
+    @property
+    def disturbance(self) -> float:
+        """Others' processor seconds per second; nan where the system does not tell."""
+        passed = max(time.perf_counter() - self._began, 1e-9)
+        return max(0.0, (_busy_seconds() - self._all) - (_own_seconds() - self._own)) / passed
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _busy_seconds() -> float:
+    try:
+        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return math.nan
+    user, nice, system, _, _, irq, softirq, steal = (float(value) for value in first[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def wall_seconds(work: Callable[[], object]) -> float:
     """Wall seconds of one call."""
     start = time.perf_counter()
@@ -100,15 +137,33 @@ def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
-def emit(name: str, tables: Sequence[Table], options: Options) -> None:
-    """Print the tables; with an output folder also write NAME.json and NAME.md there."""
-    text = "\n".join(table.markdown() for table in tables)
+def emit(name: str, tables: Sequence[Table], options: Options, machine: Machine) -> None:
+    """Print the tables; with an output folder also write NAME.json, NAME.md and one SVG per chart there."""
+    folder = options.out
+    facts = "\n".join(f"- {line}" for line in machine.words())
+    text = f"## {name} ({options.effort}, seed {options.seed})\n\n{facts}\n\n"
+    text += "\n".join(table.markdown() + _picture(name, number, table) for number, table in enumerate(tables))
     print(text)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        record = {"study": name, "effort": options.effort, "seed": options.seed, "tables": [asdict(t) for t in tables]}
-        (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-        (options.out / f"{name}.md").write_text(text)
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"study": name, "effort": options.effort, "seed": options.seed, "machine": machine.fields()}
+    record = {**about, "tables": [asdict(table) for table in tables]}
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(text)
+    for number, table in enumerate(tables):
+        if table.chart is not None:
+            picture = draw(table.title, table.chart, table.columns, table.rows)
+            (folder / picture_name(name, number)).write_text(picture)
+
+
+def picture_name(study: str, number: int) -> str:
+    """The file of a table's chart."""
+    return f"{study}-{number + 1}.svg"
+
+
+def _picture(study: str, number: int, table: Table) -> str:
+    return f"![{table.title}]({picture_name(study, number)})\n" if table.chart else ""
 
 
 def _text(cell: Cell) -> str:

@@ -1,0 +1,122 @@
+"""Says what a study ran on: the processor, what else kept it busy, and the limits nothing on it can pass."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+_COPIED = 1 << 26  # bytes: larger than any cache of a small machine
+_MATRIX = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What was found, and measured, at the start of a study; rates are the best of several short rounds."""
+
+    processor: str
+    cores: int
+    memory_gib: float
+    load: float  # mean number of running processes over the last minute: ours and everybody else's
+    copy_gib_per_second: float  # read and write counted once, one core
+    matrix_gflops: float  # float32 torch.mm of 512 x 512, one core
+    operation_microseconds: float  # one tiny torch operation: what a step pays per operation whatever its size
+    loop_microseconds: float  # one pass of an event loop: what a call pays before any work
+    software: str
+
+    def words(self) -> tuple[str, ...]:
+        """The facts as lines."""
+        return (
+            f"{self.processor}, {self.cores} cores, {self.memory_gib:.0f} GiB; load {self.load:.1f} at the start",
+            f"limits: copy {self.copy_gib_per_second:.1f} GiB/s and matrices {self.matrix_gflops:.0f} GFLOP/s on one "
+            f"core, {self.operation_microseconds:.1f} us per torch operation, {self.loop_microseconds:.1f} us per pass "
+            "of the event loop",
+            self.software,
+        )
+
+    def fields(self) -> dict[str, str | int | float]:
+        """Plain fields, for JSON."""
+        return asdict(self)
+
+
+def look(rounds: int = 15) -> Machine:
+    """Measure; under a second on an idle machine. One thread, as everything else here is measured per core."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        copy, matrix, operation = _copy_seconds(rounds), _matrix_seconds(rounds), _operation_seconds(rounds)
+    finally:
+        torch.set_num_threads(threads)
+    return Machine(
+        _processor(),
+        os.cpu_count() or 1,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        os.getloadavg()[0],
+        _COPIED / copy / 2**30,
+        2 * _MATRIX**3 / matrix / 1e9,
+        1e6 * operation,
+        1e6 * _loop_seconds(),
+        f"Python {platform.python_version()}, "
+        + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "numpy", "anyio")),
+    )
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    found = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor() or platform.machine()
+
+
+def _best(work: Callable[[], object], rounds: int) -> float:
+    times: list[float] = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _copy_seconds(rounds: int) -> float:
+    import torch
+
+    source = torch.zeros(_COPIED // 4)
+    copied = torch.empty_like(source)
+    return _best(lambda: copied.copy_(source), rounds)
+
+
+def _matrix_seconds(rounds: int) -> float:
+    import torch
+
+    left, right = torch.randn(_MATRIX, _MATRIX), torch.randn(_MATRIX, _MATRIX)
+    return _best(lambda: torch.mm(left, right), rounds)
+
+
+def _operation_seconds(rounds: int) -> float:
+    import torch
+
+    small, out, count = torch.zeros(8), torch.zeros(8), 1000
+
+    def work() -> None:
+        for _ in range(count):
+            torch.add(small, small, out=out)
+
+    return _best(work, rounds) / count
+
+
+def _loop_seconds(count: int = 2000) -> float:
+    import anyio
+    from anyio.lowlevel import checkpoint
+
+    async def passes() -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            await checkpoint()
+        return (time.perf_counter() - began) / count
+
+    return min(anyio.run(passes) for _ in range(3))

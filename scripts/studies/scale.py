@@ -1,0 +1,269 @@
+"""What asynchrony, drafting and scale are worth on engines with known costs: real pipelines, virtual clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from scripts.studies.charts import Chart
+from scripts.studies.harness import Cell as TableCell
+from scripts.studies.harness import Options, Table, say
+from scripts.studies.scale_cells import Cell, Found, Method, Results, run_cell
+from scripts.studies.scale_costs import PAIRS, Cost, Pair
+from scripts.studies.scale_fit import local_validation
+from scripts.studies.scale_work import TraceLaw, find_library
+
+Row = tuple[TableCell, ...]
+EIGHT, SMALL = PAIRS["8B/70B"], PAIRS["1.5B/70B"]
+METHODS: tuple[Method, ...] = ("atts", "atts, votes settle", "top-b", "target-only", "draft-only")
+PAPER_SPEEDUP, PAPER_THROUGHPUT = 56.7, 4.14
+
+
+def study(options: Options) -> list[Table]:
+    """The validation on this machine, then the grids; cells that an earlier run left in the folder are not repeated."""
+    law = TraceLaw(find_library(), options.seed)
+    results = Results(law, options.out)
+    say(f"scale: work from {law.library.origin}; {len(results)} cells are there already")
+    tables = local_validation(options)
+    for make in (_costs, _samples, _ratios, _turns, _rates, _replicas, _headlines):
+        say(f"scale: {make.__name__.strip('_')}")
+        tables.append(make(options, law, results))
+    return [*tables, *_memory(options, law, results)]
+
+
+def _rollouts(options: Options) -> int:
+    return options.pick(128, 512, 1600)
+
+
+def _cell(options: Options, pair: Pair, method: Method, samples: int) -> Cell:
+    """So many rollouts in all, whatever the number of samples: at least four problems."""
+    problems = max(options.pick(2, 4, 16), _rollouts(options) // samples)
+    return Cell(pair, method, problems, samples, seed=options.seed)
+
+
+def _costs(options: Options, law: TraceLaw, results: Results) -> Table:
+    def row(name: str, cost: Cost, room: int) -> Row:
+        per_second = 1 / cost.seconds(1, 1000)
+        return (
+            name, 1e3 * cost.step, 1e6 * cost.sequence, 1e9 * cost.cached, 1e6 * cost.prefilled, room,
+            per_second, 128 / cost.seconds(128, 128_000), cost.origin,
+        )  # fmt: skip
+
+    rows = (
+        row("70B target", EIGHT.target, EIGHT.target_kv),
+        row("8B draft", EIGHT.draft, EIGHT.draft_kv),
+        row("1.5B draft", SMALL.draft, SMALL.draft_kv),
+    )
+    columns = (
+        "engine", "a, ms a step", "b, us a sequence", "c, ns a KV token", "d, us a prefilled token", "KV tokens",
+        "tokens/s at batch 1", "at batch 128", "origin",
+    )  # fmt: skip
+    notes = (
+        "step = a + b x batch + c x KV tokens + d x tokens fed; one engine of each kind per replica.",
+        f"Work: {law.library.origin}; prompts of 150 tokens, chunks of up to 500, all methods write equally much.",
+        "Not in the formula: attention of a prefill over a long warm prefix, preemption, networks, CUDA graph sizes.",
+    )
+    return Table("The modelled engines", columns, rows, notes)
+
+
+def _samples(options: Options, law: TraceLaw, results: Results) -> Table:
+    """Time, throughput and r against the number of samples."""
+    rows: list[Row] = []
+    for pair in options.pick((EIGHT,), (EIGHT, SMALL), (EIGHT, SMALL)):
+        for samples in options.pick((4, 16), (1, 4, 16, 64, 256), (1, 2, 4, 8, 16, 32, 64, 128, 256)):
+            for method in METHODS:
+                cell = _cell(options, pair, method, samples)
+                rows.append(_row(pair, cell, results.get(cell), f"{method}, {pair.name}"))
+    return Table(
+        "Samples per question: 1 replica, 256 rollouts in flight, rate 0.2, up to 15 turns",
+        ("pair", "samples", "method", "s a question", "tokens/s", "r", "draft busy", "target busy", "realised rate",
+         "line"),
+        tuple(rows),
+        ("r = Tc / (Tm + Ts), in call-seconds: scoring over decoding plus waiting for siblings.",
+         "busy: share of the time in which the engine had work."),
+        Chart("samples", "tokens/s", "line", "log", "log"),
+    )  # fmt: skip
+
+
+def _row(pair: Pair, cell: Cell, found: Found, line: str) -> Row:
+    each = found.seconds / cell.problems
+    busy = (found.draft_busy, found.target_busy)
+    return (
+        pair.name, cell.samples, cell.method, each, found.throughput, found.intensity, *busy, found.realised, line,
+    )  # fmt: skip
+
+
+def _ratios(options: Options, law: TraceLaw, results: Results) -> Table:
+    """Against target-only, and against the rounds of top-B at the same budget."""
+    rows: list[Row] = []
+    for pair in options.pick((EIGHT,), (EIGHT, SMALL), (EIGHT, SMALL)):
+        for samples in options.pick((4, 16), (16, 64, 256), (16, 64, 256)):
+            alone = results.get(_cell(options, pair, "target-only", samples)).seconds
+            for rate in options.pick((0.2,), (0.05, 0.2, 0.4), (0.05, 0.1, 0.2, 0.4, 0.6)):
+                cell = replace(_cell(options, pair, "atts", samples), rate=rate)
+                ours = results.get(cell).seconds
+                rounds = results.get(replace(cell, method="top-b")).seconds
+                queue = results.get(replace(cell, method="atts, question by question")).seconds
+                settled = results.get(replace(cell, method="atts, votes settle")).seconds
+                rows.append((pair.name, samples, rate, alone / ours, alone / settled, rounds / ours, queue / ours))
+    return Table(
+        "What is gained: the same work and the same share of target tokens",
+        ("pair", "samples", "rate", "over target-only", "over target-only, votes settle", "over top-b rounds",
+         "over question by question"),
+        tuple(rows),
+        ("Ratios of virtual time. Target-only is batched exactly as ATTS is: 256 rollouts in flight on one engine.",
+         "Question by question is the released schedule: all samples of a question end before the next one starts.",
+         "Votes settle: rollouts that can no longer change the vote are cancelled, for ATTS only."),
+    )  # fmt: skip
+
+
+def _turns(options: Options, law: TraceLaw, results: Results) -> Table:
+    """How the cost of rounds grows with their number, for few and many samples."""
+    rows: list[Row] = []
+    for samples in options.pick((16,), (16, 64), (16, 64, 256)):
+        for turns in options.pick((1, 4), (1, 2, 4, 8, 15, 30), (1, 2, 3, 4, 6, 8, 11, 15, 22, 30)):
+            cell = replace(_cell(options, EIGHT, "atts", samples), turns=turns)
+            rounds, alone = (replace(cell, method=m) for m in ("top-b", "target-only"))
+            ours, theirs, target = results.get(cell), results.get(rounds), results.get(alone)
+            share = theirs.siblings / (theirs.siblings + theirs.memory + theirs.arithmetic)
+            ratios = (target.seconds / ours.seconds, theirs.seconds / ours.seconds)
+            rows.append((samples, turns, *ratios, share, ours.intensity, theirs.intensity, f"top-b, {samples} samples"))
+    return Table(
+        "Turns: 8B/70B, rate 0.2",
+        ("samples", "turns at most", "over target-only", "over top-b", "Ts share of top-b", "r of atts", "r of top-b",
+         "line"),
+        tuple(rows),
+        ("Ts share: call-seconds that rollouts spend waiting for siblings, of all call-seconds.",),
+        Chart("turns at most", "Ts share of top-b", "line"),
+    )  # fmt: skip
+
+
+def _rates(options: Options, law: TraceLaw, results: Results) -> Table:
+    rows: list[Row] = []
+    for pair in options.pick((EIGHT,), (EIGHT, SMALL), (EIGHT, SMALL)):
+        base = _cell(options, pair, "atts", options.pick(16, 64, 64))
+        alone = results.get(replace(base, method="target-only"))
+        for rate in options.pick((0.05, 0.6), (0.05, 0.1, 0.2, 0.4, 0.6), (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)):
+            found = results.get(replace(base, rate=rate))
+            share = found.target_tokens / (found.target_tokens + found.draft_tokens)
+            busy = (found.draft_busy, found.target_busy)
+            rows.append(
+                (pair.name, rate, found.realised, alone.seconds / found.seconds, found.throughput, share, *busy)
+            )
+    return Table(
+        f"The rate: {options.pick(16, 64, 64)} samples, up to 15 turns",
+        ("pair", "rate", "realised rate", "over target-only", "tokens/s", "target's share of tokens", "draft busy",
+         "target busy"),
+        tuple(rows),
+        chart=Chart("rate", "over target-only", "pair"),
+    )  # fmt: skip
+
+
+def _replicas(options: Options, law: TraceLaw, results: Results) -> Table:
+    """A fixed amount of work on more and more replicas: where it saturates."""
+    rows: list[Row] = []
+    questions = options.pick(16, 100, 500)
+    for method in options.pick(METHODS[:1], ("atts", "top-b", "target-only"), METHODS):
+        first: Found | None = None
+        for replicas in options.pick((1, 4), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64)):
+            cell = Cell(EIGHT, method, questions, 16, replicas=replicas, seed=options.seed)
+            found = results.get(cell)
+            first = first or found
+            gain = first.seconds / found.seconds
+            busy = (found.draft_busy, found.target_busy)
+            rows.append((method, replicas, found.seconds, found.throughput, gain, gain / replicas, *busy))
+    return Table(
+        f"Replicas of both engines: 8B/70B, {questions} questions x 16 samples, rate 0.2, 256 rollouts each in flight",
+        ("method", "replicas", "seconds", "tokens/s", "speed-up over 1", "efficiency", "draft busy", "target busy"),
+        tuple(rows),
+        ("The longest rollout bounds the time from below: its chunks follow each other on any number of replicas.",),
+        Chart("replicas", "tokens/s", "method", "log", "log"),
+    )
+
+
+def _headlines(options: Options, law: TraceLaw, results: Results) -> Table:
+    """Which assumptions reach the published factors, with the conditions of each."""
+    rows: list[Row] = []
+    for pair in options.pick((SMALL,), (EIGHT, SMALL), (EIGHT, SMALL)):
+        for samples in options.pick((16,), (16, 64, 256), (16, 64, 256)):
+            setting = f"{pair.name}, {samples} samples"
+            for name, ratio in _speedups(_cell(options, pair, "target-only", samples), results):
+                rows.append((setting, name, ratio, _reached(ratio, PAPER_SPEEDUP)))
+            for name, ratio in _throughputs(replace(_cell(options, pair, "top-b", samples), rate=0.4), results):
+                rows.append((setting, name, ratio, _reached(ratio, PAPER_THROUGHPUT)))
+    return Table(
+        "The published headline figures: which baseline reaches them",
+        ("setting", "baseline", "ratio", "published figure"),
+        tuple(rows),
+        (
+            "Speed-up rows: ATTS at rate 0.05, its cheapest; 56.7x is the figure. Throughput rows: rate 0.4; 4.14x.",
+            "The paper's denominators are not published; ours are stated in the second column.",
+            "One request at a time is not batched at all: its time per token was measured on 64 rollouts.",
+        ),
+    )
+
+
+def _speedups(alone: Cell, results: Results) -> list[tuple[str, float]]:
+    ours = results.get(replace(alone, method="atts", rate=0.05)).seconds
+    together = results.get(alone)
+    queue = results.get(replace(alone, order="question by question"))
+    samples = min(alone.samples, 64)
+    few = results.get(replace(alone, order="one request at a time", problems=max(1, 64 // samples), samples=samples))
+    single = few.seconds / few.target_tokens * together.target_tokens
+    return [
+        ("target-only, all together", together.seconds / ours),
+        ("target-only, question by question", queue.seconds / ours),
+        ("target-only, one request at a time", single / ours),
+    ]
+
+
+def _throughputs(rounds: Cell, results: Results) -> list[tuple[str, float]]:
+    ours = results.get(replace(rounds, method="atts")).throughput
+    queue = replace(rounds, order="question by question")
+    return [
+        ("throughput, top-b in rounds", ours / results.get(rounds).throughput),
+        ("throughput, top-b, question by question", ours / results.get(queue).throughput),
+    ]
+
+
+def _reached(ratio: float, figure: float) -> str:
+    return f"reached ({figure:g}x)" if ratio >= figure else f"{ratio / figure:.0%} of {figure:g}x"
+
+
+def _memory(options: Options, law: TraceLaw, results: Results) -> list[Table]:
+    """KV tokens at work on the target over time, with the graph's token budget and without."""
+    samples, budget = options.pick(16, 64, 64), options.pick(30_000, 60_000, 60_000)
+    curves: list[Row] = []
+    peaks: list[Row] = []
+    for method in ("target-only", "atts"):
+        for limit in (None, budget):
+            cell = replace(_cell(options, EIGHT, method, samples), budget=limit, room="without end")
+            found, engines = run_cell(cell, law, keep_load=True)
+            name = f"{method}, {'no budget' if limit is None else 'budget'}"
+            peaks.append((name, found.seconds, found.target_peak, found.target_peak * 327_680 / 2**30))
+            curves += [(name, at, held) for at, held in _sampled(engines[0].load.rows, found.seconds)]
+    notes = (f"Budget: {budget} KV tokens, prompt plus token limit of the calls the graph admits; 320 KiB a token.",)
+    where = f"8B/70B, {samples} samples"
+    return [
+        Table(f"KV memory of the target: {where}", ("run", "seconds", "peak KV tokens", "GiB"), tuple(peaks), notes),
+        Table(
+            f"KV tokens at work on the target over time: {where}, token budget on and off",
+            ("run", "seconds", "KV tokens"),
+            tuple(curves),
+            ("The highest value in each twentieth of the run.",),
+            Chart("seconds", "KV tokens", "run"),
+            "chart only",
+        ),
+    ]
+
+
+def _sampled(
+    rows: Sequence[tuple[float, int, float, float]], seconds: float, parts: int = 20
+) -> list[tuple[float, float]]:
+    """The highest load within each part of the run."""
+    highest = [0.0] * parts
+    for at, _, held, _ in rows:
+        part = min(parts - 1, math.floor(parts * at / seconds))
+        highest[part] = max(highest[part], held)
+    return [(seconds * (part + 0.5) / parts, held) for part, held in enumerate(highest)]

@@ -1,12 +1,11 @@
 """Ways to spend tokens on one problem, against the engine protocol."""
 
+from atts.pipelines.calibrated import LabelledRun, certified_gate, certify_runs, frozen_gate, warming_gate
 from atts.pipelines.context import Answers, Context, Listener, Silent
 from atts.pipelines.gates import (
     Calibrating,
-    CappedGate,
     ConformalGate,
     CueGate,
-    ExploringGate,
     Features,
     FixedGate,
     Gate,
@@ -17,18 +16,22 @@ from atts.pipelines.gates import (
     ThresholdGate,
     TopGate,
 )
+from atts.pipelines.needs import check_engines
 from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
 from atts.pipelines.presets import PRESETS, Material, Preset, preset
 from atts.pipelines.replay import Replayed, ReplayedProblem, ReplayedRollout, replay
 from atts.pipelines.scores import ScoreRule
 from atts.pipelines.solve import solve
 from atts.pipelines.votes import Ballot, Tally, cannot_change, settled_probability, tally
+from atts.pipelines.wrappers import CappedGate, CertifiedGate, Certifying, ExploringGate, WarmingGate, WarmScore
 
 __all__ = [
     "Answers",
     "Ballot",
     "Calibrating",
     "CappedGate",
+    "CertifiedGate",
+    "Certifying",
     "Chunking",
     "ConfidenceStop",
     "ConformalGate",
@@ -38,6 +41,7 @@ __all__ = [
     "Features",
     "FixedGate",
     "Gate",
+    "LabelledRun",
     "Learning",
     "Listener",
     "Material",
@@ -55,10 +59,17 @@ __all__ = [
     "Tally",
     "ThresholdGate",
     "TopGate",
+    "WarmScore",
+    "WarmingGate",
     "cannot_change",
+    "certified_gate",
+    "certify_runs",
+    "check_engines",
+    "frozen_gate",
     "preset",
     "replay",
     "settled_probability",
     "solve",
     "tally",
+    "warming_gate",
 ]

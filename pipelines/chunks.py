@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from atts.core import Chunk, Completion, Message, Problem, Prompt, Role, Rollout, TokenIds
+from atts.core import Chunk, Completion, Message, Problem, Prompt, Role, TokenIds
 from atts.engine import Engine
 
 
@@ -50,14 +48,6 @@ def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
     """Text put into a rollout from outside (a "wait"), encoded once for each side."""
     ids = draft.tokenizer.encode(text)
     return Chunk(author, text, ids, ids if shared(draft, target) else target.tokenizer.encode(text), "delimiter")
-
-
-def with_chunk(rollout: Rollout, role: Role, chunks: Sequence[Chunk]) -> TokenIds:
-    """That model's ids of the rollout and of chunks that have not entered it yet."""
-    ids = list(rollout.ids(role))
-    for chunk in chunks:
-        ids.extend(chunk.ids(role))
-    return tuple(ids)
 
 
 def _whole_characters(ids: TokenIds, engine: Engine) -> tuple[TokenIds, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, SupportsFloat, runtime_checkable
 
@@ -23,7 +23,7 @@ class Features:
     issue: int | None = None  # the place in the run's order of asking for scores, as the gate's preview numbered it
     attempt: int = 0
     tokens: int = 0
-    draft_logprob: float = 0.0  # mean over the chunk's own tokens
+    draft_logprob: float = 0.0  # the draft's own, made one number by the policy's score rule
     has_answer: bool = False
     answered: int = 0  # siblings with an answer
     agreement: float = 0.0  # share of them behind the leading answer
@@ -270,65 +270,3 @@ class TopGate:
 
 def _badness(score: float) -> float:
     return math.inf if math.isnan(score) else score
-
-
-@dataclass(frozen=True, slots=True)
-class CappedGate:
-    """Another gate under a hard cap: an escalation needs a slot, and no order of completions exceeds the cap.
-
-    `take` reserves one slot and says whether there was one; the inner gate hears what was really done.
-    """
-
-    inner: Gate
-    take: Callable[[Features], bool]
-
-    def preview(self, features: Features) -> Decision:
-        """As the inner gate, if a slot is left for it."""
-        return self._capped(features, self.inner.preview(features))
-
-    def decide(self, features: Features, score: float) -> Decision:
-        """As the inner gate, if a slot is left for it."""
-        return self._capped(features, self.inner.decide(features, score))
-
-    def observe(self, decision: Decision, escalated: bool) -> None:
-        """Pass it on."""
-        self.inner.observe(decision, escalated)
-
-    def _capped(self, features: Features, decision: Decision) -> Decision:
-        if decision.escalate and not self.take(features):
-            return _instead(decision, "accept", f"{decision.why}; capped: no target slot left")
-        return decision
-
-
-@dataclass(frozen=True, slots=True)
-class ExploringGate:
-    """A seeded fraction of chunks is scored and logged but never acted on, which keeps replay and labels honest."""
-
-    inner: Gate
-    fraction: float
-    seed: int = 0
-
-    def preview(self, features: Features) -> Decision:
-        """An explored chunk is always scored."""
-        if self._explored(features):
-            return _decision(features, "verify", math.nan, "exploration: scored whatever the evidence")
-        return self.inner.preview(features)
-
-    def decide(self, features: Features, score: float) -> Decision:
-        """What the inner gate said stays in the words; the action becomes accept."""
-        decision = self.inner.decide(features, score)
-        if not self._explored(features):
-            return decision
-        return _instead(decision, "accept", f"exploration, not acted on; would {decision.action}: {decision.why}")
-
-    def observe(self, decision: Decision, escalated: bool) -> None:
-        """Pass it on."""
-        self.inner.observe(decision, escalated)
-
-    def _explored(self, features: Features) -> bool:
-        name = Seed(self.seed, features.question, features.sample, features.turn, "gate", features.attempt, "explore")
-        return bool(uniforms(name, 1)[0] < self.fraction)
-
-
-def _instead(decision: Decision, action: Action, why: str) -> Decision:
-    return replace(decision, action=action, why=why)

@@ -9,42 +9,42 @@ from functools import partial
 from atts.core import Decision, ScoreRequest, Usage
 from atts.errors import CalibrationInputError, EngineError, ModelLoadError, UnsupportedByEngine
 from atts.pipelines.asking import ask_score
-from atts.pipelines.chunks import with_chunk
 from atts.pipelines.gates import Features, Gate, RoundGate
 from atts.pipelines.line import Line, Proposal
+from atts.pipelines.scores import evidence
 from atts.tasks import collect
 
 
 async def judge(line: Line, proposal: Proposal, gate: Gate) -> tuple[Decision, Proposal]:
     """Ask the gate, with the target's score if the gate wants it. What cannot be judged is escalated."""
-    evidence = features(line, proposal)
-    decision, proposal = await _judge(line, proposal, gate, evidence)
-    line.siblings.judged.append((evidence, decision))
+    known = features(line, proposal)
+    decision, proposal = await _judge(line, proposal, gate, known)
+    line.siblings.judged.append((known, decision))
     return decision, proposal
 
 
-async def _judge(line: Line, proposal: Proposal, gate: Gate, evidence: Features) -> tuple[Decision, Proposal]:
-    decision = gate.preview(evidence)
+async def _judge(line: Line, proposal: Proposal, gate: Gate, known: Features) -> tuple[Decision, Proposal]:
+    decision = gate.preview(known)
     if decision.action != "verify":
         return decision, proposal
-    evidence = replace(evidence, issue=decision.issue)
+    known = replace(known, issue=decision.issue)
     if not proposal.chunk.target_ids:
-        return _forced(evidence, "the draft wrote nothing"), proposal
+        return _forced(known, "the draft wrote nothing"), proposal
     proposal = await scored(line, proposal)
     if proposal.score is None or proposal.flaw:
-        return _forced(evidence, f"not scored: {proposal.flaw}"), replace(proposal, score=None)
+        return _forced(known, f"not scored: {proposal.flaw}"), replace(proposal, score=None)
     try:
-        return gate.decide(evidence, proposal.score), proposal
+        return gate.decide(known, proposal.score), proposal
     except CalibrationInputError as error:
-        return _forced(evidence, f"not a score: {error}"), proposal
+        return _forced(known, f"not a score: {error}"), proposal
 
 
 async def judge_together(line: Line, proposal: Proposal, gate: RoundGate) -> tuple[Decision, Proposal]:
     """Have the whole round ranked: wait for every sibling that is still running. This is the barrier."""
-    evidence = features(line, proposal)
+    known = features(line, proposal)
     if proposal.chunk.target_ids:
         proposal = await scored(line, proposal)
-    round_ = await line.scope.meet((evidence, math.nan if proposal.score is None else proposal.score))
+    round_ = await line.scope.meet((known, math.nan if proposal.score is None else proposal.score))
     return line.siblings.ranked(round_, gate)[line.rollout.sample], proposal
 
 
@@ -52,7 +52,7 @@ async def scored(line: Line, proposal: Proposal) -> Proposal:
     """The proposal with the target's score, or with the reason why there is none."""
     if line.policy.verification == "rating":
         return await _rated(line, proposal)
-    prefix, suffix = line.rollout.ids("target"), proposal.chunk.target_ids
+    prefix, suffix = line.ids("target"), proposal.chunk.target_ids
     request = ScoreRequest(prefix, suffix, line.name)
     tokens = len(prefix) + len(suffix)
     limit = line.policy.timeout_seconds
@@ -72,8 +72,7 @@ async def scored(line: Line, proposal: Proposal) -> Proposal:
 async def _rated(line: Line, proposal: Proposal) -> Proposal:
     """The target's rating 0-9 of the chunk: the mean of its next-token law over the digits, after a question."""
     target = line.context.target
-    prefix = with_chunk(line.rollout, "target", [proposal.chunk])
-    prefix += target.tokenizer.encode(line.policy.rating_text)
+    prefix = line.ids("target", [proposal.chunk]) + target.tokenizer.encode(line.policy.rating_text)
     digits = [target.tokenizer.encode(str(digit)) for digit in range(10)]
     requests = [ScoreRequest(prefix, ids, line.name) for ids in digits]
 
@@ -102,15 +101,14 @@ def features(line: Line, proposal: Proposal) -> Features:
     """What a gate may know of a proposal."""
     chunk, rollout = proposal.chunk, line.rollout
     answered, share, agrees = line.siblings.agreement(rollout.sample, proposal.answer)
-    own = chunk.logprobs
     return Features(
         rollout.problem,
         line.turn,
         rollout.sample,
         None,
         proposal.attempt,
-        len(own),
-        math.fsum(own) / len(own) if own else 0.0,
+        chunk.tokens,
+        evidence(line.policy.score, chunk),
         proposal.answer is not None,
         answered,
         share,
@@ -119,8 +117,8 @@ def features(line: Line, proposal: Proposal) -> Features:
     )
 
 
-def _forced(evidence: Features, why: str) -> Decision:
-    place = (evidence.question, evidence.turn, evidence.sample, evidence.issue)
+def _forced(known: Features, why: str) -> Decision:
+    place = (known.question, known.turn, known.sample, known.issue)
     return Decision("escalate", math.nan, *place, why=f"forced: {why}")
 
 

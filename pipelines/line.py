@@ -15,6 +15,7 @@ from atts.core import (
     Role,
     Rollout,
     SampleRequest,
+    TokenIds,
     Turn,
     Usage,
 )
@@ -22,7 +23,7 @@ from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError
 from atts.graph import RolloutScope
 from atts.pipelines.asking import ask_sample
-from atts.pipelines.chunks import chunk_of, forced, with_chunk
+from atts.pipelines.chunks import chunk_of, forced
 from atts.pipelines.context import Context
 from atts.pipelines.policy import Policy
 from atts.pipelines.siblings import Siblings
@@ -59,6 +60,9 @@ class Line:
         self._asked_again_at = 0  # characters: an answer before the last "wait" no longer ends the rollout
         self._earlier: str | None = None
         self._ahead: Chunk | None = None
+        self._read: tuple[str, str | None] = ("", None)  # the last text that was looked through, and its answer
+        self._ids_after: tuple[Turn, ...] | None = None  # the turns that `_ids` belong to
+        self._ids: dict[Role, TokenIds] = {}
         siblings.rollouts[sample] = self.rollout
 
     @property
@@ -88,7 +92,7 @@ class Line:
     def drop_ahead(self) -> None:
         """Forget what was written ahead: its prefix is not what entered the rollout."""
         if self._ahead is not None:
-            self.count(Usage(wasted_tokens=len(self._ahead.logprobs)))
+            self.count(Usage(wasted_tokens=self._ahead.tokens))
         self._ahead = None
 
     async def write(self, role: Role, pending: Sequence[Chunk], attempt: int = 0, turn: int | None = None) -> Chunk:
@@ -99,7 +103,7 @@ class Line:
         """
         engine, room = self.engine(role), self.room_left(pending)
         turn = self.turn if turn is None else turn
-        ids = with_chunk(self.rollout, role, pending)
+        ids = self.ids(role, pending)
         if room < 1:
             raise ContextOverflow(engine.spec.name, len(ids) + 1, len(ids) + room)
         request = SampleRequest(
@@ -128,14 +132,14 @@ class Line:
     ) -> None:
         """Close the turn with these chunks, and the rollout if that was its end."""
         turn = Turn(self.turn, tuple(chunks), tuple(discarded), score, decision, note)
-        self.count(Usage(wasted_tokens=sum(len(chunk.logprobs) for chunk in discarded)))
+        self.count(Usage(wasted_tokens=sum(chunk.tokens for chunk in discarded)))
         self.rollout = replace(self.rollout, turns=(*self.rollout.turns, turn))
         self.context.listener.turned(self.rollout, turn)
         self._conclude()
 
     def adopt(self, other: Rollout, discarded: Chunk, decision: Decision, score: float | None) -> None:
         """Go on from a sibling's line up to and with this turn; its turns replace those reported before."""
-        self.count(Usage(wasted_tokens=len(discarded.logprobs)))
+        self.count(Usage(wasted_tokens=discarded.tokens))
         here = other.turns[self.turn]
         note = f"sample {self.rollout.sample} adopted the line of sample {other.sample}"
         turn = Turn(self.turn, here.chunks, (*here.discarded, discarded), score, decision, note)
@@ -163,7 +167,10 @@ class Line:
         return self._extract(self.rollout.text + chunk.text)
 
     def _extract(self, text: str) -> str | None:
-        return self.context.answers.extract(text[self._asked_again_at :])
+        asked = text[self._asked_again_at :]
+        if self._read[0] != asked:  # a chunk that is proposed and then enters is looked through once
+            self._read = asked, self.context.answers.extract(asked)
+        return self._read[1]
 
     def _ending(self) -> tuple[Finish | None, str | None, str]:
         answer = self._extract(self.rollout.text)
@@ -189,12 +196,20 @@ class Line:
         warmup = [line for sample, line in self.siblings.rollouts.items() if sample < stop.warmup and line.finish]
         return stop.is_below(self.rollout, warmup)
 
+    def ids(self, role: Role, pending: Sequence[Chunk] = ()) -> TokenIds:
+        """That model's ids of the rollout and of chunks that have not entered it yet."""
+        if self._ids_after is not self.rollout.turns:
+            self._ids_after, self._ids = self.rollout.turns, {}
+        if role not in self._ids:
+            self._ids[role] = self.rollout.ids(role)
+        return sum((chunk.ids(role) for chunk in pending), self._ids[role])
+
     def room_left(self, pending: Sequence[Chunk] = ()) -> int:
         """Tokens this rollout may still grow by after the `pending` chunks: its own limit and both contexts."""
-        written = len(self.rollout.ids("target")) - len(self.rollout.prompt.target_ids)
+        written = len(self.ids("target")) - len(self.rollout.prompt.target_ids)
         room = self.policy.max_tokens - written
         for role in ROLES:
-            room = min(room, self.engine(role).spec.context_length - len(self.rollout.ids(role)))
+            room = min(room, self.engine(role).spec.context_length - len(self.ids(role)))
         return room - max((sum(len(chunk.ids(role)) for chunk in pending) for role in ROLES), default=0)
 
     def engine(self, role: Role) -> Engine:

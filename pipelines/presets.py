@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from atts.calibration import Calibrator, Mode, OrdinalGate, OrdinalLearner
 from atts.errors import OptionError
+from atts.pipelines.calibrated import warming_gate
 from atts.pipelines.gates import (
     Calibrating,
     ConformalGate,
@@ -20,16 +22,22 @@ from atts.pipelines.gates import (
     TopGate,
 )
 from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
+from atts.pipelines.scores import ScoreRule
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What a preset may need besides its policy: a rate, a seed, a calibrator, scores stored before the run."""
+    """What a preset may need besides its policy: a rate, a seed, a calibrator, scores stored before the run.
+
+    With a `warmup` the run's own first so many scores are stored instead, and `mode` says how the gate goes on.
+    """
 
     rate: float = 0.2
     seed: int = 0
     calibrator: Calibrating | None = None
     stored: Sequence[float] = ()
+    warmup: int = 0
+    mode: Mode = "question-turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +66,28 @@ def preset(name: str) -> Preset:
 
 
 def _conformal(material: Material) -> Gate:
+    if material.warmup:
+        return warming_gate(material.warmup, material.rate, material.mode, material.seed)
     if material.calibrator is None:
         raise OptionError("calibrator", "the conformal gate needs one, such as atts.calibration.Calibrator(rate)")
     return ConformalGate(material.calibrator)
 
 
+def _ordinal(material: Material) -> Gate:
+    if not isinstance(material.calibrator, Calibrator):
+        raise OptionError("calibrator", "the ordinal gate needs one, such as atts.calibration.Calibrator(rate)")
+    return OrdinalGate(material.calibrator, OrdinalLearner())
+
+
 PRESETS: tuple[Preset, ...] = (
     Preset("atts", "draft, score, escalate by conformal rank; nothing waits for a sibling", {}, _conformal),
+    Preset("ordinal", "the same, the target's score asked for only where evidence does not suffice", {}, _ordinal),
+    Preset(
+        "paper",
+        "the same as published: mean perplexity, the chunk stays, an answer ends the rollout unseen",
+        {"takeover": "continue", "score": ScoreRule("mean"), "answers": "stop", "first_wave": 0},
+        _conformal,
+    ),
     Preset("draft-only", "the small model alone", {}, lambda m: FixedGate("accept")),
     Preset("target-only", "the large model alone", {"drafter": "target"}, lambda m: FixedGate("accept")),
     Preset("random", "the same budget, spent by seeded coins", {}, lambda m: RandomGate(m.rate, m.seed)),

@@ -14,6 +14,7 @@ from atts.core import Chunk, Decision, Outcome, Rollout, Turn
 from atts.errors import CalibrationInputError
 from atts.pipelines.gates import Features, Gate, RoundGate
 from atts.pipelines.policy import Policy
+from atts.pipelines.scores import evidence
 from atts.pipelines.votes import Grouper, Tally, ballot, tally
 
 Place = tuple[str, int, int]
@@ -68,7 +69,7 @@ class Replayed:
 
 def replay(
     outcomes: Iterable[Outcome],
-    gate: Gate | RoundGate,
+    gate: Gate | RoundGate | None,
     policy: Policy,
     group: Grouper,
     *,
@@ -78,7 +79,8 @@ def replay(
     """Decide anew on every recorded score, cut to the policy's samples and turns, and vote again.
 
     `order` is the order in which decisions were taken; what it does not name follows turn by turn. `told` holds the
-    features that were recorded with them. The gate must be fresh: it learns from this replay.
+    features that were recorded with them. The gate must be fresh: it learns from this replay; without one, every
+    decision stays what it was.
     """
     kept = [(outcome, _cut(outcome, policy)) for outcome in outcomes]
     turns = {
@@ -90,8 +92,11 @@ def replay(
     }
     named = [place for place in order if place in turns]
     rest = sorted(set(turns) - set(named), key=lambda place: (place[2], place[0], place[1]))
-    evidence = {place: _features(turns[place], (told or {}).get(place, {})) for place in (*named, *rest)}
-    decisions = _decide(gate, [(place, evidence[place], _score(turns[place][1])) for place in (*named, *rest)])
+    if gate is None:
+        decisions = {place: _recorded(turn) for place, (_, turn) in turns.items()}
+    else:
+        known = {place: _features(turns[place], (told or {}).get(place, {}), policy) for place in (*named, *rest)}
+        decisions = _decide(gate, [(place, known[place], _score(turns[place][1])) for place in (*named, *rest)])
     problems = tuple(_problem(outcome, rollouts, decisions, policy, group) for outcome, rollouts in kept)
     return Replayed(tuple(decisions.values()), problems)
 
@@ -145,8 +150,8 @@ def _rollout(rollout: Rollout, decisions: Mapping[Place, Decision], policy: Poli
         rollout.sample,
         rollout.answer if len(turns) == len(rollout.turns) else None,
         strayed,
-        sum(len(chunk.logprobs) for chunk in chunks if chunk.author == "draft"),
-        sum(len(chunk.logprobs) for chunk in chunks if chunk.author == "target"),
+        sum(chunk.tokens for chunk in chunks if chunk.author == "draft"),
+        sum(chunk.tokens for chunk in chunks if chunk.author == "target"),
         scored,
     )
 
@@ -162,15 +167,19 @@ def _judged(turn: Turn) -> Chunk:
     return drafted[0] if drafted else turn.chunks[0]
 
 
+def _recorded(turn: Turn) -> Decision:
+    assert turn.decision is not None, "only judged turns are asked about"
+    return turn.decision
+
+
 def _score(turn: Turn) -> float:
     assert turn.score is not None, "only scored turns are asked about"
     return turn.score
 
 
-def _features(recorded: tuple[Rollout, Turn], told: Mapping[str, float]) -> Features:
+def _features(recorded: tuple[Rollout, Turn], told: Mapping[str, float], policy: Policy) -> Features:
     rollout, turn = recorded
     chunk = _judged(turn)
-    own = chunk.logprobs
     issue = turn.decision.issue if turn.decision else None
     return Features(
         rollout.problem,
@@ -178,8 +187,8 @@ def _features(recorded: tuple[Rollout, Turn], told: Mapping[str, float]) -> Feat
         rollout.sample,
         issue,
         int(told.get("attempt", 0)),
-        len(own),
-        math.fsum(own) / len(own) if own else 0.0,
+        chunk.tokens,
+        evidence(policy.score, chunk),
         bool(told.get("has_answer", 0.0)),
         int(told.get("answered", 0)),
         told.get("agreement", 0.0),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from atts.core import Chunk
 from atts.errors import OptionError
 
 ScoreKind = Literal["mean", "min", "last", "byte"]
@@ -45,3 +46,14 @@ class ScoreRule:
         if math.isnan(nll):
             return math.nan
         return math.exp(nll) if nll < 700 else math.inf
+
+
+def evidence(rule: Callable[[Sequence[float], str], float], chunk: Chunk) -> float:
+    """The author's own log-probabilities made one number by the same rule, its logarithm; 0 for an empty chunk.
+
+    Not a number where they are not known: a text without them is no sign of sureness.
+    """
+    if not chunk.logprobs:
+        return math.nan if chunk.tokens else 0.0
+    own = rule(chunk.logprobs, chunk.text)
+    return -math.log(own) if own < math.inf else -math.inf

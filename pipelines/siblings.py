@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from atts.core import Decision, Rollout
 from atts.pipelines.context import Context
 from atts.pipelines.gates import Features, RoundGate
+from atts.pipelines.votes import classes
 
 Round = Mapping[int, tuple[Features, float]]
 
@@ -39,7 +40,7 @@ class Siblings:
         others = self.answers(but)
         if not others:
             return 0, 0.0, False
-        labels = list(self._context.answers.group([*others, *([answer] if answer is not None else [])]))
+        labels = classes([*others, *([answer] if answer is not None else [])], self._context.answers.group)
         theirs = labels[: len(others)]
         lead = max(set(theirs), key=theirs.count)
         return len(others), theirs.count(lead) / len(others), answer is not None and labels[-1] == lead

@@ -19,7 +19,7 @@ from atts.pipelines.line import Line, Proposal
 from atts.pipelines.policy import Policy
 from atts.pipelines.siblings import Siblings
 from atts.pipelines.takeover import take_over
-from atts.pipelines.votes import Ballot, Tally, ballot, cannot_change, settled_probability, tally
+from atts.pipelines.votes import Ballot, Tally, ballot, cannot_change, classes, settled_probability, tally
 from atts.tasks import task_group
 
 
@@ -57,7 +57,7 @@ def teach(gate: Learning, outcome: Outcome, siblings: Siblings, context: Context
         return
     ended = {line.sample: line for line in outcome.rollouts if line.finish in ("answer", "end", "turns", "tokens")}
     answers = [line.answer or "" for line in ended.values()]
-    labels = list(context.answers.group([outcome.answer, *answers]))
+    labels = classes([outcome.answer, *answers], context.answers.group)
     right = {
         sample: line.answer is not None and label == labels[0]
         for (sample, line), label in zip(ended.items(), labels[1:], strict=True)

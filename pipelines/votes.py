@@ -75,9 +75,16 @@ def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
     return Ballot(rollout.answer, weight(kind, scores, logprobs))
 
 
+def classes(answers: Sequence[str], group: Grouper) -> list[int]:
+    """The class of each answer; equal strings are equal answers, so only different ones are compared."""
+    distinct = list(dict.fromkeys(answers))
+    labels = dict(zip(distinct, group(distinct) if len(distinct) > 1 else [0], strict=False))
+    return [labels[answer] for answer in answers]
+
+
 def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
     """Count ballots by equivalence of answers, not by string; the result does not depend on who is whose sibling."""
-    labels = list(group([ballot.answer for ballot in ballots]))
+    labels = classes([ballot.answer for ballot in ballots], group)
     weights: dict[int, float] = {}
     counts: dict[int, int] = {}
     names: dict[int, str] = {}

@@ -1,0 +1,83 @@
+"""Gates made from calibrations: frozen scores, the run's own first scores, policies that labelled runs certify."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from atts.calibration import Calibrator, Candidate, Certificate, Mode, StoredScores, certify, lost_answers
+from atts.core import Outcome
+from atts.errors import CalibrationInputError
+from atts.pipelines.gates import ConformalGate
+from atts.pipelines.wrappers import CertifiedGate, Meanwhile, WarmingGate, WarmScore
+
+Right = Callable[[Outcome], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRun:
+    """What a policy came to on the calibration problems: one gate at one rate."""
+
+    gate: str
+    rate: float
+    outcomes: Sequence[Outcome]
+
+
+def frozen_gate(rate: float, stored: StoredScores, seed: int = 0) -> ConformalGate:
+    """A gate that ranks against stored scores and learns nothing: the kind that can be tested and then deployed.
+
+    :raises CalibrationInputError: no score is stored.
+    """
+    return ConformalGate(Calibrator(rate, "split", stored=stored, seed=seed, drift="report"))
+
+
+def warming_gate(
+    scores: int, rate: float, mode: Mode = "question-turn", seed: int = 0, meanwhile: Meanwhile = "accept"
+) -> WarmingGate:
+    """A conformal gate whose stored scores are the first ones of its own run.
+
+    :raises OptionError: fewer than one score, or an unknown `meanwhile`.
+    """
+
+    def make(found: Sequence[WarmScore]) -> ConformalGate:
+        stored = StoredScores(
+            tuple(one.score for one in found), tuple(one.question for one in found), tuple(one.turn for one in found)
+        )
+        return ConformalGate(Calibrator(rate, mode, stored=stored, seed=seed))
+
+    return WarmingGate(scores, make, meanwhile)
+
+
+def certify_runs(
+    target: Sequence[Outcome], runs: Sequence[LabelledRun], right: Right, epsilon: float, delta: float = 0.1
+) -> Certificate:
+    """The cheapest of these policies that loses at most `epsilon` of the answers which the target alone has right.
+
+    All runs are of the same problems, problem by problem, with gates that learn nothing from one problem for the next.
+    The cost is target tokens per problem. A gate's rates are tested from the highest down until one fails, so lower
+    ones need not have been run.
+
+    :raises CalibrationInputError: no runs, or runs of other problems than the target's.
+    """
+    alone = {outcome.problem.id: right(outcome) for outcome in target}
+    names = sorted(alone)
+    candidates: list[Candidate] = []
+    for run in runs:
+        found = {outcome.problem.id: outcome for outcome in run.outcomes}
+        if found.keys() != alone.keys():
+            missing = len(alone.keys() ^ found.keys())
+            raise CalibrationInputError("labelled run", f"{missing} other problems", "the problems of the target alone")
+        losses = lost_answers([alone[name] for name in names], [right(found[name]) for name in names])
+        cost = sum(outcome.usage.target_tokens for outcome in run.outcomes) / max(1, len(names))
+        candidates.append(Candidate(run.gate, run.rate, losses.tolist(), cost))
+    return certify(candidates, epsilon, delta)
+
+
+def certified_gate(certificate: Certificate, stored: StoredScores, seed: int = 0) -> CertifiedGate:
+    """The gate of the certified policy, as it was tested.
+
+    :raises CalibrationInputError: the certificate certifies none; its words say how many problems it would take.
+    """
+    if certificate.chosen is None:
+        raise CalibrationInputError("certificate", certificate.guarantee, "one that certifies a policy")
+    return CertifiedGate(frozen_gate(certificate.chosen.rate, stored, seed), certificate)

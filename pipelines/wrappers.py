@@ -1,0 +1,191 @@
+"""Gates around a gate: a hard cap, exploration, a warm-up from the run's own first scores, a certificate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, get_args
+
+from atts.core import Action, Decision
+from atts.errors import CalibrationInputError, OptionError
+from atts.pipelines.gates import Features, Gate
+from atts.seeds import Seed, uniforms
+
+Meanwhile = Literal["accept", "escalate"]
+
+
+@dataclass(frozen=True, slots=True)
+class CappedGate:
+    """Another gate under a hard cap: an escalation needs a slot, and no order of completions exceeds the cap.
+
+    `take` reserves one slot and says whether there was one; the inner gate hears what was really done.
+    """
+
+    inner: Gate
+    take: Callable[[Features], bool]
+
+    def preview(self, features: Features) -> Decision:
+        """As the inner gate, if a slot is left for it."""
+        return self._capped(features, self.inner.preview(features))
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """As the inner gate, if a slot is left for it."""
+        return self._capped(features, self.inner.decide(features, score))
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Pass it on."""
+        self.inner.observe(decision, escalated)
+
+    def _capped(self, features: Features, decision: Decision) -> Decision:
+        if decision.escalate and not self.take(features):
+            return _instead(decision, "accept", f"{decision.why}; capped: no target slot left")
+        return decision
+
+
+@dataclass(frozen=True, slots=True)
+class ExploringGate:
+    """A seeded fraction of chunks is scored and logged but never acted on, which keeps replay and labels honest."""
+
+    inner: Gate
+    fraction: float
+    seed: int = 0
+
+    def preview(self, features: Features) -> Decision:
+        """An explored chunk is always scored."""
+        decision = self.inner.preview(features)
+        if self._explored(features):
+            return _instead(decision, "verify", "exploration: scored whatever the evidence")
+        return decision
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """What the inner gate said stays in the words; the action becomes accept."""
+        decision = self.inner.decide(features, score)
+        if not self._explored(features):
+            return decision
+        return _instead(decision, "accept", f"exploration, not acted on; would {decision.action}: {decision.why}")
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Pass it on."""
+        self.inner.observe(decision, escalated)
+
+    def _explored(self, features: Features) -> bool:
+        name = Seed(self.seed, features.question, features.sample, features.turn, "gate", features.attempt, "explore")
+        return bool(uniforms(name, 1)[0] < self.fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmScore:
+    """A score of the warm-up and where it is from; `tokens` is what scoring it cost."""
+
+    score: float
+    question: str
+    turn: int
+    tokens: int
+
+
+class WarmingGate:
+    """Calibration from the run's own first scores: they are stored and not acted upon, then `make` builds the gate.
+
+    The warm-up costs what it costs and is counted as everything else: its chunks belong to rollouts that vote, and
+    `spent` says how many tokens the target scored for it. Meanwhile every chunk is kept, or every chunk goes over. What
+    comes back first is short, so a warm-up leans that way; scores of a calibration run do not.
+    """
+
+    def __init__(
+        self, scores: int, make: Callable[[Sequence[WarmScore]], Gate], meanwhile: Meanwhile = "accept"
+    ) -> None:
+        """:raises OptionError: fewer than one score, or an unknown `meanwhile`."""
+        if scores < 1:
+            raise OptionError("warmup", f"{scores} scores calibrate nothing; give at least 1, or no warm-up")
+        if meanwhile not in get_args(Meanwhile):
+            raise OptionError("meanwhile", f"unknown value {meanwhile!r}", get_args(Meanwhile), meanwhile)
+        self._scores = scores
+        self._make = make
+        self._meanwhile: Meanwhile = meanwhile
+        self._seen: list[WarmScore] = []
+        self._gate: Gate | None = None
+
+    @property
+    def spent(self) -> int:
+        """Tokens the target scored for the warm-up so far."""
+        return sum(one.tokens for one in self._seen)
+
+    @property
+    def gate(self) -> Gate | None:
+        """The gate that was built, once the warm-up is over."""
+        return self._gate
+
+    def preview(self, features: Features) -> Decision:
+        """Every chunk of the warm-up is scored."""
+        if self._gate is not None:
+            return self._gate.preview(features)
+        return self._decision(features, "verify", None, "warm-up: scored to be stored")
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """Store the score of a warm-up; afterwards, as the gate says.
+
+        :raises CalibrationInputError: it is not a score.
+        """
+        if self._gate is not None:
+            return self._gate.decide(features, score)
+        if math.isnan(score):
+            raise CalibrationInputError("score", score, "a number")
+        self._seen.append(WarmScore(score, features.question, features.turn, features.tokens))
+        why = f"warm-up, {len(self._seen)} of {self._scores}: stored, not acted on"
+        decision = self._decision(features, self._meanwhile, score, why)
+        if len(self._seen) == self._scores:
+            self._gate = self._make(self._seen)
+        return decision
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Pass on what the gate decided; decisions of the warm-up were none of its own."""
+        if self._gate is not None and not decision.why.startswith("warm-up"):
+            self._gate.observe(decision, escalated)
+
+    def _decision(self, features: Features, action: Action, score: float | None, why: str) -> Decision:
+        rate = float(self._meanwhile == "escalate")
+        return Decision(action, rate, features.question, features.turn, features.sample, None, score, why=why)
+
+
+class Certifying(Protocol):
+    """What a certificate says; `atts.calibration.Certificate` is one."""
+
+    @property
+    def guarantee(self) -> str:
+        """The promise in words."""
+        ...
+
+    @property
+    def voided_by(self) -> str:
+        """What makes it empty."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CertifiedGate:
+    """The gate a labelled calibration run has certified, unchanged: it stores nothing, and every decision says so."""
+
+    inner: Gate
+    certificate: Certifying
+
+    @property
+    def promise(self) -> tuple[str, str]:
+        """The guarantee in words, and what voids it: for the manifest and the report of a run."""
+        return self.certificate.guarantee, self.certificate.voided_by
+
+    def preview(self, features: Features) -> Decision:
+        """As the certified gate."""
+        return self.inner.preview(features)
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """As the certified gate."""
+        decision = self.inner.decide(features, score)
+        return _instead(decision, decision.action, f"{decision.why}; certified policy")
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Nothing is learnt: another gate than the one that was tested would not be certified."""
+
+
+def _instead(decision: Decision, action: Action, why: str) -> Decision:
+    return replace(decision, action=action, why=why)

@@ -1,29 +1,73 @@
 """From text to verdicts, from verdicts to numbers one can defend; knows no engine."""
 
-from atts.evaluators.columns import Columns
-from atts.evaluators.costs import Cost, Latency, ModelShape, cost, latency, total_usage
-from atts.evaluators.datasets import Dataset, LoadOptions, digest, load_dataset, overlap
-from atts.evaluators.equivalence import SecondOpinion, equivalent
-from atts.evaluators.extraction import Extraction, Extractor, extract, extraction
-from atts.evaluators.grading import GradedRecord, Tally, grade, reference
-from atts.evaluators.grouping import group
-from atts.evaluators.intervals import Estimate, bayesian_estimate, benchmark_estimate, mean_estimate, nested_bootstrap
-from atts.evaluators.majority import Votes, maj_at_k, votes, weighted_maj_at_k, winners
-from atts.evaluators.metrics import Counts, avg_at_n, count, g_pass_at_k, mean_g_pass_at_k, pass_at_k, pass_hat_k, rate
-from atts.evaluators.paired import (
-    Comparison,
-    McNemar,
-    align,
-    compare_runs,
-    mcnemar,
-    problems_needed,
-    single_answer_deviation,
-)
-from atts.evaluators.scorecard import Coverage, Samples, Scorecard, coverage, score
-from atts.evaluators.selection import Selection, select
-from atts.evaluators.slow import SlowLimits, SlowPath, aequivalent
-from atts.evaluators.sources import BENCHMARKS, Benchmark
-from atts.evaluators.verdict import Limits, Status, Verdict
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atts.evaluators.answers.extraction import Extraction as Extraction
+    from atts.evaluators.answers.extraction import Extractor as Extractor
+    from atts.evaluators.answers.extraction import extract as extract
+    from atts.evaluators.answers.extraction import extraction as extraction
+    from atts.evaluators.datasets.columns import Columns as Columns
+    from atts.evaluators.datasets.loading import Dataset as Dataset
+    from atts.evaluators.datasets.loading import LoadOptions as LoadOptions
+    from atts.evaluators.datasets.loading import digest as digest
+    from atts.evaluators.datasets.loading import load_dataset as load_dataset
+    from atts.evaluators.datasets.loading import overlap as overlap
+    from atts.evaluators.datasets.selection import Selection as Selection
+    from atts.evaluators.datasets.selection import select as select
+    from atts.evaluators.datasets.sources import BENCHMARKS as BENCHMARKS
+    from atts.evaluators.datasets.sources import Benchmark as Benchmark
+    from atts.evaluators.equivalence.fast import SecondOpinion as SecondOpinion
+    from atts.evaluators.equivalence.fast import equivalent as equivalent
+    from atts.evaluators.equivalence.grouping import group as group
+    from atts.evaluators.grading import GradedRecord as GradedRecord
+    from atts.evaluators.grading import Tally as Tally
+    from atts.evaluators.grading import grade as grade
+    from atts.evaluators.grading import reference as reference
+    from atts.evaluators.metrics.costs import Cost as Cost
+    from atts.evaluators.metrics.costs import Latency as Latency
+    from atts.evaluators.metrics.costs import ModelShape as ModelShape
+    from atts.evaluators.metrics.costs import cost as cost
+    from atts.evaluators.metrics.costs import latency as latency
+    from atts.evaluators.metrics.costs import total_usage as total_usage
+    from atts.evaluators.metrics.intervals import Estimate as Estimate
+    from atts.evaluators.metrics.intervals import bayesian_estimate as bayesian_estimate
+    from atts.evaluators.metrics.intervals import benchmark_estimate as benchmark_estimate
+    from atts.evaluators.metrics.intervals import mean_estimate as mean_estimate
+    from atts.evaluators.metrics.intervals import nested_bootstrap as nested_bootstrap
+    from atts.evaluators.metrics.majority import Votes as Votes
+    from atts.evaluators.metrics.majority import maj_at_k as maj_at_k
+    from atts.evaluators.metrics.majority import votes as votes
+    from atts.evaluators.metrics.majority import weighted_maj_at_k as weighted_maj_at_k
+    from atts.evaluators.metrics.majority import winners as winners
+    from atts.evaluators.metrics.paired import Comparison as Comparison
+    from atts.evaluators.metrics.paired import McNemar as McNemar
+    from atts.evaluators.metrics.paired import align as align
+    from atts.evaluators.metrics.paired import compare_runs as compare_runs
+    from atts.evaluators.metrics.paired import mcnemar as mcnemar
+    from atts.evaluators.metrics.paired import problems_needed as problems_needed
+    from atts.evaluators.metrics.paired import single_answer_deviation as single_answer_deviation
+    from atts.evaluators.metrics.rates import Counts as Counts
+    from atts.evaluators.metrics.rates import avg_at_n as avg_at_n
+    from atts.evaluators.metrics.rates import count as count
+    from atts.evaluators.metrics.rates import g_pass_at_k as g_pass_at_k
+    from atts.evaluators.metrics.rates import mean_g_pass_at_k as mean_g_pass_at_k
+    from atts.evaluators.metrics.rates import pass_at_k as pass_at_k
+    from atts.evaluators.metrics.rates import pass_hat_k as pass_hat_k
+    from atts.evaluators.metrics.rates import rate as rate
+    from atts.evaluators.metrics.scorecard import Coverage as Coverage
+    from atts.evaluators.metrics.scorecard import Samples as Samples
+    from atts.evaluators.metrics.scorecard import SampleStatus as SampleStatus
+    from atts.evaluators.metrics.scorecard import Scorecard as Scorecard
+    from atts.evaluators.metrics.scorecard import coverage as coverage
+    from atts.evaluators.metrics.scorecard import score as score
+    from atts.evaluators.slow.pool import SlowPath as SlowPath
+    from atts.evaluators.slow.pool import aequivalent as aequivalent
+    from atts.evaluators.slow.process import SlowLimits as SlowLimits
+    from atts.evaluators.verdict import Limits as Limits
+    from atts.evaluators.verdict import Status as Status
+    from atts.evaluators.verdict import Verdict as Verdict
 
 __all__ = [
     "BENCHMARKS",
@@ -43,6 +87,7 @@ __all__ = [
     "LoadOptions",
     "McNemar",
     "ModelShape",
+    "SampleStatus",
     "Samples",
     "Scorecard",
     "SecondOpinion",
@@ -90,3 +135,37 @@ __all__ = [
     "weighted_maj_at_k",
     "winners",
 ]
+
+_NAMES = {
+    "answers.extraction": "Extraction Extractor extract extraction",
+    "datasets.columns": "Columns",
+    "datasets.loading": "Dataset LoadOptions digest load_dataset overlap",
+    "datasets.selection": "Selection select",
+    "datasets.sources": "BENCHMARKS Benchmark",
+    "equivalence.fast": "SecondOpinion equivalent",
+    "equivalence.grouping": "group",
+    "grading": "GradedRecord Tally grade reference",
+    "metrics.costs": "Cost Latency ModelShape cost latency total_usage",
+    "metrics.intervals": "Estimate bayesian_estimate benchmark_estimate mean_estimate nested_bootstrap",
+    "metrics.majority": "Votes maj_at_k votes weighted_maj_at_k winners",
+    "metrics.paired": "Comparison McNemar align compare_runs mcnemar problems_needed single_answer_deviation",
+    "metrics.rates": "Counts avg_at_n count g_pass_at_k mean_g_pass_at_k pass_at_k pass_hat_k rate",
+    "metrics.scorecard": "Coverage SampleStatus Samples Scorecard coverage score",
+    "slow.pool": "SlowPath aequivalent",
+    "slow.process": "SlowLimits",
+    "verdict": "Limits Status Verdict",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+if not TYPE_CHECKING:  # a checker sees the imports above, so that it refuses a misspelt name
+
+    def __getattr__(name):
+        """Import a public name's module when the name is first used: graders need none of what metrics load."""
+        if name not in _HOME:
+            raise AttributeError(f"module 'atts.evaluators' has no attribute {name!r}")
+        return getattr(import_module(f"atts.evaluators.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

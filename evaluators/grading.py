@@ -10,8 +10,8 @@ from typing import Any
 
 from atts.core import AnswerKind
 from atts.errors import DatasetError
-from atts.evaluators.equivalence import SecondOpinion, equivalent
-from atts.evaluators.extraction import Extraction, Fallback, extraction
+from atts.evaluators.answers.extraction import Extraction, Fallback, extraction
+from atts.evaluators.equivalence.fast import SecondOpinion, equivalent
 from atts.evaluators.verdict import Limits, Verdict
 
 _KINDS: dict[str, AnswerKind] = {"math": "math", "choice": "choice", "text": "text", "answer": "math"}

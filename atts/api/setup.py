@@ -110,7 +110,7 @@ def load_problems(dataset: str | Path | Sequence[Problem], limit: int | None = N
     if limit is not None and limit < 1:
         raise OptionError("limit", f"{limit} leaves no problem")
     if isinstance(dataset, str | Path):
-        from atts.evaluators.datasets import load_dataset
+        from atts.evaluators import load_dataset
 
         found = load_dataset(dataset).problems
     else:

@@ -15,8 +15,7 @@ from atts.errors import OptionError
 
 if TYPE_CHECKING:
     from atts.core import Problem
-    from atts.evaluators.datasets import Dataset
-    from atts.evaluators.sources import Benchmark
+    from atts.evaluators import Benchmark, Dataset
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -40,7 +39,7 @@ def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
 
     Example: atts datasets list --json
     """
-    from atts.evaluators.sources import BENCHMARKS
+    from atts.evaluators import BENCHMARKS
 
     for benchmark in BENCHMARKS.values():
         facts = _facts(benchmark, cache)
@@ -77,8 +76,7 @@ def show(
 
     Example: atts datasets show math500 --file math500.jsonl --level 5 --json
     """
-    from atts.evaluators.datasets import LoadOptions, load_dataset
-    from atts.evaluators.selection import Selection
+    from atts.evaluators import LoadOptions, Selection, load_dataset
 
     found = load_dataset(
         name,
@@ -102,7 +100,7 @@ def show(
 
 
 def _facts(benchmark: Benchmark, cache: Path | None) -> dict[str, object]:
-    from atts.evaluators.hub import cached
+    from atts.evaluators.datasets.hub import cached
 
     copies = [hub.repo for hub in benchmark.hubs]
     held = [hub.repo for hub in benchmark.hubs if cached(hub.repo, "main", hub.files, cache)]

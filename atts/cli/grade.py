@@ -34,9 +34,8 @@ def grade(
     Example: atts grade answers.jsonl --json
     Example: echo '{"gold": "1/2", "answer": "0.5"}' | atts grade -
     """
-    from atts.evaluators.grading import Tally
-    from atts.evaluators.grading import grade as graded
-    from atts.evaluators.slow import SlowLimits, SlowPath
+    from atts.evaluators import SlowLimits, SlowPath, Tally
+    from atts.evaluators import grade as graded
 
     tally = Tally()
     with ExitStack() as stack:

@@ -8,8 +8,17 @@ from functools import reduce
 from operator import add
 
 from atts.core import AnswerKind, Usage
-from atts.evaluators import Comparison, Estimate, Samples, Scorecard, compare_runs, group, mean_estimate, score
-from atts.evaluators.scorecard import SampleStatus
+from atts.evaluators import (
+    Comparison,
+    Estimate,
+    Samples,
+    SampleStatus,
+    Scorecard,
+    compare_runs,
+    group,
+    mean_estimate,
+    score,
+)
 from atts.reports.gather import Evidence, Sample, Solved
 from atts.reports.numbers import Baseline, Rate, Spend
 from atts.reports.promises import setting

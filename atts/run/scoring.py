@@ -10,7 +10,7 @@ from atts.pipelines.votes import Grouper
 from atts.run.result import ProblemLine, SampleLine
 
 if TYPE_CHECKING:
-    from atts.evaluators.scorecard import Samples, SampleStatus, Scorecard
+    from atts.evaluators import Samples, SampleStatus, Scorecard
 
 
 def scorecard(lines: Sequence[ProblemLine], group: Grouper) -> Scorecard:
@@ -18,7 +18,7 @@ def scorecard(lines: Sequence[ProblemLine], group: Grouper) -> Scorecard:
 
     :raises UsageError: no problem was graded.
     """
-    from atts.evaluators.scorecard import score
+    from atts.evaluators import score
 
     graded = samples(lines, group)
     if not graded:
@@ -32,7 +32,7 @@ def samples(lines: Sequence[ProblemLine], group: Grouper) -> list[Samples]:
     Samples that a settled vote spared are left out: nobody knows what they would have answered. What is left is of
     those that came first, so rates of single samples lean towards the quick; `early_stop="none"` measures without.
     """
-    from atts.evaluators.scorecard import Samples
+    from atts.evaluators import Samples
 
     kept = [(line.problem, [sample for sample in line.samples if not was_spared(sample)]) for line in lines]
     return [

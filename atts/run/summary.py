@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 from atts.core import Usage
-from atts.evaluators.intervals import Estimate, mean_estimate
+from atts.evaluators import Estimate, mean_estimate
 from atts.run.result import ProblemLine, RunResult
 from atts.run.scoring import was_spared
 

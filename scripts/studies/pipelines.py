@@ -12,9 +12,8 @@ import numpy as np
 from atts.api import Setup, build_engine
 from atts.core import Outcome, Problem, Usage
 from atts.engine import Engine
+from atts.evaluators import Estimate, compare_runs, mean_estimate
 from atts.evaluators.arithmetic import problems as arithmetic
-from atts.evaluators.intervals import Estimate, mean_estimate
-from atts.evaluators.paired import compare_runs
 from atts.pipelines import PRESETS, Policy
 from atts.run import Session, evaluate
 from scripts.studies.harness import Options, Table, say

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atts.evaluators import Limits, equivalent, extract, group
-from atts.evaluators.reading import read
+from atts.evaluators.syntax.reading import read
 
 psutil = pytest.importorskip("psutil", reason="memory is measured with psutil")
 

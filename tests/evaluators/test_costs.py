@@ -9,7 +9,7 @@ import pytest
 
 from atts.core import Usage
 from atts.errors import OptionError
-from atts.evaluators.costs import ModelShape, cost, latency, total_usage
+from atts.evaluators.metrics.costs import ModelShape, cost, latency, total_usage
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from atts.core import Problem
 from atts.errors import DatasetError, OptionError
-from atts.evaluators.columns import Columns, letter_order
-from atts.evaluators.datasets import LoadOptions, digest, load_dataset, overlap
-from atts.evaluators.rows import read_table
-from atts.evaluators.selection import Selection, select, split_slice
+from atts.evaluators.datasets.columns import Columns, letter_order
+from atts.evaluators.datasets.loading import LoadOptions, digest, load_dataset, overlap
+from atts.evaluators.datasets.rows import read_table
+from atts.evaluators.datasets.selection import Selection, select, split_slice
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "problem": "1 + 1?", "answer": "2", "level": 1, "subject": "Addition"},

@@ -12,10 +12,10 @@ import pytest
 
 from atts.core import Problem
 from atts.errors import DatasetError
-from atts.evaluators.columns import Columns
-from atts.evaluators.datasets import Dataset, LoadOptions, load_dataset, overlap
-from atts.evaluators.selection import Selection
-from atts.evaluators.sources import BENCHMARKS
+from atts.evaluators.datasets.columns import Columns
+from atts.evaluators.datasets.loading import Dataset, LoadOptions, load_dataset, overlap
+from atts.evaluators.datasets.selection import Selection
+from atts.evaluators.datasets.sources import BENCHMARKS
 
 FILES = {
     "math500": "math500",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from atts.errors import OptionError
-from atts.evaluators.intervals import (
+from atts.evaluators.metrics.intervals import (
     Estimate,
     bayesian_estimate,
     benchmark_estimate,
@@ -22,7 +22,7 @@ from atts.evaluators.intervals import (
     nested_bootstrap,
     wilson_interval,
 )
-from atts.evaluators.metrics import pass_at_k, rate
+from atts.evaluators.metrics.rates import pass_at_k, rate
 
 Counted = NDArray[np.int64]
 

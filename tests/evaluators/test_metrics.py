@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from atts.errors import OptionError
-from atts.evaluators.majority import Votes, maj_at_k, tally_votes, votes, weighted_maj_at_k, winners
-from atts.evaluators.metrics import (
+from atts.evaluators.metrics.majority import Votes, maj_at_k, tally_votes, votes, weighted_maj_at_k, winners
+from atts.evaluators.metrics.rates import (
     avg_at_n,
     count,
     g_pass_at_k,

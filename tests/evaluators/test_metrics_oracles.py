@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from atts.evaluators.intervals import effective_n, mean_estimate, variance_of_mean
-from atts.evaluators.metrics import count, pass_at_k, pass_hat_k
+from atts.evaluators.metrics.intervals import effective_n, mean_estimate, variance_of_mean
+from atts.evaluators.metrics.rates import count, pass_at_k, pass_hat_k
 
 RNG_SEED = 12
 

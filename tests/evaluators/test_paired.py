@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from atts.errors import DatasetError, OptionError
-from atts.evaluators.paired import (
+from atts.evaluators.metrics.paired import (
     align,
     compare_runs,
     mcnemar,

@@ -12,8 +12,8 @@ import pytest
 
 from atts.errors import OptionError
 from atts.evaluators import SlowLimits, SlowPath, aequivalent, equivalent
-from atts.evaluators.reading import Reading
-from atts.evaluators.tree import ONE, TWO, Node, number
+from atts.evaluators.syntax.reading import Reading
+from atts.evaluators.syntax.tree import ONE, TWO, Node, number
 
 GAUSS = (r"\frac{\sqrt{\pi}}{2}", r"\int_0^{\infty} e^{-x^2} dx")
 HANGS = ("1", r"\int_0^{\infty} \frac{\sin(x^x)}{x^x} dx")

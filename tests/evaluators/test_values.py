@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from atts.evaluators.exact import NotRational, exact
-from atts.evaluators.numeric import Evaluator
-from atts.evaluators.reading import read
-from atts.evaluators.tree import Node
+from atts.evaluators.equivalence.exact import NotRational, exact
+from atts.evaluators.equivalence.numeric import Evaluator
+from atts.evaluators.syntax.reading import read
+from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import Limits, TooLarge, Undefined
 
 LIMITS = Limits()

@@ -1,0 +1,1 @@
+"""Brings problems in from benchmarks, the hub or files, saying exactly which ones they are."""

@@ -1,0 +1,293 @@
+"""Turns rows of any naming into problems, or says which column is missing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from hashlib import blake2b
+from typing import Literal, cast
+
+from atts.core import AnswerKind, Problem
+from atts.errors import DatasetError, OptionError
+from atts.evaluators.datasets.rows import Table
+
+AnswerForm = Literal["plain", "integer", "final"]
+"""How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####" of a solution."""
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "text": ("problem", "question", "text", "prompt", "input", "query"),
+    "answer": (
+        "answer",
+        "final_answer",
+        "expected_answer",
+        "gold",
+        "target",
+        "ground_truth",
+        "correct_answer",
+        "label",
+    ),
+    "id": ("id", "unique_id", "problem_id", "question_id", "record_id", "uid", "problem_idx"),
+    "level": ("level", "difficulty"),
+    "subject": ("subject", "type", "category", "subfield", "domain", "problem_type"),
+    "choices": ("choices", "options"),
+    "context": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which column holds what; an empty name is guessed from the usual ones, whatever their case.
+
+    `distractors` names the columns of wrong choices where `answer` holds the right one; `context` a lead to the text.
+    """
+
+    text: str = ""
+    answer: str = ""
+    id: str = ""
+    level: str = ""
+    subject: str = ""
+    choices: str = ""
+    context: str = ""
+    distractors: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, str]) -> Columns:
+        """From a plain mapping such as {"text": "Question"}; raises OptionError for a field that does not exist."""
+        known = [field.name for field in fields(cls) if field.name != "distractors"]
+        for name in mapping:
+            if name not in known:
+                raise OptionError("columns", f"there is no field {name!r}", known)
+        return cls(**mapping, distractors=())
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How rows become problems, beyond the names of the columns."""
+
+    prefix: str  # what ids start with
+    kind: AnswerKind | None = None  # None: choice where there are choices, else math
+    form: AnswerForm = "plain"
+    answers: Literal["required", "optional"] = "required"
+    choice_order: Literal["file", "shuffled"] = "file"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One table's columns, found; reads one row at a time."""
+
+    table: Table
+    columns: Columns
+    reading: Reading
+
+    def problem(self, index: int) -> Problem:
+        """The problem in that row; raises DatasetError when its text or reference is missing."""
+        row, names = self.table.rows[index], self.columns
+        text = cell(row.get(names.text)).strip()
+        if not text:
+            raise self.error(index, f"has no text in column {names.text!r}")
+        lead = cell(row.get(names.context)).strip() if names.context else ""
+        name = _identity(cell(row.get(names.id)) if names.id else "", index, self.reading.prefix)
+        answer = FORMS[self.reading.form](cell(row.get(names.answer)).strip()) if names.answer else ""
+        if not answer and self.reading.answers == "required":
+            raise self.error(index, f"has no answer in column {names.answer!r}")
+        choices, answer = self.choices(index, name, answer)
+        full = f"{lead}\n\n{text}" if lead else text
+        return Problem(
+            id=name,
+            text=full + "".join(f"{gap}({LETTERS[i]}) {c}" for i, (gap, c) in enumerate(_gaps(choices))),
+            answer=answer or None,
+            kind=self.reading.kind or ("choice" if choices else "math"),
+            level=_level(row.get(names.level)) if names.level else None,
+            subject=cell(row.get(names.subject)).strip() if names.subject else "",
+            choices=choices,
+            source=self.table.places[index],
+        )
+
+    def choices(self, index: int, name: str, answer: str) -> tuple[tuple[str, ...], str]:
+        """The choices in their final order, and the letter of the right one."""
+        row = self.table.rows[index]
+        if self.columns.distractors:
+            found = [answer, *(cell(row.get(column)).strip() for column in self.columns.distractors)]
+            found, right = [choice for choice in found if choice], 0
+        elif self.columns.choices and row.get(self.columns.choices):
+            found = _choice_texts(row[self.columns.choices])
+            right = self.position(index, row.get(self.columns.answer), answer, found)
+        else:
+            return (), answer
+        if not 2 <= len(found) <= len(LETTERS):
+            raise self.error(index, f"has {len(found)} choices")
+        shuffled = self.reading.choice_order == "shuffled"
+        order = letter_order(self.reading.seed, name, len(found)) if shuffled else tuple(range(len(found)))
+        letter = LETTERS[order.index(right)] if answer else ""
+        return tuple(found[at] for at in order), letter
+
+    def position(self, index: int, raw: object, answer: str, choices: Sequence[str]) -> int:
+        """Where the right choice stands: from its position (counted from 0), its letter, or its words."""
+        if isinstance(raw, int) and 0 <= raw < len(choices):
+            return raw
+        letter = answer.strip("(). ").upper()
+        if len(letter) == 1 and letter in LETTERS[: len(choices)]:
+            return LETTERS.index(letter)
+        if choices.count(answer) == 1:
+            return choices.index(answer)
+        if not answer:
+            return 0
+        raise self.error(index, f"has the answer {answer!r}, which is no letter, position or text of its choices")
+
+    def error(self, index: int, problem: str) -> DatasetError:
+        """Names the row; says what the row does hold."""
+        held = ", ".join(name for name, value in self.table.rows[index].items() if cell(value).strip())
+        advice = f"That row fills {held or 'no column'}; map columns with columns={{'text': ..., 'answer': ...}}"
+        return DatasetError(self.table.source, f"{_place(self.table, index)} {problem}", advice)
+
+
+def problems_of(table: Table, columns: Columns, reading: Reading) -> tuple[list[Problem], list[str]]:
+    """Every row as a problem, and notes on what a reader of numbers should know.
+
+    Raises DatasetError: a column that is not there (with those that are), a row without text or reference, an id twice.
+    """
+    found = find_columns(table, columns, reading.answers)
+    reader = Reader(table, found, reading)
+    problems = [reader.problem(index) for index in range(len(table.rows))]
+    _refuse_duplicates(table, problems)
+    return problems, _notes(table, problems, found)
+
+
+def find_columns(table: Table, asked: Columns, answers: Literal["required", "optional"] = "required") -> Columns:
+    """The columns to read: those asked for, checked, and for the rest the usual names that are there."""
+    there = table.columns
+    for name in (*_named(asked).values(), *asked.distractors):
+        if name not in there:
+            raise _missing(table, f"column {name!r} is not there", name)
+    found = {field: _named(asked).get(field) or _guess(field, there) for field in ALIASES}
+    if not found["text"]:
+        raise _missing(table, "no column holds the problem's text", "problem", "text")
+    if not found["answer"] and answers == "required":
+        raise _missing(
+            table, "no column holds the reference answer", "answer", "answer", ', or pass answers="optional"'
+        )
+    return Columns(**found, distractors=asked.distractors)
+
+
+def cell(value: object) -> str:
+    """A cell as text: nothing is "", a whole float loses its ".0", a list is joined by commas."""
+    if value is None or value != value:  # NaN stands for nothing in Parquet made from data frames
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, list | tuple):
+        return ", ".join(cell(part).strip() for part in cast(Sequence[object], value))
+    return str(value)
+
+
+def letter_order(seed: int, name: str, count: int) -> tuple[int, ...]:
+    """The seeded order of a question's choices: equal on every machine, another for every question.
+
+    >>> sorted(letter_order(0, "gpqa/1", 4))
+    [0, 1, 2, 3]
+    """
+
+    def draw(at: int) -> bytes:
+        return blake2b(f"{seed}\x1f{name}\x1f{at}".encode(), digest_size=8).digest()
+
+    return tuple(sorted(range(count), key=draw))
+
+
+def _named(columns: Columns) -> dict[str, str]:
+    return {field: name for field in ALIASES if (name := cast(str, getattr(columns, field)))}
+
+
+def _guess(field: str, there: Sequence[str]) -> str:
+    lower = {name.lower().replace(" ", "_"): name for name in reversed(there)}
+    return next((lower[alias] for alias in ALIASES[field] if alias in lower), "")
+
+
+def _missing(table: Table, problem: str, wanted: str, field: str = "", otherwise: str = "") -> DatasetError:
+    there = table.columns
+    near = get_close_matches(wanted.lower(), [name.lower() for name in there], n=1, cutoff=0.6)
+    close = next((name for name in there if near and name.lower() == near[0]), "")
+    advice = f"Columns found: {', '.join(there)}"
+    if close:
+        advice += f"; did you mean {close!r}?"
+    if field:
+        advice += f" Say which one with columns={{'{field}': ...}}{otherwise}"
+    return DatasetError(table.source, problem, advice)
+
+
+def _place(table: Table, index: int) -> str:
+    """Where the row stands, for a message that names the source already."""
+    return table.places[index].removeprefix(f"{table.source}: ")
+
+
+def _identity(raw: str, index: int, prefix: str) -> str:
+    raw = raw.strip().removeprefix("test/").removesuffix(".json")
+    if not raw:
+        return f"{prefix}/{index}"
+    return raw if raw.startswith(f"{prefix}/") else f"{prefix}/{raw}"
+
+
+def _level(value: object) -> int | None:
+    number = re.fullmatch(r"(?:level\s*)?(\d{1,3})", cell(value).strip(), re.IGNORECASE)
+    return int(number[1]) if number else None
+
+
+def _choice_texts(value: object) -> list[str]:
+    if isinstance(value, Mapping):  # {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
+        held = cast(Mapping[str, object], value)
+        value = held["text"] if isinstance(held.get("text"), list) else [held[key] for key in sorted(held)]
+    if not isinstance(value, list | tuple):
+        return [part for part in re.split(r"\s*\n\s*", cell(value).strip()) if part]
+    return [cell(part).strip() for part in cast(Sequence[object], value)]
+
+
+def _gaps(choices: Sequence[str]) -> list[tuple[str, str]]:
+    return [("\n\n" if at == 0 else "\n", choice) for at, choice in enumerate(choices)]
+
+
+def _plain(answer: str) -> str:
+    """Dollar signs around the whole answer, or around each part of a list, are typesetting."""
+    if re.fullmatch(r"\$[^$]+\$(\s*,\s*\$[^$]+\$)*", answer):
+        return ", ".join(part.strip() for part in re.findall(r"\$([^$]+)\$", answer))
+    return answer
+
+
+def _integer(answer: str) -> str:
+    bare = re.sub(r"\^\{?\\circ\}?|°|(?<=\d),(?=\d{3})|\$", "", answer).strip()
+    whole = re.fullmatch(r"([+-]?\d+)(?:\.0+)?", bare)
+    return str(int(whole[1])) if whole else _plain(answer)
+
+
+def _final(answer: str) -> str:
+    return _integer(answer.rsplit("####", 1)[-1].strip())
+
+
+FORMS: Mapping[AnswerForm, Callable[[str], str]] = {"plain": _plain, "integer": _integer, "final": _final}
+
+
+def _refuse_duplicates(table: Table, problems: Sequence[Problem]) -> None:
+    first: dict[str, int] = {}
+    for index, problem in enumerate(problems):
+        if problem.id in first:
+            places = " and ".join(_place(table, at) for at in (first[problem.id], index))
+            repeats = sum(count > 1 for count in Counter(p.id for p in problems).values())
+            detail = f"{places} have the same id {problem.id!r} ({repeats} ids are not unique)"
+            raise DatasetError(table.source, detail, "Map another column to 'id', or drop the repeated rows")
+        first[problem.id] = index
+
+
+def _notes(table: Table, problems: Sequence[Problem], columns: Columns) -> list[str]:
+    notes = list[str]()
+    texts = Counter(" ".join(problem.text.split()).casefold() for problem in problems)
+    if repeated := sum(count - 1 for count in texts.values()):
+        notes.append(f"{repeated} problems repeat another's text")
+    if unanswered := sum(problem.answer is None for problem in problems):
+        notes.append(f"{unanswered} of {len(problems)} problems have no reference answer and cannot be graded")
+    stated = [row.get(columns.level) for row in table.rows] if columns.level else []
+    if unread := sum(bool(cell(value).strip()) and _level(value) is None for value in stated):
+        notes.append(f"column {columns.level!r} is no level number in {unread} rows")
+    return notes

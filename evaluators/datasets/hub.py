@@ -1,0 +1,128 @@
+"""Finds a dataset's files in the Hugging Face cache, fetching them once where the network may be used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+from atts.errors import DatasetError
+from atts.evaluators.datasets.rows import kind_of
+
+Network = Literal["auto", "never"]
+"""auto: fetch what the cache lacks, unless HF_HUB_OFFLINE says otherwise; never: the cache alone."""
+DATA = ("*.jsonl", "*.json", "*.csv", "*.tsv", "*.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One commit of a hub dataset on this machine."""
+
+    repo: str
+    commit: str
+    folder: Path
+
+    def files(self, patterns: Sequence[str]) -> list[Path]:
+        """The files that match, in the order of the patterns, then by name; incomplete sets of shards match nothing."""
+        names = sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
+        found = dict.fromkeys(name for pattern in patterns for name in names if fnmatch(name, pattern))
+        return [self.folder / name for name in found] if _complete(list(found), patterns) else []
+
+
+def snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None, network: Network) -> Snapshot:
+    """The commit that `revision` names, with the files that match `patterns`: from the cache, else fetched.
+
+    A cached branch is not moved: the commit found is the one recorded. Raises DatasetError saying how to get the files.
+    """
+    if here := cached(repo, revision, patterns, cache):
+        return here
+    if network == "never":
+        raise _absent(repo, revision, "it is not in the local cache, and the network is not to be used")
+    return _fetch(repo, revision, patterns, cache)
+
+
+def cached(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> Snapshot | None:
+    """The snapshot if it is on this machine with all files asked for; never uses the network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            repo,
+            repo_type="dataset",
+            revision=revision,
+            cache_dir=cache,
+            local_files_only=True,
+            allow_patterns=list(patterns),
+        )
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise DatasetError(repo, f"that is no name of a hub dataset ({error})", "Names are owner/name") from None
+    here = Snapshot(repo, Path(folder).name, Path(folder))
+    return here if here.files(patterns) else None
+
+
+def _fetch(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> Snapshot:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
+
+    try:
+        folder = snapshot_download(
+            repo, repo_type="dataset", revision=revision, cache_dir=cache, allow_patterns=list(patterns)
+        )
+    except GatedRepoError:
+        problem = f"it is gated; accept its terms at https://huggingface.co/datasets/{repo} and run: hf auth login"
+        raise _absent(repo, revision, problem) from None
+    except RevisionNotFoundError:
+        raise DatasetError(
+            repo, f"the hub has no revision {revision!r} of it", "Name a branch, tag or commit"
+        ) from None
+    except (OSError, EntryNotFoundError, HfHubHTTPError, ValueError) as error:
+        raise _absent(repo, revision, f"it could not be fetched ({_first_line(error)})") from error
+    here = Snapshot(repo, Path(folder).name, Path(folder))
+    if not here.files(patterns):
+        raise DatasetError(repo, f"revision {here.commit} has no files {', '.join(patterns)}", "Its layout has changed")
+    return here
+
+
+def split_files(here: Snapshot, split: str, config: str) -> list[Path]:
+    """The data files of one split of an unknown dataset, told by their names.
+
+    Raises DatasetError naming what there is when the split or the configuration is not clear.
+    """
+    names = [
+        path.relative_to(here.folder).as_posix()
+        for path in here.files(DATA)
+        if kind_of(path) and path.name not in ("dataset_infos.json", "dataset_dict.json")
+    ]
+    ours = [name for name in names if not config or re.search(rf"(^|[-_/.]){re.escape(config)}([-_/.]|$)", name)]
+    chosen = [name for name in ours if re.search(rf"(^|[-_/.]){re.escape(split)}([-_/.]|$)", name)]
+    chosen = chosen or (ours if len(ours) == 1 else [])
+    folders = {str(Path(name).parent) for name in chosen}
+    if not chosen or len(folders) > 1:
+        problem = f"{'no' if not chosen else 'more than one'} set of files is split {split!r}"
+        raise DatasetError(here.repo, problem, f"Name split and config; its data files are {', '.join(names[:12])}")
+    return [here.folder / name for name in sorted(chosen)]
+
+
+def _complete(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Every pattern without a wildcard has its file, and every set of shards all its members."""
+    exact = [pattern for pattern in patterns if not re.search(r"[*?\[]", pattern)]
+    shards = [match for name in names if (match := re.search(r"^(.*)-(\d{5})-of-(\d{5})", name))]
+    stems = {(match[1], int(match[3])) for match in shards}
+    whole = all(sum(match[1] == stem for match in shards) >= count for stem, count in stems)
+    return bool(names) and whole and set(exact) <= set(names)
+
+
+def _absent(repo: str, revision: str, problem: str) -> DatasetError:
+    at = "" if revision == "main" else f" --revision {revision}"
+    advice = f"On a machine with network run: hf download --repo-type dataset {repo}{at}; or load it from a file"
+    return DatasetError(f"{repo}@{revision}", problem, advice)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

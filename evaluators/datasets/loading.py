@@ -1,0 +1,241 @@
+"""Loads problems from a known benchmark, the hub or a file, saying exactly which ones they are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+from atts.core import AnswerKind, Problem
+from atts.errors import DatasetError, OptionError
+from atts.evaluators.datasets import hub
+from atts.evaluators.datasets.columns import Columns, Reading, cell, problems_of
+from atts.evaluators.datasets.rows import Table, kind_of, read_table
+from atts.evaluators.datasets.selection import Selection, select, split_slice
+from atts.evaluators.datasets.sources import BENCHMARKS, Benchmark, HubSource, find_benchmark, find_hub_source, unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Problems, and where they came from: enough to load the very same ones again, and to see that they are.
+
+    `revision` is the hub commit, the sha256 of the file, or the generator's arguments; `digest` is of the problems.
+    """
+
+    name: str
+    source: str
+    revision: str
+    digest: str
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def __iter__(self) -> Iterator[Problem]:
+        return iter(self.problems)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self)} problems from {self.source}@{self.revision[:12]}, digest {self.digest[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What may be said about a source beyond its name; the defaults read every known benchmark.
+
+    `file` reads a known benchmark from that file instead of the hub; `seed` shuffles the choices of multiple choice.
+    """
+
+    columns: Columns | Mapping[str, str] = Columns()
+    file: Path | None = None
+    revision: str = "main"
+    split: str = "test"
+    config: str = ""
+    kind: AnswerKind | None = None
+    answers: Literal["required", "optional"] = "required"
+    seed: int = 0
+    network: hub.Network = "auto"
+    cache: Path | None = None  # None: where huggingface_hub keeps it
+
+    def __post_init__(self) -> None:
+        for option, value, known in (
+            ("answers", self.answers, ("required", "optional")),
+            ("network", self.network, get_args(hub.Network)),
+            ("kind", self.kind, (None, *get_args(AnswerKind))),
+        ):
+            if value not in known:
+                raise OptionError(option, f"{value!r} is not an option", [name for name in known if name])
+
+
+def load_dataset(name: str | Path, selection: Selection | None = None, options: LoadOptions | None = None) -> Dataset:
+    """A benchmark by name ("math500", "aime24[:15]"), a file ("mine.csv"), or a hub dataset ("hub:owner/name").
+
+    A slice in the name is applied after `selection`. Raises DatasetError for what cannot be read as asked, and
+    OptionError for a name that is nothing known.
+    """
+    options = options or LoadOptions()
+    bare, cut = split_slice(str(name))
+    whole = _load(bare, options, selection or Selection())
+    problems = whole.problems
+    notes = list(whole.notes)
+    for part in (selection if bare != "arithmetic" else None, cut):
+        if part and part.words():
+            problems = tuple(select(problems, part, str(name)))
+            notes.append(f"selected: {part.words()} ({len(problems)} of {len(whole)})")
+    return replace(whole, name=str(name), problems=problems, digest=digest(problems), notes=tuple(notes))
+
+
+def digest(problems: Sequence[Problem]) -> str:
+    """sha256 of what the problems say and in which order, whatever file they came from."""
+    state = sha256()
+    for it in problems:
+        fields = [it.id, it.text, it.answer, it.kind, it.level, it.subject, list(it.choices)]
+        state.update(json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode() + b"\n")
+    return state.hexdigest()
+
+
+def overlap(one: Sequence[Problem], other: Sequence[Problem]) -> tuple[str, ...]:
+    """The ids in `one` of problems that `other` also has, by id or by text: calibration must not see the test."""
+    ids = {problem.id for problem in other}
+    texts = {_bare_text(problem) for problem in other}
+    return tuple(problem.id for problem in one if problem.id in ids or _bare_text(problem) in texts)
+
+
+def _bare_text(problem: Problem) -> str:
+    return re.sub(r"[\s$]+", "", problem.text).casefold()
+
+
+def _load(name: str, options: LoadOptions, selection: Selection) -> Dataset:
+    benchmark = find_benchmark(name)
+    if benchmark and benchmark.name == "arithmetic":
+        return _arithmetic(options, selection)
+    if benchmark and options.file:
+        return _file(options.file, options, benchmark)
+    if benchmark:
+        return _benchmark(benchmark, options)
+    repo = re.fullmatch(r"(?:hub:)?([\w.-]+/[\w.-]+?)(?:@([\w.\-/]+))?", name)
+    path = Path(name)
+    if kind_of(path) and not name.startswith("hub:"):
+        return _file(path, options, None)
+    if repo and (name.startswith("hub:") or not path.exists()):
+        return _hub(repo[1], replace(options, revision=repo[2] or options.revision))
+    if path.exists():
+        return _file(path, options, None)  # says which kinds of file are read
+    raise unknown(name)
+
+
+def _benchmark(benchmark: Benchmark, options: LoadOptions) -> Dataset:
+    """From the first copy on this machine, else from the first copy there is."""
+    for copy in benchmark.hubs:
+        if hub.cached(copy.repo, options.revision, copy.files, options.cache):
+            return _copy(benchmark, copy, options)
+    return _copy(benchmark, benchmark.hubs[0], options)
+
+
+def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Dataset:
+    here = hub.snapshot(copy.repo, options.revision, copy.files, options.cache, options.network)
+    table = read_table(here.files(copy.files), copy.repo)
+    if copy.keep:
+        table = _keep(table, *copy.keep)
+    asked = _columns(options)
+    columns, gone = (asked, []) if asked != Columns() else _still_there(copy.columns, table)
+    found = _dataset(benchmark, table, columns, options, f"hub:{copy.repo}", here.commit)
+    return replace(found, notes=(*found.notes, *(f"column {name!r} of this copy is gone" for name in gone)))
+
+
+def _still_there(columns: Columns, table: Table) -> tuple[Columns, list[str]]:
+    """Without the side columns that the copy has lost since: problems can do without them, not without a text."""
+    sides = {field: getattr(columns, field) for field in ("id", "level", "subject", "context")}
+    gone = [name for name in sides.values() if name and name not in table.columns]
+    kept = {field: "" if name in gone else name for field, name in sides.items()}
+    return replace(columns, **kept, distractors=columns.distractors), gone
+
+
+def _hub(repo: str, options: LoadOptions) -> Dataset:
+    if known := find_hub_source(repo):
+        return _copy(*known, options)
+    here = hub.snapshot(repo, options.revision, hub.DATA, options.cache, options.network)
+    table = read_table(hub.split_files(here, options.split, options.config), repo)
+    return _dataset(None, table, _columns(options), options, f"hub:{repo}", here.commit)
+
+
+def _file(path: Path, options: LoadOptions, benchmark: Benchmark | None) -> Dataset:
+    table = read_table([path], str(path))
+    columns = _columns(options) if options.columns != Columns() else _file_columns(benchmark, table)
+    return _dataset(benchmark, table, columns, options, str(path), f"sha256:{table.digest}")
+
+
+def _file_columns(benchmark: Benchmark | None, table: Table) -> Columns:
+    """A file may be a hub copy saved under another name: then its columns are known, quirks and all."""
+    if benchmark is None:
+        return Columns()
+    for columns in (benchmark.columns, *(copy.columns for copy in benchmark.hubs)):
+        names = {columns.text, columns.answer, columns.id, columns.context, *columns.distractors} - {""}
+        if names and names <= set(table.columns):
+            return columns
+    return Columns()
+
+
+def _dataset(
+    benchmark: Benchmark | None, table: Table, columns: Columns, options: LoadOptions, source: str, revision: str
+) -> Dataset:
+    name = benchmark.name if benchmark else Path(source.removeprefix("hub:")).stem
+    reading = Reading(
+        prefix=(benchmark.prefix or benchmark.name) if benchmark else name,
+        kind=options.kind or (benchmark.kind if benchmark else None),
+        form=benchmark.form if benchmark else "plain",
+        answers=options.answers,
+        choice_order="shuffled" if columns.distractors else "file",
+        seed=options.seed,
+    )
+    problems, notes = problems_of(table, columns, reading)
+    if columns.distractors:
+        notes.append(f"choices shuffled per question with seed {options.seed}")
+    if benchmark:
+        problems, more = _as_known(benchmark, problems, table.source)
+        notes += more
+    return Dataset(name, source, revision, digest(problems), tuple(problems), tuple(notes))
+
+
+def _as_known(benchmark: Benchmark, problems: list[Problem], source: str) -> tuple[list[Problem], list[str]]:
+    """The subset this name stands for, and a note where the source is not the size it should be."""
+    if benchmark.sample is None:
+        odd = len(problems) != benchmark.size
+        return problems, [
+            f"{benchmark.title} has {benchmark.size} problems, this source {len(problems)}"
+        ] if odd else []
+    count, seed = benchmark.sample
+    whole = BENCHMARKS[benchmark.prefix].size
+    if len(problems) != whole:
+        problem = f"{benchmark.name} is drawn from {whole} problems in order, this source has {len(problems)}"
+        raise DatasetError(source, problem, f"Give the whole of {benchmark.prefix}")
+    return select(problems, Selection(sample=count, seed=seed), source), [benchmark.note]
+
+
+def _keep(table: Table, column: str, part: str) -> Table:
+    kept = [index for index, row in enumerate(table.rows) if part in cell(row.get(column))]
+    if not kept:
+        raise DatasetError(table.source, f"no row has {part!r} in column {column!r}", "Its layout has changed")
+    return replace(table, rows=tuple(table.rows[i] for i in kept), places=tuple(table.places[i] for i in kept))
+
+
+def _columns(options: LoadOptions) -> Columns:
+    return options.columns if isinstance(options.columns, Columns) else Columns.of(options.columns)
+
+
+def _arithmetic(options: LoadOptions, selection: Selection) -> Dataset:
+    """Generated, so that `selection` says how many, which seed and which levels instead of picking from a file."""
+    from atts.evaluators import arithmetic
+
+    split = cast(arithmetic.Split, options.split)  # the generator refuses any other
+    count = selection.sample or BENCHMARKS["arithmetic"].size
+    levels = selection.levels or (1, 2, 3, 4, 5)
+    made = arithmetic.problems(split, count, seed=selection.seed, levels=levels)
+    rest = replace(selection, sample=None, levels=())
+    problems = tuple(select(made, rest, "arithmetic") if rest.words() else made)
+    revision = f"{split}, {count} problems, seed {selection.seed}, levels {','.join(map(str, levels))}"
+    return Dataset("arithmetic", "generated", revision, digest(problems), problems)

@@ -1,0 +1,164 @@
+"""Numbers with a running error bound, and arithmetic on them in a private context of each thread."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from atts.evaluators.verdict import Enormous, Undecided, Undefined
+
+Number = Any  # an mpf or mpc of the thread's context; mpmath has no types
+NOTHING = -(10**9)  # the magnitude of zero
+MAX_MAGNITUDE = 1 << 24  # bits of exponent past which a value is not computed
+_WARM_BITS = 2_500
+
+_local = threading.local()
+_warming = threading.Lock()
+
+
+def context(bits: int) -> Any:
+    """This thread's own arithmetic at `bits` of precision, its constants computed beforehand.
+
+    mpmath keeps computed constants in a cache shared by all threads and fills it without a lock; filling it once,
+    past any precision used here, is what makes evaluation safe in every thread.
+    """
+    arithmetic = getattr(_local, "context", None)
+    if arithmetic is None:
+        with _warming:
+            arithmetic = mpmath.MPContext()
+            arithmetic.prec = _WARM_BITS
+            _local.constants = [+each for each in (arithmetic.pi, arithmetic.e, arithmetic.ln2, arithmetic.ln10)]
+            _local.context = arithmetic
+    arithmetic.prec = bits
+    return arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class Approx:
+    """A value whose absolute error is below 2**error."""
+
+    value: Number
+    error: int
+
+    @property
+    def magnitude(self) -> int:
+        """The exponent m with |value| < 2**m, at most two too large."""
+        return magnitude(self.value)
+
+    @property
+    def may_vanish(self) -> bool:
+        """Whether the value is zero, or cannot be told from zero."""
+        return self.magnitude == NOTHING or self.magnitude <= self.error + 4
+
+
+def magnitude(value: Number) -> int:
+    """The exponent m with |value| < 2**m, at most two too large; NOTHING for zero."""
+    parts = getattr(value, "_mpc_", None)
+    if parts is None:
+        _, mantissa, exponent, bits = value._mpf_
+        return int(exponent + bits) if mantissa else NOTHING
+    return max((exponent + bits if mantissa else NOTHING) for _, mantissa, exponent, bits in parts) + 1
+
+
+class Arithmetic:
+    """Arithmetic at one precision; every result carries the error it has gathered."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self.mp = context(bits)
+
+    def rounded(self, value: Number, error: int) -> Approx:
+        """A computed value whose inputs' errors amount to `error`; rounding at this precision is added."""
+        return Approx(value, max(error, magnitude(value) - self.bits) + 1)
+
+    def rational(self, value: Fraction) -> Approx:
+        """An exact rational as an approximation."""
+        number = self.mp.mpf(value.numerator) / value.denominator
+        return Approx(number, magnitude(number) - self.bits + 1)
+
+    def times(self, left: Approx, right: Approx) -> Approx:
+        """The product."""
+        error = max(left.error + max(right.magnitude, right.error), right.error + left.magnitude)
+        return self.rounded(left.value * right.value, error + 1)
+
+    def inverse(self, item: Approx) -> Approx:
+        """The reciprocal; raises Undefined for zero and for what may be zero at this precision."""
+        if item.may_vanish:
+            raise Undefined("a division by zero")
+        value = 1 / item.value
+        return self.rounded(value, item.error + 2 * magnitude(value) + 2)
+
+    def rational_power(self, base: Approx, power: Fraction) -> Approx:
+        """base ** (p/q), the real root where q is odd."""
+        if base.may_vanish:
+            return self.zero_power(base, power)
+        if power.denominator == 1 and abs(power) < 1 << 16:
+            value = base.value ** int(power)
+        elif power.denominator % 2 and power.denominator < 1 << 16 and is_negative(base.value):
+            flips = -1 if power.numerator % 2 else 1
+            value = flips * self.mp.power(-base.value, self.mp.mpf(power.numerator) / power.denominator)
+        else:
+            self.affordable(base, power)
+            value = self.mp.power(base.value, self.mp.mpf(power.numerator) / power.denominator)
+        growth = abs(power.numerator).bit_length() - power.denominator.bit_length() + 2
+        relative = max(base.error - base.magnitude + 2, -self.bits + max(abs(base.magnitude), 1).bit_length())
+        return self.rounded(value, magnitude(value) + relative + growth)
+
+    def zero_power(self, base: Approx, power: Fraction) -> Approx:
+        if power < 0:
+            raise Undefined("a division by zero")
+        if power == 0:
+            return self.rational(Fraction(1))
+        scaled = int(power * base.error) if power < 1 else base.error
+        return Approx(self.mp.mpf(0), max(scaled + 2, NOTHING))
+
+    def affordable(self, base: Approx, power: Fraction) -> None:
+        if abs(power) * max(abs(base.magnitude), 1) > MAX_MAGNITUDE:
+            raise Enormous("a power of enormous size")
+
+    def exp(self, item: Approx) -> Approx:
+        """e to the item."""
+        if item.magnitude > 22:
+            raise Enormous("an exponential of enormous size")
+        value = self.mp.exp(item.value)
+        return self.rounded(value, magnitude(value) + max(item.error, item.magnitude - self.bits) + 2)
+
+    def ln(self, item: Approx) -> Approx:
+        """The principal logarithm."""
+        if item.may_vanish:
+            raise Undefined("the logarithm of zero")
+        return self.rounded(self.mp.log(item.value), item.error - item.magnitude + 3)
+
+    def log(self, item: Approx) -> Approx:
+        return self.times(self.ln(item), self.inverse(self.ln(self.rational(Fraction(10)))))
+
+    def abs(self, item: Approx) -> Approx:
+        return Approx(abs(item.value), item.error + 1)
+
+    def sign(self, item: Approx) -> Approx:
+        if item.may_vanish:
+            raise Undecided("a sign too close to call")
+        return Approx(self.mp.sign(item.value), NOTHING)
+
+    def real(self, item: Approx) -> Approx:
+        return Approx(self.mp.re(item.value), item.error)
+
+    def imaginary(self, item: Approx) -> Approx:
+        return Approx(self.mp.im(item.value), item.error)
+
+    def argument(self, item: Approx) -> Approx:
+        if item.may_vanish:
+            raise Undefined("the argument of zero")
+        return self.rounded(self.mp.arg(item.value), item.error - item.magnitude + 3)
+
+
+def is_complex(value: Number) -> bool:
+    return hasattr(value, "_mpc_") and bool(value.imag)
+
+
+def is_negative(value: Number) -> bool:
+    return not is_complex(value) and bool(value.real < 0)

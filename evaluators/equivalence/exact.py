@@ -1,0 +1,257 @@
+"""Evaluate a tree exactly in rational numbers where that is possible at bounded size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+
+from atts.evaluators.syntax.tree import Node
+from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
+
+
+class NotRational(Exception):
+    """The value is not rational, or not found to be by these rules; numbers can still be probed."""
+
+
+Environment = Mapping[str, Fraction]
+_EMPTY: Environment = {}
+
+
+def exact(node: Node, limits: Limits, env: Environment = _EMPTY) -> Fraction:
+    """The value of the tree with its variables bound by `env`.
+
+    Raises NotRational when rationals do not suffice, Undefined for a division by zero, TooLarge past a cap.
+    """
+    return _Exact(limits, env).value(node)
+
+
+class _Exact:
+    """One evaluation; counts its steps."""
+
+    def __init__(self, limits: Limits, env: Environment) -> None:
+        self.limits = limits
+        self.env = env
+        self.steps = 0
+
+    def value(self, node: Node) -> Fraction:
+        if node.kind == "number":
+            assert node.value is not None
+            return node.value
+        if node.kind == "symbol":
+            bound = self.env.get(node.text)
+            if bound is None:
+                raise NotRational(node.text)
+            return bound
+        self.steps += 1
+        if self.steps > self.limits.steps:
+            raise TooLarge("too many steps")
+        rule = _RULES.get(node.kind)
+        if rule is None:
+            raise NotRational(node.kind)
+        return self.bounded(rule(self, node))
+
+    def bounded(self, value: Fraction) -> Fraction:
+        if value.numerator.bit_length() > self.limits.bits or value.denominator.bit_length() > self.limits.bits:
+            raise TooLarge(f"an integer past {self.limits.bits} bits")
+        return value
+
+    def add(self, node: Node) -> Fraction:
+        total = Fraction(0)
+        for arg in node.args:
+            total = self.bounded(total + self.value(arg))
+        return total
+
+    def mul(self, node: Node) -> Fraction:
+        total = Fraction(1)
+        for arg in node.args:
+            total = self.bounded(total * self.value(arg))
+        return total
+
+    def pow(self, node: Node) -> Fraction:
+        base, exponent = self.value(node.args[0]), self.value(node.args[1])
+        return rational_power(base, exponent, self.limits)
+
+    def root(self, node: Node) -> Fraction:
+        index = self.value(node.args[1])
+        if index == 0:
+            raise Undefined("a root of index zero")
+        return rational_power(self.value(node.args[0]), 1 / index, self.limits)
+
+    def percent(self, node: Node) -> Fraction:
+        return self.value(node.args[0]) / 100
+
+    def based(self, node: Node) -> Fraction:
+        return Fraction(digits_in_base(node))
+
+    def sum(self, node: Node) -> Fraction:
+        body, variable, lower, upper = node.args
+        first, last = self.value(lower), self.value(upper)
+        if first.denominator != 1 or last.denominator != 1:
+            raise NotRational("bounds of a sum")
+        if last - first >= self.limits.terms:
+            raise TooLarge(f"more than {self.limits.terms} terms")
+        total = Fraction(0 if node.text == "sum" else 1)
+        outer = self.env
+        for index in range(int(first), int(last) + 1):
+            self.env = {**outer, variable.text: Fraction(index)}
+            term = self.value(body)
+            total = self.bounded(total + term if node.text == "sum" else total * term)
+        self.env = outer
+        return total
+
+    def func(self, node: Node) -> Fraction:
+        rule = _FUNCTIONS.get(node.text)
+        if rule is None:
+            raise NotRational(node.text)
+        return rule([self.value(arg) for arg in node.args], self.limits)
+
+
+_RULES: dict[str, Callable[[_Exact, Node], Fraction]] = {
+    "add": _Exact.add, "mul": _Exact.mul, "pow": _Exact.pow, "root": _Exact.root, "percent": _Exact.percent,
+    "based": _Exact.based, "sum": _Exact.sum, "func": _Exact.func,
+}  # fmt: skip
+
+
+def digits_in_base(node: Node) -> int:
+    """The integer a numeral with a base denotes; raises Undefined for a digit the base lacks."""
+    assert node.value is not None
+    try:
+        return int(node.text, int(node.value))
+    except ValueError as error:
+        raise Undefined(f"{node.text!r} in base {node.value}") from error
+
+
+def rational_power(base: Fraction, exponent: Fraction, limits: Limits) -> Fraction:
+    """base ** exponent when rational; odd roots of negative numbers are the real ones.
+
+    Raises Undefined for zero to a negative power, NotRational for irrational roots, TooLarge past the bit cap.
+    """
+    if base == 0 and exponent < 0:
+        raise Undefined("a division by zero")
+    if base == 0 and exponent == 0:
+        return Fraction(1)
+    if exponent.denominator != 1:
+        base, exponent = _rational_root(base, exponent.denominator), Fraction(exponent.numerator)
+    if abs(base) == 1 or base == 0:
+        return base ** (int(exponent) % 2 + 2) if base else base
+    size = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if size * abs(exponent) > limits.bits + size:
+        raise TooLarge(f"a power past {limits.bits} bits")
+    return base ** int(exponent)
+
+
+def _rational_root(base: Fraction, index: int) -> Fraction:
+    if index > 200 or (base < 0 and index % 2 == 0):
+        raise NotRational("a root")
+    if base < 0:
+        return -_rational_root(-base, index)
+    return Fraction(_integer_root(base.numerator, index), _integer_root(base.denominator, index))
+
+
+def _integer_root(value: int, index: int) -> int:
+    """The exact integer root; raises NotRational when there is none."""
+    if value < 2:
+        return value
+    if index == 2:
+        root = math.isqrt(value)
+    else:
+        root = 1 << -(-value.bit_length() // index)
+        while True:  # Newton from above
+            better = ((index - 1) * root + value // root ** (index - 1)) // index
+            if better >= root:
+                break
+            root = better
+    if root**index != value:
+        raise NotRational("an irrational root")
+    return root
+
+
+def _whole(value: Fraction) -> int:
+    if value.denominator != 1:
+        raise NotRational("not an integer")
+    return int(value)
+
+
+def _factorial(args: list[Fraction], limits: Limits) -> Fraction:
+    n = _whole(args[0])
+    if n < 0:
+        raise Undefined("the factorial of a negative integer")
+    if n > 20 and n * n.bit_length() > 2 * limits.bits:
+        raise TooLarge("a factorial past the bit cap")
+    return Fraction(math.factorial(n))
+
+
+def _double_factorial(args: list[Fraction], limits: Limits) -> Fraction:
+    n = _whole(args[0])
+    if n < 0 or n > 2000:
+        raise NotRational("a double factorial")
+    return Fraction(math.prod(range(n, 0, -2)))
+
+
+def _binom(args: list[Fraction], limits: Limits) -> Fraction:
+    n, k = args
+    if k.denominator != 1 or k < 0 or (n.denominator == 1 and 0 <= n < k):
+        if k.denominator != 1 or n.denominator != 1:
+            raise NotRational("a generalised binomial")
+        return Fraction(0)
+    if n.denominator == 1 and n >= 0:
+        if min(k, n - k) * n.numerator.bit_length() > limits.bits:
+            raise TooLarge("a binomial past the bit cap")
+        return Fraction(math.comb(int(n), int(k)))
+    if k > 200:
+        raise TooLarge("a generalised binomial")
+    return math.prod((n - i for i in range(int(k))), start=Fraction(1)) / math.factorial(int(k))
+
+
+def _gcd(args: list[Fraction], limits: Limits) -> Fraction:
+    return Fraction(math.gcd(*map(_whole, args)))
+
+
+def _lcm(args: list[Fraction], limits: Limits) -> Fraction:
+    if sum(int(arg).bit_length() for arg in args) > limits.bits:
+        raise TooLarge("a least common multiple")
+    return Fraction(math.lcm(*map(_whole, args)))
+
+
+def _zero_only(value: int) -> Callable[[list[Fraction], Limits], Fraction]:
+    def rule(args: list[Fraction], limits: Limits) -> Fraction:
+        if args[0] == 0:
+            return Fraction(value)
+        raise NotRational("transcendental")
+
+    return rule
+
+
+def _logarithm(args: list[Fraction], limits: Limits) -> Fraction:
+    if args[0] == 0:
+        raise Undefined("the logarithm of zero")
+    if args[0] == 1:
+        return Fraction(0)
+    raise NotRational("a logarithm")
+
+
+_FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
+    "factorial": _factorial,
+    "double_factorial": _double_factorial,
+    "binom": _binom,
+    "abs": lambda args, limits: abs(args[0]),
+    "floor": lambda args, limits: Fraction(math.floor(args[0])),
+    "ceil": lambda args, limits: Fraction(math.ceil(args[0])),
+    "max": lambda args, limits: max(args),
+    "min": lambda args, limits: min(args),
+    "gcd": _gcd,
+    "lcm": _lcm,
+    "sign": lambda args, limits: Fraction((args[0] > 0) - (args[0] < 0)),
+    "re": lambda args, limits: args[0],
+    "im": lambda args, limits: Fraction(0),
+    "sin": _zero_only(0),
+    "tan": _zero_only(0),
+    "cos": _zero_only(1),
+    "arctan": _zero_only(0),
+    "arcsin": _zero_only(0),
+    "ln": _logarithm,
+    "log": _logarithm,
+}
+
+__all__ = ["Environment", "NotRational", "Undecided", "digits_in_base", "exact", "rational_power"]

@@ -1,0 +1,131 @@
+"""Whether an answer is the reference: the bounded fast path, and what it hands to the slow one."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Protocol
+
+from atts.core import AnswerKind
+from atts.errors import OptionError
+from atts.evaluators.equivalence.compare import Comparison
+from atts.evaluators.syntax.cleaning import spaceless
+from atts.evaluators.syntax.reading import Reading, read
+from atts.evaluators.syntax.words import squashed
+from atts.evaluators.verdict import Enormous, Limits, Malformed, Prose, TooLarge, Undecided, Undefined, Verdict
+
+_DEFAULT = Limits()
+_PHRASE = 4  # words
+_KINDS = ("math", "choice", "text")
+
+
+class SecondOpinion(Protocol):
+    """What decides pairs the fast path cannot: a pool of worker processes."""
+
+    def judge(self, gold: Reading, answer: Reading) -> Verdict:
+        """A verdict within the opinion's own limits; never raises for what the texts hold."""
+        ...
+
+
+def equivalent(
+    gold: str,
+    answer: str,
+    kind: AnswerKind = "math",
+    *,
+    limits: Limits = _DEFAULT,
+    slow: SecondOpinion | None = None,
+) -> Verdict:
+    """Whether `answer` is the reference answer `gold`; symmetric, thread-safe, bounded in time and memory.
+
+    The fast path never evaluates text as code. What it cannot decide goes to `slow` if there is one and is
+    "unscored" otherwise. Raises OptionError for an unknown kind.
+
+    >>> equivalent(r"\\frac{1}{2}", "0.5").status
+    'equal'
+    >>> equivalent("12", "21").status
+    'different'
+    """
+    if kind not in _KINDS:
+        raise OptionError(f"kind {kind}", "is not a kind of answer", _KINDS)
+    if not gold.strip():
+        return Verdict("unscored", "no reference")
+    if not answer.strip():
+        return Verdict("different", "no answer")
+    if kind == "text":
+        return _verdict(squashed(gold) == squashed(answer) != "", "text")
+    if spaceless(gold) == spaceless(answer):
+        return Verdict("equal", "same text")
+    one, two = read(gold, limits), read(answer, limits)
+    decided = _by_text(one, two, kind)
+    if decided is not None:
+        return decided
+    try:
+        return _by_trees(one, two, limits)
+    except Undecided as error:
+        if slow is None or isinstance(error, Enormous) or TooLarge in (type(one.problem), type(two.problem)):
+            return Verdict("unscored", "limits" if isinstance(error, TooLarge) else "undecided", str(error))
+        return slow.judge(one, two)
+
+
+def _verdict(same: bool, rule: str) -> Verdict:
+    return Verdict("equal" if same else "different", rule)
+
+
+def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
+    """What the texts alone decide: the same spelling, and choices."""
+    if not one.text or not two.text:
+        return Verdict("unscored", "no reference") if not one.text else Verdict("different", "no answer")
+    if spaceless(one.text) == spaceless(two.text):
+        return Verdict("equal", "same text")
+    if one.choice and two.choice and (one.is_letter or two.is_letter or kind == "choice"):
+        return _verdict(one.choice == two.choice, "choice")
+    if kind == "choice" and (one.choice or two.choice):
+        letters = [reading.choice or reading.text.strip("(). ").upper() for reading in (one, two)]
+        return _verdict(letters[0] == letters[1], "choice")
+    return None
+
+
+def _by_trees(one: Reading, two: Reading, limits: Limits) -> Verdict:
+    """Equal when any pair of readings is, else what the first pair says.
+
+    Raises Undecided when a side cannot be read or the comparison of the first readings does not settle it.
+    """
+    if not one.trees or not two.trees:
+        return _unread(one, two)
+    first: Verdict | Undecided | None = None
+    for gold, answer in product(one.trees, two.trees):
+        comparison = Comparison(limits, brackets="free" if first is None else "strict")
+        try:
+            if comparison.same(gold, answer):
+                return Verdict("equal", comparison.rule)
+            found: Verdict | Undecided = Verdict("different", comparison.rule)
+        except Undefined as error:
+            found = Undecided(f"no value: {error}")
+        except Undecided as error:
+            found = error
+        except RecursionError:  # little of the stack was left to us
+            found = TooLarge("too deep for the stack at hand")
+        first = first or found
+    assert first is not None
+    if isinstance(first, Undecided):
+        raise first
+    return first
+
+
+def _unread(one: Reading, two: Reading) -> Verdict:
+    """The verdict when a side is no expression: the same phrase, or an answer that cannot be the reference."""
+    if one.squashed and one.squashed == two.squashed and not isinstance(one.problem or two.problem, Malformed):
+        return Verdict("equal", "text")
+    readable, problem = (two, one.problem) if one.problem else (one, two.problem)
+    assert problem is not None
+    if isinstance(problem, Malformed):
+        return Verdict("different", "malformed", str(problem))
+    if isinstance(problem, Prose) and readable.trees:
+        return Verdict("different", "prose", str(problem))
+    if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and _are_short(one, two):
+        return Verdict("different", "text")
+    raise problem
+
+
+def _are_short(*readings: Reading) -> bool:
+    """Whether these are names and dates rather than sentences that could say one thing in two ways."""
+    return all(len(reading.squashed.split()) <= _PHRASE for reading in readings)

@@ -1,0 +1,176 @@
+"""Keys that answers are sorted by before any are compared: strong ones imply equality, loose ones suggest it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import mpmath
+
+from atts.evaluators.equivalence.exact import digits_in_base
+from atts.evaluators.equivalence.probing import Prober, domain_of, is_real, point, written
+from atts.evaluators.equivalence.traits import is_decimal, members, terminates
+from atts.evaluators.equivalence.views import intervals, named
+from atts.evaluators.syntax.reading import Reading
+from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
+from atts.evaluators.syntax.words import measure
+from atts.evaluators.verdict import Limits, Undecided, Undefined
+
+_COLLECTIONS = ("list", "set", "tuple", "union", "matrix", "setminus")
+_POINTS = {"real": 4, "whole": 4, "steps": 28}
+_NOT_VALUES = (*_COLLECTIONS, "word", "relation", "plusminus", "opaque", "huge", "ratio", "based", "quantity")
+
+
+class Keys:
+    """Computes the keys of parsed answers."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def strong(self, reading: Reading) -> str:
+        """Answers with the same strong key are equal under the policy."""
+        if not reading.trees:
+            return "text:" + "".join(reading.text.split())
+        try:
+            return self.of_node(reading.trees[0])
+        except (Undecided, Undefined):
+            return "text:" + "".join(reading.text.split())
+
+    def of_node(self, node: Node) -> str:
+        if node.kind == "number" and not is_decimal(node):
+            return f"v::{written(node.value)}" if node.value is not None else ""
+        if is_value(node):
+            marks = "".join(sorted({each.kind[0] for each in node.walk() if each.kind in ("percent", "degree")}))
+            long = node.text if is_decimal(node) else ""  # how a decimal is written says what it may round
+            return f"v{marks}{long}:" + ",".join(sorted(variables(node))) + ":" + self.values(node)
+        inside = [self.of_node(arg) for arg in node.args]
+        if node.kind in ("set", "union"):
+            inside = sorted(set(inside))
+        return f"{node.kind}:{node.text}:{node.value}({';'.join(inside)})"
+
+    def values(self, node: Node) -> str:
+        prober, names = Prober(self.limits), variables(node)
+        domain = domain_of(node)
+        found: list[str] = []
+        for index in range(_POINTS[domain] if names else 1):
+            try:
+                found.append(written(prober.value(node, point(names, index, domain))))
+            except Undefined:
+                found.append("undefined")
+        if found[0] == "undefined" and len(set(found)) == 1:
+            raise Undecided("no value")
+        return f"{domain[0] if names else ''}" + "|".join(found)
+
+    def loose(self, reading: Reading) -> frozenset[str]:
+        """Answers that are equal under the policy share a loose key, or are both texts."""
+        found = {"text:" + reading.squashed} if reading.squashed else set[str]()
+        if reading.choice:
+            found.add("letter:" + reading.choice)
+        for tree in reading.trees:
+            found |= self.tokens(tree)
+        return frozenset(found)
+
+    def tokens(self, node: Node) -> set[str]:
+        """The loose keys of one tree."""
+        try:
+            return self._tokens(node)
+        except (Undecided, Undefined):
+            return set()
+
+    def _tokens(self, node: Node) -> set[str]:
+        if has(node, "plusminus") and node.kind not in ("list", "set", "relation"):
+            return {self.collected(list(members(node)))}
+        if node.kind == "relation":
+            return self.relation_tokens(node)
+        if node.kind in _COLLECTIONS:
+            return self.collection_tokens(node)
+        if node.kind in ("percent", "degree"):
+            return self._tokens(node.args[0]) | self.number_tokens(node)
+        if node.kind == "quantity":
+            return self._tokens(node.args[0]) | self.unit_tokens(node)
+        if node.kind == "ratio":
+            inside = self.collected(list(node.args))
+            return {inside} | (self.number_tokens(quotient(*node.args)) if len(node.args) == 2 else set())
+        if node.kind == "based":
+            return {f"value:{digits_in_base(node):x}/1"} | (self.number_tokens(number(int(node.text))) if node.text.isdigit() else set())  # fmt: skip  # noqa: E501
+        if node.kind in ("word", "huge", "opaque"):
+            return set()
+        return self.number_tokens(node)
+
+    def number_tokens(self, node: Node) -> set[str]:
+        """The value at a whole point; and four digits of it where a decimal may be its rounding."""
+        names, prober = variables(node), Prober(self.limits)
+        value = prober.value(node, point(names, 0, "whole"))
+        found = {"value:" + written(value)}
+        terminating = isinstance(value, Fraction) and terminates(value) and not is_decimal(node)
+        if not names and not terminating and is_real(value):
+            found |= _near(prober.approximate(value, 200).value)
+        return found
+
+    def unit_tokens(self, node: Node) -> set[str]:
+        known = measure(node.text)
+        if known is None:
+            return set()
+        return {"unit:" + token for token in self.tokens(Node("mul", (node.args[0], number(known[1]))))}
+
+    def relation_tokens(self, node: Node) -> set[str]:
+        view = named(node)
+        found = self._tokens(view.value) if view.value.kind != "relation" else set[str]()
+        stretches = intervals(node)
+        if stretches:
+            found.add(self.collected([end for each in stretches for end in (each.low, each.high)]))
+        if len(node.args) == 2:
+            found |= self.difference_tokens(node)
+        elif view.value.kind == "relation":
+            found.add(self.collected(list(node.args)))
+        return found
+
+    def difference_tokens(self, node: Node) -> set[str]:
+        """An equation up to a factor: the ratio of its two sides' difference at two points."""
+        difference = Node("add", (node.args[0], Node("mul", (number(-1), node.args[1]))))
+        names, prober = variables(difference), Prober(self.limits)
+        try:
+            first, second = (prober.value(difference, point(names, index, "whole")) for index in (0, 1))
+            return {"equation:" + written(prober.divide(first, second))}
+        except (Undecided, Undefined):
+            return set()
+
+    def collection_tokens(self, node: Node) -> set[str]:
+        inside = list(members(node)) if node.kind in ("list", "set") else _entries(node)
+        found = {self.collected(inside)}
+        if len(inside) == 1:
+            found |= self._tokens(inside[0])
+        return found
+
+    def collected(self, nodes: list[Node]) -> str:
+        """One token for members in any order: the least token of each."""
+        return "all:" + ";".join(sorted({min(self.tokens(node), key=_rank, default="?") for node in nodes}))
+
+
+def _entries(node: Node) -> list[Node]:
+    if node.kind in _COLLECTIONS:
+        return [entry for arg in node.args for entry in _entries(arg)]
+    return [node]
+
+
+def _rank(token: str) -> tuple[bool, str]:
+    return (not token.startswith("near"), token)  # a rounding and its value must choose alike
+
+
+def _near(value: Any) -> set[str]:
+    """Four digits of a real number, cut off and rounded, so that a long decimal and what it rounds share one."""
+    text = str(mpmath.nstr(getattr(value, "real", value), 12, min_fixed=0, max_fixed=0))
+    mantissa, _, exponent = text.partition("e")
+    scaled = abs(float(mantissa)) * 1000
+    sign = "-" if mantissa.startswith("-") else ""
+    found = {(int(scaled), int(exponent or 0)), (int(scaled + 0.5), int(exponent or 0))}
+    return {
+        f"near:{sign}{1000 if digits == 10_000 else digits}e{power + (digits == 10_000)}" for digits, power in found
+    }
+
+
+def is_value(node: Node) -> bool:
+    """Whether a tree is a plain expression, to be known by its values."""
+    return not has(node, *_NOT_VALUES) and not any(
+        each.kind == "constant" and each.text == "inf" for each in node.walk()
+    )

@@ -1,0 +1,119 @@
+"""What can be told of one parsed answer alone: its members, its letter, its sign, its digits."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from atts.evaluators.equivalence.exact import digits_in_base
+from atts.evaluators.equivalence.probing import Value
+from atts.evaluators.equivalence.views import is_name, named, signs_expanded
+from atts.evaluators.syntax.tree import Node, has, number
+from atts.evaluators.verdict import Undefined
+
+ROUNDED_DIGITS = 5  # significant digits from which a decimal may stand for a value it only rounds
+
+
+def members(node: Node) -> tuple[Node, ...]:
+    """What an unordered answer holds, both signs written out."""
+    inner = named(node).value if node.kind == "relation" else node
+    if inner.kind in ("list", "set"):
+        return tuple(each for arg in inner.args for each in members(arg))
+    if inner is not node and not has(inner, "plusminus"):
+        return (node,)
+    return signs_expanded(inner) if has(inner, "plusminus") else (node,)
+
+
+def difference(relation: Node) -> Node:
+    return Node("add", (relation.args[0], Node("mul", (number(-1), relation.args[1]))))
+
+
+def sign_of(value: Value) -> int:
+    number_ = value if isinstance(value, Fraction) else value.value
+    if hasattr(number_, "_mpc_"):
+        return 0
+    return (number_ > 0) - (number_ < 0)
+
+
+def is_inequality(node: Node) -> bool:
+    if node.kind == "list":
+        return bool(node.args) and all(is_inequality(arg) for arg in node.args)
+    return node.kind == "relation" and set(node.text.split()) <= {"<", ">", "<=", ">=", "!="}
+
+
+def variable_of(node: Node) -> str:
+    """The one variable a set of reals is about, empty when it is not named."""
+    found = {side.text for each in node.walk() if each.kind == "relation" for side in each.args if is_name(side)}
+    return found.pop() if len(found) == 1 else ""
+
+
+def distinctly_named(nodes: tuple[Node, ...]) -> bool:
+    """Whether members carry names, all different."""
+    found = [named(node).name for node in nodes]
+    return None not in found and len(set(found)) == len(found) > 1
+
+
+def may_name_alike(one: Node, two: Node) -> bool:
+    return one == two or one.kind != two.kind or one.kind == "call"
+
+
+def vector(grid: Node) -> tuple[Node, ...] | None:
+    if len(grid.args) == 1:
+        return grid.args[0].args
+    if all(len(row.args) == 1 for row in grid.args):
+        return tuple(row.args[0] for row in grid.args)
+    return None
+
+
+def choice_letter(node: Node) -> str | None:
+    """The letter of a choice: one of A to J, in either case."""
+    return (
+        node.text.upper()
+        if node.kind == "symbol" and len(node.text) == 1 and node.text.upper() in "ABCDEFGHIJ"
+        else None
+    )
+
+
+def infinity(node: Node) -> int:
+    if node.kind == "constant" and node.text == "inf":
+        return 1
+    if node.kind == "mul" and len(node.args) == 2 and infinity(node.args[1]) and node.args[0].value is not None:
+        return 1 if node.args[0].value > 0 else -1
+    if node.kind in ("percent", "quantity"):
+        return infinity(node.args[0])
+    return 0
+
+
+def same_numeral(gold: Node, answer: Node) -> bool:
+    if gold.kind == answer.kind:
+        try:
+            return digits_in_base(gold) == digits_in_base(answer)
+        except Undefined:
+            return gold.text == answer.text and gold.value == answer.value
+    numeral, other = (gold, answer) if gold.kind == "based" else (answer, gold)
+    return other.kind == "number" and other.text == numeral.text
+
+
+def is_clock(node: Node) -> bool:
+    parts = [arg.text for arg in node.args]
+    return len(parts) > 1 and len(parts[0]) <= 2 and all(len(part) == 2 and part.isdigit() for part in parts[1:])
+
+
+def decimal_digits(node: Node) -> int:
+    """Significant digits of a decimal literal, zeros at its end left out; 0 for anything else."""
+    if node.kind != "number" or "." not in node.text or "e" in node.text.lower():
+        return 0
+    return len(node.text.replace(".", "").strip("-0"))
+
+
+def is_decimal(node: Node) -> bool:
+    """Whether a literal has digits enough to be the rounding of another value."""
+    return decimal_digits(node) >= ROUNDED_DIGITS
+
+
+def terminates(value: Fraction) -> bool:
+    """Whether the decimal expansion of a fraction ends."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1

@@ -1,0 +1,1 @@
+"""Turns verdicts into rates, intervals, comparisons of runs, and costs."""

@@ -1,0 +1,207 @@
+"""Says how often a vote of k samples would be right: over all subsets, by equivalence class, ties split."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from atts.errors import OptionError
+from atts.evaluators.metrics.intervals import Floats, Ints
+from atts.seeds import Seed, generator
+
+Label = Hashable
+Blanks = Literal["abstain", "vote"]
+"""Samples without an answer (label None): drawn but silent, or one class that is wrong and may win."""
+ENUMERATED = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """One problem's samples as a vote sees them: sizes of the classes, how right each is, and the silent ones."""
+
+    sizes: tuple[int, ...]
+    values: tuple[float, ...]
+    blanks: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Samples, silent ones included."""
+        return sum(self.sizes) + self.blanks
+
+
+def votes(labels: Sequence[Label | None], correct: Sequence[bool | float | None], blanks: Blanks = "abstain") -> Votes:
+    """Classes with their value: the share of their members judged right (None counts as wrong).
+
+    >>> votes(["a", "b", "a", None], [True, False, True, False])
+    Votes(sizes=(2, 1), values=(1.0, 0.0), blanks=1)
+    """
+    if len(labels) != len(correct):
+        raise OptionError("labels", f"there are {len(labels)} labels for {len(correct)} verdicts")
+    if blanks not in ("abstain", "vote"):
+        raise OptionError("blanks", f"{blanks!r} is not an option", ("abstain", "vote"))
+    members: defaultdict[Label, list[float]] = defaultdict(list)
+    silent = 0
+    for label, one in zip(labels, correct, strict=True):
+        if label is None and blanks == "abstain":
+            silent += 1
+        else:
+            members[label].append(0.0 if label is None else float(one or 0))
+    sizes = tuple(len(held) for held in members.values())
+    return Votes(sizes, tuple(sum(held) / len(held) for held in members.values()), silent)
+
+
+def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
+    """P(the majority of k samples drawn without replacement is right) per problem; NaN where there are fewer than k.
+
+    A tie goes to each of the tied with equal chance; a draw without any answer is wrong. The order in which samples
+    finished does not matter.
+    """
+    if k < 1:
+        raise OptionError("k", f"{k} is not at least 1")
+    result = np.full(len(problems), np.nan)
+    by_samples: defaultdict[int, list[int]] = defaultdict(list)
+    for index, problem in enumerate(problems):
+        by_samples[problem.samples].append(index)
+    for samples, indices in by_samples.items():
+        if samples >= k:
+            group = [problems[index] for index in indices]
+            result[indices] = [_whole(votes) for votes in group] if samples == k else _expected(group, samples, k)
+    return result
+
+
+def _whole(problem: Votes) -> float:
+    """k = n: the vote itself."""
+    most = max(problem.sizes, default=0)
+    winners = [value for size, value in zip(problem.sizes, problem.values, strict=True) if size == most]
+    return sum(winners) / len(winners) if winners else 0.0
+
+
+def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
+    """Sum over classes of value times P(win share), for problems that all have n > k samples."""
+    rows = [
+        (at, value, size, [*problem.sizes[:own], *problem.sizes[own + 1 :]], problem.blanks)
+        for at, problem in enumerate(group)
+        for own, (size, value) in enumerate(zip(problem.sizes, problem.values, strict=True))
+        if value > 0
+    ]
+    rivals = np.zeros((len(rows), n + 1))  # how many rival classes have each size
+    for row, (_, _, _, others, _) in enumerate(rows):
+        for size in others:
+            rivals[row, size] += 1
+    own = np.array([row[2] for row in rows], dtype=np.int64)
+    silent = np.array([row[4] for row in rows], dtype=np.int64)
+    shares = _win_shares(own, rivals, silent, n, k)
+    total = np.zeros(len(group))
+    np.add.at(total, [row[0] for row in rows], shares * np.array([row[1] for row in rows]))
+    return np.clip(total, 0.0, 1.0)
+
+
+def _win_shares(own: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floats:
+    """Per row, E[1/(1 + rivals tied) if none has more] over k of n samples, the row's class having `own` of them.
+
+    Exact, and no subset is enumerated: for the row's class drawn j times, the rivals' generating function is taken at
+    roots of unity; 1/(ties + 1) is the integral of w^ties over [0, 1], which Gauss-Legendre nodes give exactly. Draws
+    are binomial with chance k/n per sample, conditioned on k in all: the same law, and no number overflows.
+    """
+    chance = k / n
+    # a real polynomial of degree <= n is known from half of the n + 1 roots; the rest are conjugates
+    roots = np.exp(-2j * np.pi * np.arange((n + 1) // 2 + 1) / (n + 1))
+    sizes = np.flatnonzero(rivals.any(axis=0))
+    below = np.zeros((sizes.size, roots.size), dtype=np.complex128)  # per rival size, of fewer than j draws
+    quiet = silent[:, None] * np.log(1 - chance + chance * roots)[None, :]
+    result = np.zeros(own.size)
+    for j in range(1, min(k, int(own.max(initial=0))) + 1):
+        below += _binomial(sizes, j - 1, chance)[:, None] * roots ** (j - 1)
+        exactly = _binomial(sizes, j, chance)[:, None] * roots**j
+        rows = np.flatnonzero(own >= j)
+        nodes, weights = _unit_nodes((k - j) // j)
+        spectrum = np.zeros((rows.size, roots.size), dtype=np.complex128)
+        for node, weight in zip(nodes, weights, strict=True):
+            logs = _log(below + node * exactly)
+            spectrum += weight * np.exp(rivals[np.ix_(rows, sizes)] @ logs + quiet[rows])
+        others = np.fft.irfft(spectrum, n + 1, axis=1)[:, k - j]
+        result[rows] += _binomial(own[rows], j, chance) * others
+    return result / float(stats.binom.pmf(k, n, chance))
+
+
+def _binomial(size: Ints, drawn: int, chance: float) -> Floats:
+    return np.asarray(stats.binom.pmf(drawn, size, chance), dtype=np.float64)
+
+
+def _unit_nodes(degree: int) -> tuple[Floats, Floats]:
+    """Gauss-Legendre on [0, 1], exact for polynomials of that degree."""
+    nodes, weights = np.polynomial.legendre.leggauss(degree // 2 + 1)
+    return (nodes + 1) / 2, weights / 2
+
+
+def _log(values: NDArray[np.complex128]) -> NDArray[np.complex128]:
+    """Where a factor is 0 its product must be 0, but 0 of such factors must be 1: so not minus infinity."""
+    return np.log(np.where(np.abs(values) < 1e-200, 1e-200, values))
+
+
+def winners(labels: Sequence[Label | None], weights: Sequence[float] | None = None) -> tuple[Label, ...]:
+    """The labels with the greatest weight (each sample 1 unless told), in order of appearance; () without any answer.
+
+    >>> winners(["a", "b", None, "b", "a", "c"]), winners(["a", "b", "b"], [3.0, 1.0, 1.0])
+    (('a', 'b'), ('a',))
+    """
+    tally = tally_votes(labels, weights)
+    most = max(tally.values(), default=0.0)
+    return tuple(label for label, weight in tally.items() if math.isclose(weight, most, rel_tol=1e-12))
+
+
+def tally_votes(labels: Sequence[Label | None], weights: Sequence[float] | None = None) -> dict[Label, float]:
+    """Weight per label; raises OptionError for a weight that is negative or not finite, or a count that differs."""
+    given = [1.0] * len(labels) if weights is None else list(weights)
+    if len(given) != len(labels):
+        raise OptionError("weights", f"there are {len(given)} weights for {len(labels)} labels")
+    if any(not math.isfinite(weight) or weight < 0 for weight in given):
+        raise OptionError("weights", "a weight is negative or not finite")
+    parts: defaultdict[Label, list[float]] = defaultdict(list)
+    for label, weight in zip(labels, given, strict=True):
+        if label is not None:
+            parts[label].append(weight)
+    return {label: math.fsum(held) for label, held in parts.items()}  # fsum: the sum must not depend on the order
+
+
+def weighted_maj_at_k(
+    labels: Sequence[Label | None],
+    correct: Sequence[bool | float | None],
+    weights: Sequence[float],
+    k: int,
+    *,
+    draws: int = 2000,
+    seed: int = 0,
+) -> float:
+    """P(the weighted vote of k samples is right), ties split: over all subsets up to 20,000, else over seeded draws."""
+    n = len(labels)
+    if k < 1:
+        raise OptionError("k", f"{k} is not at least 1")
+    if n < k:
+        return math.nan
+    if math.comb(n, k) <= ENUMERATED:
+        subsets = np.array(list(combinations(range(n), k)))
+    else:
+        rng = generator(Seed(run=seed, purpose="subsets"))
+        subsets = np.argsort(rng.random((draws, n)), axis=1)[:, :k]
+    tally_votes(labels, weights)  # refuses bad weights
+    classes = {label: at for at, label in enumerate(dict.fromkeys(label for label in labels if label is not None))}
+    held = votes(labels, correct)
+    belongs = np.zeros((n, len(classes)))
+    for sample, label in enumerate(labels):
+        if label is not None:
+            belongs[sample, classes[label]] = 1
+    scores = (np.asarray(weights)[subsets][:, None, :] @ belongs[subsets])[:, 0, :]
+    voted = belongs[subsets].any(axis=1)
+    best = np.where(voted, scores, -1).max(axis=1, initial=-1)[:, None]
+    winning = voted & np.isclose(scores, best, rtol=1e-12, atol=0)
+    right = (winning * np.array(held.values)).sum(axis=1) / np.maximum(winning.sum(axis=1), 1)
+    return float(right.mean())

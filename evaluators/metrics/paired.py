@@ -1,0 +1,200 @@
+"""Compares two runs on the same problems: the difference, its interval, how many problems it takes to see one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import stats
+
+from atts.errors import DatasetError, OptionError
+from atts.evaluators.metrics.intervals import (
+    Estimate,
+    Floats,
+    bootstrap_interval,
+    check_level,
+    undefined_estimate,
+    variance_of_mean,
+)
+from atts.seeds import Seed, generator
+
+PairedMethod = Literal["bootstrap", "t"]
+EXACT_SIGNS = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The second run against the first, problem by problem.
+
+    `p_value` is of sign flips (two-sided): were the runs alike, either could have had either result of each problem.
+    `problems_needed` is how many problems like these would show a difference of this size four times in five.
+    """
+
+    first: float
+    second: float
+    difference: Estimate  # second - first
+    p_value: float
+    better: int  # problems on which the second is above the first
+    worse: int
+    tied: int
+    problems_needed: int | None
+
+    def __str__(self) -> str:
+        need = f"; {self.problems_needed:,} problems would show it" if self.problems_needed else ""
+        return (
+            f"{self.first:.3f} → {self.second:.3f}, difference {self.difference}, p = {self.p_value:.3g}; "
+            f"better on {self.better}, worse on {self.worse}, tied on {self.tied}{need}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class McNemar:
+    """One answer per problem and run: only the problems on which the runs disagree speak."""
+
+    both: int
+    first_only: int
+    second_only: int
+    neither: int
+    p_value: float  # exact, two-sided
+    mid_p: float  # less conservative: half the weight of what was seen
+
+    def __str__(self) -> str:
+        return (
+            f"right by both {self.both}, by the first alone {self.first_only}, by the second alone {self.second_only}, "
+            f"by neither {self.neither}; exact McNemar p = {self.p_value:.3g} (mid-p {self.mid_p:.3g})"
+        )
+
+
+def align(first: Mapping[str, float], second: Mapping[str, float]) -> tuple[Floats, Floats]:
+    """The values of both runs in the order of the first; raises DatasetError when they are not on the same problems."""
+    missing, extra = [*first.keys() - second.keys()], [*second.keys() - first.keys()]
+    if missing or extra:
+        example = sorted(missing or extra)[0]
+        problem = f"{len(missing)} problems only in the first run, {len(extra)} only in the second, such as {example!r}"
+        raise DatasetError("comparison", problem, "Compare runs on the same problems, or select the common ones")
+    return np.array([*first.values()], dtype=np.float64), np.array([second[name] for name in first], dtype=np.float64)
+
+
+def compare_runs(
+    first: ArrayLike,
+    second: ArrayLike,
+    *,
+    method: PairedMethod = "bootstrap",
+    level: float = 0.95,
+    seed: int = 0,
+    n_samples: int = 0,
+) -> Comparison:
+    """Two values per problem, such as shares of right samples, in the same order of problems.
+
+    The interval is of the mean difference over problems: "bootstrap" draws problems (pairs stay together; few problems
+    widen it as t does), "t" is Student's. Raises OptionError for lengths that differ and unknown methods.
+    """
+    a, b = _pairs(first, second)
+    check_level(level)
+    if method not in get_args(PairedMethod):
+        raise OptionError("method", f"{method!r} is not an interval for pairs", get_args(PairedMethod))
+    delta = b - a
+    estimate = _difference(delta, method, level, seed, n_samples or 2 * delta.size)
+    spread = float(delta.std(ddof=1)) if delta.size > 1 else math.nan
+    seen = estimate.value
+    needed = problems_needed(spread, seen) if spread > 0 and seen != 0 and not math.isnan(seen) else None
+    better, worse = int((delta > 0).sum()), int((delta < 0).sum())
+    tied = delta.size - better - worse
+    return Comparison(
+        float(a.mean()), float(b.mean()), estimate, sign_flip_p(delta, seed=seed), better, worse, tied, needed
+    )
+
+
+def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
+    """Exact test on one verdict per problem and run.
+
+    >>> mcnemar([True, True, False, False], [True, False, True, True]).p_value
+    1.0
+    """
+    a, b = (values.astype(bool) for values in _pairs(first, second))
+    lost, won = int((a & ~b).sum()), int((~a & b).sum())
+    n, least = lost + won, min(lost, won)
+    tail = float(stats.binom.cdf(least, n, 0.5)) if n else 1.0
+    mass = float(stats.binom.pmf(least, n, 0.5)) if n else 1.0
+    exact = min(1.0, 2 * tail)
+    mid = 1.0 if lost == won else 2 * tail - mass
+    return McNemar(int((a & b).sum()), lost, won, int((~a & ~b).sum()), exact, mid)
+
+
+def sign_flip_p(delta: Floats, *, draws: int = 9999, seed: int = 0) -> float:
+    """Two-sided permutation p of a mean difference: all sign patterns of up to 14 differences, else seeded draws."""
+    moved = delta[delta != 0]
+    if moved.size == 0:
+        return 1.0
+    limit = abs(math.fsum(moved)) * (1 - 1e-12)
+    if moved.size <= EXACT_SIGNS:
+        signs = np.array(list(product((-1.0, 1.0), repeat=moved.size)))
+        return float((np.abs(signs @ moved) >= limit).mean())
+    rng = generator(Seed(run=seed, purpose="sign flips"))
+    hits, step = 0, max(1, 500_000 // moved.size)
+    for start in range(0, draws, step):
+        signs = rng.integers(0, 2, (min(step, draws - start), moved.size)) * 2.0 - 1.0
+        hits += int((np.abs(signs @ moved) >= limit).sum())
+    return (1 + hits) / (1 + draws)
+
+
+def problems_needed(deviation: float, difference: float, *, power: float = 0.8, level: float = 0.95) -> int:
+    """Problems for a paired two-sided t test at 1 - level to see `difference` with that power.
+
+    `deviation` is the standard deviation over problems of the paired difference. Raises OptionError for 0.
+
+    >>> problems_needed(0.5, 0.1)
+    199
+    """
+    check_level(level)
+    if difference == 0 or not math.isfinite(difference) or not deviation >= 0 or not 0 < power < 1:
+        raise OptionError("difference", f"{difference!r} with deviation {deviation!r}, power {power!r} has no answer")
+    effect = deviation / abs(difference)
+    needed = max(2.0, (_reach(math.inf, level) + _reach(math.inf, 2 * power - 1)) ** 2 * effect**2)
+    for _ in range(50):  # t depends on n; the map contracts
+        again = max(2.0, (_reach(needed, level) + _reach(needed, 2 * power - 1)) ** 2 * effect**2)
+        if abs(again - needed) < 1e-6 * needed:
+            break
+        needed = again
+    return math.ceil(needed)
+
+
+def single_answer_deviation(first: float, second: float, disagree: float | None = None) -> float:
+    """The deviation for one answer per problem: rates of both runs and the share of problems on which they disagree.
+
+    Without `disagree` the runs are taken as independent, which asks for more problems than related runs need.
+    """
+    share = first * (1 - second) + second * (1 - first) if disagree is None else disagree
+    if not abs(second - first) <= share + 1e-12 <= 1 + 1e-9:
+        raise OptionError("disagree", f"rates {first} and {second} cannot disagree on a share of {share}")
+    return math.sqrt(max(0.0, share - (second - first) ** 2))
+
+
+def _reach(n: float, level: float) -> float:
+    tail = (1 + level) / 2
+    return float(stats.norm.ppf(tail) if math.isinf(n) else stats.t.ppf(tail, max(1.0, n - 1)))
+
+
+def _difference(delta: Floats, method: PairedMethod, level: float, seed: int, n_samples: int) -> Estimate:
+    if delta.size < 2 or np.isnan(delta).any():
+        note = "needs two problems" if delta.size < 2 else "undefined for some problem"
+        return undefined_estimate(delta.size, n_samples, level, note)
+    mean = float(delta.mean())
+    if method == "bootstrap":
+        low, high = bootstrap_interval(delta, level=level, seed=seed)
+    else:
+        half = float(stats.t.ppf((1 + level) / 2, delta.size - 1)) * math.sqrt(variance_of_mean(delta))
+        low, high = mean - half, mean + half
+    return Estimate(mean, low, high, delta.size, n_samples, f"paired {method}", level)
+
+
+def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    if a.shape != b.shape or a.ndim != 1:
+        raise OptionError("comparison", f"{a.size} values against {b.size}: pairs need one value per problem and run")
+    return a, b

@@ -1,0 +1,131 @@
+"""Puts every rate of a run beside what it left uncounted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from atts.errors import OptionError
+from atts.evaluators.metrics.intervals import Estimate, Floats, Method
+from atts.evaluators.metrics.majority import Blanks, Label, maj_at_k, votes, weighted_maj_at_k
+from atts.evaluators.metrics.rates import Counts, Unscored, avg_at_n, count, g_pass_at_k, pass_at_k, pass_hat_k, rate
+
+SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
+"""What became of a sample: graded; cut at a limit; ended with no answer; the grader cannot tell, or took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """One problem's samples, in any order: right or not (None: unknown), the class each votes for, what became of it.
+
+    `labels` come from grouping by equivalence, None where there is no answer; without them there is no vote. Raises
+    OptionError when the lengths differ.
+    """
+
+    problem: str
+    correct: tuple[bool | None, ...]
+    labels: tuple[Label | None, ...] = ()
+    statuses: tuple[SampleStatus, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("labels", "statuses", "weights"):
+            held: tuple[object, ...] = getattr(self, name)
+            if held and len(held) != len(self.correct):
+                raise OptionError(name, f"{self.problem} has {len(held)} {name} for {len(self.correct)} samples")
+        if unknown := [status for status in self.statuses if status not in get_args(SampleStatus)]:
+            raise OptionError("status", f"{unknown[0]!r} is not a status", get_args(SampleStatus))
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How many samples stand behind a rate, and how many of them are not a plain right or wrong."""
+
+    problems: int
+    samples: int
+    cut: int
+    no_answer: int
+    unscored: int
+    timed_out: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples:,} samples of {self.problems:,} problems: {self.cut:,} cut, {self.no_answer:,} without "
+            f"answer, {self.unscored:,} unscored, {self.timed_out:,} timed out"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scorecard:
+    """The rates of one run by name, such as "pass@1" and "maj@16", and their coverage."""
+
+    estimates: Mapping[str, Estimate]
+    coverage: Coverage
+
+    def __str__(self) -> str:
+        wide = max(map(len, self.estimates), default=0)
+        return "\n".join([*(f"{name:<{wide}}  {e}" for name, e in self.estimates.items()), str(self.coverage)])
+
+
+def coverage(problems: Sequence[Samples]) -> Coverage:
+    """Counts of each status; a sample without one counts as unscored when nobody knows whether it is right."""
+    seen = Counter[SampleStatus]()
+    for held in problems:
+        seen.update(held.statuses or ("unscored" if one is None else "graded" for one in held.correct))
+    return Coverage(len(problems), seen.total(), seen["cut"], seen["no answer"], seen["unscored"], seen["timeout"])
+
+
+def score(
+    problems: Sequence[Samples],
+    *,
+    ks: Sequence[int] | None = None,
+    method: Method = "wilson",
+    unscored: Unscored = "wrong",
+    blanks: Blanks = "abstain",
+    level: float = 0.95,
+) -> Scorecard:
+    """pass@1, and for every k pass@k, maj@k, pass^k and G-pass@k at one half: unbiased, with intervals over problems.
+
+    `ks` are the powers of two up to the fewest samples of a problem, and that number itself, unless told. Samples that
+    could not be scored count as wrong and the rate says how much that may cost, or are left out of pass@1 and its kin.
+    """
+    counts = count([held.correct for held in problems], unscored)
+    fewest = int(counts.n.min(initial=10**9)) if problems else 0
+    estimates = {"pass@1": _with_unknown(rate(avg_at_n(counts), counts.n, method, level=level), problems, unscored)}
+    for k in _powers(fewest) if ks is None else ks:
+        for name, values in _at_k(problems, counts, k, blanks).items():
+            estimates[name] = rate(values, counts.n, method, level=level)
+    if problems and all(held.weights and held.labels for held in problems):
+        voted = [weighted_maj_at_k(h.labels, h.correct, h.weights, len(h.correct)) for h in problems]
+        estimates["weighted vote"] = rate(voted, counts.n, method, level=level)
+    return Scorecard(estimates, coverage(problems))
+
+
+def _at_k(problems: Sequence[Samples], counts: Counts, k: int, blanks: Blanks) -> dict[str, Floats]:
+    named: dict[str, Floats] = {}
+    if k > 1:
+        named[f"pass@{k}"] = pass_at_k(counts.n, counts.c, k)
+        named[f"pass^{k}"] = pass_hat_k(counts.n, counts.c, k)
+        named[f"G-pass@{k}(1/2)"] = g_pass_at_k(counts.n, counts.c, k, 0.5)
+    if k > 1 and problems and all(held.labels for held in problems):
+        named[f"maj@{k}"] = maj_at_k([votes(held.labels, held.correct, blanks) for held in problems], k)
+    return named
+
+
+def _powers(fewest: int) -> list[int]:
+    powers = [1 << power for power in range(1, fewest.bit_length()) if 1 << power <= fewest]
+    return sorted({*powers, fewest}) if fewest > 0 else []
+
+
+def _with_unknown(estimate: Estimate, problems: Sequence[Samples], unscored: Unscored) -> Estimate:
+    """What the unknown samples could add if all of them were right."""
+    shares = [sum(one is None for one in held.correct) / max(1, len(held.correct)) for held in problems]
+    unknown = sum(one is None for held in problems for one in held.correct)
+    if not unknown:
+        return estimate
+    fate = f"counted wrong: at most +{float(np.mean(shares)):.3f}" if unscored == "wrong" else "left out"
+    return replace(estimate, note="; ".join(part for part in (estimate.note, f"{unknown} unscored {fate}") if part))

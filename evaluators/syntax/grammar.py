@@ -1,0 +1,359 @@
+"""Parse tokens of an answer into the tree: lists, relations, expressions; bounded in depth, linear in length."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from atts.evaluators.syntax import words
+from atts.evaluators.syntax.atoms import atom
+from atts.evaluators.syntax.phrases import phrase_after, phrase_before
+from atts.evaluators.syntax.stream import STARTS, Grammar
+from atts.evaluators.syntax.tree import (
+    EMPTY_SET,
+    MINUS_ONE,
+    Node,
+    function,
+    negated,
+    number,
+    quotient,
+)
+from atts.evaluators.verdict import Malformed, NotMaths, TooLarge
+
+RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":="})
+_SPELLED = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
+_MARKS = frozenset({"circ", "degree", "'", "''", "*", "th", "st", "nd", "rd"})
+"""What ^ may raise that is no exponent."""
+_CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",)}
+_BLOCKS = frozenset({"rfloor", "rceil"})
+
+
+class Parser(Grammar):
+    """Recursive descent over a token list; every method consumes what it reads."""
+
+    # -- lists and relations ---------------------------------------------------------------
+
+    def answer(self) -> Node:
+        """The whole answer; raises Malformed when something is left over."""
+        node = self.items()
+        if self.here.kind != "end":
+            raise Malformed(f"{self.here.text!r} does not belong here")
+        return node
+
+    def items(self) -> Node:
+        """Relations between separators; one alone stands for itself."""
+        found: list[Node] = []
+        while True:
+            while self.is_kind("sep"):
+                self.take()
+            if self.is_kind("end", "close"):
+                break
+            found.append(self.relation())
+            if len(found) > self.limits.items:
+                raise TooLarge(f"more than {self.limits.items} items")
+            if not self.is_kind("sep"):
+                break
+        if not found:
+            raise Malformed("nothing where a value should be")
+        return found[0] if len(found) == 1 else Node("list", tuple(found))
+
+    def relation(self) -> Node:
+        """Sides joined by relation signs, such as 0 < x <= 1."""
+        sides = [self.side()]
+        signs: list[str] = []
+        while self.here.kind == "op" and (self.here.text in RELATIONS or self.here.text in ("=>", "&")):
+            sign = self.take().text
+            if sign == "&":
+                continue
+            signs.append(_SPELLED.get(sign, sign))
+            while self.is_op("&", "="):
+                self.take()
+            sides.append(self.side())
+        return sides[0] if not signs else Node("relation", tuple(sides), " ".join(signs))
+
+    def side(self) -> Node:
+        """One side of a relation: sets joined by union signs, or an expression with its unit."""
+        left = self.quantity()
+        parts = [left]
+        while self.is_op("cup", "cap", "setminus", "wedge", "vee"):
+            sign = self.take().text
+            if sign in ("cup", "vee"):
+                parts.append(self.quantity())
+            elif sign == "setminus":
+                parts = [Node("setminus", (_union(parts), self.quantity()))]
+            else:
+                parts = [Node("opaque", (_union(parts), self.quantity()), "cap")]
+        return _union(parts)
+
+    def quantity(self) -> Node:
+        """An expression, then perhaps its unit or a remark."""
+        if self.is_op(":"):
+            self.take()
+        if self.here.kind == "word":
+            label = phrase_before(self)
+            if label is not None:
+                return label
+        node = self.expression()
+        if self.is_op(":"):
+            node = self.ratio(node)
+        return phrase_after(self, node) if self.here.kind in ("word", "open") or self.is_op("mod", "==") else node
+
+    def ratio(self, first: Node) -> Node:
+        parts = [first]
+        while self.is_op(":") and self.ahead().kind in STARTS:
+            self.take()
+            parts.append(self.expression())
+        if self.is_op(":"):
+            raise Malformed("a ratio without its second part")
+        return Node("ratio", tuple(parts))
+
+    # -- expressions -----------------------------------------------------------------------
+
+    def expression(self) -> Node:
+        """Terms joined by + and -."""
+        self.deeper()
+        terms = [self.signed_term()]
+        while self.is_op("+", "-", "pm", "mp"):
+            sign = self.take().text
+            term = self.signed_term()
+            terms.append(_with_sign(sign, term))
+            if len(terms) > self.limits.items:
+                raise TooLarge("too many terms")
+        self.depth -= 1
+        return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
+
+    def signed_term(self) -> Node:
+        flips = 0
+        signs: list[str] = []
+        while self.is_op("+", "-", "pm", "mp"):
+            sign = self.take().text
+            flips += sign == "-"
+            if sign in ("pm", "mp"):
+                signs.append(sign)
+        node = self.term()
+        for sign in signs:
+            node = _with_sign(sign, node)
+        return negated(node) if flips % 2 else node
+
+    def term(self) -> Node:
+        """Factors joined by multiplication and division signs, or by nothing."""
+        factors = [self.factor()]
+        while True:
+            token = self.here
+            if token.kind == "op" and token.text == "*":
+                self.take()
+                factors.append(self.signed_factor())
+            elif token.kind == "op" and token.text == "/":
+                self.take()
+                factors.append(Node("pow", (self.signed_factor(), MINUS_ONE)))
+            elif self.starts_factor():
+                mixed = self.mixed_number(factors[-1])
+                if mixed is not None:
+                    factors[-1] = mixed
+                else:
+                    factors.append(self.beside(factors[-1]))
+            else:
+                break
+            if len(factors) > self.limits.items:
+                raise TooLarge("too many factors")
+        return factors[0] if len(factors) == 1 else Node("mul", tuple(factors))
+
+    def starts_factor(self) -> bool:
+        token = self.here
+        if token.kind == "op":
+            return False
+        if self.integrals and token.kind == "symbol" and token.text == "d" and self.ahead().kind == "symbol":
+            return False
+        if token.kind == "open" and self.remark():
+            return False
+        return token.kind in STARTS and token.text not in _BLOCKS and not token.text.startswith("end:")
+
+    def remark(self) -> bool:
+        """Whether a bracket holds words, such as (approximately 0.5)."""
+        return self.here.text == "(" and self.ahead().kind == "word"
+
+    def mixed_number(self, before: Node) -> Node | None:
+        """An integer and the proper fraction right after it, read as their sum; None when there is none."""
+        whole = before.value if before.kind == "number" and "." not in before.text else None
+        if whole is None:
+            return None
+        start = self.at
+        if self.here.kind == "number":
+            fraction = None if self.here.tight else self.slash_fraction()
+        else:
+            fraction = self.factor() if self.here.text == "frac" else None
+        if fraction is None or not _is_proper(fraction):
+            self.at = start
+            return None
+        return Node("add", (before, fraction))
+
+    def beside(self, before: Node) -> Node:
+        """A factor written right after another."""
+        if self.here.kind == "number" and before.kind in ("number", "huge"):
+            raise Malformed("two numbers side by side")
+        return self.factor()
+
+    def slash_fraction(self) -> Node | None:
+        """a/b of plain integers ahead, read as one number."""
+        top, slash, bottom = self.here, self.ahead(), self.ahead(2)
+        if slash.text != "/" or bottom.kind != "number" or not (top.text.isdigit() and bottom.text.isdigit()):
+            return None
+        if len(top.text) > 18 or len(bottom.text) > 18 or not 0 < int(top.text) < int(bottom.text):
+            return None
+        self.at += 3
+        return quotient(number(int(top.text), top.text), number(int(bottom.text), bottom.text))
+
+    def signed_factor(self) -> Node:
+        flips = 0
+        while self.is_op("+", "-"):
+            flips += self.take().text == "-"
+        if self.is_op("pm", "mp"):
+            return _with_sign(self.take().text, self.factor())
+        node = self.factor()
+        return negated(node) if flips % 2 else node
+
+    def factor(self) -> Node:
+        """An atom with everything raised, lowered or put after it."""
+        self.deeper()
+        node = atom(self)
+        while self.here.kind == "op":
+            text = self.here.text
+            if text in ("^", "**"):
+                node = self.raised(node)
+            elif text == "!":
+                node = self.factorial(node)
+            elif text == "%":
+                self.take()
+                node = Node("percent", (node,))
+            elif text in ("degree", "circ"):
+                self.take()
+                node = Node("degree", (node,))
+            elif text == "'" and node.kind in ("degree", "number"):
+                raise NotMaths("minutes of arc")
+            elif text == "_":
+                node = self.lowered(node)
+            else:
+                break
+        self.depth -= 1
+        return node
+
+    def factorial(self, node: Node) -> Node:
+        count = 0
+        while self.is_op("!"):
+            self.take()
+            count += 1
+        if count == 2:
+            return function("double_factorial", node)
+        for _ in range(count):
+            self.deeper()
+            node = function("factorial", node)
+        self.depth -= count
+        return node
+
+    def raised(self, base: Node) -> Node:
+        """The base with what stands after ^: an exponent, a degree sign, a prime, or the end of an ordinal."""
+        self.take()
+        braced = self.here.kind == "open" and self.here.text == "{"
+        end = self.at + 1
+        while braced and end < len(self.tokens) and end < self.at + 4 and self.tokens[end].kind != "close":
+            end += 1
+        inside = self.tokens[self.at + 1 : end] if braced else [self.here]
+        mark = "".join(token.text for token in inside).lower()
+        closed = not braced or (end < len(self.tokens) and self.tokens[end].text == "}")
+        if mark not in _MARKS or not closed:
+            return Node("pow", (base, self.exponent()))
+        self.at = end + 1 if braced else self.at + 1
+        return Node("degree", (base,)) if mark in ("circ", "degree") else base
+
+    def exponent(self) -> Node:
+        """What stands after ^: a signed atom with its own exponents, so that towers group to the right."""
+        self.deeper()
+        flips = 0
+        while self.is_op("+", "-"):
+            flips += self.take().text == "-"
+        node = _with_sign(self.take().text, atom(self)) if self.is_op("pm", "mp") else atom(self)
+        if self.is_op("^", "**"):
+            node = self.raised(node)
+        elif self.is_op("!"):
+            node = self.factorial(node)
+        self.depth -= 1
+        return negated(node) if flips % 2 else node
+
+    def lowered(self, node: Node) -> Node:
+        """A subscript: the base of a numeral, or part of a variable's name."""
+        self.take()
+        name = self.subscript()
+        if node.kind in ("number", "huge"):
+            base = int(name) if name.isdigit() and len(name) < 3 else words.BASES.get(name.lower())
+            if base is None or not 2 <= base <= 36:
+                raise NotMaths(f"the base {name!r}")
+            return Node("based", text=node.text, value=Fraction(base))
+        if node.kind in ("symbol", "call"):
+            return Node(node.kind, node.args, f"{node.text}_{name}")
+        if node.kind == "add" or node.kind == "mul":
+            raise NotMaths("a subscript on an expression")
+        return node
+
+    # -- brackets --------------------------------------------------------------------------
+
+    def bracketed(self) -> Node:
+        """( … ), [ … ], { … } or \\{ … \\}: a group, tuple, interval or set."""
+        opening = self.take().text
+        self.deeper()
+        if self.here.kind == "close":
+            closing = self.take().text
+            self.depth -= 1
+            if (opening, closing) == ("\\{", "\\}"):
+                return EMPTY_SET
+            raise Malformed("empty brackets")
+        inside = self.items()
+        inside = self.braced_operator(inside)
+        token = self.take()
+        if token.kind != "close" or token.text not in _CLOSING[opening]:
+            raise Malformed(f"{opening!r} closed by {token.text or 'nothing'!r}")
+        self.depth -= 1
+        members = inside.args if inside.kind == "list" else (inside,)
+        if opening == "|":
+            return function("abs", inside)
+        if opening == "\\{":
+            return Node("set", members)
+        if len(members) == 1:
+            return inside
+        if opening == "{":
+            return inside
+        return Node("tuple", members, opening + token.text)
+
+    def braced_operator(self, inside: Node) -> Node:
+        """{a \\over b} and {n \\choose k}."""
+        if self.is_op("over"):
+            self.take()
+            return quotient(inside, self.relation())
+        if self.is_op("choose"):
+            self.take()
+            return function("binom", inside, self.relation())
+        return inside
+
+
+def _union(parts: list[Node]) -> Node:
+    return parts[0] if len(parts) == 1 else Node("union", tuple(parts))
+
+
+def _with_sign(sign: str, term: Node) -> Node:
+    if sign == "-":
+        return negated(term)
+    if sign in ("pm", "mp"):
+        return Node("plusminus", (term,), "+" if sign == "pm" else "-")
+    return term
+
+
+def _is_proper(node: Node) -> bool:
+    """Whether a fraction is of plain integers and below one, as in a mixed number."""
+    if node.kind != "mul" or len(node.args) != 2 or node.args[1].kind != "pow":
+        return False
+    top, bottom = node.args[0].value, node.args[1].args[0].value
+    return (
+        top is not None
+        and bottom is not None
+        and node.args[1].args[1] is MINUS_ONE
+        and top.denominator == bottom.denominator == 1
+        and 0 < top < bottom
+    )

@@ -1,0 +1,300 @@
+"""Cut cleaned text into tokens, deciding which letters are words, functions, units or variables."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+from atts.evaluators.syntax import words
+from atts.evaluators.verdict import Limits, Malformed, NotMaths, TooLarge
+
+TokenKind = Literal["number", "symbol", "command", "function", "word", "op", "open", "close", "sep", "end"]
+
+
+class Token(NamedTuple):
+    """A piece of the answer; `tight` when nothing stood between it and the piece before."""
+
+    kind: TokenKind
+    text: str
+    tight: bool = False
+
+
+END = Token("end", "")
+
+_TOKEN = re.compile(
+    r"(?P<based>[0-9A-F]{2,40}\s*_\s*(?:\{\s*1[1-6]\s*\}|1[1-6](?!\d)))"
+    r"|(?P<number>\d+\.(?=\s*[-+*/^)\]}=])|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,6}(?![\d.]))?)"
+    r"|\\(?P<command>[a-zA-Z]+)\s*\*?"
+    r"|(?P<escaped>\\.)"
+    r"|(?P<letters>[a-zA-Z]+)"
+    r"|(?P<op>\*\*|<=|>=|=<|=>|!=|==|<>|->|:=|[-+*/^_=<>!%|:&'\"])"
+    r"|(?P<open>[({\[])|(?P<close>[)}\]])|(?P<sep>[,;])"
+    r"|(?P<blank>\s+)|(?P<other>.)",
+    re.DOTALL,
+)
+
+FUNCTIONS = frozenset(
+    """sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc asin acos atan acot asec acsc sinh cosh tanh
+    coth sech csch arcsinh arccosh arctanh asinh acosh atanh arsinh arcosh artanh log ln lg exp cbrt abs floor
+    ceil max min gcd lcm cis det re im arg sgn sign erf""".split()
+)
+_ALIASES = {
+    "tg": "tan", "ctg": "cot", "arctg": "arctan", "cosec": "csc", "asin": "arcsin", "acos": "arccos",
+    "atan": "arctan", "acot": "arccot", "asec": "arcsec", "acsc": "arccsc", "asinh": "arcsinh", "acosh": "arccosh",
+    "atanh": "arctanh", "arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh", "Re": "re", "Im": "im",
+    "sgn": "sign",
+}  # fmt: skip
+_FRACTIONS = frozenset({"frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac"})
+_BINOMIALS = frozenset({"binom", "dbinom", "tbinom"})
+_TEXT = frozenset(
+    """text textbf textrm textit textnormal textsf texttt mbox hbox mathrm mathbf mathit mathsf mathtt operatorname
+    emph mathnormal boldsymbol bm pmb mathcal mathscr mathfrak bf rm it underline boxed fbox colorbox framebox
+    ensuremath textsl textup uppercase mathop mathbin""".split()
+)
+_UPRIGHT = frozenset(
+    {"text", "textbf", "textrm", "textit", "textnormal", "mbox", "hbox", "mathrm", "operatorname", "rm"}
+)
+_DECORATIONS = frozenset(
+    {"vec", "hat", "widehat", "tilde", "widetilde", "dot", "ddot", "check", "breve", "overrightarrow"}
+)
+_OPERATORS = {
+    "cdot": "*", "times": "*", "ast": "*", "star": "*", "div": "/", "le": "<=", "leq": "<=", "leqslant": "<=",
+    "leqq": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "geqq": ">=", "lt": "<", "gt": ">", "ne": "!=",
+    "neq": "!=", "approx": "~", "simeq": "~", "cong": "~", "thickapprox": "~", "sim": "~", "equiv": "==", "in": "in",
+    "pm": "pm", "mp": "mp", "cup": "cup", "cap": "cap", "setminus": "setminus", "backslash": "setminus", "mid": "|",
+    "vert": "|", "lvert": "|", "rvert": "|", "colon": ":", "prime": "'", "to": "->", "rightarrow": "->",
+    "Rightarrow": "=>>", "implies": "=>>", "iff": "<=>", "Leftrightarrow": "<=>", "wedge": "wedge", "land": "wedge",
+    "vee": "vee", "lor": "vee", "bullet": "*", "bmod": "mod", "circ": "circ", "degree": "degree", "over": "over",
+    "choose": "choose", "percent": "%", "mod": "mod",
+}  # fmt: skip
+_GREEK = frozenset(
+    """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma
+    tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar aleph
+    partial nabla odot oplus otimes mho dagger square diamond clubsuit heartsuit spadesuit sharp flat
+    natural wp""".split()
+)
+_ENTITIES = frozenset(
+    """pi infty emptyset varnothing frac sqrt binom begin end sum prod int iint oint lim lfloor rfloor lceil rceil
+    overline bar ldots mathbb angle triangle cdots""".split()
+)
+_BLANK_COMMANDS = frozenset({"left", "right", "bigl", "bigr", "big", "strut", "smallskip", "hline", "cr", "null"})
+_ESCAPES: dict[str, tuple[TokenKind, str]] = {
+    "\\{": ("open", "\\{"), "\\}": ("close", "\\}"), "\\%": ("op", "%"), "\\|": ("op", "|"), "\\\\": ("op", "\\\\"),
+    "\\#": ("op", "#"), "\\_": ("op", "_"), "\\&": ("op", "#"), "\\-": ("op", "-"), "\\'": ("op", "'"),
+}  # fmt: skip
+_PLAIN: dict[str, tuple[TokenKind, str]] = {
+    "pi": ("command", "pi"), "infinity": ("command", "infty"), "infty": ("command", "infty"), "inf": ("word", "inf"),
+    "sqrt": ("command", "sqrt"), "cup": ("op", "cup"), "theta": ("symbol", "theta"),
+    "alpha": ("symbol", "alpha"), "beta": ("symbol", "beta"), "omega": ("symbol", "omega"), "phi": ("symbol", "phi"),
+    "lambda": ("symbol", "lambda"), "mu": ("symbol", "mu"), "sigma": ("symbol", "sigma"), "U": ("symbol", "U"),
+    "union": ("op", "cup"), "times": ("op", "*"), "frac": ("command", "frac"), "mod": ("op", "mod"),
+}  # fmt: skip
+
+
+class _Lexer:
+    """One pass over the text; text macros are entered recursively, to a bounded depth."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.tokens: list[Token] = []
+        self.gap = True
+
+    def add(self, kind: TokenKind, text: str) -> None:
+        if len(self.tokens) >= self.limits.tokens:
+            raise TooLarge(f"more than {self.limits.tokens} tokens")
+        self.tokens.append(Token(kind, text, not self.gap))
+        self.gap = False
+
+    def run(self, text: str, mode: Literal["maths", "text"], depth: int) -> None:
+        if depth > 8:
+            raise TooLarge("text macros nested too deeply")
+        position, length = 0, len(text)
+        while position < length:
+            found = _TOKEN.match(text, position)
+            assert found is not None
+            position = found.end()
+            kind = found.lastgroup
+            piece = found[kind] if kind else ""
+            if kind == "blank":
+                self.gap = True
+            elif kind == "command":
+                position = self.command(piece, text, position, depth)
+            elif kind == "escaped":
+                self.escaped(piece)
+            elif kind == "letters":
+                self.letters(piece, mode)
+            elif kind == "based":
+                self.add("command", "based:" + re.sub(r"[{}\s]", "", piece))
+            elif kind == "other":
+                self.other(piece)
+            else:
+                self.add(kind, piece)  # type: ignore[arg-type]  # the remaining groups are token kinds
+
+    def other(self, char: str) -> None:
+        if char in "?~@#\\":
+            if char == "\\":
+                raise Malformed("a backslash with nothing after it")
+            self.gap = True
+            return
+        if char == ".":
+            self.gap = True
+            if self.tokens and self.tokens[-1].kind == "number":
+                raise NotMaths("a full stop after a number")
+            return
+        self.add("word", char)
+
+    def escaped(self, piece: str) -> None:
+        known = _ESCAPES.get(piece)
+        if known:
+            self.add(*known)
+        self.gap = True
+
+    def command(self, name: str, text: str, position: int, depth: int) -> int:
+        name = {"dfrac": "frac", "arg": "arg"}.get(name, name)
+        if name in _FRACTIONS:
+            self.add("command", "frac")
+        elif name in _TEXT:
+            return self.text_macro(name, text, position, depth)
+        elif name in ("color", "textcolor", "mathcolor"):
+            return _group(text, position)[1]
+        elif name in _OPERATORS:
+            self.add("op", _OPERATORS[name])
+        elif name in FUNCTIONS or name in _ALIASES:
+            self.add("function", _ALIASES.get(name, name))
+        elif name in _GREEK:
+            self.add("symbol", name.removeprefix("var"))
+        elif name in ("begin", "end", "mathbb"):
+            return self.named(name, text, position)
+        elif name in _BINOMIALS:
+            self.add("command", "binom")
+        elif name in _DECORATIONS:
+            self.gap = True  # \vec{v} is read as v
+        elif name in ("langle", "rangle", "lbrack", "rbrack", "lbrace", "rbrace"):
+            side, brace = name[0], name[1:]
+            self.add("open" if side == "l" else "close", {"angle": "()", "brack": "[]"}.get(brace, "{}")[side == "r"])
+        elif name in ("lnot", "neg", "not"):
+            self.add("word", "not")
+        elif name in ("dots", "cdots", "ldots", "dotsc", "dotsb", "dotsm", "vdots"):
+            self.add("command", "ldots")
+        elif name in _ENTITIES or name in ("varnothing", "operatorname"):
+            self.add("command", "emptyset" if name == "varnothing" else name)
+        elif name in _BLANK_COMMANDS:
+            self.gap = True
+        elif name in ("quadx", "quady"):
+            self.gap = True
+            self.add("symbol", name[-1])
+        else:
+            raise NotMaths(f"the command \\{name}")
+        return position
+
+    def named(self, name: str, text: str, position: int) -> int:
+        """\\begin, \\end and \\mathbb carry their argument in the token; column layouts are dropped."""
+        if name == "mathbb" and position < len(text) and text[position].isalpha():
+            self.add("command", f"mathbb:{text[position]}")
+            return position + 1
+        content, position = _group(text, position)
+        self.add("command", f"{name}:{content.strip()}")
+        if name == "begin" and content.strip() in ("array", "tabular"):
+            position = _group(text, position)[1] if text[position:].lstrip().startswith("{") else position
+        return position
+
+    def text_macro(self, name: str, text: str, position: int, depth: int) -> int:
+        while position < len(text) and text[position] == " ":
+            position += 1
+        if position >= len(text) or text[position] != "{":
+            return position  # \rm 5, \bf x: the switch is dropped
+        content, after = _group(text, position)
+        inside = content.strip()
+        if name in _UPRIGHT and len(inside) == 1 and inside.isalpha():
+            self.upright_letter(name, inside)
+        else:
+            self.gap = True
+            self.run(content, "text" if name in _UPRIGHT else "maths", depth + 1)
+        self.gap = self.gap or name in _UPRIGHT
+        return after
+
+    def upright_letter(self, name: str, letter: str) -> None:
+        """A lone upright letter is a unit right after a value and a variable or choice elsewhere."""
+        after_value = bool(self.tokens) and self.tokens[-1].kind in ("number", "close")
+        is_unit = after_value and letter in "mgsLlhVWJNKCF" and name != "operatorname"
+        self.add("word" if is_unit else "symbol", letter)
+
+    def letters(self, run: str, mode: Literal["maths", "text"]) -> None:
+        lower = run.lower()
+        if lower in words.SEPARATORS:
+            self.add("sep", lower)
+        elif run in _PLAIN:
+            self.add(*_PLAIN[run])
+        elif len(run) > 1 and (run in FUNCTIONS or run in _ALIASES) and run.lower() not in ("re", "im", "det", "arg"):
+            self.add("function", _ALIASES.get(run, run))
+        elif lower in words.PERCENT and len(run) > 1:
+            self.add("op", "%")
+        elif lower in words.DEGREES:
+            self.add("op", "degree")
+        elif len(run) == 1:
+            self.add("word" if mode == "text" and self._article(run) else "symbol", run)
+        elif mode == "text" or self._is_word(run):
+            self.add("word", run)
+        else:
+            self.product(run)
+
+    def _article(self, letter: str) -> bool:
+        return letter == "a" and bool(self.tokens) and self.tokens[-1].kind == "word"
+
+    def _is_word(self, run: str) -> bool:
+        after_number = bool(self.tokens) and self.tokens[-1].kind in ("number", "close", "command", "symbol")
+        after_word = bool(self.tokens) and self.tokens[-1].kind == "word"
+        if run.lower() in words.ATTACHED and (after_number or after_word):
+            return True
+        if run[1:] in ("sqrt", "pi"):
+            return False
+        if run in ("is", "of", "be", "if", "an", "by", "at", "to", "so", "we", "it", "as", "no", "No", "on"):
+            return True
+        return words.is_word(run)
+
+    def product(self, run: str) -> None:
+        """Letters side by side are factors, save a known function at their start."""
+        letter, known = run[0], run[1:]
+        if known in ("sqrt", "pi"):
+            self.add("symbol", letter)
+            run = known
+            self.letters(known, "maths")
+            return
+        for name in ("sqrt", "sin", "cos", "tan", "log", "ln"):
+            if run.startswith(name) and len(run) > len(name):
+                self.letters(name, "maths")
+                run = run[len(name) :]
+                break
+        for letter in run:
+            self.add("symbol", letter)
+
+
+def _group(text: str, position: int) -> tuple[str, int]:
+    """What stands between the brace at or after `position` and its partner, and where that ends."""
+    while position < len(text) and text[position] == " ":
+        position += 1
+    if position >= len(text) or text[position] != "{":
+        raise Malformed("a macro without its argument")
+    depth, index = 0, position
+    while index < len(text):
+        char = text[index]
+        if char == "\\":
+            index += 1
+        elif char == "{":
+            depth += 1
+        elif char == "}":
+            depth -= 1
+            if depth == 0:
+                return text[position + 1 : index], index + 1
+        index += 1
+    raise Malformed("a brace that is never closed")
+
+
+def tokens(text: str, limits: Limits) -> list[Token]:
+    """The tokens of a cleaned answer, without an end mark.
+
+    Raises Malformed for unknown commands and unclosed text, TooLarge past the token limit.
+    """
+    lexer = _Lexer(limits)
+    lexer.run(text, "maths", 0)
+    return lexer.tokens

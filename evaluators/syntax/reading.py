@@ -1,0 +1,111 @@
+"""Turn one answer text into the trees it may be read as; what was read is kept for the next comparison."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from atts.evaluators.answers.boxes import Scan, final_boxes, scan
+from atts.evaluators.syntax import words
+from atts.evaluators.syntax.cleaning import cleaned, joined_thousands
+from atts.evaluators.syntax.grammar import Parser
+from atts.evaluators.syntax.lexer import tokens
+from atts.evaluators.syntax.tree import Node, number
+from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided
+
+_CHOICE = re.compile(r"[({\[\s]*([A-J])[}\s]*(?:\)[)}\]]*\s*[.:]?\s*[^\s^_!]?|[.:]\s*\S|[}\]]*$)")
+_MACRO = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|textit|mbox|rm|bf|boxed)(?![a-zA-Z])\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An answer cleaned and parsed; no trees means it could not be read, and `problem` says why."""
+
+    text: str
+    trees: tuple[Node, ...]
+    problem: Undecided | None = None
+    choice: str = ""  # the letter, when the answer is one choice, perhaps with its text
+    is_letter: bool = False  # nothing but the letter
+
+    @property
+    def squashed(self) -> str:
+        """The answer as a phrase: lower case, letters and digits."""
+        return words.squashed(_MACRO.sub(" ", self.text))
+
+
+def read(text: str, limits: Limits) -> Reading:
+    """The answer as trees; long texts are not kept."""
+    return _kept(text, limits) if len(text) <= 400 else _read(text, limits)
+
+
+@lru_cache(maxsize=4096)
+def _kept(text: str, limits: Limits) -> Reading:
+    return _read(text, limits)
+
+
+_PLAIN_NUMBER = re.compile(r"-?\d{1,300}(?:\.\d{1,300})?", re.ASCII)
+
+
+def _read(text: str, limits: Limits) -> Reading:
+    if _PLAIN_NUMBER.fullmatch(text):  # most answers: what the parser would find, without it
+        return Reading(text, (number(Fraction(text), text),))
+    plain = text
+    try:
+        plain = _ANNOUNCED.sub("", cleaned(_ANNOUNCED.sub("", unboxed(text), count=1), limits), count=1)
+        choice = _CHOICE.match(_MACRO.sub("", plain).replace("{", "").replace("}", ""))
+        letter = choice[1] if choice else ""
+        only = bool(letter) and not re.search(r"[^A-J\s(){}\[\].:]", _MACRO.sub("", plain))
+        return Reading(plain, tuple(_trees(plain, limits)), None, letter, only)
+    except Undecided as problem:
+        choice = _CHOICE.match(_MACRO.sub("", plain)) if len(plain) < 400 else None
+        return Reading(plain, (), problem, choice[1] if choice else "")
+    except RecursionError:  # little of the stack was left to us
+        return Reading(plain, (), TooLarge("too deep for the stack at hand"))
+
+
+_ZEROS = re.compile(r",0\d|;")  # no list is written 5,000, and one with semicolons needs no commas
+
+
+def _trees(plain: str, limits: Limits) -> list[Node]:
+    """The readings of a cleaned text: thousands joined, and, where that changes it, as written."""
+    spelled = words.number_in_words(plain) if len(plain) < 120 and plain[:1].isalpha() else None
+    if spelled is not None:
+        return [number(spelled, str(spelled))]
+    joined = joined_thousands(plain)
+    found: list[Node] = []
+    problem: Undecided | None = None
+    for spelling in (joined,) if joined == plain or _ZEROS.search(plain) else (joined, plain):
+        try:
+            found.append(Parser(tokens(spelling, limits), limits).answer())
+        except Undecided as error:
+            problem = problem or error
+    if not found:
+        assert problem is not None
+        raise problem
+    return found
+
+
+def unboxed(text: str) -> str:
+    """The contents of the boxes in an answer, several joined by commas; the text itself when it has none.
+
+    Raises Malformed when its box was cut off.
+    """
+    if "box" not in text:
+        return text
+    text = text.replace("\\beginboxed", "\\boxed")
+    contents = final_boxes(text)
+    if not contents and scan(text, Scan(), ended=True)[1].open_at is not None:
+        raise Malformed("a box that was cut off")
+    return ", ".join(contents) if contents else _EMPTY_BOX.sub("", text)
+
+
+_ANNOUNCED = re.compile(
+    r"\A\s*(?:(?:so|thus|therefore|hence),?\s+)?(?:the\s+|our\s+|my\s+)?(?:final\s+|correct\s+)?"
+    r"(?:answer|result|solution|choice)s?\s*(?:is|are|:|=)+\s*:?\s*(?=\S)",
+    re.IGNORECASE,
+)
+
+
+_EMPTY_BOX = re.compile(r"\\?(?:boxed|fbox)\s*\{\s*\}")

@@ -1,0 +1,45 @@
+"""The contents page offers what it lists, and opens nothing before it is asked for."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import atts.evaluators as evaluators
+
+PAGE = ast.parse(Path(str(evaluators.__file__)).read_text())
+
+
+def test_the_list_is_sorted_and_is_what_checkers_see() -> None:
+    """`__all__` names exactly what the block for type checkers imports."""
+    (block,) = [node for node in PAGE.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert list(evaluators.__all__) == sorted(evaluators.__all__) == sorted(seen)
+    for name, module in seen.items():
+        assert getattr(evaluators, name) is getattr(importlib.import_module(str(module)), name)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    """A misspelt name fails as in any module."""
+    with pytest.raises(AttributeError, match="'equivalents'"):
+        getattr(evaluators, "equivalents")  # noqa: B009
+
+
+def test_no_name_is_hidden_by_a_folder() -> None:
+    """A folder imported first would otherwise stand where the function should."""
+    folders = {path.stem for path in Path(str(evaluators.__file__)).parent.iterdir()}
+    assert not folders & set(evaluators.__all__)
+
+
+def test_grading_opens_no_statistics() -> None:
+    """A command that only grades does not wait for numpy, scipy or sympy."""
+    code = (
+        "import sys; from atts.evaluators import SlowPath, Tally, equivalent, extract, grade, group;"
+        "assert equivalent('1/2', '0.5').status == 'equal';"
+        "print([name for name in ('numpy', 'scipy', 'sympy', 'anyio', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

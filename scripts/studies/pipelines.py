@@ -2,153 +2,170 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import argparse
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import anyio
-import numpy as np
 
-from atts.api import Setup, build_engine
-from atts.core import Outcome, Problem, Usage
-from atts.engine import Engine
-from atts.evaluators import Estimate, compare_runs, mean_estimate
 from atts.evaluators.arithmetic import problems as arithmetic
-from atts.pipelines import PRESETS, Policy
-from atts.run import Session, evaluate
-from scripts.studies.harness import Options, Table, say
+from atts.pipelines import PRESETS
+from scripts.studies.harness import Effort, Options, Table, emit, say
+from scripts.studies.machine import look
+from scripts.studies.pipelines_arms import Arm, Grid, Ledger, Pair, run_block, run_grid
+from scripts.studies.pipelines_axes import samples_axis, tokens_axis, turns_axis
+from scripts.studies.pipelines_barrier import live, virtual
+from scripts.studies.pipelines_certified import certified_study
+from scripts.studies.pipelines_ordinal import ordinal_study
+from scripts.studies.pipelines_policies import RATE, arm, with_policy
+from scripts.studies.pipelines_tables import control, methods, verdict
+from scripts.studies.pipelines_time import time_study
 
-Block = tuple[Problem, ...]
-
-
-@dataclass
-class Tally:
-    """One method's problems so far: votes right, shares of rollouts right, decisions, tokens, seconds."""
-
-    right: list[float] = field(default_factory=list[float])
-    shares: list[float] = field(default_factory=list[float])
-    rates: list[float] = field(default_factory=list[float])
-    turns: dict[int, list[bool]] = field(default_factory=dict[int, list[bool]])
-    usage: Usage = Usage()
-    seconds: list[float] = field(default_factory=list[float])
-
-    def take(self, outcomes: Sequence[Outcome], seconds: float) -> None:
-        """Add a block of problems."""
-        self.seconds.append(seconds)
-        for outcome in outcomes:
-            self.right.append(float(outcome.answer == outcome.problem.answer))
-            ended = [r for r in outcome.rollouts if r.finish not in ("settled", "cancelled")]
-            self.shares.append(sum(r.answer == outcome.problem.answer for r in ended) / max(1, len(ended)))
-            asked = [t.decision for r in outcome.rollouts for t in r.turns if t.decision]
-            self.usage += outcome.usage
-            if asked:
-                self.rates.append(sum(d.escalate for d in asked) / len(asked))
-            for decision in asked:
-                self.turns.setdefault(decision.turn, []).append(decision.escalate)
+Part = Callable[[Options], Awaitable[list[Table]]]
 
 
 def study(options: Options) -> list[Table]:
-    """All methods, interleaved block by block, with the same problems, seeds, votes and early stop."""
-    count = options.pick(20, 120, 2000)
-    samples: tuple[int, ...] = options.pick((4,), (8,), (8, 16))
-    seeds = range(options.seed, options.seed + options.pick(1, 1, 3))
+    """All parts, one after the other; with --full and an output folder each goes on where an earlier try was killed."""
+    return [table for name in PARTS for table in part(name, options)]
+
+
+def part(name: str, options: Options) -> list[Table]:
+    """One part's tables."""
+    say(f"pipelines: {name}")
+    return anyio.run(PARTS[name], options)
+
+
+def _ledger(options: Options, name: str) -> Ledger:
+    return Ledger(None if options.out is None else options.out / f"pipelines-{name}-{options.effort}.jsonl")
+
+
+async def claim(options: Options) -> list[Table]:
+    """The policy against the target alone, on enough problems to say so."""
+    grid = Grid(options.pick(20, 160, 2000), options.pick((0,), (0,), (0, 1, 2)), 500, options.pick(20, 40, 50))
+    ledger = _ledger(options, "claim")
+    names = ("target-only", "draft-only", "atts", "ordinal")
     tables: list[Table] = []
-    for m in samples:
-        tallies = anyio.run(_measure, count, m, tuple(seeds), 0.2)
-        tables += [_methods(tallies, count, m, len(seeds)), _control(tallies["atts"], 0.2)]
+    async with Pair() as pair:
+        for m in options.pick((8,), (8,), (8, 16)):
+            await run_grid([arm(name, samples=m) for name in names], grid, ledger, pair, "claim")
+            tables += [methods("The claim", ledger, names, m), verdict(ledger, "atts", m)]
+            tables.append(control(ledger, "atts", m, RATE))
     return tables
 
 
-async def _measure(count: int, samples: int, seeds: tuple[int, ...], rate: float) -> dict[str, Tally]:
-    tallies: dict[str, Tally] = {row.name: Tally() for row in PRESETS}
-    found = arithmetic("test", count)
-    blocks = [tuple(found[i : i + 40]) for i in range(0, len(found), 40)]
-    async with build_engine("embedded", "draft") as draft, build_engine("embedded", "target") as target:
-        stored = await _stored(draft, target)
-        for seed in seeds:
-            setups = {name: _setup(name, samples, seed, rate, stored) for name in tallies}
-            plans = {name: setup.plan(draft, target) for name, setup in setups.items()}
-            for number, block in enumerate(blocks):
-                say(f"pipelines: m={samples} seed={seed} block {number + 1} of {len(blocks)}")
-                order = list(plans)[number % len(plans) :] + list(plans)[: number % len(plans)]
-                for name in order:  # a gate goes on learning from block to block, as in one long run
-                    began = time.perf_counter()
-                    result = await evaluate(block, plans[name], Session(engines="are open", signals="ignore"))
-                    tallies[name].take(result.kept, time.perf_counter() - began)
-    return tallies
+async def everybody(options: Options) -> list[Table]:
+    """Every baseline, as good as its authors would make it."""
+    grid = Grid(options.pick(8, 60, 500), options.pick((0,), (0,), (0, 1, 2)), 500, options.pick(8, 20, 50))
+    ledger = _ledger(options, "methods")
+    async with Pair() as pair:
+        stored = await _turn_zero(pair)
+        arms = [arm(row.name, stored=stored if row.name == "published" else ()) for row in PRESETS]
+        await run_grid(arms, grid, ledger, pair, "methods")
+    return [methods(f"Methods at rate {RATE:g}", ledger, [one.name for one in arms], 8)]
 
 
-async def _stored(draft: Engine, target: Engine) -> tuple[float, ...]:
+async def ablation(options: Options) -> list[Table]:
+    """One choice of the policy at a time."""
+    grid = Grid(options.pick(8, 100, 1000), (0,), 500, options.pick(8, 25, 50))
+    ledger = _ledger(options, "ablation")
+    arms = variants()
+    async with Pair() as pair:
+        await run_grid([arm("target-only"), *arms], grid, ledger, pair, "ablation")
+    return [methods("Variants of the policy", ledger, ["target-only", *(one.name for one in arms)], 8)]
+
+
+def variants() -> list[Arm]:
+    """The policy, and the policy with one thing changed."""
+    atts = arm("atts")
+    return [
+        atts,
+        with_policy(atts, "answers: stop", answers="stop"),
+        with_policy(atts, "answers: verify", answers="verify"),
+        with_policy(atts, "takeover: continue", takeover="continue"),
+        with_policy(atts, "takeover: replace", takeover="replace"),
+        with_policy(atts, "takeover: resample", takeover="resample"),
+        with_policy(atts, "takeover: fork", takeover="fork"),
+        arm("calibration: marginal", "atts", mode="marginal"),
+        arm("calibration: question-turn", "atts", mode="question-turn"),
+        with_policy(atts, "all at once", first_wave=0),
+        with_policy(atts, "first 3, then all", first_wave=3),
+        with_policy(atts, "first 3, then the target", first_wave=3, later="target"),
+    ]
+
+
+async def axes(options: Options) -> list[Table]:
+    """Both axes of scaling."""
+    async with Pair() as pair:
+        ledger = _ledger(options, "axes")
+        return [
+            await samples_axis(options, pair, ledger),
+            await turns_axis(options, pair, ledger),
+            await tokens_axis(options, pair, ledger),
+        ]
+
+
+async def clock(options: Options) -> list[Table]:
+    """Latency and throughput beside the target alone."""
+    return await time_study(options)
+
+
+async def barrier(options: Options) -> list[Table]:
+    """Live here; `barrier_virtual` has a clock of its own."""
+    async with Pair() as pair:
+        return [await live(options, pair)]
+
+
+async def barrier_virtual(options: Options) -> list[Table]:
+    """In a thread: virtual time needs a loop of its own."""
+    return [await anyio.to_thread.run_sync(virtual, options)]
+
+
+async def ordinal(options: Options) -> list[Table]:
+    """The gate of ordered levels."""
+    async with Pair() as pair:
+        return await ordinal_study(options, pair)
+
+
+async def certified(options: Options) -> list[Table]:
+    """A certificate, earned and kept."""
+    async with Pair() as pair:
+        return [await certified_study(options, pair)]
+
+
+PARTS: dict[str, Part] = {
+    "claim": claim,
+    "methods": everybody,
+    "ablation": ablation,
+    "axes": axes,
+    "time": clock,
+    "barrier": barrier,
+    "barrier-virtual": barrier_virtual,
+    "ordinal": ordinal,
+    "certified": certified,
+}
+
+
+async def _turn_zero(pair: Pair) -> tuple[float, ...]:
     """Turn-0 scores of the draft on calibration problems: what the published rule wants before a run."""
-    setup = _setup("atts", 4, 10_000, 0.2, ())
-    plan = setup.plan(draft, target)
-    short = replace(plan, policy=replace(plan.policy, turns=1, early_stop="none"))
-    result = await evaluate(arithmetic("calibration", 40), short, Session(engines="are open", signals="ignore"))
-    turns = [turn for outcome in result.kept for line in outcome.rollouts for turn in line.turns]
+    plan = pair.plan(arm("paper", samples=4, turns=1, early_stop="none"), 10_000)
+    outcomes, _ = await run_block(arithmetic("calibration", 40), plan)
+    turns = [turn for outcome in outcomes for line in outcome.rollouts for turn in line.turns]
     return tuple(turn.score for turn in turns if turn.score is not None)
 
 
-def _setup(name: str, samples: int, seed: int, rate: float, stored: Sequence[float]) -> Setup:
-    base = Setup()
-    policy: Policy = replace(base.policy, samples=samples)
-    return replace(base, method=name, seed=seed, rate=rate, stored=stored if name == "published" else (), policy=policy)
+def main() -> None:
+    """Only the parts that were asked for."""
+    parser = argparse.ArgumentParser(prog="pipelines", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; none: all")
+    parser.add_argument("--effort", choices=("quick", "default", "full"), default="default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="also write tables and charts here, and go on from what is here")
+    asked = parser.parse_args()
+    effort: Effort = asked.effort
+    for name in asked.parts or PARTS:
+        options = Options(effort, asked.seed, asked.out)
+        emit(f"pipelines-{name}", part(name, options), options, look())
 
 
-def _methods(tallies: Mapping[str, Tally], count: int, samples: int, seeds: int) -> Table:
-    alone = tallies["target-only"]
-    rows: list[tuple[str | int | float | None, ...]] = []
-    for name, tally in tallies.items():
-        difference = compare_runs(_by_problem(alone.right, count), _by_problem(tally.right, count)).difference
-        ratios = [a / b for a, b in zip(alone.seconds, tally.seconds, strict=True)]
-        rows.append(
-            (
-                name,
-                _interval(mean_estimate(_by_problem(tally.right, count), len(tally.right))),
-                f"{100 * difference.value:+.1f} [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]",
-                _interval(mean_estimate(_by_problem(tally.shares, count), len(tally.shares) * samples)),
-                tally.usage.draft_tokens,
-                tally.usage.scored_tokens,
-                tally.usage.target_tokens,
-                f"{tally.usage.target_tokens / max(1, alone.usage.target_tokens):.1%}",
-                f"{sum(tally.seconds):.1f}",
-                f"{np.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]",
-            )
-        )
-    return Table(
-        f"Methods on graded arithmetic: {count} problems x {samples} samples x {seeds} seeds, rate 0.2",
-        (
-            "method", "vote", "minus target-only, points", "pass@1", "draft tokens", "scored", "target tokens",
-            "of target-only", "seconds", "speed-up",
-        ),
-        tuple(rows),
-        (
-            "95 % intervals over problems; differences are paired by problem and seed.",
-            "pass@1 is over rollouts that ran to their end; a vote that can no longer change cancels the rest.",
-            "Speed-up: target-only's seconds over the method's, per block of up to 40 problems at once, interleaved; "
-            "median and range. All methods share two engines and all cores.",
-        ),
-    )  # fmt: skip
-
-
-def _control(tally: Tally, nominal: float) -> Table:
-    rows = [
-        (str(turn), len(made), sum(made) / len(made)) for turn, made in sorted(tally.turns.items()) if len(made) >= 50
-    ]
-    everything = [one for made in tally.turns.values() for one in made]
-    rows.append(("all", len(everything), sum(everything) / max(1, len(everything))))
-    spread = float(np.sqrt(np.mean((np.array(tally.rates) - nominal) ** 2))) if tally.rates else float("nan")
-    return Table(
-        f"Rate control in the live pipeline, nominal {nominal:g}",
-        ("turn", "decisions", "realised rate"),
-        tuple(rows),
-        (f"Root mean square of (rate - nominal) over {len(tally.rates)} questions: {spread:.3f}.",),
-    )
-
-
-def _by_problem(values: Sequence[float], count: int) -> list[float]:
-    """The mean over seeds of each problem."""
-    return [float(mean) for mean in np.array(values).reshape(-1, count).mean(axis=0)]
-
-
-def _interval(estimate: Estimate) -> str:
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+if __name__ == "__main__":
+    main()

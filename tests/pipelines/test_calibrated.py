@@ -1,0 +1,170 @@
+"""Gates made from calibrations: warm-up from the run's own scores, certificates, and what they say of themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from atts.api import Setup, evaluate_sync
+from atts.calibration import Calibrator, StoredScores
+from atts.core import Outcome, Problem
+from atts.errors import CalibrationInputError, OptionError
+from atts.journal import JOURNAL, read_decisions, read_entries
+from atts.pipelines import (
+    ConformalGate,
+    Features,
+    FixedGate,
+    LabelledRun,
+    Material,
+    Policy,
+    WarmingGate,
+    certified_gate,
+    certify_runs,
+    frozen_gate,
+    preset,
+    warming_gate,
+)
+from atts.testing import toy_problems
+
+Solve = Callable[..., list[Outcome]]
+POLICY = Policy(samples=6, early_stop="none")
+STORED = StoredScores.of([1.0 + i / 50 for i in range(200)])
+
+
+def right(outcome: Outcome) -> bool:
+    return outcome.answer == outcome.problem.answer
+
+
+def test_a_warm_up_stores_without_acting_and_counts_what_it_cost(attempt: Solve) -> None:
+    """The first scores of the run never escalate, the later ones do; the bill is their tokens."""
+    gate = warming_gate(30, 0.5, "marginal")
+    outcomes = attempt(POLICY, gate)
+    turns = [turn for o in outcomes for line in o.rollouts for turn in line.turns if turn.decision]
+    warm = [turn for turn in turns if turn.decision and turn.decision.why.startswith("warm-up")]
+    later = [turn for turn in turns if turn.decision and not turn.decision.why.startswith("warm-up")]
+    assert len(warm) == 30
+    assert not any(turn.decision.escalate for turn in warm if turn.decision)
+    assert any(turn.decision.escalate for turn in later if turn.decision)
+    assert gate.spent == sum(len(turn.chunks[0].logprobs) for turn in warm)
+    assert sum(o.usage.scored_tokens for o in outcomes) > gate.spent
+
+
+def test_after_the_warm_up_the_gate_knows_exactly_its_scores() -> None:
+    """Calibrated on 1..4, a fifth worse than all escalates, and one better than all does not."""
+    gate = warming_gate(4, 0.4, "split")
+    for number, score in enumerate([1.0, 2.0, 3.0, 4.0]):
+        features = Features(f"q{number}", tokens=7)
+        assert gate.preview(features).action == "verify"
+        decision = gate.decide(features, score)
+        gate.observe(decision, False)
+        assert not decision.escalate
+    assert gate.spent == 28
+    assert isinstance(gate.gate, ConformalGate)
+    assert isinstance(gate.gate.calibrator, Calibrator)
+    assert gate.gate.calibrator.stored.scores == (1.0, 2.0, 3.0, 4.0)
+    assert gate.decide(Features("q"), 9.0).escalate
+    assert not gate.decide(Features("q"), 1.01).escalate
+
+
+def test_a_careful_warm_up_hands_everything_over() -> None:
+    """Meanwhile "escalate": nothing unjudged is kept."""
+    gate = warming_gate(2, 0.1, meanwhile="escalate")
+    assert gate.decide(Features("q"), 1.0).escalate
+    with pytest.raises(CalibrationInputError):
+        gate.decide(Features("q"), math.nan)
+    with pytest.raises(OptionError, match="at least 1"):
+        warming_gate(0, 0.1)
+    with pytest.raises(OptionError, match="did you mean 'accept'"):
+        WarmingGate(3, lambda found: FixedGate("accept"), "acept")  # type: ignore[arg-type]
+
+
+def test_decisions_of_the_warm_up_do_not_count_for_the_rate() -> None:
+    """The calibrator hears only of what it decided itself."""
+    gate = warming_gate(2, 0.5, "marginal")
+    for score in (1.0, 1.5):
+        gate.observe(gate.decide(Features("q"), score), False)
+    gate.observe(gate.decide(Features("q"), 1.2), False)
+    assert isinstance(gate.gate, ConformalGate)
+    assert isinstance(gate.gate.calibrator, Calibrator)
+    assert gate.gate.calibrator.decided == 1
+
+
+def test_a_certified_gate_decides_as_tested_and_says_so(attempt: Solve) -> None:
+    """Labelled runs in, the certified policy out; live decisions equal the frozen gate's and name the certificate."""
+    target = attempt(replace(POLICY, drafter="target"), FixedGate("accept"), problems=40)
+    runs = [
+        LabelledRun("split", rate, attempt(replace(POLICY, samples=2), frozen_gate(rate, STORED), problems=40))
+        for rate in (0.9, 0.5)
+    ]
+    certificate = certify_runs(target, runs, right, epsilon=0.5, delta=0.2)
+    assert certificate.chosen is not None
+    gate = certified_gate(certificate, STORED)
+    plain = frozen_gate(certificate.chosen.rate, STORED)
+    for score in (1.0, 2.5, 4.0, 9.0):
+        said, tested = gate.decide(Features("q", 1), score), plain.decide(Features("q", 1), score)
+        assert (said.action, said.p) == (tested.action, tested.p)
+        assert said.why.endswith("certified policy")
+    assert "at most 50.0%" in gate.promise[0]
+    assert gate.promise[1] == certificate.voided_by
+    outcomes = attempt(POLICY, gate, problems=3)
+    decisions = [t.decision for o in outcomes for line in o.rollouts for t in line.turns if t.decision]
+    assert decisions
+    assert all("certified policy" in d.why or d.score is None for d in decisions)
+
+
+def test_a_certified_gate_learns_nothing() -> None:
+    """A thousand observations later it decides as on the first day."""
+    target = [_solved(str(number)) for number in range(300)]
+    certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)
+    gate = certified_gate(certificate, STORED)
+    before = [gate.decide(Features("q"), score).p for score in (1.5, 3.0)]
+    for _ in range(1000):
+        gate.observe(gate.decide(Features("q"), 50.0), True)
+    assert [gate.decide(Features("q"), score).p for score in (1.5, 3.0)] == before
+
+
+def test_nothing_is_certified_that_loses_too_much_or_was_run_on_other_problems() -> None:
+    """A policy that is always wrong, and a run of other problems."""
+    target = [_solved(str(number)) for number in range(50)]
+    wrong = [replace(outcome, answer="no") for outcome in target]
+    certificate = certify_runs(target, [LabelledRun("split", 0.2, wrong)], right, epsilon=0.05)
+    assert certificate.chosen is None
+    with pytest.raises(CalibrationInputError, match="none certifiable"):
+        certified_gate(certificate, STORED)
+    with pytest.raises(CalibrationInputError, match="other problems"):
+        certify_runs(target, [LabelledRun("split", 0.2, target[:-1])], right, epsilon=0.05)
+
+
+def test_presets_build_the_ordinal_and_the_warmed_gate() -> None:
+    """By name and material."""
+    assert isinstance(preset("atts").gate(Material(0.2, warmup=10)), WarmingGate)
+    with pytest.raises(OptionError, match="needs one"):
+        preset("ordinal").gate(Material())
+
+
+def _solved(name: str) -> Outcome:
+    return Outcome(Problem(name, "?", "yes"), (), "yes")
+
+
+def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
+    """Cut the journal in the middle of the warm-up: the second session stores the rest, not all of it again."""
+
+    def setup() -> Setup:
+        base = Setup(draft="scripted", target="scripted", rate=0.4, rollouts=4)
+        policy = replace(base.policy, samples=4, early_stop="none", first_wave=0)
+        return replace(base, policy=policy, gate=warming_gate(40, 0.4, "marginal"))
+
+    problems = toy_problems(8, 5)
+    evaluate_sync(problems, setup(), directory=tmp_path)
+    journal = tmp_path / JOURNAL
+    lines = journal.read_text().splitlines(keepends=True)
+    warm = [number for number, line in enumerate(lines) if "warm-up, " in line]
+    journal.write_text("".join(lines[: warm[len(warm) // 2]]))
+    evaluate_sync(problems, setup(), directory=tmp_path)
+    decided = [event.decision for _, event in read_decisions(read_entries(journal))]
+    assert sum(decision.why.startswith("warm-up") for decision in decided) == 40
+    assert sum(decision.escalate for decision in decided) > 0

@@ -23,7 +23,15 @@ from atts.pipelines.replay import Replayed, ReplayedProblem, ReplayedRollout, re
 from atts.pipelines.scores import ScoreRule
 from atts.pipelines.solve import solve
 from atts.pipelines.votes import Ballot, Tally, cannot_change, settled_probability, tally
-from atts.pipelines.wrappers import CappedGate, CertifiedGate, Certifying, ExploringGate, WarmingGate, WarmScore
+from atts.pipelines.wrappers import (
+    CappedGate,
+    CertifiedGate,
+    Certifying,
+    ExploringGate,
+    Promising,
+    WarmingGate,
+    WarmScore,
+)
 
 __all__ = [
     "Answers",
@@ -48,6 +56,7 @@ __all__ = [
     "PRESETS",
     "Policy",
     "Preset",
+    "Promising",
     "RandomGate",
     "Replayed",
     "ReplayedProblem",

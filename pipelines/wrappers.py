@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 from atts.core import Action, Decision
 from atts.errors import CalibrationInputError, OptionError
@@ -159,6 +159,16 @@ class Certifying(Protocol):
     @property
     def voided_by(self) -> str:
         """What makes it empty."""
+        ...
+
+
+@runtime_checkable
+class Promising(Protocol):
+    """A gate that carries a promise of its own: it goes into the manifest, and from there into the report."""
+
+    @property
+    def promise(self) -> tuple[str, str]:
+        """The guarantee in words, and what voids it."""
         ...
 
 

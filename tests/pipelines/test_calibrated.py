@@ -28,6 +28,7 @@ from atts.pipelines import (
     preset,
     warming_gate,
 )
+from atts.reports import collect
 from atts.testing import toy_problems
 
 Solve = Callable[..., list[Outcome]]
@@ -168,3 +169,16 @@ def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
     decided = [event.decision for _, event in read_decisions(read_entries(journal))]
     assert sum(decision.why.startswith("warm-up") for decision in decided) == 40
     assert sum(decision.escalate for decision in decided) > 0
+
+
+def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) -> None:
+    """Guarantee and what voids it, from the run directory alone; every decision in the journal names it."""
+    target = [_solved(str(number)) for number in range(300)]
+    certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)
+    base = Setup(draft="scripted", target="scripted", rate=0.3)
+    evaluate_sync(toy_problems(4, 4), replace(base, gate=certified_gate(certificate, STORED)), directory=tmp_path)
+    promise = collect(tmp_path).report.calibration.promise
+    assert (promise.guarantee, promise.voided_by) == (certificate.guarantee, certificate.voided_by)
+    decided = [event.decision for _, event in read_decisions(read_entries(tmp_path / JOURNAL))]
+    assert decided
+    assert all("certified policy" in decision.why for decision in decided if decision.score is not None)

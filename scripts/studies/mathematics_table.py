@@ -1,0 +1,214 @@
+"""Lays out the runs of a mathematics evaluation as the paper's table does, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, reduce
+from itertools import chain
+from operator import add
+from typing import Any
+
+from atts.api import answers_for
+from atts.core import Role, Usage
+from atts.evaluators import Dataset, Estimate, Samples, compare_runs, mean_estimate, score
+from atts.run import ProblemLine, RunResult, samples
+from scripts.studies.harness import Cell, Spread, Table
+from scripts.studies.pairs import Pair, Published
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The runs of one arm, a seed each, on the same problems."""
+
+    name: str
+    what: str
+    runs: tuple[RunResult, ...]
+
+    @cached_property
+    def graded(self) -> list[Samples]:
+        """Every problem's samples of all runs together."""
+        together = [_joined(lines) for lines in zip(*(run.problems for run in self.runs), strict=True)]
+        return samples(together, answers_for("math").group)
+
+    @cached_property
+    def scores(self) -> Mapping[str, Estimate]:
+        """pass@1, the vote and any of as many samples as one run has."""
+        card = score(self.graded, ks=(self.size,)) if self.graded else score([])
+        return card.estimates
+
+    @property
+    def size(self) -> int:
+        """Samples a problem in one run."""
+        return max((len(line.samples) for run in self.runs for line in run.problems), default=1)
+
+    def estimate(self, metric: str) -> Estimate:
+        """By name: "any", "vote" or "one"; with one sample a problem all three are the same."""
+        wanted = {"any": f"pass@{self.size}", "vote": f"maj@{self.size}", "one": "pass@1"}[metric]
+        return self.scores.get(wanted, self.scores["pass@1"])
+
+    def by_problem(self) -> dict[str, float]:
+        """The share of right samples."""
+        return {held.problem: sum(one is True for one in held.correct) / len(held.correct) for held in self.graded}
+
+    @cached_property
+    def rate(self) -> Estimate:
+        """The share of decisions that went to the target, problems weighted alike."""
+        asked: dict[str, list[bool]] = {}
+        for run in self.runs:
+            for outcome in run.outcomes():
+                turns = [turn.decision for line in outcome.rollouts for turn in line.turns if turn.decision]
+                asked.setdefault(outcome.problem.id, []).extend(decision.escalate for decision in turns)
+        shares = [sum(made) / len(made) for made in asked.values() if made]
+        return mean_estimate(shares, sum(map(len, asked.values())))
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all runs."""
+        return reduce(add, (run.usage for run in self.runs), Usage())
+
+    @property
+    def failed(self) -> int:
+        """Problems that came to nothing; they are in no rate."""
+        return sum(line.status == "failed" for run in self.runs for line in run.problems)
+
+    def speed_up(self, alone: Measured) -> Spread:
+        """The target's seconds over this arm's, run by run."""
+        return Spread.of([one.seconds / mine.seconds for one, mine in zip(alone.runs, self.runs, strict=True)])
+
+
+def tables(dataset: Dataset, pair: Pair, rate: float, measured: Sequence[Measured]) -> list[Table]:
+    """The paper's layout where its three runs are there, and every run by itself."""
+    arms = {one.name: one for one in measured}
+    complete = {"target", "marginal", "conditional"} <= arms.keys()
+    return [*([_paper(dataset, pair, rate, arms)] if complete else []), _runs(dataset, rate, measured)]
+
+
+def _paper(dataset: Dataset, pair: Pair, rate: float, arms: Mapping[str, Measured]) -> Table:
+    target, marginal, conditional = arms["target"], arms["marginal"], arms["conditional"]
+    words = {"any": f"right in any of {target.size}", "vote": f"vote of {target.size}", "one": "one sample"}
+    rows: list[tuple[Cell, ...]] = []
+    for number, (metric, word) in enumerate(words.items()):
+        costs: tuple[Cell, ...] = ("", "", "", "")
+        if not number:
+            speed = [_spread(one.speed_up(target)) for one in (marginal, conditional)]
+            costs = (*speed, _interval(marginal.rate), _interval(conditional.rate))
+        accuracy = (_interval(one.estimate(metric)) for one in (marginal, conditional, target))
+        rows.append((word, *accuracy, *costs))
+    known = pair.published.get(dataset.name.split("[")[0])
+    if known:
+        rows.append(_published(known))
+    return Table(
+        f"{dataset.name}: {pair.draft} drafts, {pair.target} is the target",
+        ("", "accuracy, marginal", "accuracy, conditional", "target accuracy", "speed-up, marginal",
+         "speed-up, conditional", f"rate, marginal (nominal {rate:g})", "rate, conditional"),
+        tuple(rows),
+        (*_notes(dataset, target), *([_about_published(pair)] if known else [])),
+    )  # fmt: skip
+
+
+def _published(row: Published) -> tuple[Cell, ...]:
+    return (
+        "published, any of 16", f"{row.accuracy:.3f}", "", "", f"{row.marginal:.2f}", f"{row.conditional:.2f}", "", ""
+    )  # fmt: skip
+
+
+def _about_published(pair: Pair) -> str:
+    return (
+        "The published row is the authors' own: answers judged by a model, their hardware, the first 15 problems of "
+        f"AIME, another 50 for AMC. {pair.name}: {pair.run_here}."
+    )
+
+
+def _notes(dataset: Dataset, target: Measured) -> tuple[str, ...]:
+    repeats = len(target.runs)
+    seconds = (
+        f"Speed-up: seconds of the target alone over seconds of the arm, median and range of {repeats} repeats."
+        if repeats > 1
+        else "Speed-up: seconds of the target alone over seconds of the arm, one measurement; --repeats gives a range."
+    )
+    return (
+        f"{len(dataset)} problems (digest {dataset.digest[:12]}), {target.size} samples, {repeats} seed"
+        f"{'s' * (repeats > 1)}; 95 % intervals over problems. Answers are graded here, by equivalence.",
+        seconds + " Arms run one after another on the same engines, whose caches stay warm.",
+    )
+
+
+def _runs(dataset: Dataset, rate: float, measured: Sequence[Measured]) -> Table:
+    alone = next((one for one in measured if one.name == "target"), None)
+    rows = [_run(one, alone) for one in measured]
+    failed = sum(one.failed for one in measured)
+    return Table(
+        f"{dataset.name}: every run",
+        ("run", "any", "vote", "one sample", "minus target, points", f"rate (nominal {rate:g})", "draft tokens",
+         "scored", "target tokens", "of target alone", "seconds"),
+        tuple(rows),
+        ("The difference is of single samples, paired by problem.",
+         *([f"{failed} problems failed and are in no rate; the journals say why."] if failed else [])),
+    )  # fmt: skip
+
+
+def _run(one: Measured, alone: Measured | None) -> tuple[Cell, ...]:
+    accuracies = tuple(_interval(one.estimate(metric)) for metric in ("any", "vote", "one"))
+    share = f"{one.usage.target_tokens / alone.usage.target_tokens:.1%}" if alone and alone.usage.target_tokens else "-"
+    seconds = Spread.of([run.seconds for run in one.runs])
+    return (
+        one.name, *accuracies, _difference(one, alone), _interval(one.rate), one.usage.draft_tokens,
+        one.usage.scored_tokens, one.usage.target_tokens, share, _spread(seconds, ".1f"),
+    )  # fmt: skip
+
+
+def _difference(one: Measured, alone: Measured | None) -> str:
+    if alone is None or alone is one:
+        return "-"
+    mine, theirs = one.by_problem(), alone.by_problem()
+    common = [name for name in theirs if name in mine]
+    if not common:
+        return "-"
+    found = compare_runs([theirs[name] for name in common], [mine[name] for name in common]).difference
+    return f"{100 * found.value:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+
+
+def as_json(
+    dataset: Dataset, pair: Pair, engines: Mapping[Role, str], rate: float, measured: Sequence[Measured]
+) -> dict[str, Any]:
+    """All of it as one strict JSON object."""
+    alone = next((one for one in measured if one.name == "target"), None)
+    known = pair.published.get(dataset.name.split("[")[0])
+    return {
+        "dataset": {"name": dataset.name, "source": dataset.source, "digest": dataset.digest, "problems": len(dataset)},
+        "pair": pair.name,
+        "engines": dict(engines),
+        "nominal_rate": rate,
+        "published": asdict(known) if known else None,
+        "arms": {one.name: _arm_json(one, alone) for one in measured},
+    }
+
+
+def _arm_json(one: Measured, alone: Measured | None) -> dict[str, Any]:
+    return {
+        "any": one.estimate("any").as_json(),
+        "vote": one.estimate("vote").as_json(),
+        "one": one.estimate("one").as_json(),
+        "rate": one.rate.as_json(),
+        "usage": asdict(one.usage),
+        "seconds": [run.seconds for run in one.runs],
+        "speed_up": [] if alone is None else [a.seconds / b.seconds for a, b in zip(alone.runs, one.runs, strict=True)],
+        "failed": one.failed,
+    }
+
+
+def _joined(lines: tuple[ProblemLine, ...]) -> ProblemLine:
+    return replace(lines[0], samples=tuple(chain.from_iterable(line.samples for line in lines)))
+
+
+def _interval(estimate: Estimate) -> str:
+    if estimate.n_problems == 0 or estimate.value != estimate.value:
+        return "-"
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def _spread(spread: Spread, digits: str = ".2f") -> str:
+    if spread.n == 1:
+        return f"{spread.median:{digits}}"
+    return f"{spread.median:{digits}} [{spread.low:{digits}}, {spread.high:{digits}}]"

@@ -72,7 +72,8 @@ class SampleRequest:
 class Completion:
     """What a model wrote: `ids` exactly as generated (an end token included), `text` without end tokens.
 
-    `logprobs` are under the raw law (temperature 1, nothing dropped), one per id.
+    `logprobs` are under the raw law (temperature 1, nothing dropped), one per id; none at all from an engine whose spec
+    says that it gives none.
     """
 
     ids: TokenIds

@@ -16,9 +16,11 @@ def probe(
     model: Annotated[str, typer.Option(help="Of several that are served.")] = "",
     tokenizer: Annotated[str, typer.Option(help="Folder or hub id; by default what the server names.")] = "",
     dialect: Annotated[
-        Literal["auto", "vllm", "sglang", "llamacpp"], typer.Option(help="What the server speaks.")
+        Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "chat"], typer.Option(help="What the server speaks.")
     ] = "auto",
-    need: Annotated[Literal["nothing", "sample", "score"], typer.Option(help="Fail (5) unless it can.")] = "nothing",
+    need: Annotated[
+        Literal["nothing", "sample", "score", "rate"], typer.Option(help="Fail (5) unless it can.")
+    ] = "nothing",
     key_file: Annotated[Path | None, typer.Option(help="With the API key; else ATTS_API_KEY.")] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for a server that is loading.", min=0.0)] = 60.0,
     proxy: Annotated[Literal["never", "environment"], typer.Option(help="Whether HTTP_PROXY counts.")] = "never",

@@ -24,9 +24,8 @@ class ProbeReport:
 
     @property
     def can(self) -> tuple[str, ...]:
-        """What pipelines may use it for: "sample", "score"."""
-        broken = {found.needed for found in self.findings if found.answer == "no"}
-        return tuple(sorted(self.spec.capabilities - broken))
+        """What pipelines may use it for: "sample", "score", "rate"."""
+        return tuple(sorted(self.spec.capabilities))
 
     def as_json(self) -> dict[str, Any]:
         """One object."""

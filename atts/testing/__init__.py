@@ -8,6 +8,7 @@ from atts.testing.interrupts import Interrupted, Interrupter, Interruption, inte
 from atts.testing.language import DRAFT, TARGET, Skill, ToyModel
 from atts.testing.questions import toy_problems
 from atts.testing.scripted import Drift, Latency, ScriptedEngine
+from atts.testing.servers import DialectServer, ServerDialect, ServerFault, ServerFaults, ServerQuirks
 from atts.testing.tokenizer import ToyTokenizer
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Backend",
     "CannedEngine",
     "CheckOptions",
+    "DialectServer",
     "Drift",
     "FaultKind",
     "Faults",
@@ -28,6 +30,10 @@ __all__ = [
     "Latency",
     "Report",
     "ScriptedEngine",
+    "ServerDialect",
+    "ServerFault",
+    "ServerFaults",
+    "ServerQuirks",
     "Skill",
     "ToyModel",
     "ToyTokenizer",

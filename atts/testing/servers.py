@@ -21,7 +21,7 @@ from atts.errors import ContextOverflow, EngineError, OptionError, UnsupportedBy
 if TYPE_CHECKING:
     from aiohttp import web
 
-ServerDialect = Literal["vllm", "sglang", "llamacpp"]
+ServerDialect = Literal["vllm", "sglang", "llamacpp", "ollama", "chat"]
 ServerFault = Literal["refused", "reset", "429", "500", "truncated", "wrong_ids", "nan", "slow_loris", "hang"]
 """refused: closed unread. reset: broken off in mid-reply. truncated: half the JSON. slow_loris: a byte now and then."""
 _BLOCK = 16
@@ -54,6 +54,9 @@ class ServerQuirks:
     sampled log-probs after temperature: SGLang's default, vLLM's --logprobs-mode. `disconnect` "ignore" leaves ghosts
     running when a client goes away, as some releases did. `scoring` "ignored" takes a scoring request and answers
     without scores, as llama.cpp and `transformers serve` do. `version` is what it says it is; "" its dialect's.
+    `prefill` is when a chat API goes on with a last assistant message: told by vLLM's two flags, by a mark on the
+    message, always, or never (it becomes a user's); "closed" and "prefix" also refuse fields that hosted models do not
+    know. `ratings` "off": it tells no likely tokens.
     """
 
     cached_scores: Literal["on", "off"] = "on"
@@ -61,6 +64,8 @@ class ServerQuirks:
     disconnect: Literal["abort", "ignore"] = "abort"
     scoring: Literal["honest", "ignored"] = "honest"
     version: str = ""
+    prefill: Literal["continue", "prefix", "trailing", "closed"] = "continue"
+    ratings: Literal["on", "off"] = "on"
 
 
 NO_SERVER_FAULTS = ServerFaults()

@@ -118,5 +118,5 @@ def edges(nodes: Iterable[Node]) -> set[tuple[int, int]]:
 def sibling_edges(nodes: Iterable[Node]) -> set[tuple[int, int]]:
     """The edges between different rollouts of one problem; none in a run without barriers."""
     found = {node.id: node for node in nodes}
-    pairs = ((found[a], found[b]) for a, b in edges(found.values()) if a in found)
+    pairs = ((found[other], node) for node in found.values() for other in node.after if other in found)
     return {(a.id, b.id) for a, b in pairs if a.sample != b.sample and min(a.sample, b.sample) >= 0}

@@ -28,10 +28,11 @@ from atts.journal.events import (
 from atts.journal.files import AppendFile, Opener, open_append, write_all, write_atomic
 from atts.journal.lines import Tail, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, versions
-from atts.journal.state import OpenProblem, Place, RunState, read_decisions, read_outcomes, sample_key, score_key
+from atts.journal.state import FACTS, OpenProblem, Place, RunState, read_decisions, read_outcomes, sample_key, score_key
 from atts.journal.writer import JOURNAL, MANIFEST, Durability, Journal, JournalOptions, check_directory, open_journal
 
 __all__ = [
+    "FACTS",
     "JOURNAL",
     "KINDS",
     "MANIFEST",

@@ -8,15 +8,17 @@ A line is whole when it ends in a newline. A long text stands on a line of its o
 from __future__ import annotations
 
 import json
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from atts.errors import JournalCorrupt, JournalVersion
-from atts.journal.codec import Decoder, Encoder, Texts, decoder, encoder
+from atts.journal.codec import Encoder, Texts, encoder
+from atts.journal.decoding import Read, decoder
 from atts.journal.events import KINDS, SCHEMA, Entry, Event, SessionOpened
 from atts.journal.files import storage
 
@@ -60,68 +62,102 @@ class LineWriter:
         return b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body))
 
 
-def read_entries(path: Path, on_end: Callable[[Tail], None] | None = None) -> Iterator[Entry]:
+def read_entries(
+    path: Path, on_end: Callable[[Tail], None] | None = None, kinds: Collection[type[Event]] | None = None
+) -> Iterator[Entry]:
     """Every event of a journal in order, without holding more than a line and the latest texts.
 
     The last line may be torn (its process was killed while writing): it does not count. `on_end` learns where the
-    whole lines end.
+    whole lines end. With `kinds` only such events are given out: other lines are checked, not decoded. A set of them
+    may change while reading.
 
     :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
     :raises JournalVersion: a newer version wrote it.
     :raises StorageError: the file cannot be read.
     """
     with storage(path), path.open("rb") as file:
-        reader = _Reader(path)
+        reader = _Reader(path, kinds)
         yield from reader.entries(file)
     if on_end is not None:
         on_end(reader.tail)
 
 
+_END = len(b',"crc":"00000000"}\n')
+_PASSED = MappingProxyType({word.encode(): kind for word, kind in KINDS.items() if kind is not SessionOpened})
+_HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"kind":"([a-z-]+)"')
+_REFERENCE = re.compile(rb'[:,[]"@([\w-]{20})"')  # within a text every quote has a backslash before it
+_json = json.JSONDecoder().raw_decode
+_number = decoder(float)
+
+
 class _Reader:
-    def __init__(self, path: Path) -> None:
-        self.tail = Tail()
+    def __init__(self, path: Path, kinds: Collection[type[Event]] | None) -> None:
         self._path = path
         self._texts = Texts()
-        self._decoders: dict[str, Decoder] = {word: decoder(kind) for word, kind in KINDS.items()}
-        self._number = decoder(float)
+        self._decoders: dict[str, Read] = {word: decoder(kind) for word, kind in KINDS.items()}
+        self._kinds = kinds
+        self._line = self._session = self._length = 0
+
+    @property
+    def tail(self) -> Tail:
+        """Where reading is."""
+        return Tail(self._line, self._session, self._length)
 
     def entries(self, file: BinaryIO) -> Iterator[Entry]:
         """Read to the end, or to a torn last line."""
         for line in file:
             try:
-                entry = self._entry(line)
+                check(line)
+                entry = None if self._is_passed_over(line) else self._entry(line)
             except ValueError as error:
                 if file.read(1):
                     raise self._corrupt(str(error)) from error
                 return
-            self.tail = Tail(self.tail.number + 1, self.tail.session, self.tail.length + len(line))
+            self._line += 1
+            self._length += len(line)
             if entry is not None:
                 yield entry
+
+    def _is_passed_over(self, line: bytes) -> bool:
+        """Whether nobody asked for this event; texts it refers to count as used, as they did when it was written."""
+        found = _HEAD.match(line) if self._kinds is not None and self._line else None
+        if self._kinds is None or found is None or found[2] not in _PASSED or _PASSED[found[2]] in self._kinds:
+            return False
+        self._count(int(found[1]))
+        if b'"@' in line:
+            for name in _REFERENCE.findall(line):
+                self._texts.find(name.decode())
+        return True
 
     def _entry(self, line: bytes) -> Entry | None:
         fields = parse(line)
         word, number = fields.pop("kind", None), fields.pop("n", None)
         if word == "session-opened" and isinstance(fields.get("schema"), int) and fields["schema"] > SCHEMA:
             raise newer(self._path, fields["schema"])
-        if number != self.tail.number:
-            raise ValueError(f"it is numbered {number}, expected {self.tail.number}: lines are missing or doubled")
+        self._count(number)
         if word == "text":
             self._texts.learn(str(fields.get("id")), str(fields.get("text")))
             return None
         if word not in self._decoders:
             raise ValueError(f"it is of an unknown kind {word!r}")
-        at, wall = (self._number(fields.pop(clock, None), self._texts) for clock in ("at", "wall"))
+        at, wall = fields.pop("at", None), fields.pop("wall", None)
+        if type(at) is not float or type(wall) is not float:
+            at, wall = _number(at, self._texts), _number(wall, self._texts)
         event = self._decoders[word](fields, self._texts)
-        if isinstance(event, SessionOpened):
-            self.tail = Tail(self.tail.number, event.session, self.tail.length)
-        elif self.tail.number == 0:
+        if word == "session-opened":
+            self._session = event.session
+        elif self._line == 0:
             raise ValueError("the first line opens no session")
-        return Entry(number, self.tail.session, at, wall, event)
+        return Entry(self._line, self._session, at, wall, event)
+
+    def _count(self, number: object) -> None:
+        if number != self._line:
+            raise ValueError(f"it is numbered {number}, expected {self._line}: lines are missing or doubled")
 
     def _corrupt(self, problem: str) -> JournalCorrupt:
         return JournalCorrupt(
             self._path,
-            f"line {self.tail.number + 1} is damaged: {problem}",
+            f"line {self._line + 1} is damaged: {problem}",
             "Nothing was overwritten. Restore the file from a copy, or cut it before that line to repeat what followed",
         )
 
@@ -133,18 +169,27 @@ def newer(path: Path, schema: object) -> JournalVersion:
     )
 
 
-def parse(line: bytes) -> dict[str, Any]:
-    """The fields of a whole, undamaged line, its checksum verified and left out.
+def check(line: bytes) -> None:
+    """Make sure that the line is whole and undamaged.
 
     :raises ValueError: it is torn or damaged.
     """
+    if line[-_END:] == b',"crc":"%08x"}\n' % zlib.crc32(line[:-_END]):
+        return
     if not line.endswith(b"\n"):
         raise ValueError("it does not end")
-    body, mark, checksum = line.rpartition(b',"crc":"')
-    if not mark or len(checksum) != 11:
+    if line[-_END:-11] != b',"crc":"':
         raise ValueError("it has no checksum")
-    if checksum != b'%08x"}\n' % zlib.crc32(body):
-        raise ValueError("its checksum does not match")
-    fields = json.loads(body + b"}")
-    assert isinstance(fields, dict)
+    raise ValueError("its checksum does not match")
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """The fields of a line that was checked, its checksum left out.
+
+    :raises ValueError: it is no JSON object.
+    """
+    text = line[:-_END].decode() + "}"
+    fields, end = _json(text)
+    if end != len(text) or type(fields) is not dict:
+        raise ValueError("it is not one JSON object")
     return fields

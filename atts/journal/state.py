@@ -31,6 +31,13 @@ from atts.journal.events import (
 )
 
 Call = Sampled | Scored | CallFailed
+_ABOUT_GATES = (Decided, Observed)
+
+
+FACTS: tuple[type[Event], ...] = (
+    SessionOpened, SessionClosed, ProblemStarted, RolloutStarted, TurnFinished, RolloutFinished, OutcomeReached, Graded,
+)  # fmt: skip
+"""What outcomes and verdicts are made from; everything else is about how they came about."""
 
 
 @dataclass(slots=True)
@@ -116,7 +123,9 @@ class RunState:
     def apply(self, entry: Entry) -> Outcome | None:
         """Take one entry in; the outcome of the problem when the entry completes one."""
         event = entry.event
-        self._count(entry)
+        if isinstance(event, SessionOpened):
+            self._before = self.seconds
+        self.seconds = self._before + entry.at
         match event:
             case SessionOpened():
                 self.sessions, self.ended = event.session, None
@@ -146,14 +155,9 @@ class RunState:
 
     def _apply_inside(self, event: Event) -> None:
         """Events of an open problem; those of finished problems (late clean-up) and remarks change nothing."""
-        name = event.decision.question if isinstance(event, Decided | Observed) else getattr(event, "problem", None)
+        name = event.decision.question if isinstance(event, _ABOUT_GATES) else getattr(event, "problem", None)
         if isinstance(name, str) and name in self.open:
             self.open[name].apply(event)
-
-    def _count(self, entry: Entry) -> None:
-        if isinstance(entry.event, SessionOpened):
-            self._before = self.seconds
-        self.seconds = self._before + entry.at
 
     _before: float = 0.0
 
@@ -210,5 +214,8 @@ def score_key(role: Role, request: ScoreRequest) -> str:
 
 def _digest(law: str, ids: TokenIds) -> str:
     hasher = blake2b(law.encode("utf-8", "surrogatepass"), digest_size=12)
-    hasher.update(array("q", ids).tobytes())
+    try:
+        hasher.update(array("q", ids).tobytes())
+    except OverflowError:  # ids of engines that speak text are as long as the text they stand for
+        hasher.update(repr(ids).encode())
     return hasher.hexdigest()

@@ -14,6 +14,7 @@ from atts.core import Decision, Finish, Outcome, Problem, Role, Rollout, Turn, U
 from atts.errors import JournalError
 from atts.graph import Node
 from atts.journal import (
+    FACTS,
     JOURNAL,
     MANIFEST,
     CallFailed,
@@ -36,6 +37,8 @@ from atts.journal import (
 from atts.journal.events import VerdictStatus
 from atts.reports.pages import Pages
 
+AUDIT = 4000
+"""Steps of the gate that a report takes again; after them what was done is enough, where it is told."""
 _ANSWER_NEAR = 300  # characters at the end of a rollout in which an answer nobody extracted would stand
 
 
@@ -116,7 +119,7 @@ def gather(directory: Path, page_bytes: int) -> Evidence:
         raise JournalError(directory, "there is no run here", "Give the directory of `atts eval --out DIRECTORY`")
     evidence = Evidence(directory, manifest, Pages(page_bytes, manifest.problems or 0))
     reading = _Reading(evidence)
-    for entry in read_entries(directory / JOURNAL):
+    for entry in read_entries(directory / JOURNAL, kinds=reading.wanted):
         reading.take(entry)
     return reading.close()
 
@@ -129,6 +132,7 @@ class _Reading:
         self._zero: float | None = None  # of this session's node clock, by the run's clock
         self._seconds: dict[str, float] = {}
         self._latest = 0.0
+        self.wanted = {*FACTS, CallFailed, Decided, Drifted, NodeFinished, Observed, ProblemTimed, Warned}
 
     def take(self, entry: Entry) -> None:
         """One entry, in order."""
@@ -151,6 +155,8 @@ class _Reading:
                 found.steps.append(Asked("decided", event.decision, event.decision.escalate))
             case Observed():
                 found.steps.append(Asked("observed", event.decision, event.escalated == "yes"))
+                if len(found.steps) >= AUDIT:
+                    self.wanted.discard(Decided)
             case CallFailed():
                 found.failed_calls[event.error] += 1
             case Warned():

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from atts.calibration import MODES, Calibrator, Mode
 from atts.errors import CalibrationInputError
 from atts.journal import Json
-from atts.reports.gather import Asked, Evidence
+from atts.reports.gather import AUDIT, Asked, Evidence
 from atts.reports.numbers import Promise
 
 _TRIAL = 300  # steps by which the mode is recognised
-_AUDIT = 4000  # steps that are taken again
 
 _OTHERS = {
     "FixedGate": ("the answer is always the same", "nothing: no score is looked at"),
@@ -45,6 +44,9 @@ class _Match:
 def promise(evidence: Evidence, nominal: float | None) -> Promise:
     """The guarantee in words with the numbers of the end of the run, and what voided it."""
     gate = str(setting(evidence, "gate") or "unknown")
+    own = setting(evidence, "promise")
+    if isinstance(own, list) and len(own) == 2:
+        return Promise(gate, str(own[0]), str(own[1]), "")
     if gate in _OTHERS:
         guarantee, voided = _OTHERS[gate]
         return Promise(gate, guarantee, voided, "")
@@ -85,7 +87,7 @@ def _recognise(evidence: Evidence, nominal: float | None, modes: Sequence[Mode])
             best = trial if best is None or trial.same > best.same else best
             if best.same == best.checked:
                 break
-    return None if best is None else _replayed(evidence, evidence.steps, best.mode, nominal, _AUDIT)
+    return None if best is None else _replayed(evidence, evidence.steps, best.mode, nominal, AUDIT)
 
 
 def _replayed(evidence: Evidence, steps: Sequence[Asked], mode: Mode, rate: float, audit: int) -> _Match | None:

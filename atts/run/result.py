@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from atts.core import Finish, Outcome, Usage
-from atts.journal import JOURNAL, Graded, Manifest, OutcomeReached, read_entries, read_outcomes
+from atts.journal import FACTS, JOURNAL, Graded, Manifest, OutcomeReached, read_entries, read_outcomes
 from atts.journal.events import OutcomeStatus, VerdictStatus
 
 RunStatus = Literal["finished", "interrupted", "stopped"]
@@ -100,4 +100,4 @@ class RunResult:
         if self.directory is None:
             yield from self.kept
         else:
-            yield from read_outcomes(read_entries(self.directory / JOURNAL))
+            yield from read_outcomes(read_entries(self.directory / JOURNAL, kinds=FACTS))

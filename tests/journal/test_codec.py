@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from atts.core import Completion, Prompt, Scores
 from atts.journal import KINDS, Event, Sampled, Scored
-from atts.journal.codec import Texts, decoder, encoder
+from atts.journal.codec import Texts, encoder
+from atts.journal.decoding import decoder
 
 
 def same(one: Any, other: Any) -> bool:

@@ -9,8 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from atts.core import Completion
 from atts.errors import JournalCorrupt, JournalVersion, StorageError
-from atts.journal import SCHEMA, Event, SessionOpened, Tail, Warned, read_entries
+from atts.journal import (
+    FACTS,
+    SCHEMA,
+    Event,
+    OutcomeReached,
+    Sampled,
+    SessionOpened,
+    Tail,
+    TurnFinished,
+    Warned,
+    read_entries,
+)
 from atts.journal.codec import Texts
 from atts.journal.lines import LineWriter
 
@@ -23,6 +35,13 @@ def write(path: Path, events: list[Event]) -> list[bytes]:
     data = b"".join(writer.lines(event, 0.5 * place, 1e9) for place, event in enumerate([OPENED, *events]))
     path.write_bytes(data)
     return data.splitlines(keepends=True)
+
+
+def chunk_of(event: Event) -> Completion:
+    """What the model wrote in this turn."""
+    assert isinstance(event, TurnFinished)
+    chunk = event.turn.chunks[0]
+    return Completion(chunk.draft_ids, chunk.text, chunk.ended, chunk.logprobs)
 
 
 def read(path: Path) -> tuple[list[Event], Tail]:
@@ -52,6 +71,46 @@ def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
     """Any JSON tool can read the file."""
     for line in write(tmp_path / "j", story):
         assert json.loads(line, parse_constant=pytest.fail)["crc"] == f"{zlib.crc32(line[:-19]):08x}"
+
+
+def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event]) -> None:
+    """In their places, with their texts, even where what is not wanted brought those; the tail is the same."""
+    lines = write(tmp_path / "j", [Sampled("p0", "k", chunk_of(story[2]), "draft"), *story])
+    everything, tails = list(read_entries(tmp_path / "j")), list[Tail]()
+    for kinds in ((TurnFinished,), (OutcomeReached, SessionOpened), (Sampled,), FACTS):
+        found = list(read_entries(tmp_path / "j", tails.append, kinds))
+        wanted = (*kinds, SessionOpened)  # sessions are always told of
+        assert found == [entry for entry in everything if isinstance(entry.event, wanted)]
+        assert tails[-1] == Tail(len(lines), 1, sum(map(len, lines)))
+
+
+def test_what_is_not_wanted_keeps_texts_alive(tmp_path: Path) -> None:
+    """A text counts as used where it was used, also on a line nobody decodes: a later reference does not dangle."""
+    texts = [f"{0 if n % 2 == 0 else n} " * 2_000_000 for n in range(10)]  # four of them fill the memory
+    written = [Sampled("p0", str(n), Completion((1,), text, "end", (0.0,)), "draft") for n, text in enumerate(texts)]
+    write(tmp_path / "j", [*written, Warned("w", texts[0])])
+    (_, warned) = read_entries(tmp_path / "j", kinds=(Warned,))
+    assert warned.event == Warned("w", texts[0])
+
+
+def test_kinds_may_change_while_reading(tmp_path: Path, story: list[Event]) -> None:
+    """A reader that has seen enough of a kind is spared the rest."""
+    write(tmp_path / "j", story)
+    kinds: set[type[Event]] = {TurnFinished}
+    found = list[Event]()
+    for entry in read_entries(tmp_path / "j", kinds=kinds):
+        found.append(entry.event)
+        kinds -= {type(entry.event)}
+    assert found == [OPENED, next(event for event in story if isinstance(event, TurnFinished))]
+
+
+def test_damage_is_found_on_lines_nobody_wants(tmp_path: Path, story: list[Event]) -> None:
+    """Passing over a line is no excuse for not checking it."""
+    lines = write(tmp_path / "j", story)
+    for harm in (lines[4].replace(b"e", b"f", 1), b"", lines[4] * 2):
+        (tmp_path / "j").write_bytes(b"".join([*lines[:4], harm, *lines[5:]]))
+        with pytest.raises(JournalCorrupt, match="is damaged"):
+            list(read_entries(tmp_path / "j", kinds=(OutcomeReached,)))
 
 
 def test_a_torn_last_line_does_not_count(tmp_path: Path, story: list[Event]) -> None:

@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atts.api import Setup as Setup
+    from atts.api import compare as compare
+    from atts.api import configure as configure
     from atts.api import evaluate as evaluate
     from atts.api import evaluate_sync as evaluate_sync
+    from atts.api import plan as plan
     from atts.api import report as report
     from atts.api import solve as solve
     from atts.api import solve_sync as solve_sync
@@ -43,8 +46,11 @@ __all__ = [
     "Scores",
     "Seed",
     "Setup",
+    "compare",
+    "configure",
     "evaluate",
     "evaluate_sync",
+    "plan",
     "report",
     "solve",
     "solve_sync",
@@ -67,8 +73,11 @@ _HOME = {
     "Scores": "atts.core",
     "Seed": "atts.seeds",
     "Setup": "atts.api",
+    "compare": "atts.api",
+    "configure": "atts.api",
     "evaluate": "atts.api",
     "evaluate_sync": "atts.api",
+    "plan": "atts.api",
     "report": "atts.api",
     "solve": "atts.api",
     "solve_sync": "atts.api",

@@ -40,11 +40,15 @@ def report(
     """
     from atts.reports import write_report
 
-    others = [_directory(other) for other in against]
-    return write_report(_directory(run), format, None if out is None else Path(out), others)
+    others = [directory_of(other) for other in against]
+    return write_report(directory_of(run), format, None if out is None else Path(out), others)
 
 
-def _directory(run: str | Path | RunResult) -> Path:
+def directory_of(run: str | Path | RunResult) -> Path:
+    """Where a run is kept.
+
+    :raises UsageError: in memory only.
+    """
     if not isinstance(run, RunResult):
         return Path(run)
     if run.directory is None:

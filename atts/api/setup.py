@@ -16,6 +16,7 @@ from atts.pipelines import Answers, Chunking, Gate, Material, Policy, RoundGate,
 from atts.run import Plan
 
 if TYPE_CHECKING:
+    from atts.calibration import Calibrator, StoredScores
     from atts.evaluators import Verdict
 
 CalibrationMode = Literal["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"]
@@ -35,10 +36,12 @@ class Setup:
     mode: CalibrationMode = "question-turn"
     policy: Policy = field(default_factory=lambda: Policy(samples=8, max_tokens=512, chunking=EMBEDDED_CHUNKS))
     gate: Gate | RoundGate | None = None  # None: the method's own
-    stored: Sequence[float] = ()  # calibration scores from before the run
+    stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
+    warmup: int = 0  # instead of stored scores: so many of the run's own first
     seed: int = 0
     rollouts: int = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
+    given: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)  # set by `configure`
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
@@ -51,32 +54,45 @@ class Setup:
 
         :raises OptionError: an unknown method or mode.
         """
-        from atts.calibration import Calibrator
+        from atts.api.config import describe
 
-        chosen = preset(self.method)
-        calibrator = Calibrator(self.rate, self.mode, seed=self.seed, stored=self.stored)
-        material = Material(self.rate, self.seed, calibrator, self.stored)
+        gate, calibrator = self.decider()
         return Plan(
             draft,
             target,
-            chosen.policy(self.policy),
-            self.gate if self.gate is not None else chosen.gate(material),
+            preset(self.method).policy(self.policy),
+            gate,
             answers_for(kind),
             grade,
             self.seed,
             self.rollouts,
             self.limits,
-            configuration=self._configuration(),
+            configuration=self._configuration(calibrator.stored.scores),
+            settings=describe(self),
             alarms=lambda: calibrator.events,
         )
 
-    def _configuration(self) -> dict[str, Setting]:
+    def decider(self) -> tuple[Gate | RoundGate, Calibrator]:
+        """The gate, fresh, and the calibrator that the method's own gate asks.
+
+        :raises OptionError: an unknown method or mode, or a method that needs what is not there.
+        :raises CalibrationInputError: stored scores that are none.
+        """
+        from atts.calibration import Calibrator
+
+        chosen = preset(self.method)
+        calibrator = Calibrator(self.rate, self.mode, seed=self.seed, stored=self.stored)
+        material = Material(self.rate, self.seed, calibrator, calibrator.stored.scores, self.warmup, self.mode)
+        return self.gate if self.gate is not None else chosen.gate(material), calibrator
+
+    def _configuration(self, stored: Sequence[float]) -> dict[str, Setting]:
         """What decides the gate's behaviour: a resume must find it unchanged."""
         words: dict[str, Json] = {
             "method": self.method,
             "rate": self.rate,
             "mode": self.mode,
-            "stored": list(self.stored),
+            "stored": list(stored),
+            **({"warmup": self.warmup} if self.warmup else {}),
         }
         return {name: Setting(value, "setup") for name, value in words.items()}
 

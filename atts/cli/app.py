@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -11,37 +12,52 @@ from typing import Annotated, Any
 import typer
 
 from atts.cli.registry import COMMANDS
+from atts.cli.saying import warnings_said
 from atts.errors import ATTSError
 
-EXIT_CODES = """Exit codes: 0 done; 1 unexpected failure; 2 usage, dataset or calibration input; 3 engine;
-4 run directory or disk; 5 a requested check failed; 130 interrupted, work kept."""
+EXIT_CODES: dict[int, str] = {
+    0: "done",
+    1: "an error of ours; please report it",
+    2: "usage, dataset or calibration input",
+    3: "engine",
+    4: "run directory or disk",
+    5: "a requested check failed",
+    130: "interrupted, work kept: the same command goes on",
+    141: "whoever read our output left (`| head`)",
+}
+"""What the command line returns, and when."""
+INTERRUPTED, CLOSED_PIPE, DISK = 130, 141, 4
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; errors become one message on stderr and their documented exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _say_anything()
     try:
-        build(words)(args=words, prog_name="atts")
-    except SystemExit as stop:  # typer ends every command line, good or bad, by this
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        with warnings_said():
+            code = _run(words)
+        sys.stdout.flush()  # a full disk or a reader that left is noticed here at the latest
     except ATTSError as error:
-        print(f"atts: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # the reader left (`| head`): keep the interpreter from complaining at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _failed(str(error), error.exit_code)
+    except BrokenPipeError:
+        return _left()
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            return _left()
+        return _failed(f"{error.filename or 'output'}: {error.strerror or error}", DISK)
     except KeyboardInterrupt:
-        print("atts: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        return _failed("interrupted", INTERRUPTED)
+    return code
 
 
 def build(words: Sequence[str]) -> typer.Typer:
     """The tree for this command line: real code for the command it names, one help line for every other."""
+    codes = "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
     app = typer.Typer(
         name="atts",
-        help="Asynchronous test-time scaling: a small model drafts, a large one judges, guarantees are printed.",
-        epilog=EXIT_CODES,
+        help="Asynchronous test-time scaling: a small model drafts, a large one judges, guarantees are printed.\n\n"
+        "Example: atts eval arithmetic --rate 0.2 --samples 8",
+        epilog=f"Exit codes: {codes}.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -55,6 +71,55 @@ def build(words: Sequence[str]) -> typer.Typer:
         else:
             app.command(name, help=entry.help)(_elsewhere)
     return app
+
+
+def _run(words: Sequence[str]) -> int:
+    """The code of a command that came to its end, or was not understood."""
+    try:
+        code = build(words)(args=list(words), prog_name="atts", standalone_mode=False)
+    except SystemExit as stop:  # typer's own word for a closed pipe
+        if isinstance(stop.__context__, OSError):
+            raise stop.__context__ from None
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's own say what they mean, and where
+            raise
+        return _misunderstood(error)
+    return code if isinstance(code, int) else 0
+
+
+def _misunderstood(error: Any) -> int:
+    """One line that says what was not understood, one that says where to look."""
+    text = " ".join(str(error.format_message()).split())
+    if not text:  # nothing was asked for, and the help says what can be
+        return int(error.exit_code)
+    context = getattr(error, "ctx", None)
+    code = _failed(text[:1].lower() + text[1:].rstrip("."), int(error.exit_code))
+    print(f"Try: {context.command_path if context is not None else 'atts'} --help", file=sys.stderr)
+    return code
+
+
+def _failed(text: str, code: int) -> int:
+    """The message, unless not even that can be said."""
+    try:
+        print(f"atts: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        return code
+    return code
+
+
+def _left() -> int:
+    """The reader left: keep the interpreter from complaining about it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return CLOSED_PIPE
+
+
+def _say_anything() -> None:
+    """A model may write what the terminal cannot show: that is no reason to fail."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
 
 
 def _attach(app: typer.Typer, name: str, code: Any, words: str) -> None:

@@ -3,71 +3,195 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from atts.run import Summary
+from atts.cli.options import (
+    ConfigFile,
+    Draft,
+    Limit,
+    MaxTokens,
+    Method,
+    Mode,
+    Pairs,
+    Rate,
+    Rollouts,
+    Samples,
+    Scores,
+    Seed,
+    Target,
+    Turns,
+    configured,
+)
 
-Method = Annotated[str, typer.Option(help="atts, draft-only, target-only, top-b, random, published, spec-reason, ...")]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from atts.api import Configuration, Forecast
+    from atts.api.forecasting import Tokens
+    from atts.evaluators import Estimate
+    from atts.run import RunResult, Summary
 
 
 def evaluate(
-    dataset: Annotated[str, typer.Argument(help="A benchmark, a file or hub:owner/name; a slice may follow.")] = (
-        "arithmetic"
-    ),
-    method: Method = "atts",
-    rate: Annotated[float, typer.Option(help="Share of chunks the target takes over.")] = 0.2,
-    samples: Annotated[int, typer.Option(help="Rollouts per problem.")] = 8,
-    draft: Annotated[str, typer.Option(help="embedded, scripted, hf:MODEL.")] = "embedded",
-    target: Annotated[str, typer.Option(help="embedded, scripted, hf:MODEL.")] = "embedded",
-    limit: Annotated[int | None, typer.Option(help="Only the first problems.")] = 40,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Run directory; the same command resumes it.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    context: typer.Context,
+    dataset: Annotated[
+        str | None,
+        typer.Argument(
+            help="A benchmark, a file or hub:owner/name; a slice may follow.", show_default="arithmetic[:40]"
+        ),
+    ] = None,
+    method: Method = None,
+    rate: Rate = None,
+    samples: Samples = None,
+    turns: Turns = None,
+    max_tokens: MaxTokens = None,
+    mode: Mode = None,
+    scores: Scores = None,
+    draft: Draft = None,
+    target: Target = None,
+    limit: Limit = None,
+    seed: Seed = None,
+    rollouts: Rollouts = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Run directory; the same command goes on there.", show_default="one below runs/", metavar="DIRECTORY"
+        ),
+    ] = None,
+    report: Annotated[
+        str | None, typer.Option(help="Written at the end: html, markdown, json or none.", show_default="html")
+    ] = None,
+    config: ConfigFile = None,
+    pairs: Pairs = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object per problem, then a summary.")] = False,
 ) -> None:
     """Evaluate a method on a dataset: the main job.
 
-    Example: atts eval arithmetic --samples 8 --rate 0.2 --out runs/first
+    Everything is kept in a run directory; the same command goes on where it was, whatever ended it. With no flags: the
+    embedded models on generated arithmetic.
+
+    Example: atts eval
+
+    Example: atts eval math500 --draft hf:Qwen/Qwen3-1.7B --target vllm:http://localhost:8000/Qwen/Qwen3-32B --dry-run
     """
-    import anyio
+    configuration = configured(context.params, config, pairs)
+    if dry_run:
+        from atts.api import forecast
 
-    from atts.api import Setup
-    from atts.api import evaluate as run
-    from atts.run import RunResult, summarise
-
-    base = Setup()
-    policy = replace(base.policy, samples=samples)
-    setup = replace(base, draft=draft, target=target, method=method, rate=rate, seed=seed, policy=policy)
-
-    async def main() -> RunResult:
-        return await run(dataset, setup, limit=limit, directory=out)
-
-    result = anyio.run(main)
-    summary = summarise(result)
-    if as_json:
-        print(json.dumps({"status": result.status, "method": method, "nominal_rate": rate, **summary.as_json()}))
-    else:
-        print("\n".join(describe(method, rate, summary)))
+        would = forecast(configuration)
+        print(json.dumps(would.as_json()) if as_json else "\n".join(foretell(would, configuration)))
+        return
+    result = run(configuration)
+    page = write_page(result, configuration)
+    print("\n".join(as_lines(result, configuration, page) if as_json else as_table(result, configuration, page)))
     if result.status != "finished":
         print(f"atts: {result.status}: {result.why}; the same command goes on from here", file=sys.stderr)
     raise typer.Exit(result.exit_code)
 
 
-def describe(method: str, rate: float, summary: Summary) -> list[str]:
+def run(configuration: Configuration) -> RunResult:
+    """The evaluation, to its end or until somebody ends it."""
+    import anyio
+
+    from atts.api import evaluate as evaluation
+
+    job, setup = configuration.job, configuration.setup()
+
+    async def main() -> RunResult:
+        return await evaluation(job.dataset, setup, limit=job.limit, directory=configuration.directory)
+
+    return anyio.run(main)
+
+
+def write_page(result: RunResult, configuration: Configuration) -> Path | None:
+    """The report, unless nobody wants one."""
+    kind = configuration.job.report
+    if kind == "none":
+        return None
+    from atts.api import report
+
+    return report(result, format=kind)
+
+
+def foretell(would: Forecast, configuration: Configuration) -> list[str]:
+    """The forecast in lines for people."""
+    output = "new"
+    if would.done:
+        output = f"{would.done} of {would.problems} problems are done there"
+    lines = [
+        f"{would.dataset}: {would.problems} problems x {configuration['samples']} rollouts, method "
+        f"{configuration['method']}, rate {configuration['rate']:g}",
+        f"  draft     {configuration['draft']}",
+        f"  target    {configuration['target']}",
+        f"  output    {would.directory} ({output})",
+    ]
+    if would.expected is not None:
+        lines.append(f"  about     {_tokens(would.expected)}")
+    lines += [f"            {would.basis}", f"  at most   {_tokens(would.at_most)}"]
+    lines.append("Nothing was run.")
+    return lines
+
+
+def _tokens(sums: Tokens) -> str:
+    return f"{sums.draft:,.0f} tokens by the draft, {sums.scored:,.0f} scored, {sums.target:,.0f} by the target"
+
+
+def as_lines(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
+    """One JSON object per problem, then the summary: what `atts compare` reads."""
+    from atts.reports import strict
+    from atts.run import summarise
+
+    summary = {
+        "type": "summary",
+        "status": result.status,
+        "method": configuration["method"],
+        "nominal_rate": configuration["rate"],
+        "directory": str(result.directory),
+        "report": None if page is None else str(page),
+        **summarise(result).as_json(),
+    }
+    problems = ({"type": "problem", **asdict(line)} for line in result.problems)
+    return [json.dumps(strict(line)) for line in (*problems, summary)]
+
+
+def as_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
+    """The summary in lines for people, then where to read on."""
+    from atts.run import summarise
+
+    head = f"{configuration['method']} on {configuration['dataset']}: "
+    lines = describe(head, configuration["rate"], summarise(result))
+    return [*lines, f"{'run':<20}{result.directory}", *([f"{'report':<20}{page}"] if page is not None else [])]
+
+
+def describe(head: str, rate: float, summary: Summary) -> list[str]:
     """The summary in lines for people."""
     usage = summary.usage
-    return [
-        f"{method}: {summary.problems} problems, {summary.samples} rollouts, {summary.seconds:.1f} s",
-        f"  vote right     {summary.answers}",
-        f"  rollouts right {summary.samples_right}",
-        f"  escalated      {summary.rate}, nominal {rate:g}",
-        f"  tokens         draft {usage.draft_tokens:,}, target {usage.target_tokens:,} "
-        f"({summary.target_share:.1%}), scored {usage.scored_tokens:,}, discarded {usage.wasted_tokens:,}",
-        *([f"  failed         {summary.failed} problems"] if summary.failed else []),
-        *([f"  unanswered     {summary.unanswered} problems"] if summary.unanswered else []),
+    rows = [
+        ("answers right", f"{_rate(summary.answers)}   the vote of each problem's rollouts"),
+        ("rollouts right", f"{_rate(summary.samples_right)}   each by itself"),
+        ("chunks handed over", f"{_rate(summary.rate)}   asked for: {rate:g}"),
+        ("tokens written", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target"),
+        ("", f"{summary.target_share:.1%} of them by the target; {usage.wasted_tokens:,} were thrown away"),
+        ("tokens scored", f"{usage.scored_tokens:,} by the target"),
+        ("failed", f"{summary.failed} problems" if summary.failed else ""),
+        ("without an answer", f"{summary.unanswered} problems" if summary.unanswered else ""),
     ]
+    return [
+        f"{head}{summary.problems} problems, {summary.samples} rollouts, {summary.seconds:.1f} s",
+        "",
+        *(f"{name:<20}{words}" for name, words in rows if words),
+        "Brackets are 95 % intervals over problems.",
+        "",
+    ]
+
+
+def _rate(found: Estimate) -> str:
+    if math.isnan(found.value):
+        return "nothing to count    "
+    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"

@@ -13,9 +13,12 @@ class Entry(NamedTuple):
 
 COMMANDS: dict[str, Entry] = {
     "calibration": Entry("atts.cli.calibration", "app", "Fit, check, import and replay calibrations."),
+    "compare": Entry("atts.cli.compare", "compare", "Compare two runs problem by problem, costs as ratios."),
+    "config": Entry("atts.cli.config", "app", "Show the configuration, and who set what."),
     "datasets": Entry("atts.cli.datasets", "app", "List datasets, or show what is in one."),
     "eval": Entry("atts.cli.eval", "evaluate", "Evaluate a method on a dataset: the main job."),
     "grade": Entry("atts.cli.grade", "grade", "Grade answers against references."),
+    "plan": Entry("atts.cli.plan", "plan", "Advise what to spend on a problem, from recorded runs."),
     "probe": Entry("atts.cli.probe", "probe", "Say what a server can do for a run."),
     "report": Entry("atts.cli.report", "report", "Write the report of a run."),
 }

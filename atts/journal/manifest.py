@@ -34,7 +34,8 @@ class Setting:
 class Manifest:
     """Everything that decides what a run's results mean.
 
-    `configuration`, `engines`, `dataset` and `seed` must match at resume; origins, versions and dates are for people.
+    `configuration`, `engines`, `dataset` and `seed` must match at resume; origins, versions, dates and `settings` (every
+    key of the configuration as somebody gave it) are for people.
     `engines` maps a role to its spec's fields; `dataset` is a digest (`dataset_digest`).
     """
 
@@ -46,6 +47,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
     created: float = 0.0  # seconds since the epoch
     schema: int = SCHEMA
+    settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
 
     def check(self, stored: Manifest, directory: Path) -> None:
         """Refuse to go on with a run that was started under other settings.
@@ -116,12 +118,16 @@ def load_manifest(path: Path) -> Manifest | None:
         data = json.loads(text)
         if isinstance(data["schema"], int) and data["schema"] > SCHEMA:
             raise newer(path, data["schema"])
-        settings = {name: Setting(**setting) for name, setting in data.pop("configuration").items()}
-        return Manifest(configuration=settings, **data)
+        deciding, given = _settings(data.pop("configuration")), _settings(data.pop("settings", {}))
+        return Manifest(configuration=deciding, settings=given, **data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise JournalCorrupt(
             path, f"it is not a manifest ({error})", "Nothing was overwritten; restore a copy"
         ) from error
+
+
+def _settings(stored: dict[str, dict[str, Any]]) -> dict[str, Setting]:
+    return {name: Setting(**setting) for name, setting in stored.items()}
 
 
 def _plain(value: Any) -> Any:

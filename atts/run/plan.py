@@ -13,7 +13,7 @@ from atts.engine import Engine, EngineSpec
 from atts.errors import OptionError
 from atts.graph import Limit, ProblemScope
 from atts.journal import Json, Manifest, Setting, dataset_digest
-from atts.pipelines import Answers, Context, Gate, Policy, RoundGate, solve
+from atts.pipelines import Answers, Context, Gate, Policy, Promising, RoundGate, check_engines, solve
 from atts.run.gates import Alarm
 from atts.run.steps import Pace
 
@@ -71,6 +71,7 @@ class Plan:
     retries: graph.Policy = graph.Policy()
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])  # as given, for people
     pace: Pace = "instant"
     alarms: Callable[[], Sequence[Alarm]] = tuple[Alarm, ...]  # so far; such as a calibrator's events
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
@@ -85,12 +86,17 @@ class Plan:
         """What a resume must find unchanged; the engines must be open.
 
         `dataset` is the digest of problems that stream in; a sequence's is computed.
+
+        :raises UnsupportedByEngine: an engine cannot do what the policy and the gate will ask.
         """
+        check_engines(self.policy, self.gate, self.draft.spec, self.target.spec)
         count = None
         if isinstance(problems, Sequence):
             count, dataset = len(problems), dataset or dataset_digest(problems)
         policy: Mapping[str, Json] = asdict(self.policy)
         own = {"policy": Setting(policy, "policy"), "gate": Setting(type(self.gate).__name__, "gate")}
+        if isinstance(self.gate, Promising):
+            own["promise"] = Setting(list(self.gate.promise), "gate")
         return Manifest(
             self.seed,
             dataset or "",
@@ -98,10 +104,17 @@ class Plan:
             {**own, **self.configuration},
             {"draft": _identity(self.draft.spec), "target": _identity(self.target.spec)},
             created=time.time(),
+            settings={**self.settings, **_probed("draft", self.draft.spec), **_probed("target", self.target.spec)},
         )
 
 
 def _identity(spec: EngineSpec) -> dict[str, Json]:
     """What makes an engine's results its own; where it runs does not."""
     names = ("engine", "model", "tokenizer", "dtype", "logprobs", "context_length", "end_ids", "vocabulary")
-    return {name: getattr(spec, name) for name in names}
+    probed = {name: str(seen) for name, seen in spec.fingerprint().items() if name.startswith("probe.")}
+    return {**{name: getattr(spec, name) for name in names}, **probed}
+
+
+def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
+    """What a probe saw of an engine, in words."""
+    return {f"{role}.{name}": Setting(seen, "probe") for name, seen in spec.findings}

@@ -1,0 +1,203 @@
+"""What a configuration would run, and how many tokens that may take, before any model is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from atts.api.config import Configuration
+from atts.api.engines import check_engine_words
+from atts.api.setup import Setup, load_problems
+from atts.core import Problem
+from atts.errors import JournalError
+from atts.journal import JOURNAL, MANIFEST, Manifest, load_manifest
+from atts.pipelines import FixedGate, Policy, preset
+
+_OUTCOME = b'"kind":"outcome"'
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """By what is done with them: written by the draft, scored by the target, written by the target."""
+
+    draft: float
+    scored: float
+    target: float
+
+    def times(self, factor: float) -> Tokens:
+        """So many times as many."""
+        return Tokens(self.draft * factor, self.scored * factor, self.target * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What would run; `expected` is None where nothing is known to go by, and `basis` says what it rests on."""
+
+    dataset: str
+    problems: int
+    rollouts: int
+    directory: Path
+    done: int  # problems that an earlier session finished there
+    expected: Tokens | None
+    basis: str
+    at_most: Tokens
+
+    def as_json(self) -> dict[str, Any]:
+        """Strict JSON."""
+        return {**asdict(self), "directory": str(self.directory)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What a rollout of an earlier run took on average, with the rate it was run at."""
+
+    directory: Path
+    rollouts: int
+    mean: Tokens
+    rate: float
+    dataset: str
+
+
+def forecast(configuration: Configuration) -> Forecast:
+    """What this configuration would do. Reads the dataset and earlier runs of the same models; loads no model.
+
+    :raises DatasetError: the dataset cannot be read, or holds nothing.
+    :raises OptionError: something is impossible.
+    """
+    setup, job, directory = configuration.setup(), configuration.job, configuration.directory
+    problems = load_problems(job.dataset, job.limit)
+    for name in (configuration["draft"], configuration["target"]):
+        check_engine_words(name)
+    policy = preset(setup.method).policy(setup.policy)
+    rollouts = len(problems) * policy.samples
+    done = len({line["problem"] for line in _outcomes(directory / JOURNAL) if line.get("status") != "failed"})
+    mean, basis = _mean(configuration, setup, problems)
+    return Forecast(
+        job.dataset,
+        len(problems),
+        rollouts,
+        directory,
+        done,
+        mean.times(rollouts) if mean else None,
+        basis,
+        _limits(setup, policy).times(rollouts),
+    )
+
+
+def _limits(setup: Setup, policy: Policy) -> Tokens:
+    """What a rollout takes when every limit is reached; drafts thrown away count as written."""
+    length = min(policy.max_tokens, policy.turns * (policy.chunking.draft_tokens + policy.chunking.target_tokens))
+    if policy.drafter == "target":
+        return Tokens(0, 0, length)
+    if _asks_nobody(setup):
+        return Tokens(min(length, policy.turns * policy.chunking.draft_tokens), 0, 0)
+    tries = policy.attempts if policy.takeover == "resample" else 1
+    draft = policy.turns * policy.chunking.draft_tokens * tries
+    if policy.takeover == "continue":
+        draft = min(draft, length)
+    return Tokens(draft, draft, min(length, policy.turns * policy.chunking.target_tokens))
+
+
+def _asks_nobody(setup: Setup) -> bool:
+    """Whether the method's gate accepts whatever the draft writes."""
+    gate, _ = setup.decider()
+    return isinstance(gate, FixedGate)
+
+
+def _mean(configuration: Configuration, setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens | None, str]:
+    """Tokens of one rollout, and how that is known."""
+    dataset = _bare(configuration["dataset"])
+    past = max(_earlier(configuration), key=lambda run: (run.dataset == dataset, run.rollouts), default=None)
+    if past is not None:
+        words = f"as in {past.directory}: the same models and method, {past.rollouts:,} rollouts"
+        grown = setup.rate / past.rate if past.rate > 0 else 1.0
+        if not math.isclose(grown, 1.0):
+            words += f" at rate {past.rate:g}; the target's share is taken to grow with the rate"
+        if past.dataset != dataset:
+            words += f"; on {past.dataset}, so take it as a guess"
+        return Tokens(past.mean.draft, past.mean.scored, past.mean.target * grown), words
+    if {setup.draft, setup.target} == {"embedded"}:
+        return _from_solutions(setup, problems)
+    return None, "no earlier run of these models to go by; run a few problems (--limit 5), then ask again"
+
+
+def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens | None, str]:
+    """The embedded models were taught the generated problems' worked solutions, and write about as much."""
+    from tokenizers import Tokenizer
+
+    from atts.evaluators.arithmetic import exercises
+    from atts.models import path
+
+    parts = problems[0].id.split("-")
+    if parts[0] != "arithmetic" or len(parts) != 4 or parts[1] not in ("train", "calibration", "test"):
+        return None, "no earlier run of the embedded models on other problems to go by"
+    split, seed = parts[1], int(parts[2])
+    known = {exercise.text: exercise.solution for exercise in exercises(split, 5 * len(problems), seed)}  # type: ignore[arg-type]  # checked above
+    texts = [known[problem.text] for problem in problems if problem.text in known]
+    if not texts:
+        return None, "no earlier run of the embedded models on these problems to go by"
+    tokenizer = Tokenizer.from_file(str(path("draft") / "tokenizer.json"))
+    length = sum(len(encoded.ids) for encoded in tokenizer.encode_batch(texts)) / len(texts)
+    words = f"the worked solutions of {len(texts)} of these problems have {length:.0f} tokens on average"
+    if setup.method == "target-only":
+        return Tokens(0, 0, length), words
+    if _asks_nobody(setup):
+        return Tokens(length, 0, 0), words
+    drafted = length / (1 + setup.rate)  # with every chunk that is refused, the target writes one of its own
+    return Tokens(drafted, drafted, drafted * setup.rate), words + ", one in so many chunks the target's"
+
+
+def _earlier(configuration: Configuration) -> Iterator[_Past]:
+    """Runs beside this one, and its own beginning, that had the same models and method."""
+    folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")} | {configuration.directory}
+    for folder in sorted(folders):
+        try:
+            manifest = load_manifest(folder / MANIFEST)
+        except JournalError:
+            continue  # what cannot be read is nothing to go by
+        if manifest is not None and _is_like(configuration, manifest):
+            past = _past(folder, manifest)
+            if past is not None:
+                yield past
+
+
+def _is_like(configuration: Configuration, manifest: Manifest) -> bool:
+    said = {name: held.value for name, held in manifest.settings.items()}
+    return all(said.get(name) == configuration[name] for name in ("draft", "target", "method"))
+
+
+def _past(folder: Path, manifest: Manifest) -> _Past | None:
+    totals, rollouts = Tokens(0, 0, 0), 0
+    for line in _outcomes(folder / JOURNAL):
+        usage: Mapping[str, int] = line.get("usage", {})
+        found = (usage.get(f"{kind}_tokens", 0) for kind in ("draft", "scored", "target"))
+        totals = Tokens(*(a + b for a, b in zip((totals.draft, totals.scored, totals.target), found, strict=True)))
+        rollouts += len(line.get("samples", ()))
+    if not rollouts:
+        return None
+    rate, dataset = manifest.settings["rate"].value, manifest.settings.get("dataset")
+    name = _bare(str(dataset.value)) if dataset else "other problems"
+    return _Past(
+        folder, rollouts, totals.times(1 / rollouts), float(rate) if isinstance(rate, int | float) else 0.0, name
+    )
+
+
+def _outcomes(journal: Path) -> Iterator[dict[str, Any]]:
+    """The outcome lines alone: an estimate need not read the rest of a journal."""
+    if not journal.is_file():
+        return
+    with journal.open("rb") as lines:
+        for line in lines:
+            if _OUTCOME in line:
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue  # a torn last line
+
+
+def _bare(dataset: str) -> str:
+    return dataset.partition("[")[0]

@@ -1,0 +1,82 @@
+"""Sets two runs side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atts.cli.options import Json
+
+if TYPE_CHECKING:
+    from atts.comparison import Compared
+    from atts.evaluators import Comparison
+
+Run = Annotated[Path, typer.Argument(help="A run directory, or results as `atts eval --json` prints them.")]
+_COSTS = {
+    "draft_tokens": "draft tokens",
+    "scored_tokens": "scored tokens",
+    "target_tokens": "target tokens",
+    "seconds": "seconds",
+}
+
+
+def compare(first: Run, second: Run, as_json: Json = False) -> None:
+    """Compare two runs problem by problem: accuracy, its difference with an interval, costs as ratios.
+
+    Intervals and p-values are clustered by problem: a problem's rollouts stay together.
+
+    Example: atts compare runs/target-only runs/first
+    """
+    from atts.api import compare as compared
+    from atts.reports import strict
+
+    found = compared(first, second)
+    left_out = found.only_first + found.only_second
+    if left_out:
+        print(
+            f"atts: {found.only_first} problems are only in {found.first}, {found.only_second} only in {found.second}: "
+            "left out",
+            file=sys.stderr,
+        )
+    print(json.dumps(strict(found)) if as_json else "\n".join(_table(found)))
+
+
+def _table(found: Compared) -> list[str]:
+    names = [
+        f"{run} ({method})" if method else run
+        for run, method in zip((found.first, found.second), found.methods, strict=True)
+    ]
+    lines = [f"{names[0]} → {names[1]}", f"{found.problems} problems in common", ""]
+    lines += _accuracy("vote", found.vote)
+    if found.mcnemar is not None:
+        pairs = found.mcnemar
+        lines.append(
+            f"{'':16}right by both {pairs.both}, first alone {pairs.first_only}, second alone {pairs.second_only}, "
+            f"neither {pairs.neither}; exact McNemar p = {pairs.p_value:.3g}"
+        )
+    if found.single is not None:
+        lines += _accuracy("one rollout", found.single)
+    lines += ["", f"{'per problem':<16}{'first':>12}{'second':>12}   second / first"]
+    for cost in found.costs:
+        ratio = "first took none" if math.isinf(cost.ratio) else "none in either" if math.isnan(cost.ratio) else ""
+        ratio = ratio or f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
+        lines.append(f"{_COSTS[cost.name]:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
+    return [*lines, "Brackets are 95 % intervals over problems."]
+
+
+def _accuracy(name: str, found: Comparison) -> list[str]:
+    between = found.difference
+    ends = "" if math.isnan(between.low) else f" [{between.low:+.3f}, {between.high:+.3f}]"
+    lines = [
+        f"{name:<16}{found.first:.3f} → {found.second:.3f}   difference {found.second - found.first:+.3f}{ends}, "
+        f"p = {found.p_value:.3g}",
+        f"{'':16}better on {found.better}, worse on {found.worse}, equal on {found.tied}",
+    ]
+    if found.problems_needed:
+        lines.append(f"{'':16}{found.problems_needed:,} problems like these would show such a difference 4 times in 5")
+    return lines

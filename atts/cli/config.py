@@ -1,0 +1,61 @@
+"""Shows the configuration, and who set what."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import typer
+
+from atts.cli.options import ConfigFile, Json, Pairs, configured
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def config() -> None:
+    """Show the configuration, and who set what.
+
+    Example: atts config show
+    """
+
+
+@app.command("show")
+def show(
+    key: str = typer.Argument("", help="Only keys that contain this.", show_default="all"),
+    config: ConfigFile = None,
+    pairs: Pairs = None,
+    as_json: Json = False,
+) -> None:
+    """Show every key, its value, and where that came from: default, a file, a variable, or the method.
+
+    Flags of other commands come last and win: defaults < atts.toml < ATTS_* < flags.
+
+    Example: ATTS_RATE=0.3 atts config show rate
+    """
+    from atts.api.config import keys
+    from atts.errors import OptionError
+
+    found = configured({}, config, pairs).settings
+    shown = {name: known for name, known in keys().items() if key in name}
+    if not shown:
+        raise OptionError("config", f"no key contains {key!r}", [*found], key)
+    for name, known in shown.items():
+        value, origin = _plain(found[name].value), found[name].origin
+        if as_json:
+            facts = {"key": name, "value": value, "origin": origin, "default": _plain(known.default)}
+            print(json.dumps({**facts, "variable": known.variable, "help": known.help}))
+        else:
+            print(f"{name:<28}{_word(value):<34}{origin}")
+
+
+def _plain(value: Any) -> Any:
+    """As strict JSON: what is not finite as its word."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _word(value: Any) -> str:
+    """As it would stand in a file, shortened to a column."""
+    words = "none" if value is None else json.dumps(value, ensure_ascii=False)
+    return words if len(words) <= 32 else words[:31] + "…"

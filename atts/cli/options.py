@@ -1,0 +1,53 @@
+"""Options that several commands share, and how flags become a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from atts.api import Configuration
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+Method = Annotated[
+    str | None, typer.Option(help="atts, or a baseline: draft-only, target-only, top-b, ...", show_default="atts")
+]
+Rate = Annotated[float | None, typer.Option(help="Share of chunks the target takes over.", show_default="0.2")]
+Samples = Annotated[int | None, typer.Option(help="Rollouts per problem.", show_default="8")]
+Turns = Annotated[int | None, typer.Option(help="Rounds per rollout, at most.", show_default="15")]
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens per rollout, at most.", show_default="512")]
+Mode = Annotated[
+    str | None,
+    typer.Option(help="What the rate is held for: marginal, turn, question, ...", show_default="question-turn"),
+]
+Scores = Annotated[str | None, typer.Option(help="A file of calibration scores to start from.", metavar="FILE")]
+Draft = Annotated[
+    str | None,
+    typer.Option(help="embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, server:URL.", show_default="embedded"),
+]
+Target = Annotated[str | None, typer.Option(help="The same words.", show_default="embedded")]
+Seed = Annotated[int | None, typer.Option(help="Of everything random.", show_default="0")]
+Rollouts = Annotated[int | None, typer.Option(help="In flight at once, over all problems.", show_default="64")]
+Limit = Annotated[int | None, typer.Option(help="Only the first problems.", show_default="all")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="A TOML file of settings.", show_default="atts.toml if there is one")
+]
+Pairs = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any other key, such as sampling.temperature=0.6; repeatable.", metavar="KEY=VALUE"),
+]
+
+
+def configured(given: Mapping[str, Any], config: Path | None, pairs: Sequence[str] | None) -> Configuration:
+    """The configuration of a command line: `given` are its parameters, of which those that are keys count.
+
+    :raises OptionError: see `atts.api.configure`.
+    """
+    from atts.api import configure
+    from atts.api.config import keys
+
+    flags = {name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name in keys()}
+    return configure(flags, pairs or (), file=config)

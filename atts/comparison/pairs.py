@@ -1,0 +1,95 @@
+"""Compares two sides problem by problem: accuracy with its interval, costs as ratios with theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from atts.comparison.sides import COSTS, Side
+from atts.errors import DatasetError
+from atts.evaluators import Comparison, McNemar, compare_runs, mcnemar
+from atts.seeds import Seed, generator
+
+_DRAWS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class CostRatio:
+    """A cost of the second run over the first's, per problem; the interval is of drawing problems anew."""
+
+    name: str
+    first: float  # mean per problem
+    second: float
+    ratio: float  # inf: the first took none
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The second run against the first on the problems that both have graded.
+
+    `single` is of single rollouts (their share of right ones per problem), `mcnemar` of votes that are right or wrong.
+    """
+
+    first: str
+    second: str
+    methods: tuple[str, str]
+    problems: int
+    only_first: int
+    only_second: int
+    vote: Comparison
+    single: Comparison | None
+    mcnemar: McNemar | None
+    costs: tuple[CostRatio, ...]
+
+
+def compare(first: Side, second: Side, *, seed: int = 0) -> Compared:
+    """Pair the problems that both sides have.
+
+    :raises DatasetError: there are none.
+    """
+    common = [name for name in first.problems if name in second.problems]
+    if not common:
+        example = next(iter(first.problems)), next(iter(second.problems))
+        raise DatasetError(
+            f"{first.name} and {second.name}",
+            f"no problem is in both; they hold such as {example[0]!r} and {example[1]!r}",
+            "Compare runs on the same problems",
+        )
+    ours, theirs = ([side.problems[name] for name in common] for side in (first, second))
+    votes = [one.vote for one in ours], [one.vote for one in theirs]
+    shares = [(a.share, b.share) for a, b in zip(ours, theirs, strict=True) if not math.isnan(a.share + b.share)]
+    samples = sum(one.samples for one in (*ours, *theirs))
+    whole = all(vote in (0.0, 1.0) for side in votes for vote in side)
+    costs = [_cost(name, [o.costs for o in ours], [t.costs for t in theirs], seed) for name in COSTS]
+    return Compared(
+        first.name,
+        second.name,
+        (first.method, second.method),
+        len(common),
+        len(first.problems) - len(common),
+        len(second.problems) - len(common),
+        compare_runs(*votes, seed=seed, n_samples=2 * len(common)),
+        compare_runs(*zip(*shares, strict=True), seed=seed, n_samples=samples) if shares else None,
+        mcnemar(*([vote == 1.0 for vote in side] for side in votes)) if whole else None,
+        tuple(cost for cost in costs if cost is not None),
+    )
+
+
+def _cost(name: str, ours: Sequence[Any], theirs: Sequence[Any], seed: int) -> CostRatio | None:
+    if any(name not in costs for costs in (*ours, *theirs)):
+        return None
+    first, second = (np.array([costs[name] for costs in side], dtype=np.float64) for side in (ours, theirs))
+    before, after = float(first.mean()), float(second.mean())
+    if not before:
+        return CostRatio(name, before, after, math.inf if after else math.nan, math.nan, math.nan)
+    picks = generator(Seed(run=seed, purpose="cost ratios")).integers(0, len(first), (_DRAWS, len(first)))
+    below, above = first[picks].mean(axis=1), second[picks].mean(axis=1)
+    ratios = above[below > 0] / below[below > 0]
+    low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
+    return CostRatio(name, before, after, after / before, low, high)

@@ -1,0 +1,105 @@
+"""Ways to spend tokens that a recorded run can vouch for: fewer rollouts of it, and fewer turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from atts.evaluators import Estimate, maj_at_k, mean_estimate, votes
+from atts.planning.record import Case, Line, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way, per problem: what it takes on average, and how often its vote is right (95 % interval over problems).
+
+    `seconds` is until the last rollout ends, at the load of the recorded run; a lighter load is quicker.
+    """
+
+    run: str
+    method: str
+    rate: float
+    samples: int
+    turns: int
+    accuracy: Estimate
+    draft_tokens: float
+    target_tokens: float
+    scored_tokens: float
+    seconds: float
+
+    @property
+    def tokens(self) -> float:
+        """Written by either model."""
+        return self.draft_tokens + self.target_tokens
+
+
+def options(record: Record) -> Iterator[Option]:
+    """Every number of rollouts up to those recorded, and every power of two of turns.
+
+    All are on the policy of the run: a rollout depends neither on its siblings nor on turns to come. Problems with too
+    few whole rollouts for a number are left out of it; a number that loses more than a tenth of them is not offered.
+    """
+    most = max(len(case.lines) for case in record.cases)
+    longest = max(len(line.steps) for case in record.cases for line in case.lines)
+    turns = [1 << power for power in range(longest.bit_length()) if 1 << power < longest] + [longest]
+    for samples in range(1, most + 1):
+        cases = [case for case in record.cases if len(case.lines) >= samples]
+        if len(cases) >= 0.9 * len(record.cases):
+            for limit in turns:
+                yield _option(record, cases, samples, limit)
+
+
+def _option(record: Record, cases: Sequence[Case], samples: int, turns: int) -> Option:
+    cut = [[_within(line, turns) for line in case.lines] for case in cases]
+    ballots = [votes([label for label, _ in lines], [right for _, right in lines]) for lines in cut]
+    right = maj_at_k(ballots, samples)
+    steps = [[line.steps[:turns] for line in case.lines] for case in cases]
+
+    def spent(name: str) -> float:
+        """The mean over problems of what `samples` of their rollouts take."""
+        means = [math.fsum(getattr(step, name) for line in lines for step in line) / len(lines) for lines in steps]
+        return samples * math.fsum(means) / len(means)
+
+    waits = [_longest([math.fsum(step.seconds for step in line) for line in lines], samples) for lines in steps]
+    return Option(
+        str(record.directory),
+        record.method,
+        record.rate,
+        samples,
+        turns,
+        mean_estimate(right, samples * len(cases)),
+        spent("draft_tokens"),
+        spent("target_tokens"),
+        spent("scored_tokens"),
+        math.fsum(waits) / len(waits),
+    )
+
+
+def _within(line: Line, turns: int) -> tuple[object, bool]:
+    """The rollout's vote, were it cut after so many turns."""
+    return (line.label, line.right) if len(line.steps) <= turns else (None, False)
+
+
+def _longest(seconds: Sequence[float], k: int) -> float:
+    """The expected longest of k drawn without replacement.
+
+    >>> _longest([1.0, 2.0, 3.0], 2)
+    2.6666666666666665
+    """
+    ordered = np.sort(np.asarray(seconds, dtype=np.float64))
+    n = len(ordered)
+    whole = math.comb(n, k)
+    return math.fsum(float(value) * math.comb(place, k - 1) for place, value in enumerate(ordered)) / whole
+
+
+def frontier(found: Sequence[Option], cost: str) -> list[Option]:
+    """Those that nothing cheaper equals, cheapest first."""
+    best, kept = -1.0, list[Option]()
+    for option in sorted(found, key=lambda option: (getattr(option, cost), -option.accuracy.value)):
+        if option.accuracy.value > best + 1e-12:
+            best = option.accuracy.value
+            kept.append(option)
+    return kept

@@ -13,16 +13,16 @@ from atts.errors import OptionError
 if TYPE_CHECKING:
     from atts.local import LocalOptions
 
-SCHEMES = ("embedded", "hf", "scripted", "vllm", "sglang", "llamacpp", "server")
+SCHEMES = ("embedded", "hf", "scripted", "vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server")
 _SERVERS = SCHEMES[3:]
 
 
 def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = None) -> Engine:
     """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder", or one you made.
 
-    Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", or "server:..." when the server may say
-    what it is; several URLs with commas between them are replicas of one engine (`docs/servers.md`). Settings follow a
-    question mark: "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of `atts.local.LocalOptions`).
+    Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
+    "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs with commas
+    between them are replicas of one engine (`docs/servers.md`). Settings follow a question mark: "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of `atts.local.LocalOptions`).
 
     :raises OptionError: no engine is called that, or it has no such setting.
 
@@ -39,7 +39,7 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
     if scheme in _SERVERS:
         from atts.remote import server_engine
 
-        return server_engine(scheme, rest, role, frozenset({"sample", "score"} if role == "target" else {"sample"}))
+        return server_engine(scheme, rest, role, frozenset({"sample"}))  # what else is needed, a run checks
     from atts.local import LocalEngine
 
     model, _, settings = rest.partition("?")

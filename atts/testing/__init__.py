@@ -8,7 +8,8 @@ from atts.testing.interrupts import Interrupted, Interrupter, Interruption, inte
 from atts.testing.language import DRAFT, TARGET, Skill, ToyModel
 from atts.testing.questions import toy_problems
 from atts.testing.scripted import Drift, Latency, ScriptedEngine
-from atts.testing.servers import DialectServer, ServerDialect, ServerFault, ServerFaults, ServerQuirks
+from atts.testing.server_settings import ServerDialect, ServerFault, ServerFaults, ServerQuirks
+from atts.testing.servers import DialectServer
 from atts.testing.tokenizer import ToyTokenizer
 
 __all__ = [

@@ -17,59 +17,19 @@ import anyio
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError, OptionError, UnsupportedByEngine, UsageError
+from atts.testing.server_settings import (
+    NO_SERVER_FAULTS,
+    PLAIN_SERVER,
+    ServerDialect,
+    ServerFault,
+    ServerFaults,
+    ServerQuirks,
+)
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-ServerDialect = Literal["vllm", "sglang", "llamacpp", "ollama", "chat"]
-ServerFault = Literal["refused", "reset", "429", "500", "truncated", "wrong_ids", "nan", "slow_loris", "hang"]
-"""refused: closed unread. reset: broken off in mid-reply. truncated: half the JSON. slow_loris: a byte now and then."""
 _BLOCK = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFaults:
-    """What share of the calls that do work fails, and how; drawn anew for every call, from a seed.
-
-    :raises OptionError: an unknown kind, or shares that sum to more than 1.
-    """
-
-    shares: Mapping[ServerFault, float] = field(default_factory=dict[ServerFault, float])
-    seed: int = 0
-    retry_after: str = "0"  # said with a 429
-
-    def __post_init__(self) -> None:
-        for kind in self.shares:
-            if kind not in get_args(ServerFault):
-                raise OptionError("faults", f"{kind!r} is unknown", get_args(ServerFault))
-        if sum(self.shares.values()) > 1 + 1e-9:
-            raise OptionError("faults", f"shares {dict(self.shares)} sum to more than 1")
-
-
-@dataclass(frozen=True, slots=True)
-class ServerQuirks:
-    """Settings of a server that change what a client sees.
-
-    `cached_scores` opens vLLM's route that scores from the cache (--enable-scale-out). `logprobs` "processed" gives
-    sampled log-probs after temperature: SGLang's default, vLLM's --logprobs-mode. `disconnect` "ignore" leaves ghosts
-    running when a client goes away, as some releases did. `scoring` "ignored" takes a scoring request and answers
-    without scores, as llama.cpp and `transformers serve` do. `version` is what it says it is; "" its dialect's.
-    `prefill` is when a chat API goes on with a last assistant message: told by vLLM's two flags, by a mark on the
-    message, always, or never (it becomes a user's); "closed" and "prefix" also refuse fields that hosted models do not
-    know. `ratings` "off": it tells no likely tokens.
-    """
-
-    cached_scores: Literal["on", "off"] = "on"
-    logprobs: Literal["raw", "processed", ""] = ""
-    disconnect: Literal["abort", "ignore"] = "abort"
-    scoring: Literal["honest", "ignored"] = "honest"
-    version: str = ""
-    prefill: Literal["continue", "prefix", "trailing", "closed"] = "continue"
-    ratings: Literal["on", "off"] = "on"
-
-
-NO_SERVER_FAULTS = ServerFaults()
-PLAIN_SERVER = ServerQuirks()
 
 
 class BlockCache:
@@ -199,7 +159,7 @@ class DialectServer:
         self.calls: list[str] = []  # the path of every call that does work
         self._make = make
         self._model = model
-        self._key = key
+        self.key = key  # what it wants; may be changed while it runs
         self._loading_seconds = loading_seconds
         self._port = port
         self._random = random.Random(faults.seed)
@@ -209,7 +169,7 @@ class DialectServer:
         self._floor: Floor | None = None
         self._server: Any = None
         self._failure: BaseException | None = None
-        self._ready_at = 0.0
+        self._ready_at: float | None = None
 
     @property
     def url(self) -> str:
@@ -288,7 +248,7 @@ class DialectServer:
             site = web.TCPSite(runner, "127.0.0.1", self._port, backlog=4096, reuse_address=True)
             await site.start()
             self._port = runner.addresses[0][1]
-            self._ready_at = self._loop.time() + self._loading_seconds
+            self._ready_at = None
             ready.set()
             await self._stop.wait()
             for scope in list(self._floor.jobs.values()):
@@ -303,11 +263,11 @@ class DialectServer:
 
         floor, path = self._floor, request.path
         assert floor is not None, "it serves while it has an engine"
-        if asyncio.get_running_loop().time() < self._ready_at:
+        if self._is_loading():
             return _json({"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}, 503)
         if path == "/health":
             return web.Response()
-        if self._key and request.headers.get("Authorization") != f"Bearer {self._key}":
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return _json({"error": "Unauthorized"}, 401)
         routes = routes_of(self.dialect)
         fault: ServerFault | None = None
@@ -317,6 +277,13 @@ class DialectServer:
         elif path not in routes.questions:
             return _json({"detail": "Not Found"}, 404)
         return await self._respond(request, {**routes.work, **routes.questions}[path], fault)
+
+    def _is_loading(self) -> bool:
+        """It loads from the first look on, so that somebody sees it load however busy the machine is."""
+        now = asyncio.get_running_loop().time()
+        if self._ready_at is None:
+            self._ready_at = now + self._loading_seconds
+        return now < self._ready_at
 
     async def _respond(self, request: web.Request, route: Route, fault: ServerFault | None) -> web.StreamResponse:
         from aiohttp import web

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from atts.core import Completion, Message, SampleRequest, Sampling, TokenIds
 from atts.seeds import Seed
-from atts.testing.servers import Bad, Floor, Routes, ServerFault
+from atts.testing.server_settings import ServerFault
+from atts.testing.servers import Bad, Floor, Routes
 
 _STRICT = ("top_k", "min_p", "continue_final_message", "add_generation_prompt")  # what hosted ones refuse
 

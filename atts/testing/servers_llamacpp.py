@@ -8,7 +8,8 @@ from typing import Any
 
 from atts.core import Completion, SampleRequest, Sampling, TokenIds
 from atts.seeds import Seed
-from atts.testing.servers import Bad, Floor, Routes, ServerFault
+from atts.testing.server_settings import ServerFault
+from atts.testing.servers import Bad, Floor, Routes
 
 
 async def props(floor: Floor, body: Mapping[str, Any], headers: Mapping[str, str], fault: ServerFault | None) -> Any:

@@ -7,7 +7,8 @@ from typing import Any
 
 from atts.core import Message, SampleRequest, Sampling
 from atts.seeds import Seed
-from atts.testing.servers import Bad, Floor, Routes, ServerFault
+from atts.testing.server_settings import ServerFault
+from atts.testing.servers import Bad, Floor, Routes
 from atts.testing.servers_chat import finish_word, shown, spoilt
 
 _SMALL = 64  # places, unless more are asked for

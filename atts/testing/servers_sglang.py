@@ -7,7 +7,8 @@ from typing import Any
 
 from atts.core import Completion, SampleRequest, Sampling
 from atts.seeds import Seed
-from atts.testing.servers import Bad, Floor, Routes, ServerFault
+from atts.testing.server_settings import ServerFault
+from atts.testing.servers import Bad, Floor, Routes
 
 
 async def server_info(

@@ -10,7 +10,8 @@ from typing import Any
 
 from atts.core import Completion, SampleRequest, Sampling, TokenIds
 from atts.seeds import Seed
-from atts.testing.servers import Bad, Floor, Routes, ServerFault
+from atts.testing.server_settings import ServerFault
+from atts.testing.servers import Bad, Floor, Routes
 
 _CLAMP = -9999.0
 

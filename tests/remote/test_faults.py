@@ -29,7 +29,8 @@ from atts.remote import Key, RemoteEngine, RemoteOptions
 from atts.seeds import Seed
 from atts.tasks import collect, task_group
 from atts.testing import ScriptedEngine, ToyTokenizer
-from atts.testing.servers import DialectServer, ServerFaults, ServerQuirks
+from atts.testing.server_settings import ServerFaults, ServerQuirks
+from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]

@@ -14,7 +14,8 @@ from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.seeds import Seed
 from atts.tasks import collect, task_group
 from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, check_engine
-from atts.testing.servers import DialectServer, ServerQuirks
+from atts.testing.server_settings import ServerQuirks
+from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]

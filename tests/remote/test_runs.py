@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,14 +19,15 @@ import pytest
 from atts.api import build_engine
 from atts.cli.app import run as command
 from atts.core import Role
-from atts.errors import OptionError
+from atts.errors import OptionError, UnsupportedByEngine
 from atts.graph import Policy as Patience
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.run import Plan, Session, evaluate
-from atts.tasks import task_group
+from atts.tasks import background, task_group
 from atts.testing import Latency, ScriptedEngine, ToyTokenizer, toy_problems
-from atts.testing.servers import DialectServer, ServerFaults
+from atts.testing.server_settings import ServerFaults
+from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
 OPTIONS = RemoteOptions(timeout_seconds=0.8, delay_seconds=0.01, wait_seconds=3.0)
@@ -150,6 +154,65 @@ def test_the_probe_command_says_what_is_wrong(serve: Serve, capsys: pytest.Captu
         out = capsys.readouterr()
         assert said in out.err, words
         assert not out.out
+
+
+def test_the_probe_command_waits_for_a_server_that_loads_and_says_so(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Waiting is said on stderr; one that never ends is exit code 3."""
+    assert command(["probe", serve("chat", loading_seconds=0.4).url + "/v1", "--dialect", "chat"]) == 0
+    out = capsys.readouterr()
+    assert out.err.count("still loading") == 1
+    assert "can rate and sample" in out.out
+    never = serve("vllm", loading_seconds=3600)
+    assert command(["probe", never.url, "--wait", "0.3"]) == 3
+    assert "still loading after" in capsys.readouterr().err
+
+
+@pytest.mark.anyio
+async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request would fail alike: the run says so at once, where the key belongs, and leaves the server idle."""
+    monkeypatch.setenv("ATTS_API_KEY", "secret-old")
+    server = serve("sglang", engine("draft"), key="secret-old")
+    policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
+    todo = Plan(remote(server, "draft"), ScriptedEngine("target"), policy, ThresholdGate(1.3),
+                Answers(last_box, by_string))  # fmt: skip
+
+    async def expire() -> None:
+        while server.served < 30:  # noqa: ASYNC110
+            await anyio.sleep(0.002)
+        server.key = "secret-new"
+
+    async with background(expire):
+        with pytest.raises(UnsupportedByEngine, match="refused the API key.*ATTS_API_KEY") as refused:
+            await evaluate(toy_problems(40, 5), todo, Session(signals="ignore"))
+    assert "secret" not in str(refused.value)
+    with anyio.fail_after(3):
+        while server.running:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) -> None:
+    """A real process, two real interrupts: exit code 130, and no request is left at the server."""
+    server = serve("chat", lambda: ScriptedEngine("target", latency=Latency(per_sample=2.0), concurrency=64))
+    words = ["eval", "arithmetic[:8]", "--method", "target-only", "--draft", "scripted", "--report", "none"]
+    words += ["--target", f"chat:{server.url}/v1/toy", "--samples", "4", "--out", str(tmp_path / "run")]
+    run = subprocess.Popen([sys.executable, "-m", "atts", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while server.running < 16 and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(2):
+            run.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        out, said = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 130, (out, said)
+    time.sleep(0.1)
+    assert server.running == 0
 
 
 @pytest.mark.slow

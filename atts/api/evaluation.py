@@ -104,11 +104,8 @@ class evaluate:
         problems = load_problems(self._dataset, self._limit)
         setup = self._setup
         draft = build_engine(setup.draft, "draft")
-        target = (
-            draft
-            if setup.target is setup.draft and not isinstance(draft, str)
-            else build_engine(setup.target, "target")
-        )
+        is_shared = setup.target is setup.draft and not isinstance(setup.draft, str)  # equal words are two engines
+        target = draft if is_shared else build_engine(setup.target, "target")
         plan = setup.plan(draft, target, problems[0].kind)
         return await run_evaluation(problems, plan, self._session)
 

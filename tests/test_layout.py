@@ -30,7 +30,7 @@ FLOORS: list[set[str]] = [
     {"atts.local", "atts.remote", "atts.testing", "atts.models", "atts.pipelines"},
     {"atts.comparison", "atts.planning", "atts.reports", "atts.run"},
     {"atts.api"},
-    {"atts.cli"},
+    {"atts.adapters", "atts.cli"},
     {"atts.__main__"},
 ]
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}

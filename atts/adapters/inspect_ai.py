@@ -1,0 +1,89 @@
+"""Lets inspect_ai drive this project: the model provider `atts`, and a solver on top of it."""
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+# pyright: reportUntypedFunctionDecorator=false, reportUntypedClassDecorator=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from inspect_ai.model import GenerateConfig, ModelAPI, ModelOutput, ModelUsage, get_model, modelapi
+from inspect_ai.solver import solver
+
+from atts.adapters.answering import Answering, Reply, policy_changes, question_of, setup_of
+from atts.errors import UsageError
+
+
+@modelapi(name="atts")
+class ATTSModel(ModelAPI):  # type: ignore[misc]  # the harness is not installed where types are checked
+    """`inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8`: one generation is one problem solved.
+
+    Model arguments are the names of `atts config show`, and `reply` ("text" or "answer"). Of a generation's own
+    settings the temperature (above 0) and the token limit of a rollout are heeded; tools are refused.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: Any = None,
+        reply: Any = "text",
+        **options: Any,
+    ) -> None:
+        super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
+        self._setup = setup_of(model_name, options)
+        self._answering = Answering(self._setup, reply)
+
+    async def generate(self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any) -> Any:
+        """Solve what the conversation asks; the facts of it are the output's metadata.
+
+        :raises UsageError: tools were offered, or several choices wanted.
+        :raises EngineError: an engine cannot be opened, is lost, or failed.
+        """
+        if tools:
+            raise UsageError("atts solves problems and calls no tools; use a solver without them")
+        if (config.num_choices or 1) > 1:
+            raise UsageError("atts votes by itself and gives one choice; use --epochs for more")
+        system, question = question_of([(message.role, message.text) for message in input])
+        changes = policy_changes(self._setup.policy, system, config.temperature, config.max_tokens)
+        return _output(self.model_name, await self._answering.ask(question, policy=changes))
+
+    async def aclose(self) -> None:
+        """Close the engines."""
+        await self._answering.aclose()
+
+    def connection_key(self) -> str:
+        """Models of different setups do not share a limit."""
+        return f"atts/{self.model_name}"
+
+    def max_connections(self) -> int:
+        """How many problems are solved at once unless told; their rollouts share the engines."""
+        return 16
+
+
+@solver  # type: ignore[untyped-decorator]
+def atts_solver(model: str = "embedded", **options: Any) -> Any:
+    """A solver that answers with this project whatever model the task has; options as the provider's.
+
+    What happened is in the sample's metadata under "atts".
+    """
+
+    async def solve(state: Any, generate: Any) -> Any:
+        api = get_model(f"atts/{model}", **options)
+        state.output = await api.generate(state.messages)
+        state.messages.append(state.output.message)
+        state.metadata["atts"] = state.output.metadata
+        return state
+
+    return solve
+
+
+def _output(model: str, reply: Reply) -> Any:
+    output = ModelOutput.from_content(model=f"atts/{model}", content=reply.text)
+    usage = reply.usage
+    read = usage.draft_prefill_tokens + usage.target_prefill_tokens + usage.scored_tokens
+    written = usage.draft_tokens + usage.target_tokens
+    output.usage = ModelUsage(input_tokens=read, output_tokens=written, total_tokens=read + written)
+    output.metadata = dict(reply.facts)
+    return output

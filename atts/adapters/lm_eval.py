@@ -1,0 +1,150 @@
+"""Lets lm_eval drive this project: the model `atts` generates by solving, and scores with the target."""
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+# pyright: reportUntypedFunctionDecorator=false, reportUntypedClassDecorator=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from atts.adapters.answering import Reply, ReplyKind, policy_changes, question_of, setup_of
+from atts.api import build_engine, evaluate
+from atts.core import Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.engine import Engine
+from atts.tasks import collect
+
+T = TypeVar("T")
+
+
+@register_model("atts")
+class ATTSModel(LM):  # type: ignore[misc]  # the harness is not installed where types are checked
+    """`lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8`: a generation is one problem solved.
+
+    Arguments are the names of `atts config show`; `reply` ("text" or "answer"); `directory`, where runs are kept and
+    resumed. Of a task's generation settings `until` and `max_gen_toks` are heeded: sampling is the policy's own.
+    Log-likelihoods are the target's.
+    """
+
+    def __init__(
+        self,
+        pretrained: str = "embedded",
+        reply: ReplyKind = "text",
+        directory: str | None = None,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        device: Any = None,
+        **options: Any,
+    ) -> None:
+        """`batch_size`, `max_batch_size` and `device` are what the harness always says; engines batch by themselves."""
+        super().__init__()
+        self._setup = setup_of(pretrained, options)
+        self._name = pretrained
+        self._reply: ReplyKind = reply
+        self._directory = directory
+        self._calls = 0
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness keys its request cache by."""
+        return f"atts/{self._name}"
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The conversation as one question: the pipeline renders each model's own template."""
+        system, question = question_of([(row["role"], row["content"]) for row in chat_history])
+        return "\n\n".join(part for part in (system, question) if part)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Solve every request, all at once; requests of one token limit are one run.
+
+        :raises EngineError: an engine is lost, or a problem failed.
+        """
+        texts: dict[int, str] = {}
+        limits: dict[int | None, list[int]] = {}
+        for index, request in enumerate(requests):
+            limits.setdefault(request.args[1].get("max_gen_toks"), []).append(index)
+        for limit, indices in limits.items():
+            questions = [requests[index].args[0] for index in indices]
+            for index, reply in zip(indices, anyio.run(self._solve, questions, limit), strict=True):
+                texts[index] = _cut(reply.text, requests[index].args[1].get("until"))
+                self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
+        return [texts[index] for index in range(len(requests))]
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The target's log-probability of each continuation, and whether it is what the target would write greedily."""
+        return anyio.run(self._scored, [partial(_likelihood, *request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The target's log-probability of each text from its beginning, in windows of the target's context."""
+        return anyio.run(self._scored, [partial(_rolling, request.args[0]) for request in requests])
+
+    async def _solve(self, questions: Sequence[str], limit: int | None) -> list[Reply]:
+        self._calls += 1
+        most = None if limit is None else min(limit, self._setup.policy.max_tokens)
+        policy = replace(self._setup.policy, **policy_changes(self._setup.policy, "", None, most))
+        problems = [Problem(f"request-{number}", text) for number, text in enumerate(questions)]
+        place = None if self._directory is None else Path(self._directory) / f"generate-{self._calls}"
+        result = await evaluate(problems, replace(self._setup, policy=policy), directory=place)
+        replies = {outcome.problem.id: Reply.of(outcome, self._reply) for outcome in result.outcomes()}
+        if result.status != "finished":
+            raise KeyboardInterrupt(result.why)
+        return [replies[problem.id] for problem in problems]
+
+    async def _scored(self, work: Sequence[Callable[[Engine], Awaitable[T]]]) -> list[T]:
+        async with build_engine(self._setup.target, "target") as target:
+            return await collect([partial(one, target) for one in work])
+
+
+async def _likelihood(context: str, continuation: str, target: Engine) -> tuple[float, bool]:
+    prefix, suffix = _split(context, continuation, target)
+    scores = await target.score(ScoreRequest(prefix, suffix))
+    greedy = await target.sample(SampleRequest(prefix, len(suffix), Sampling(temperature=0.0)))
+    return math.fsum(scores.logprobs), greedy.ids == suffix
+
+
+async def _rolling(text: str, target: Engine) -> float:
+    windows = get_rolling_token_windows(
+        token_list=list(target.tokenizer.encode(text)),
+        prefix_token=target.spec.end_ids[0],
+        max_seq_len=target.spec.context_length - 1,
+        context_len=1,
+    )
+    total = 0.0
+    for prefix, suffix in map(make_disjoint_window, windows):
+        total += math.fsum((await target.score(ScoreRequest(tuple(prefix), tuple(suffix)))).logprobs)
+    return total
+
+
+def _split(context: str, continuation: str, target: Engine) -> tuple[TokenIds, TokenIds]:
+    """Ids of both, encoded together; white space at the end of the context belongs to what follows."""
+    bare = context.rstrip()
+    whole = target.tokenizer.encode(context + continuation)
+    prefix = target.tokenizer.encode(bare)
+    if not prefix:
+        return target.spec.end_ids[:1], whole
+    return prefix, whole[len(prefix) :]
+
+
+def _cut(text: str, until: str | Sequence[str] | None) -> str:
+    stops = [until] if isinstance(until, str) else [stop for stop in until or () if stop]
+    ends = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text
+
+
+def main() -> None:
+    """`python -m atts.adapters.lm_eval ...` is `lm_eval ...` with the model `atts` known to it."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

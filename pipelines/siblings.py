@@ -17,6 +17,9 @@ class Siblings:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        gate = context.gate  # which kind it is, is asked here once: the check is dear, and turns are many
+        self.round_gate = gate if isinstance(gate, RoundGate) else None
+        self.gate = None if isinstance(gate, RoundGate) else gate
         self.rollouts: dict[int, Rollout] = {}
         self.claimed: set[tuple[int, int]] = set()  # (sample, turn): forked from already
         self.judged: list[tuple[Features, Decision]] = []  # by a gate that decides one by one, in that order

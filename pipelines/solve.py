@@ -13,7 +13,7 @@ from atts.core import Decision, Outcome, Problem, Prompt, Rollout, Usage
 from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.chunks import render
 from atts.pipelines.context import Context
-from atts.pipelines.gates import Gate, Learning, RoundGate
+from atts.pipelines.gates import Gate, Learning
 from atts.pipelines.judging import judge, judge_together
 from atts.pipelines.line import Line, Proposal
 from atts.pipelines.policy import Policy
@@ -77,14 +77,15 @@ async def run_line(line: Line) -> Rollout:
 
 async def turn(line: Line) -> None:
     """Propose, judge, settle: the three stages."""
-    policy, gate = line.policy, line.context.gate
+    policy, gate, ranking = line.policy, line.siblings.gate, line.siblings.round_gate
     proposal = await line.propose()
     if policy.drafter == "target":
         return line.enter([proposal.chunk])
     if proposal.answer is not None and policy.answers == "stop":
         return line.enter([proposal.chunk], note="not judged: it holds the answer")
-    if isinstance(gate, RoundGate):
-        decision, proposal = await judge_together(line, proposal, gate)
+    if gate is None:
+        assert ranking is not None, "a gate is of one kind or the other"
+        decision, proposal = await judge_together(line, proposal, ranking)
     elif policy.optimistic:
         decision, proposal = await _judge_drafting_on(line, proposal, gate)
     else:
@@ -92,7 +93,7 @@ async def turn(line: Line) -> None:
         gate.observe(decision, decision.escalate)
     if decision.escalate:
         line.drop_ahead()
-        await take_over(line, proposal, decision, None if isinstance(gate, RoundGate) else gate)
+        await take_over(line, proposal, decision, gate)
     else:
         line.enter([proposal.chunk], (), decision, proposal.score, proposal.flaw)
     return None

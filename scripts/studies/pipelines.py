@@ -21,6 +21,7 @@ from scripts.studies.pipelines_policies import RATE, arm, with_policy
 from scripts.studies.pipelines_tables import control, methods, verdict
 from scripts.studies.pipelines_time import time_study
 
+CLAIMED = ("target-only", "draft-only", "atts", "ordinal")
 Part = Callable[[Options], Awaitable[list[Table]]]
 
 
@@ -41,15 +42,22 @@ def _ledger(options: Options, name: str) -> Ledger:
 
 async def claim(options: Options) -> list[Table]:
     """The policy against the target alone, on enough problems to say so."""
-    grid = Grid(options.pick(20, 160, 2000), options.pick((0,), (0,), (0, 1, 2)), 500, options.pick(20, 40, 50))
+    seeds, sizes = options.pick((0,), (0,), (0, 1, 2)), options.pick((8,), (8,), (8, 16))
     ledger = _ledger(options, "claim")
-    names = ("target-only", "draft-only", "atts", "ordinal")
-    tables: list[Table] = []
     async with Pair() as pair:
-        for m in options.pick((8,), (8,), (8, 16)):
-            await run_grid([arm(name, samples=m) for name in names], grid, ledger, pair, "claim")
-            tables += [methods("The claim", ledger, names, m), verdict(ledger, "atts", m)]
-            tables.append(control(ledger, "atts", m, RATE))
+        for seed in seeds:  # a seed is a whole answer, the next ones make it narrower
+            for m in sizes:
+                grid = Grid(options.pick(20, 160, 2000), (seed,), 500, options.pick(20, 40, 50))
+                await run_grid([arm(name, samples=m) for name in CLAIMED], grid, ledger, pair, "claim")
+    return claimed(ledger)
+
+
+def claimed(ledger: Ledger) -> list[Table]:
+    """The tables of all that has been run, however far that is."""
+    tables: list[Table] = []
+    for m in sorted({samples for _, samples, _, _ in ledger.pieces}):
+        tables += [methods("The claim", ledger, CLAIMED, m), verdict(ledger, "atts", m)]
+        tables.append(control(ledger, "atts", m, RATE))
     return tables
 
 
@@ -81,15 +89,13 @@ def variants() -> list[Arm]:
         atts,
         with_policy(atts, "answers: stop", answers="stop"),
         with_policy(atts, "answers: verify", answers="verify"),
-        with_policy(atts, "takeover: continue", takeover="continue"),
-        with_policy(atts, "takeover: replace", takeover="replace"),
-        with_policy(atts, "takeover: resample", takeover="resample"),
-        with_policy(atts, "takeover: fork", takeover="fork"),
-        arm("calibration: marginal", "atts", mode="marginal"),
-        arm("calibration: question-turn", "atts", mode="question-turn"),
-        with_policy(atts, "all at once", first_wave=0),
+        with_policy(atts, "replace, answers: stop", answers="stop", takeover="replace"),
+        with_policy(atts, "continue, answers: stop", answers="stop", takeover="continue"),
+        with_policy(atts, "continue, answers: verify", answers="verify", takeover="continue"),
+        with_policy(atts, "drafting on", optimistic=True),
         with_policy(atts, "first 3, then all", first_wave=3),
         with_policy(atts, "first 3, then the target", first_wave=3, later="target"),
+        with_policy(atts, "stop when likely", early_stop="likely"),
     ]
 
 
@@ -160,7 +166,11 @@ def main() -> None:
     parser.add_argument("--effort", choices=("quick", "default", "full"), default="default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write tables and charts here, and go on from what is here")
+    parser.add_argument("--ledger", type=Path, help="run nothing: the tables of the claim from what this file holds")
     asked = parser.parse_args()
+    if asked.ledger is not None:
+        print("\n".join(table.markdown() for table in claimed(Ledger(asked.ledger))))
+        return
     effort: Effort = asked.effort
     for name in asked.parts or PARTS:
         options = Options(effort, asked.seed, asked.out)

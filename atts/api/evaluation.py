@@ -20,7 +20,7 @@ from atts.api.setup import Setup, load_problems
 from atts.core import Outcome, Problem
 from atts.errors import UsageError
 from atts.journal import Event
-from atts.run import ChunkWritten, RunResult, Session
+from atts.run import Heard, RunResult, Session
 from atts.run import evaluate as run_evaluation
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class evaluate:
         self._limit = limit
         self._session = replace(session or Session(), directory=Path(directory) if directory else None)
         self._stack = AsyncExitStack()
-        self._events: MemoryObjectReceiveStream[Event | ChunkWritten] | None = None
+        self._events: MemoryObjectReceiveStream[Heard] | None = None
         self._done = anyio.Event()
         self._result: RunResult | None = None
 
@@ -64,7 +64,7 @@ class evaluate:
         return self._whole().__await__()
 
     async def __aenter__(self) -> Self:
-        send, self._events = anyio.create_memory_object_stream[Event | ChunkWritten](math.inf)
+        send, self._events = anyio.create_memory_object_stream[Heard](math.inf)
         listener = _Stream(send)
         self._session = replace(self._session, listeners=(*self._session.listeners, listener))
         await self._stack.enter_async_context(tasks.background(self._follow, send))
@@ -75,7 +75,7 @@ class evaluate:
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
 
-    def __aiter__(self) -> AsyncIterator[Event | ChunkWritten]:
+    def __aiter__(self) -> AsyncIterator[Heard]:
         """Events as they happen, until the run ends.
 
         :raises UsageError: outside `async with`.
@@ -90,7 +90,7 @@ class evaluate:
         assert self._result is not None, "a failed run cancels whoever waits for it"
         return self._result
 
-    async def _follow(self, send: MemoryObjectSendStream[Event | ChunkWritten]) -> None:
+    async def _follow(self, send: MemoryObjectSendStream[Heard]) -> None:
         async with send:
             self._result = await self._run()
         self._done.set()
@@ -114,12 +114,12 @@ class evaluate:
 class _Stream:
     """A listener that never blocks the run: what a reader has not taken yet is held for it."""
 
-    send: MemoryObjectSendStream[Event | ChunkWritten]
+    send: MemoryObjectSendStream[Heard]
 
     def recalled(self, event: Event) -> None:
         """Earlier sessions' events are not news."""
 
-    def heard(self, event: Event | ChunkWritten) -> None:
+    def heard(self, event: Heard) -> None:
         """Queue it; once nobody reads any more, nobody is told."""
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             self.send.send_nowait(event)

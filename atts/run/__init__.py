@@ -9,7 +9,8 @@ Call it again with the same directory and it goes on where it was, whatever ende
 from atts.run.evaluate import Keep, Session, evaluate
 from atts.run.gates import Alarm
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
-from atts.run.recorder import ChunkWritten, Listener, Recorder
+from atts.run.progress import Progress, Snapshot
+from atts.run.recorder import CallBegun, ChunkWritten, Heard, Listener, Recorder, RunBegun
 from atts.run.result import INTERRUPTED, ProblemLine, RunResult, RunStatus, SampleLine, problem_line
 from atts.run.scoring import samples, scorecard
 from atts.run.steps import Pace
@@ -19,8 +20,10 @@ from atts.run.summary import Summary, summarise
 __all__ = [
     "INTERRUPTED",
     "Alarm",
+    "CallBegun",
     "ChunkWritten",
     "Grade",
+    "Heard",
     "Judgement",
     "Keep",
     "Listener",
@@ -29,11 +32,14 @@ __all__ = [
     "Plan",
     "ProblemLine",
     "Recorder",
+    "Progress",
+    "RunBegun",
     "RunResult",
     "RunStatus",
     "SampleLine",
     "Session",
     "Signals",
+    "Snapshot",
     "Stop",
     "Summary",
     "evaluate",

@@ -38,7 +38,7 @@ from atts.journal.events import VerdictStatus
 from atts.pipelines import Context, Learning, RoundGate
 from atts.run.gates import AlarmWatch, StepGate, StepLearningGate, StepRoundGate, remind
 from atts.run.plan import Grade, Plan
-from atts.run.recorder import Listener, ProblemRecord, Recorder
+from atts.run.recorder import Listener, ProblemRecord, Recorder, RunBegun
 from atts.run.result import ProblemLine, RunResult, RunStatus, problem_line
 from atts.run.steps import Keeper, StepEngine
 from atts.run.stopping import Signals, Stop, heed_signals
@@ -148,6 +148,7 @@ class _Run:
     async def drive(self, problems: Iterable[Problem]) -> RunResult:
         """Everything that is left to do, and the result."""
         began = anyio.current_time()
+        self._recorder.tell(self._begun())
         for name in self._state.reached:
             self._keep(name, self._recalled_line(name))
         async with tasks.background(self._end_when_asked):
@@ -159,6 +160,18 @@ class _Run:
             is_cut = result.status == "interrupted"
             await self._journal.close(SessionClosed("interrupted" if is_cut else "finished", result.why))
         return result
+
+    def _begun(self) -> RunBegun:
+        plan, state = self._plan, self._state
+        return RunBegun(
+            self._manifest.problems,
+            sum(map(state.is_over, state.reached)),
+            plan.policy.samples,
+            state.seconds,
+            plan.draft.spec.model,
+            plan.target.spec.model,
+            self._session.directory,
+        )
 
     def _left(self, problems: Iterable[Problem]) -> Iterator[Problem]:
         """The problems that are not over, seen one by one."""

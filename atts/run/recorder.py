@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, Protocol
 
 from atts.core import Chunk, Outcome, Rollout, Turn
@@ -33,6 +34,32 @@ class ChunkWritten:
     chunk: Chunk
 
 
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """An engine was asked for work; heard live only. `stage` is "score" where the target judges, else who writes."""
+
+    problem: str
+    rollout: str  # the request's own hint
+    stage: Literal["draft", "score", "target"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunBegun:
+    """A session is about to work: how much there is, and how much of it earlier sessions did; heard live only."""
+
+    problems: int | None  # None: they stream in
+    done: int
+    samples: int  # of each problem, at most
+    seconds: float  # of earlier sessions
+    draft: str  # the model
+    target: str
+    directory: Path | None
+
+
+Heard = Event | ChunkWritten | CallBegun | RunBegun
+"""Everything a listener is told while a run lasts."""
+
+
 class Listener(Protocol):
     """Follows a run; must not block, and what it raises ends the run."""
 
@@ -40,7 +67,7 @@ class Listener(Protocol):
         """An event of an earlier session, in order, before anything is heard."""
         ...
 
-    def heard(self, event: Event | ChunkWritten) -> None:
+    def heard(self, event: Heard) -> None:
         """An event the moment it happens."""
         ...
 
@@ -62,7 +89,7 @@ class Recorder:
             self._journal.record(event)
         self.tell(event)
 
-    def tell(self, event: Event | ChunkWritten) -> None:
+    def tell(self, event: Heard) -> None:
         """Let the listeners hear of something."""
         for listener in self._listeners:
             listener.heard(event)

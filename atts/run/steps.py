@@ -20,7 +20,7 @@ from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
 from atts.errors import EngineError
 from atts.journal import CallFailed, Decided, Observed, OpenProblem, Sampled, Scored, sample_key, score_key
 from atts.journal.events import FailureKind
-from atts.run.recorder import Recorder
+from atts.run.recorder import CallBegun, Recorder
 from atts.run.stopping import Stop
 
 Pace = Literal["instant", "recorded"]
@@ -94,7 +94,8 @@ class StepEngine:
             place = (seed.sample, seed.turn, seed.attempt)
             return Sampled(problem, key, done, self._role, request.rollout, *place, seconds=seconds)
 
-        return await self._live(key, request.rollout, lambda: self._engine.sample(request), event)
+        begun = CallBegun(problem, request.rollout, self._role)
+        return await self._live(key, begun, lambda: self._engine.sample(request), event)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score the suffix, or recall its scores; see `atts.engine.Engine`.
@@ -109,7 +110,8 @@ class StepEngine:
         def event(done: Scores, seconds: float) -> Scored:
             return Scored(problem, key, done, self._role, request.rollout, seconds)
 
-        return await self._live(key, request.rollout, lambda: self._engine.score(request), event)
+        begun = CallBegun(problem, request.rollout, "score")
+        return await self._live(key, begun, lambda: self._engine.score(request), event)
 
     async def __aenter__(self) -> Self:
         return self
@@ -131,16 +133,21 @@ class StepEngine:
         return recalled
 
     async def _live(
-        self, key: str, rollout: str, call: Callable[[], Awaitable[T]], event: Callable[[T, float], Sampled | Scored]
+        self,
+        key: str,
+        begun: CallBegun,
+        call: Callable[[], Awaitable[T]],
+        event: Callable[[T, float], Sampled | Scored],
     ) -> T:
         keeper = self._keeper
         await keeper.stop.pass_or_wait()
         with keeper.stop.counted():
             since = anyio.current_time()
+            keeper.recorder.tell(begun)
             try:
                 done = await call()
             except EngineError as error:
-                self._note_failure(key, rollout, error, anyio.current_time() - since)
+                self._note_failure(key, begun.rollout, error, anyio.current_time() - since)
                 raise
             keeper.recorder.record(event(done, anyio.current_time() - since))
             await keeper.recorder.saved()

@@ -1,0 +1,226 @@
+"""What is shown of a run while it goes is what its journal says, at every moment and across sessions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from atts.core import Chunk, Completion, Decision, Problem, Scores, Turn
+from atts.journal import (
+    CallFailed,
+    Decided,
+    Drifted,
+    Event,
+    Graded,
+    Observed,
+    OutcomeReached,
+    ProblemStarted,
+    RolloutTimed,
+    Sampled,
+    Scored,
+    TurnFinished,
+    Warned,
+)
+from atts.pipelines import TopGate
+from atts.run import CallBegun, Heard, Progress, RunBegun, Snapshot, Stop
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        """What time it is."""
+        return self.now
+
+
+def after(events: Sequence[Heard], clock: Clock | None = None) -> Snapshot:
+    """The picture once these were heard."""
+    progress = Progress(clock or Clock())
+    for event in events:
+        progress.heard(event)
+    return progress.snapshot()
+
+
+BEGUN = RunBegun(4, 0, 2, 0.0, "small", "large", None)
+DECISION = Decision("accept", 0.25, "p", score=1.5)
+
+
+def test_nothing_is_known_at_first() -> None:
+    """No problem, no rate, no time left, and strict JSON all the same."""
+    found = after([])
+    assert (found.problems, found.done, found.left, found.nominal) == (None, 0, None, None)
+    assert math.isnan(found.rate.value)
+    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["rate"]["value"] is None
+
+
+def test_every_rollout_is_somewhere() -> None:
+    """Asked, answered, asked again, ended: a rollout counts at one stage at a time."""
+    first, second = CallBegun("p", "p/0", "draft"), CallBegun("p", "p/1", "draft")
+    scored = Scored("p", "k", Scores((-1.0,)), rollout="p/0")
+    sampled = Sampled("p", "k", Completion((1, 2), "x", "end", (-1.0, -1.0)), "draft", "p/0")
+    failed = CallFailed("p", "k", "draft", "EngineTimeout", "draft", "late", "p/1")
+    timed = RolloutTimed("p", 0, "done", 0.0, 0.0, 1.0, 1.0)
+    steps: list[tuple[Heard, tuple[int, int, int, int]]] = [
+        (first, (1, 0, 0, 0)),
+        (second, (2, 0, 0, 0)),
+        (sampled, (1, 0, 0, 1)),
+        (replace(first, stage="score"), (1, 1, 0, 0)),
+        (failed, (0, 1, 0, 1)),
+        (scored, (0, 0, 0, 2)),
+        (replace(first, stage="target"), (0, 0, 1, 1)),
+        (timed, (0, 0, 0, 1)),
+    ]
+    heard: list[Heard] = [BEGUN, ProblemStarted(Problem("p", "?"))]
+    for event, expected in steps:
+        heard.append(event)
+        assert tuple(after(heard).stages.values()) == expected
+    assert after(heard).rollouts_done == 1
+
+
+def test_a_forced_escalation_and_a_discarded_chunk_are_told_apart() -> None:
+    """Handed over, of these without a score, and thrown away are three numbers."""
+    forced = replace(DECISION, action="escalate", why="forced: not scored")
+    chunk = Chunk("draft", "x", (1,), (1,), "delimiter")
+    found = after(
+        [
+            Observed(DECISION, "no"),
+            Observed(replace(DECISION, action="escalate"), "yes"),
+            Observed(forced, "yes"),
+            TurnFinished("p", 0, Turn(0, (chunk,), (chunk, chunk))),
+        ]
+    )
+    assert (found.accepted, found.escalated, found.forced, found.rejected) == (1, 2, 1, 2)
+
+
+def test_a_rate_without_a_number_is_no_nominal_rate() -> None:
+    """Gates that promise none say nan."""
+    assert after([Decided(replace(DECISION, rate=math.nan))]).nominal is None
+    assert after([Decided(DECISION), Decided(replace(DECISION, rate=math.nan))]).nominal == 0.25
+
+
+def test_speed_is_of_late_and_of_this_session() -> None:
+    """Tokens of an earlier session, or of a minute ago, make nothing faster; they are counted."""
+    clock = Clock()
+    progress = Progress(clock)
+    sampled = Sampled("p", "k", Completion((1,) * 300, "x", "end", ()), "draft")
+    progress.recalled(sampled)
+    progress.heard(BEGUN)
+    clock.now += 3
+    assert (progress.snapshot().speeds["draft"], progress.snapshot().tokens["draft"]) == (0.0, 300)
+    progress.heard(sampled)
+    assert progress.snapshot().speeds["draft"] == pytest.approx(100)
+    clock.now += 60
+    assert progress.snapshot().speeds["draft"] == 0
+    assert progress.snapshot().tokens["draft"] == 600
+
+
+def test_the_time_left_is_what_the_rest_takes_at_this_pace() -> None:
+    """Half-done problems count by their rollouts; what an earlier session did does not make this one fast."""
+    clock = Clock()
+    progress = Progress(clock)
+    for event in (ProblemStarted(Problem("a", "?")), OutcomeReached("a", "answered", "1", (0, 1))):
+        progress.recalled(event)
+    progress.heard(replace(BEGUN, done=1, seconds=50.0))
+    assert (progress.snapshot().left, progress.snapshot().done) == (None, 1)
+    clock.now += 10
+    progress.heard(ProblemStarted(Problem("b", "?")))
+    progress.heard(RolloutTimed("b", 0, "done", 0.0, 0.0, 1.0, 1.0))
+    assert progress.snapshot().left == pytest.approx(50)  # half a problem in 10 s, two and a half are left
+    assert progress.snapshot().seconds == pytest.approx(60)
+    progress.over()
+    assert progress.snapshot().left is None
+
+
+def test_trouble_is_shown() -> None:
+    """Alarms, failed calls, failed problems, a request to end."""
+    found = after(
+        [
+            Drifted("exchangeability", 0.001, 80),
+            CallFailed("p", "k", "draft", "EngineTimeout", "draft", "late"),
+            OutcomeReached("p", "failed", None, ()),
+            Warned("interrupted", "asked to end: 3 calls in flight"),
+            Warned("other", "not about ending"),
+        ]
+    )
+    assert (found.alarms, found.failed_calls, found.failed, found.state) == (1, 1, 1, "draining")
+    assert found.note == "asked to end: 3 calls in flight"
+
+
+class Watched:
+    """A listener that keeps what it hears, and may ask the run to end."""
+
+    def __init__(self, stop: Stop, at: int | None = None) -> None:
+        self.progress = Progress()
+        self.events: list[Heard] = []
+        self._stop, self._at = stop, at
+
+    def recalled(self, event: Event) -> None:
+        """An earlier session's."""
+        self.events.append(event)
+        self.progress.recalled(event)
+
+    def heard(self, event: Heard) -> None:
+        """News."""
+        self.events.append(event)
+        self.progress.heard(event)
+        if len(self.events) == self._at:
+            self._stop.request()
+
+
+def expected(events: Sequence[Event]) -> dict[str, Any]:
+    """The same numbers, counted the slow way from the journal."""
+    sampled: Counter[str] = Counter()
+    for event in events:
+        if isinstance(event, Sampled):
+            sampled[event.role] += len(event.completion.ids)
+    observed = [event for event in events if isinstance(event, Observed)]
+    rounds = [event.decision.escalate for event in events if isinstance(event, Decided) and event.asked == "round"]
+    judged = [event.escalated == "yes" for event in observed] + rounds
+    verdicts = {e.problem: e.status for e in events if isinstance(e, Graded) and e.sample is None}
+    return {
+        "escalated": sum(judged),
+        "accepted": len(judged) - sum(judged),
+        "draft": sampled["draft"],
+        "target": sampled["target"],
+        "right": sum(status == "correct" for status in verdicts.values()),
+        "done": len({event.problem for event in events if isinstance(event, OutcomeReached)}),
+    }
+
+
+def shown(found: Snapshot) -> dict[str, Any]:
+    """What the picture says of these numbers."""
+    right = 0 if math.isnan(found.accuracy.value) else round(found.accuracy.value * found.graded)
+    tokens = {role: found.tokens[role] for role in ("draft", "target")}
+    counts = {name: getattr(found, name) for name in ("escalated", "accepted", "done")}
+    return {**counts, **tokens, "right": right}
+
+
+@pytest.mark.parametrize("gate", ["online", "round"])
+def test_the_picture_is_the_journal(world: Any, gate: str) -> None:
+    """After a whole run, and after one that was ended and resumed, the sums are those of the journal."""
+
+    def plan() -> Any:
+        if gate == "round":
+            return world.plan(gate=TopGate.of(0.4), policy=replace(world.plan().policy, barrier=True))
+        return world.plan(gate=world.online())
+
+    stop = Stop()
+    first = Watched(stop, at=400)
+    result = world.run(plan(), world.session(listeners=(first,), stop=stop))
+    assert result.status == "interrupted"
+    assert first.progress.snapshot().problems == 5
+    second = Watched(Stop())
+    assert world.run(plan(), world.session(listeners=(second,))).status == "finished"
+    found = second.progress.snapshot()
+    assert shown(found) == expected(world.events())
+    assert (found.done, found.open, sum(found.stages.values()), found.rollouts_done) == (5, 0, 0, 20)
+    assert found.rejected == 0

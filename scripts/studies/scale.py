@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from scripts.studies.charts import Chart
@@ -26,8 +26,8 @@ def study(options: Options) -> list[Table]:
     results = Results(law, options.out)
     say(f"scale: work from {law.library.origin}; {len(results)} cells are there already")
     tables = local_validation(options)
-    for make in (_costs, _samples, _ratios, _turns, _rates, _replicas, _headlines):
-        say(f"scale: {make.__name__.strip('_')}")
+    for make in MAKERS:
+        say(f"scale: {make.__name__}")
         tables.append(make(options, law, results))
     return [*tables, *_memory(options, law, results)]
 
@@ -42,7 +42,9 @@ def _cell(options: Options, pair: Pair, method: Method, samples: int) -> Cell:
     return Cell(pair, method, problems, samples, seed=options.seed)
 
 
-def _costs(options: Options, law: TraceLaw, results: Results) -> Table:
+def costs_table(options: Options, law: TraceLaw, results: Results) -> Table:
+    """What the simulated engines are."""
+
     def row(name: str, cost: Cost, room: int) -> Row:
         per_second = 1 / cost.seconds(1, 1000)
         return (
@@ -67,7 +69,7 @@ def _costs(options: Options, law: TraceLaw, results: Results) -> Table:
     return Table("The modelled engines", columns, rows, notes)
 
 
-def _samples(options: Options, law: TraceLaw, results: Results) -> Table:
+def samples_table(options: Options, law: TraceLaw, results: Results) -> Table:
     """Time, throughput and r against the number of samples."""
     rows: list[Row] = []
     for pair in options.pick((EIGHT,), (EIGHT, SMALL), (EIGHT, SMALL)):
@@ -94,7 +96,7 @@ def _row(pair: Pair, cell: Cell, found: Found, line: str) -> Row:
     )  # fmt: skip
 
 
-def _ratios(options: Options, law: TraceLaw, results: Results) -> Table:
+def ratios_table(options: Options, law: TraceLaw, results: Results) -> Table:
     """Against target-only, and against the rounds of top-B at the same budget."""
     rows: list[Row] = []
     for pair in options.pick((EIGHT,), (EIGHT, SMALL), (EIGHT, SMALL)):
@@ -118,7 +120,7 @@ def _ratios(options: Options, law: TraceLaw, results: Results) -> Table:
     )  # fmt: skip
 
 
-def _turns(options: Options, law: TraceLaw, results: Results) -> Table:
+def turns_table(options: Options, law: TraceLaw, results: Results) -> Table:
     """How the cost of rounds grows with their number, for few and many samples."""
     rows: list[Row] = []
     for samples in options.pick((16,), (16, 64), (16, 64, 256)):
@@ -139,7 +141,8 @@ def _turns(options: Options, law: TraceLaw, results: Results) -> Table:
     )  # fmt: skip
 
 
-def _rates(options: Options, law: TraceLaw, results: Results) -> Table:
+def rates_table(options: Options, law: TraceLaw, results: Results) -> Table:
+    """Speed against the share that is handed over."""
     rows: list[Row] = []
     for pair in options.pick((EIGHT,), (EIGHT, SMALL), (EIGHT, SMALL)):
         base = _cell(options, pair, "atts", options.pick(16, 64, 64))
@@ -160,7 +163,7 @@ def _rates(options: Options, law: TraceLaw, results: Results) -> Table:
     )  # fmt: skip
 
 
-def _replicas(options: Options, law: TraceLaw, results: Results) -> Table:
+def replicas_table(options: Options, law: TraceLaw, results: Results) -> Table:
     """A fixed amount of work on more and more replicas: where it saturates."""
     rows: list[Row] = []
     questions = options.pick(16, 100, 500)
@@ -182,7 +185,7 @@ def _replicas(options: Options, law: TraceLaw, results: Results) -> Table:
     )
 
 
-def _headlines(options: Options, law: TraceLaw, results: Results) -> Table:
+def headlines_table(options: Options, law: TraceLaw, results: Results) -> Table:
     """Which assumptions reach the published factors, with the conditions of each."""
     rows: list[Row] = []
     for pair in options.pick((SMALL,), (EIGHT, SMALL), (EIGHT, SMALL)):
@@ -267,3 +270,14 @@ def _sampled(
         part = min(parts - 1, math.floor(parts * at / seconds))
         highest[part] = max(highest[part], held)
     return [(seconds * (part + 0.5) / parts, held) for part, held in enumerate(highest)]
+
+
+MAKERS: tuple[Callable[[Options, TraceLaw, Results], Table], ...] = (
+    costs_table,
+    samples_table,
+    ratios_table,
+    turns_table,
+    rates_table,
+    replicas_table,
+    headlines_table,
+)

@@ -1,0 +1,150 @@
+"""Fills BENCHMARKS.md from what studies wrote: between its marks no number is written by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.studies.charts import Chart
+from scripts.studies.harness import Table, picture_name
+from scripts.studies.summary import summary
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "BENCHMARKS.md"
+PICTURES = Path("docs") / "benchmarks"
+MARK = re.compile(
+    r"(<!-- (?P<what>table|machine|summary)(?: (?P<study>[\w-]+))?(?:: (?P<title>.+?))? -->\n).*?(<!-- end -->)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A table, and the file its chart is in."""
+
+    table: Table
+    picture: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a study wrote, its parts together: of two tables of one title the newer."""
+
+    study: str
+    effort: str
+    machine: Mapping[str, Any]
+    kept: Mapping[str, Kept]
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """In the order they were written first."""
+        return tuple(one.table for one in self.kept.values())
+
+    def find(self, title: str) -> Kept:
+        """The table whose title begins so.
+
+        :raises KeyError: there is none.
+        """
+        for name, one in self.kept.items():
+            if name.startswith(title):
+                return one
+        raise KeyError(f"{self.study} has no table {title!r}; it has {list(self.kept)}")
+
+
+def read(folder: Path) -> dict[str, Record]:
+    """Every study below a folder; parts of one (`pipelines-claim`) come together under its name."""
+    found: dict[str, Record] = {}
+    for path in sorted(folder.rglob("*.json"), key=lambda path: path.stat().st_mtime):
+        fields = json.loads(path.read_text())
+        if isinstance(fields, dict) and {"study", "tables"} <= fields.keys():
+            name = str(fields["study"])
+            study = name.split("-")[0]
+            kept: dict[str, Kept] = dict(found[study].kept) if study in found else {}
+            for number, table in enumerate(fields["tables"]):
+                kept[table["title"]] = Kept(_table(table), path.parent / picture_name(name, number))
+            found[study] = Record(study, str(fields["effort"]), fields.get("machine", {}), kept)
+    return found
+
+
+def _table(fields: dict[str, Any]) -> Table:
+    chart = fields.get("chart")
+    return Table(
+        fields["title"],
+        tuple(fields["columns"]),
+        tuple(tuple(row) for row in fields["rows"]),
+        tuple(fields["notes"]),
+        Chart(**chart) if chart else None,
+        fields.get("shown", "rows"),
+    )
+
+
+def fill(page: str, records: Mapping[str, Record], pictures: Path | None = None) -> tuple[str, list[str]]:
+    """The page with every marked part made anew, and the marks that no record fills: these keep what they held."""
+    missing: list[str] = []
+
+    def part(found: re.Match[str]) -> str:
+        try:
+            body = _part(found, records, pictures)
+        except KeyError as error:
+            missing.append(str(error.args[0]))
+            return found.group(0)
+        return f"{found.group(1)}{body}\n{found.group(5)}"
+
+    return MARK.sub(part, page), missing
+
+
+def _part(found: re.Match[str], records: Mapping[str, Record], pictures: Path | None) -> str:
+    if found["what"] == "summary":
+        return summary({name: record.tables for name, record in records.items()}).markdown().split("\n", 2)[2].strip()
+    study = found["study"]
+    if study not in records:
+        raise KeyError(f"no study {study} was run")
+    record = records[study]
+    if found["what"] == "machine":
+        return _words(record)
+    one = record.find(found["title"])
+    table = one.table
+    body = table.markdown().split("\n", 2)[2].strip()
+    if table.chart is None:
+        return f"**{table.title}**\n\n{body}"
+    if pictures is not None:
+        pictures.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(one.picture, pictures / one.picture.name)
+    return f"**{table.title}**\n\n{body}\n\n![{table.title}]({PICTURES.as_posix()}/{one.picture.name})"
+
+
+def _words(record: Record) -> str:
+    m = record.machine
+    return (
+        f"Effort `{record.effort}` on {m['processor']}, {m['cores']} cores, load {m['load']:.1f} at the start; limits "
+        f"of one core: copy {m['copy_gib_per_second']:.1f} GiB/s, matrices {m['matrix_gflops']:.0f} GFLOP/s, "
+        f"{m['operation_microseconds']:.1f} us per torch operation."
+    )
+
+
+def marks(page: str) -> Iterator[tuple[str, str, str]]:
+    """What the page wants: kind, study, beginning of the title."""
+    for found in MARK.finditer(page):
+        yield found["what"], found["study"] or "", found["title"] or ""
+
+
+def main() -> None:
+    """Fill the page from a folder of studies; says what no study has filled."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description=main.__doc__)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "bench")
+    asked = parser.parse_args()
+    text, missing = fill(PAGE.read_text(), read(asked.runs), ROOT / PICTURES)
+    PAGE.write_text(text)
+    for words in missing:
+        print(f"benchmarks: left as it was: {words}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

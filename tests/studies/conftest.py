@@ -1,0 +1,20 @@
+"""Small studies, run once for all tests of this folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+work = pytest.importorskip("scripts.studies.scale_work", reason="needs a checkout")
+
+
+@pytest.fixture(scope="session")
+def law() -> Any:
+    """Reasoning drawn from the synthetic library: the same everywhere."""
+    return work.TraceLaw(work.synthetic_library(questions=20), seed=3)
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The root of the repository."""
+    return Path(__file__).resolve().parents[2]

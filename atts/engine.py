@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.errors import ContextOverflow, UsageError
@@ -95,9 +95,21 @@ class EngineCounters:
     busy_seconds: float = 0.0
     queue_seconds: float = 0.0
 
+    def sampled(self, request: SampleRequest, done: Completion) -> None:
+        """A completion came."""
+        self.sampled_tokens += len(done.ids)
+        self.cached_tokens += done.cached_tokens
+        self.prefilled_tokens += max(0, len(request.ids) - done.cached_tokens)
+
+    def scored(self, request: ScoreRequest, done: Scores) -> None:
+        """Scores came."""
+        self.scored_tokens += len(done.logprobs)
+        self.cached_tokens += done.cached_tokens
+        self.prefilled_tokens += max(0, len(request.prefix) + len(request.suffix) - done.cached_tokens)
+
     def snapshot(self, *, busy_for: float = 0.0) -> EngineStats:
         """The counters now; `busy_for` is how long a busy spell that has not ended yet has lasted."""
-        values = {field.name: getattr(self, field.name) for field in fields(EngineStats)}
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(EngineStats)}
         return EngineStats(**{**values, "busy_seconds": self.busy_seconds + busy_for})
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 from anyio.abc import TaskGroup
+from anyio.lowlevel import current_token
 
-__all__ = ["TaskGroup", "background", "clock", "collect", "first_error", "shielded", "task_group"]
+__all__ = ["TaskGroup", "background", "clock", "collect", "first_error", "shielded", "soon", "task_group"]
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -118,3 +119,18 @@ def clock() -> Callable[[], float]:
     from trio.lowlevel import current_clock  # an extra, and installed where its loop is running
 
     return current_clock().current_time
+
+
+def soon() -> Callable[[Callable[[], None]], None]:
+    """A way to run a function in this event loop from another thread, without waiting, on asyncio and trio.
+
+    A loop that has ended runs nothing any more, and nobody is told.
+    """
+    native: Any = current_token().native_token
+    run: Callable[[Callable[[], None]], object] = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
+
+    def hand_over(function: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is gone, and with it everybody who waited
+            run(function)
+
+    return hand_over

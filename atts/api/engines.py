@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 from atts.api.keys import filled, keys_of
 from atts.core import Role
@@ -13,8 +14,8 @@ from atts.errors import OptionError
 if TYPE_CHECKING:
     from atts.local import LocalOptions
 
-SCHEMES = ("embedded", "hf", "scripted", "vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server")
-_SERVERS = SCHEMES[3:]
+SCHEMES = ("embedded", "hf", "scripted", "vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server", "ray")
+_SERVERS = SCHEMES[3:-1]
 
 
 def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = None) -> Engine:
@@ -22,7 +23,10 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
 
     Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
     "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs with commas
-    between them are replicas of one engine (`docs/servers.md`). Settings follow a question mark: "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of `atts.local.LocalOptions`).
+    between them are replicas of one engine (`docs/servers.md`). Settings follow a question mark:
+    "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of `atts.local.LocalOptions`).
+    "ray:" before any of these runs it in the actors of a Ray cluster: "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the
+    fields of `atts.remote.RayOptions`).
 
     :raises OptionError: no engine is called that, or it has no such setting.
 
@@ -36,6 +40,8 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
         from atts.testing import ScriptedEngine
 
         return ScriptedEngine("target" if (rest or role) == "target" else "draft")
+    if scheme == "ray":
+        return _on_ray(rest, role)
     if scheme in _SERVERS:
         from atts.remote import server_engine
 
@@ -64,10 +70,27 @@ def check_engine_words(name: str) -> tuple[str, str]:
     if scheme in ("embedded", "scripted"):
         if rest.partition("?")[0] not in ("", "draft", "target"):
             raise OptionError("engine", f"{name!r} names no engine; write {scheme}, {scheme}:draft or {scheme}:target")
-    elif not rest:
+    elif scheme == "ray" and rest.partition(":")[0] != "ray":
+        check_engine_words(rest)
+    elif not rest or scheme == "ray":
         what = "hf:OWNER/NAME or hf:./FOLDER" if scheme == "hf" else f"{scheme}:http://HOST:PORT/MODEL"
         raise OptionError("engine", f"{name!r} does not say which model; write {what}")
     return scheme, rest
+
+
+def _on_ray(words: str, role: Role) -> Engine:
+    """The engine of these words in actors; settings that are Ray's are taken out of them."""
+    from atts.remote import RayEngine, RayOptions
+
+    inner, _, settings = words.partition("?")
+    base = RayOptions()
+    known = {key.name: key for key in keys_of(RayOptions, base, {})}
+    found = parse_qsl(settings, keep_blank_values=True)
+    options = filled(base, {name: known[name].read(value, f"engine {name}") for name, value in found if name in known})
+    if rest := urlencode([(name, value) for name, value in found if name not in known]):
+        inner = f"{inner}?{rest}"
+    check_engine_words(inner)
+    return RayEngine(partial(build_engine, inner, role), name=role, options=options)
 
 
 def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:

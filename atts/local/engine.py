@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import anyio
-from anyio.lowlevel import current_token
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
@@ -20,6 +18,7 @@ from atts.local.build import Blueprint
 from atts.local.messages import Cancel, Failed, LoopStats, Opened, Reply, Report, Sampled, Scored, Submit
 from atts.local.shape import Shape, read_shape
 from atts.local.worker import ProcessWorker, ThreadWorker, Worker
+from atts.tasks import soon
 from atts.tokenizing import TEXT_FILES, ModelTokenizer, find_folder
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -162,7 +161,7 @@ class _Open:
         self._waiters: dict[int, _Waiter] = {}
         self._end: Failed | None = None  # why nothing more will come
         self._requests = 0
-        self._soon = _soon()
+        self._soon = soon()
         self.loop_stats = LoopStats()
 
     async def load(self, model: str, options: LocalOptions) -> None:
@@ -221,20 +220,6 @@ class _Open:
     def _error(self, failure: Failed) -> EngineError:
         kinds = {"memory": OutOfMemory, "closed": EngineUnavailable}
         return kinds.get(failure.kind, EngineError)(self._name, failure.problem, failure.advice)
-
-
-def _soon() -> Callable[[Callable[[], None]], None]:
-    """A way to run a function in this event loop from another thread, without waiting, on asyncio and trio."""
-    native: Any = current_token().native_token
-    run: Callable[[Callable[[], None]], object] = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
-
-    def soon(call: Callable[[], None]) -> None:
-        try:
-            run(call)
-        except RuntimeError:  # the event loop is gone, and with it everyone who could be told
-            return
-
-    return soon
 
 
 def _prepare(model: str, name: str, options: LocalOptions) -> tuple[Blueprint, ModelTokenizer, str]:

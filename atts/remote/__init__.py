@@ -1,7 +1,9 @@
-"""Engines on servers: vLLM, SGLang, llama.cpp, one or several at once."""
+"""Engines elsewhere: on servers of any known dialect, or in the actors of a Ray cluster, one or several at once."""
 
+from atts.remote.actor import RayOptions
+from atts.remote.actors import RayEngine
 from atts.remote.engine import RemoteEngine
-from atts.remote.options import DIALECTS, DialectName, Key, RemoteOptions
+from atts.remote.options import DIALECTS, DialectName, Key, Prefill, RemoteOptions
 from atts.remote.pool import Replica, ReplicaLoad, ReplicaPool
 from atts.remote.probing import Finding
 from atts.remote.report import ProbeReport, probe
@@ -13,7 +15,10 @@ __all__ = [
     "DialectName",
     "Finding",
     "Key",
+    "Prefill",
     "ProbeReport",
+    "RayEngine",
+    "RayOptions",
     "RemoteEngine",
     "RemoteOptions",
     "Replica",

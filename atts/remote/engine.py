@@ -109,10 +109,7 @@ class RemoteEngine:
         self._admit("sample")
         check_sample(request, self.spec)
         done = await self._count(partial(self._exchanging().sample, request))
-        counts = self._counts
-        counts.sampled_tokens += len(done.ids)
-        counts.cached_tokens += done.cached_tokens
-        counts.prefilled_tokens += max(0, len(request.ids) - done.cached_tokens)
+        self._counts.sampled(request, done)
         return done
 
     async def score(self, request: ScoreRequest) -> Scores:
@@ -120,10 +117,7 @@ class RemoteEngine:
         self._admit("score" if len(request.suffix) != 1 or "rate" not in self.spec.capabilities else "rate")
         check_score(request, self.spec)
         done = await self._count(partial(self._exchanging().score, request))
-        counts = self._counts
-        counts.scored_tokens += len(done.logprobs)
-        counts.cached_tokens += done.cached_tokens
-        counts.prefilled_tokens += max(0, len(request.prefix) + len(request.suffix) - done.cached_tokens)
+        self._counts.scored(request, done)
         return done
 
     async def __aenter__(self) -> Self:

@@ -1,0 +1,165 @@
+"""Every example of the pages runs, or says on the page why it is not run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.cli.app import run as atts
+
+pytestmark = pytest.mark.checkout
+ROOT = Path(__file__).resolve().parents[2]
+GENERATED = {"cli.md", "modules.md", "grading_policies.md"}
+PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED)]
+EXAMPLES = ("python", "console", "bash", "sh", "shell", "pycon")
+SHELL = set("|<>&;$`*")
+FENCE = re.compile(
+    r"(?:^<!-- (?P<word>not run|exit): (?P<why>.+?) -->\n+)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One fenced block: what it is written in, and what the comment above it says."""
+
+    kind: str
+    text: str
+    line: int
+    skipped: str = ""  # why it is not run
+    exit: int = 0
+
+
+def examples(page: Path) -> Iterator[Example]:
+    """The blocks of a page that show something to do."""
+    text = page.read_text()
+    for found in FENCE.finditer(text):
+        if found["kind"] in EXAMPLES:
+            line = text.count("\n", 0, found.start("text")) + 1
+            skipped = found["why"] if found["word"] == "not run" else ""
+            yield Example(
+                found["kind"], found["text"], line, skipped, int(found["why"]) if found["word"] == "exit" else 0
+            )
+
+
+def commands(text: str) -> Iterator[tuple[str, str]]:
+    """The commands of a console block ("$ ", gone on with by "> "), each with what it should print."""
+    for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
+        lines = part.splitlines()
+        more = 1
+        while more < len(lines) and lines[more].startswith("> "):
+            more += 1
+        words = "\n".join([lines[0], *(line[2:] for line in lines[1:more])])
+        yield words, "".join(f"{line}\n" for line in lines[more:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page in order, in one folder and one namespace, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    namespace: dict[str, Any] = {"__name__": "__example__"}
+    for example in examples(page):
+        if example.skipped:
+            continue
+        where = f"{page.name}:{example.line}"
+        if example.kind == "python":
+            run_python(example, where, namespace)
+        elif example.kind == "console":
+            run_console(example, where)
+        else:
+            pytest.fail(f"{where}: write ```console with `$ ` before commands, or say <!-- not run: why -->")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_not_run_says_why(page: Path) -> None:
+    """A reason is a few words, not a mark."""
+    assert [it.line for it in examples(page) if it.skipped and len(it.skipped.split()) < 3] == []
+
+
+def run_python(example: Example, where: str, namespace: dict[str, Any]) -> None:
+    """Run a block, `await` at its top included; a last comment `# prints: ...` is what it must print."""
+    code: CodeType = compile(example.text, where, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    said = io.StringIO()
+    with redirect_stdout(said):
+        if code.co_flags & inspect.CO_COROUTINE:
+            anyio.run(_awaited, code, namespace)
+        else:
+            exec(code, namespace)
+    promised = re.findall(r"^# prints: ?(.*)$", example.text, flags=re.M)
+    if promised:
+        expect("".join(f"{line}\n" for line in promised), said.getvalue(), where)
+
+
+async def _awaited(code: CodeType, namespace: dict[str, Any]) -> None:
+    work: Coroutine[Any, Any, object] = FunctionType(code, namespace)()
+    await work
+
+
+def run_console(example: Example, where: str) -> None:
+    """Run each command; `...` in what the page shows stands for anything."""
+    for words, promised in commands(example.text):
+        code, said = run_command(words)
+        assert code == example.exit, f"{where}: `{words}` ended with {code}:\n{said}"
+        if promised:
+            expect(promised, said, f"{where}: `{words}`")
+
+
+def run_command(words: str) -> tuple[int, str]:
+    """`atts` in this process, which is quicker; anything else in a shell."""
+    if words.startswith("atts ") and not SHELL & set(words):
+        said = io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            code = atts(shlex.split(words)[1:])
+        return code, said.getvalue()
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def expect(promised: str, said: str, where: str) -> None:
+    """What was said is what the page shows, up to white space and `...`."""
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output(promised, said, options), f"{where} printed\n{said}\nnot\n{promised}"
+
+
+def test_the_collector_sees_and_the_checker_can_fail(tmp_path: Path) -> None:
+    """Blocks, reasons, exit codes and continued commands are read; a wrong output and a wrong exit code are noticed."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- not run: needs a server -->\n```bash\nvllm serve\n```\n"
+        "<!-- exit: 2 -->\n\n```console\n$ atts eval nosuch\natts: ...\n```\n```python\nx = 1\n```\n"
+    )
+    found = list(examples(page))
+    assert [(it.kind, it.skipped, it.exit, it.line) for it in found] == [
+        ("bash", "needs a server", 0, 3), ("console", "", 2, 8), ("python", "", 0, 12)
+    ]  # fmt: skip
+    assert list(commands("$ cat <<E\n> a\n> E\na\n$ true\n")) == [("cat <<E\na\nE", "a\n"), ("true", "")]
+    with pytest.raises(AssertionError, match="printed"):
+        run_console(Example("console", "$ echo one\ntwo\n", 1), "here")
+    with pytest.raises(AssertionError, match="ended with 1"):
+        run_console(Example("console", "$ false\n", 1), "here")
+    with pytest.raises(AssertionError, match="printed"):
+        run_python(Example("python", "print(1)\n# prints: 2\n", 1), "here", {})

@@ -7,7 +7,7 @@ import pytest
 
 FILES = [
     ("atts", "py.typed"),
-    ("atts.local", "kernels.c"),
+    ("atts.local", "kernels/step.c"),
     ("atts.reports", "assets/report.css"),
     ("atts.reports", "assets/report.js"),
     *(

@@ -47,8 +47,13 @@ class Blueprint:
     threads: int | None
 
 
-def build_loop(plan: Blueprint, tell: Callable[[Report], None]) -> tuple[StepLoop, Opened]:
-    """Load the weights, allocate the cache, connect the parts.
+MakeModel = Callable[[Blueprint, Weights, Tensor], Model]
+
+
+def build_loop(
+    plan: Blueprint, tell: Callable[[Report], None], make_model: MakeModel | None = None
+) -> tuple[StepLoop, Opened]:
+    """Load the weights, allocate the cache, connect the parts; `make_model` stands in for the choice of a kernel.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
@@ -56,7 +61,7 @@ def build_loop(plan: Blueprint, tell: Callable[[Report], None]) -> tuple[StepLoo
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     weights = load_weights(plan.folder, plan.shape, dtype, device, plan.name)
     cache = allocate_cache(plan, dtype, device)
-    model = _model(plan, weights, cache)
+    model = (make_model or _model)(plan, weights, cache)
     kv_tokens = cache.shape[2] - 1
     limits = Limits(kv_tokens, plan.max_batch, plan.chunk_tokens, plan.shape.context_length)
     tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * plan.shape.vocabulary))))

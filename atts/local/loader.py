@@ -128,7 +128,10 @@ class _Reader:
 def _weight_files(folder: Path, name: str) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelLoadError(name, f"{index} cannot be read ({error})", "Download it again") from error
         files = [folder / str(shard) for shard in shards]
     else:
         files = sorted(folder.glob("*.safetensors"))

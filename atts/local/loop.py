@@ -72,10 +72,8 @@ class StepLoop:
         self._tally(plan, began)
         try:
             self._compute(plan)
-        except (torch.OutOfMemoryError, MemoryError):
-            self._shrink()
-        except RuntimeError as error:
-            if "allocate memory" not in str(error):  # how torch words it on the CPU
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
                 raise
             self._shrink()
         self._stats.busy_seconds += perf_counter() - began
@@ -212,6 +210,7 @@ class StepLoop:
 
     def _shrink(self) -> None:
         """Out of memory: smaller steps from now on; when they cannot get smaller, those in flight fail."""
+        self._stats.shrunk += 1
         if self._scheduler.shrink():
             return
         advice = "Lower kv_tokens, max_batch or chunk_tokens, or use a smaller model"
@@ -253,6 +252,11 @@ class StepLoop:
         replies, self._replies = tuple(self._replies), []
         self._told = perf_counter()
         self._tell(Report(replies, self.stats()))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether numpy, torch or a GPU's allocator refused; torch on a CPU says so in words only."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _follower(sequence: Sequence, position: int) -> int:

@@ -82,6 +82,7 @@ class LoopStats(EngineCounters):
     kv_peak: int = 0
     preempted: int = 0
     evicted_tokens: int = 0
+    shrunk: int = 0  # steps that did not fit into memory and made those after them smaller
 
 
 Order = Submit | Cancel | Close

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from hashlib import blake2b
 from pathlib import Path
@@ -25,10 +25,15 @@ from atts.local.batch import Slots, StepBatch
 from atts.local.loader import LayerWeights, Weights
 from atts.local.shape import Shape
 
-_SOURCE = Path(__file__).with_name("kernels.c")
-_FLAGS = ("-O3", "-fno-math-errno", "-shared", "-fPIC")
+_SOURCES = Path(__file__).with_name("kernels")
+_FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 _Floats = NDArray[np.float32]
+Allocate = Callable[[int, int], _Floats]
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+def _floats(rows: int, columns: int) -> _Floats:
+    return np.empty((rows, columns), dtype=np.float32)
 
 
 def _columns(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -67,13 +72,23 @@ class NativeModel:
     Weights that are bfloat16 numbers anyway are kept as such: half the memory to read, not a bit lost.
     """
 
-    def __init__(self, library: ctypes.CDLL, shape: Shape, weights: Weights, cache: Tensor, threads: int) -> None:
-        self._library, self._shape, self._threads = library, shape, threads
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        shape: Shape,
+        weights: Weights,
+        cache: Tensor,
+        threads: int,
+        *,
+        allocate: Allocate = _floats,
+    ) -> None:
+        """`allocate` makes the buffers of a step, and may raise MemoryError."""
+        self._library, self._shape, self._threads, self._allocate = library, shape, threads, allocate
         self._kept: list[object] = [cache]  # what the C side points into
         self._halves = all(_is_bfloat16(matrix) for matrix in _matrices(weights))
         self._model = self._describe(weights, cache)
         deepest = max(shape.width, shape.inner, shape.heads * shape.head_dim)
-        floats = library.atts_scratch_floats(shape.head_dim, shape.heads, shape.context_length, deepest)
+        floats = library.atts_scratch_floats(shape.head_dim, shape.context_length, deepest)
         self._scratch_floats = int(floats)
         self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
         self._draw_scratch = np.empty(shape.vocabulary // 4 + 1, dtype=np.float32)
@@ -154,7 +169,7 @@ class NativeModel:
         """Buffers for a step of this many tokens; grown, never shrunk."""
         if tokens <= self._room:
             return
-        shape, self._room = self._shape, max(tokens, 2 * self._room)
+        shape = self._shape
         across = shape.heads * shape.head_dim
         widths = {
             "x": shape.width,
@@ -163,7 +178,10 @@ class NativeModel:
             "mixed": across,
             "both": 2 * shape.inner,
         }
-        self._buffers = {name: np.empty((self._room, width), dtype=np.float32) for name, width in widths.items()}
+        room = max(tokens, self._room + self._room // 4)
+        self._buffers, self._room = {}, 0  # the old ones first go, then the new ones come
+        self._buffers = {name: self._allocate(room, width) for name, width in widths.items()}
+        self._room = room
 
     def _describe(self, weights: Weights, cache: Tensor) -> _Model:
         shape = self._shape
@@ -222,7 +240,7 @@ def native_library(name: str, shape: Shape) -> ctypes.CDLL:
     library = ctypes.CDLL(str(_built(name)))
     library.atts_packed_bytes.restype = library.atts_scratch_floats.restype = library.atts_supports.restype = _INT
     library.atts_packed_bytes.argtypes = (_INT, _INT, _INT)
-    library.atts_scratch_floats.argtypes = (_INT, _INT, _INT, _INT)
+    library.atts_scratch_floats.argtypes = (_INT, _INT, _INT)
     library.atts_supports.argtypes = (_INT,)
     library.atts_pack.argtypes = (_POINTER, _INT, _INT, _INT, _POINTER)
     library.atts_forward.argtypes = (_POINTER, _POINTER)
@@ -244,11 +262,11 @@ def _built(name: str) -> Path:
     path = folder / f"kernels-{_mark(compiler)}.so"
     if path.is_file():
         return path
-    problem = ""
+    problem, sources = "", [str(source) for source in sorted(_SOURCES.glob("*.c"))]
     for extra in _variants():
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
             made = Path(file.name)
-        command = [compiler, *_FLAGS, *extra[0], "-o", str(made), str(_SOURCE), *extra[1], "-lm"]
+        command = [compiler, *_FLAGS, *extra[0], "-o", str(made), *sources, *extra[1], "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             made.replace(path)
@@ -282,9 +300,8 @@ def _mark(compiler: str) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    text = repr(
-        (_SOURCE.read_text(encoding="utf-8"), _FLAGS, _variants(), compiler, os.stat(compiler).st_mtime, processor)
-    )
+    sources = [source.read_text(encoding="utf-8") for source in sorted(_SOURCES.iterdir())]
+    text = repr((sources, _FLAGS, _variants(), compiler, os.stat(compiler).st_mtime, processor))
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 

@@ -97,6 +97,22 @@ def _refuse_foreign(config: Any, name: str) -> None:
         raise ModelLoadError(name, "its weights are quantised", "Use the unquantised checkpoint, or serve it with vLLM")
     if config.hidden_act != "silu":
         raise ModelLoadError(name, f"its activation {config.hidden_act!r} is not supported (only silu)")
+    _refuse_foreign_attention(config, name)
+
+
+def _refuse_foreign_attention(config: Any, name: str) -> None:
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if strange:
+        advice = "The local engine computes full and sliding-window attention; serve this model with vLLM"
+        raise ModelLoadError(name, f"its attention {', '.join(strange)} is not supported", advice)
+    turned = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    if turned != 1.0:
+        advice = "Serve this model with vLLM"
+        raise ModelLoadError(name, f"its rotary embedding turns {turned:g} of each head, not all of it", advice)
+    heads = config.num_attention_heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    if heads % shared:
+        raise ModelLoadError(name, f"{shared} key-value heads cannot serve {heads} query heads", "Check config.json")
     if _head_dim(config) % 2:
         raise ModelLoadError(name, f"its head dimension {_head_dim(config)} is odd")
 

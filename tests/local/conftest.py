@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atts.local import LoopStats
-from atts.local.build import Blueprint, build_loop
+from atts.local.build import Blueprint, MakeModel, build_loop
 from atts.local.messages import Close, Order, Reply, Report
 from atts.local.shape import read_shape
 from atts.tokenizing import ModelTokenizer
@@ -148,7 +148,7 @@ class Driven:
 def drive() -> Callable[..., Driven]:
     """Run a step loop over a script in this thread: schedules without threads or luck."""
 
-    def run(folder: Path, steps: list[list[Order]], **changes: Any) -> Driven:
+    def run(folder: Path, steps: list[list[Order]], make_model: MakeModel | None = None, **changes: Any) -> Driven:
         tokenizer = ModelTokenizer(folder, "tiny")
         settings: dict[str, Any] = {
             "device": "cpu",
@@ -171,7 +171,7 @@ def drive() -> Callable[..., Driven]:
             if report.stats is not None:
                 driven.stats = report.stats
 
-        build_loop(plan, tell)[0].run(Script(steps))
+        build_loop(plan, tell, make_model)[0].run(Script(steps))
         return driven
 
     return run

@@ -13,7 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.local.build import Blueprint, MakeModel
+from atts.local.loader import Weights
+from atts.local.loop import is_out_of_memory
 from atts.local.messages import Cancel, Order, Submit
+from atts.local.native import NativeModel, native_library
 from atts.local.pool import SlotPool
 from atts.local.prefix import PrefixTree
 from atts.seeds import Seed
@@ -106,6 +110,60 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(make_model: Callab
     answered = list(done.replies)
     overtaken = max(place - sum(other < ticket for other in answered) for place, ticket in enumerate(answered))
     assert overtaken <= 8 * 32, "someone waited for too many younger ones"
+
+
+def memory_for(tokens: int) -> MakeModel:
+    """A native model whose step buffers are refused, as numpy refuses them, beyond so many tokens."""
+
+    def allocate(rows: int, columns: int) -> Any:
+        if rows > tokens:
+            raise MemoryError(f"no room for {rows} rows")
+        return np.empty((rows, columns), dtype=np.float32)
+
+    def make(plan: Blueprint, weights: Weights, cache: torch.Tensor) -> NativeModel:
+        library = native_library(plan.name, plan.shape)
+        return NativeModel(library, plan.shape, weights, cache, threads=1, allocate=allocate)
+
+    return make
+
+
+def test_a_step_that_does_not_fit_into_memory_makes_the_next_ones_smaller(
+    make_model: Callable[..., Path], drive: Any
+) -> None:
+    """Chunks and batches halve until they fit; every answer is what it would have been."""
+    folder = make_model("llama", eos_token_id=None)
+    orders: list[Order] = [Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 11)]
+    orders += [Submit(n, ScoreRequest(ids_of(n, 20), ids_of(n + 50, 25))) for n in range(11, 15)]
+    done = drive(folder, [orders], memory_for(6), kernel="native")
+    plenty = drive(folder, [orders], kernel="native")
+    assert done.stats.shrunk >= 3
+    assert done.stats.kv_locked == done.stats.failed == 0
+    for ticket, reply in plenty.replies.items():
+        if ticket <= 10:
+            assert done.replies[ticket].ids == reply.ids
+        assert done.replies[ticket].logprobs == pytest.approx(reply.logprobs, abs=1e-4)
+
+
+def test_memory_for_nothing_at_all_is_said_and_the_loop_lives_on(make_model: Callable[..., Path], drive: Any) -> None:
+    """When not even one token fits, the requests in flight fail with advice, and nothing stays locked."""
+    folder = make_model("llama", eos_token_id=None)
+    orders: list[Order] = [Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 4)]
+    done = drive(folder, [orders, *[list[Order]()] * 30, [Submit(4, ScoreRequest((5, 6), (7,)))]], memory_for(0))
+    assert done.replies.keys() == {1, 2, 3, 4}
+    for reply in done.replies.values():
+        assert (reply.kind, reply.problem) == ("memory", "a step does not fit into memory")
+        assert "kv_tokens" in reply.advice
+    assert done.stats.kv_locked == done.stats.kv_used == 0
+
+
+def test_every_way_of_running_out_of_memory_is_recognised() -> None:
+    """numpy, torch on a CPU, torch on a GPU; an error of another kind is not taken for it."""
+    for ask in (lambda: np.empty(1 << 50), lambda: torch.empty(1 << 50)):
+        with pytest.raises((MemoryError, RuntimeError)) as caught:
+            ask()
+        assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
 
 
 def test_priority_overtakes_but_does_not_starve(make_model: Callable[..., Path], drive: Any) -> None:

@@ -165,6 +165,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "other family": (_edit(model_type="gpt2"), "type 'gpt2'"),
     "other activation": (_edit(hidden_act="gelu"), "activation 'gelu'"),
     "other rope": (_edit(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rotary"),
+    "other attention": (_edit(layer_types=["chunked_attention"] * 3), "attention chunked_attention"),
+    "half a rotation": (
+        _edit(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "turns 0.5 of each head",
+    ),
+    "heads that do not divide": (_edit(num_key_value_heads=3), "3 key-value heads cannot serve 4"),
+    "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "index.json cannot be read"),
+    "broken ends": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json cannot be read"),
     "quantised": (_edit(quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),
 }
 

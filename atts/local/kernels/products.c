@@ -1,0 +1,148 @@
+// Matrix products of a batch of rows with packed weights.
+//
+// Each output sums over k in the same order whatever the batch, so who else is in a batch does not change a bit of it.
+
+#include "model.h"
+
+#if LANES == 16
+#define TILE_ROWS 12
+#elif LANES == 8
+#define TILE_ROWS 6
+#else
+#define TILE_ROWS 8
+#endif
+#define ROW_BLOCK (8 * TILE_ROWS)  // rows that stay in the second-level cache while panels pass by
+
+INLINE vf widen(const uint16_t *p) {
+  vu wide = __builtin_convertvector(*(const vh *)p, vu) << 16;
+  return (vf)wide;
+}
+
+// out[rows, columns] (+)= sums + bias
+static void finish(const float *sums, int64_t rows, int64_t width, float *out, int64_t out_stride, const float *bias,
+                   int accumulate, int64_t columns) {
+  int64_t n = columns < width ? columns : width;
+  for (int64_t i = 0; i < rows; i++) {
+    const float *from = sums + i * width;
+    float *to = out + i * out_stride;
+    if (accumulate && bias) for (int64_t c = 0; c < n; c++) to[c] += from[c] + bias[c];
+    else if (accumulate) for (int64_t c = 0; c < n; c++) to[c] += from[c];
+    else if (bias) for (int64_t c = 0; c < n; c++) to[c] = from[c] + bias[c];
+    else memcpy(to, from, (size_t)n * 4);
+  }
+}
+
+// sums[rows, panels * PANEL] of `rows` rows of a with `panels` panels of weights, all of k in one go
+INLINE void tile(const int rows, const int panels, const int halves, const float *a, int64_t stride, const void *weights,
+                 int64_t k, float *sums) {
+  vf acc[rows * panels * 2];
+  UNROLL for (int i = 0; i < rows * panels * 2; i++) acc[i] = (vf){0};
+  _Pragma("GCC unroll 1") for (int64_t j = 0; j < k; j++) {
+    UNROLL for (int p = 0; p < panels; p++) {
+      vf left, right;
+      if (halves) {
+        const uint16_t *w = (const uint16_t *)weights + (p * k + j) * PANEL;
+        left = widen(w), right = widen(w + LANES);
+      } else {
+        const float *w = (const float *)weights + (p * k + j) * PANEL;
+        left = load(w), right = load(w + LANES);
+      }
+      UNROLL for (int i = 0; i < rows; i++) {
+        vf value = splat(a[i * stride + j]);
+        acc[(i * panels + p) * 2] += value * left;
+        acc[(i * panels + p) * 2 + 1] += value * right;
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < rows * panels * 2; i++) store(sums + i * LANES, acc[i]);
+}
+
+typedef void Tile(const float *a, int64_t stride, const void *weights, int64_t k, float *sums);
+
+#define TILE(R, P)                                                                                     \
+  static void tile_##R##_##P##_full(const float *a, int64_t s, const void *w, int64_t k, float *sums) { \
+    tile(R, P, 0, a, s, w, k, sums);                                                                   \
+  }                                                                                                    \
+  static void tile_##R##_##P##_half(const float *a, int64_t s, const void *w, int64_t k, float *sums) { \
+    tile(R, P, 1, a, s, w, k, sums);                                                                   \
+  }
+#define BOTH(R, P) {tile_##R##_##P##_full, tile_##R##_##P##_half}
+
+TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(5, 1) TILE(6, 1)
+#if LANES == 16
+TILE(7, 1) TILE(8, 1) TILE(9, 1) TILE(10, 1) TILE(11, 1) TILE(12, 1)
+TILE(1, 2) TILE(2, 2) TILE(3, 2) TILE(4, 2) TILE(5, 2) TILE(6, 2) TILE(1, 4) TILE(2, 4) TILE(3, 4)
+#define WIDE_PANELS 4
+#define HALF_PANELS 2
+static Tile *const by_wide[][2] = {BOTH(1, 4), BOTH(2, 4), BOTH(3, 4)};
+static Tile *const by_half[][2] = {BOTH(1, 2), BOTH(2, 2), BOTH(3, 2), BOTH(4, 2), BOTH(5, 2), BOTH(6, 2)};
+static Tile *const by_one[][2] = {BOTH(1, 1), BOTH(2, 1), BOTH(3, 1), BOTH(4, 1), BOTH(5, 1), BOTH(6, 1),
+                                  BOTH(7, 1), BOTH(8, 1), BOTH(9, 1), BOTH(10, 1), BOTH(11, 1), BOTH(12, 1)};
+#else
+TILE(1, 2) TILE(2, 2) TILE(3, 2)
+#define WIDE_PANELS 2
+#define HALF_PANELS 1
+static Tile *const by_wide[][2] = {BOTH(1, 2), BOTH(2, 2), BOTH(3, 2)};
+#if LANES == 4
+TILE(7, 1) TILE(8, 1)
+static Tile *const by_one[][2] = {BOTH(1, 1), BOTH(2, 1), BOTH(3, 1), BOTH(4, 1),
+                                  BOTH(5, 1), BOTH(6, 1), BOTH(7, 1), BOTH(8, 1)};
+#else
+static Tile *const by_one[][2] = {BOTH(1, 1), BOTH(2, 1), BOTH(3, 1), BOTH(4, 1), BOTH(5, 1), BOTH(6, 1)};
+#endif
+#define by_half by_one
+#endif
+
+INLINE int64_t balanced(int64_t rows, int64_t most) {
+  int64_t blocks = (rows + most - 1) / most;
+  return (rows + blocks - 1) / blocks;  // 13 rows are 7 + 6, not 12 + 1
+}
+
+void product(int64_t halves, const float *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
+             float *out, const float *bias, int accumulate, int64_t me, int64_t threads, float *wide) {
+  int64_t all = (n + PANEL - 1) / PANEL, first = all * me / threads, last = all * (me + 1) / threads;
+  float sums[TILE_ROWS * 2 * PANEL] __attribute__((aligned(64)));
+  const int is_tall = halves && m > 2 * TILE_ROWS;  // then a panel is widened once for many rows
+  for (int64_t top = 0; top < m; top += ROW_BLOCK) {
+    int64_t block = m - top < ROW_BLOCK ? m - top : ROW_BLOCK, step = balanced(block, TILE_ROWS), panels;
+    for (int64_t panel = first; panel < last; panel += panels) {
+      panels = step <= 3 ? WIDE_PANELS : step <= 6 ? HALF_PANELS : 1;
+      if (is_tall || last - panel < panels) panels = 1;
+      Tile *const (*table)[2] = panels == 1 ? by_one : panels == WIDE_PANELS ? by_wide : by_half;
+      const char *w = (const char *)weights + panel * k * PANEL * (halves ? 2 : 4);
+      if (is_tall) {
+        for (int64_t at = 0; at < k * PANEL; at += LANES) store(wide + at, widen((const uint16_t *)w + at));
+        w = (const char *)wide;
+      }
+      for (int64_t i = 0; i < block; i += step) {
+        int64_t rows = block - i < step ? block - i : step;
+        table[rows - 1][halves && !is_tall](a + (top + i) * stride, stride, w, k, sums);
+        finish(sums, rows, panels * PANEL, out + (top + i) * n + panel * PANEL, n, bias ? bias + panel * PANEL : 0,
+               accumulate, n - panel * PANEL);
+      }
+    }
+  }
+}
+
+EXPORT int64_t atts_packed_bytes(int64_t n, int64_t k, int64_t halves) {
+  return (n + PANEL - 1) / PANEL * PANEL * k * (halves ? 2 : 4);
+}
+
+// weights[n, k] into panels; bfloat16 only where the caller knows that it loses nothing
+EXPORT void atts_pack(const float *weights, int64_t n, int64_t k, int64_t halves, void *packed) {
+  for (int64_t panel = 0; panel * PANEL < n; panel++) {
+    for (int64_t j = 0; j < k; j++) {
+      for (int64_t c = 0; c < PANEL; c++) {
+        int64_t row = panel * PANEL + c, at = (panel * k + j) * PANEL + c;
+        float value = row < n ? weights[row * k + j] : 0.0f;
+        if (halves) {
+          uint32_t bits;
+          memcpy(&bits, &value, 4);
+          ((uint16_t *)packed)[at] = (uint16_t)(bits >> 16);
+        } else {
+          ((float *)packed)[at] = value;
+        }
+      }
+    }
+  }
+}

@@ -96,7 +96,8 @@ class Configuration:
     @property
     def job(self) -> Job:
         """What is evaluated, and where that is kept."""
-        return Job(**{name: self[name] for name, _ in leaves(Job())})
+        with _origins(self.settings):
+            return Job(**{name: self[name] for name, _ in leaves(Job())})
 
     @property
     def directory(self) -> Path:

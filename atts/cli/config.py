@@ -40,7 +40,7 @@ def show(
     found = configured({}, config, pairs).settings
     shown = {name: known for name, known in keys().items() if key in name}
     if not shown:
-        raise OptionError("config", f"no key contains {key!r}", [*found], key)
+        raise OptionError("config", f"no key contains {key!r}; `atts config show` lists them all")
     for name, known in shown.items():
         value, origin = _plain(found[name].value), found[name].origin
         if as_json:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
-import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Protocol
 
 from atts.errors import JournalLocked, StorageError
@@ -82,12 +83,17 @@ def write_all(file: AppendFile, data: bytes) -> None:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace the file whole: a reader, or a crash at any moment, sees the old content or the new, never a mixture.
 
+    Who may read it is as for any file one makes (the umask), or as it was before.
+
     :raises StorageError: the disk refuses; the old file is untouched.
     """
     with storage(path):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = path.with_name(f".{path.name}.{token_hex(6)}")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         try:
             with os.fdopen(handle, "wb") as file:
+                with suppress(FileNotFoundError):
+                    os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

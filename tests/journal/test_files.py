@@ -32,6 +32,20 @@ def test_replacing_leaves_one_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["f"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no umask there")
+def test_who_may_read_is_as_the_umask_says_or_as_it_was(tmp_path: Path) -> None:
+    """A report in a shared folder can be read by whom other files there can."""
+    before = os.umask(0o027)
+    try:
+        write_atomic(tmp_path / "f", b"one")
+        assert (tmp_path / "f").stat().st_mode & 0o777 == 0o640
+        (tmp_path / "f").chmod(0o604)
+        write_atomic(tmp_path / "f", b"two")
+        assert (tmp_path / "f").stat().st_mode & 0o777 == 0o604
+    finally:
+        os.umask(before)
+
+
 def test_a_refused_replacement_leaves_the_old_file(tmp_path: Path) -> None:
     """A directory in its place: a clear error, no litter."""
     (tmp_path / "f" / "inner").mkdir(parents=True)

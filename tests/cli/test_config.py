@@ -1,0 +1,203 @@
+"""Where values come from, who wins, and that code and command line mean the same by them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.api import Setup, configure
+from atts.api.config import describe, keys
+from atts.api.words import WORDS
+from atts.errors import OptionError, UsageError
+from atts.journal import MANIFEST, load_manifest
+from atts.pipelines import Policy
+
+
+def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
+    """Defaults < file < environment < flags, each value with its origin."""
+    (tmp_path / "atts.toml").write_text("rate = 0.3\nsamples = 4\nturns = 5\n[sampling]\ntemperature = 0.5\n")
+    found = configure(
+        {"turns": 7}, ["seed=9"], environment={"ATTS_SAMPLES": "6", "ATTS_API_KEY": "secret"}, folder=tmp_path
+    ).settings
+    shown = {name: (found[name].value, Path(found[name].origin).name) for name in ("rate", "samples", "turns", "seed")}
+    assert shown == {
+        "rate": (0.3, "atts.toml"),
+        "samples": (6, "ATTS_SAMPLES"),
+        "turns": (7, "--turns"),
+        "seed": (9, "--set"),
+    }
+    assert (found["sampling.temperature"].value, found["method"].origin) == (0.5, "default")
+
+
+def test_a_named_file_replaces_the_usual_one(tmp_path: Path) -> None:
+    """`--config`, then ATTS_CONFIG, then atts.toml: one file only."""
+    for name, rate in (("atts.toml", 0.1), ("mine.toml", 0.2), ("theirs.toml", 0.3)):
+        (tmp_path / name).write_text(f"rate = {rate}")
+    variables = {"ATTS_CONFIG": str(tmp_path / "mine.toml")}
+    assert configure(environment={}, folder=tmp_path)["rate"] == 0.1
+    assert configure(environment=variables, folder=tmp_path)["rate"] == 0.2
+    assert configure(environment=variables, folder=tmp_path, file=tmp_path / "theirs.toml")["rate"] == 0.3
+
+
+def test_the_defaults_are_those_of_the_python_api(tmp_path: Path) -> None:
+    """Nothing said on the command line is `Setup()` in code."""
+    made, plain = configure(environment={}, folder=tmp_path).setup(), Setup()
+    names = [field.name for field in fields(Setup) if field.name not in ("given", "stored")]
+    assert {name: getattr(made, name) for name in names} == {name: getattr(plain, name) for name in names}
+
+
+def test_every_field_of_a_policy_has_a_key_with_words() -> None:
+    """What Python can set, a file can: no field is forgotten, and none is unexplained."""
+    spoken = {name.partition(".")[0] for name in keys()}
+    assert {field.name for field in fields(Policy)} <= spoken
+    assert [name for name in keys() if not WORDS.get(name)] == []
+    assert sorted(WORDS) == sorted(keys())
+
+
+def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
+    """The flags' help and the configuration agree."""
+    from atts.cli import options
+
+    for flag in ("method", "rate", "samples", "turns", "max_tokens", "mode", "draft", "target", "seed", "rollouts"):
+        name = "".join(part.title() for part in flag.split("_"))
+        shown = getattr(options, name).__metadata__[0].show_default
+        default = keys()[flag].default
+        assert shown == str(default) or (flag == "target" and shown == default), flag
+
+
+SCALARS = {int: st.integers(0, 10**6), float: st.floats(0, 1), bool: st.booleans()}
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_value_survives_file_variable_and_flag_alike(data: st.DataObject) -> None:
+    """Words and typed values of a key mean the same wherever they stand."""
+    plain = [key for key in keys().values() if key.kind in SCALARS]
+    key = data.draw(st.sampled_from(plain))
+    value = data.draw(SCALARS[key.kind])
+    assert key.read(value, "typed") == key.read(str(value), "words") == value
+    chosen = data.draw(st.sampled_from([key for key in keys().values() if key.choices]))
+    word = data.draw(st.sampled_from(chosen.choices))
+    assert chosen.read(word, "word") == word
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("samples", 2.5),
+        ("samples", True),
+        ("rate", "nan"),
+        ("optimistic", "maybe"),
+        ("chunking.stop", "[1]"),
+        ("draft", 3),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
+    """Nothing is rounded, guessed or turned into text."""
+    with pytest.raises(OptionError):
+        keys()[name].read(value, name)
+
+
+def test_lists_and_none_can_be_said(tmp_path: Path) -> None:
+    """Texts that end a chunk, none of them, and a value that means "no such thing"."""
+    found = configure({}, ['chunking.stop=["\\n\\n", "Wait"]', "limit=none"], environment={}, folder=tmp_path)
+    assert found.setup().policy.chunking.stop == ("\n\n", "Wait")
+    assert found.job.limit is None
+    assert configure({}, ["chunking.stop=[]"], environment={}, folder=tmp_path).setup().policy.chunking.stop == ()
+
+
+def test_a_target_with_some_sampling_of_its_own_shares_the_rest(tmp_path: Path) -> None:
+    """One key of `target_sampling` is enough."""
+    pairs = ["sampling.top_p=0.9", "target_sampling.temperature=0.1"]
+    sampling = configure({}, pairs, environment={}, folder=tmp_path).setup().policy.target_sampling
+    assert sampling is not None
+    assert (sampling.temperature, sampling.top_p) == (0.1, 0.9)
+
+
+def test_what_a_method_settles_is_its_own(tmp_path: Path) -> None:
+    """The method shows as the origin, may be repeated, and cannot be contradicted."""
+    found = configure({"method": "top-b"}, environment={}, folder=tmp_path).settings["barrier"]
+    assert (found.value, found.origin) == (True, "method top-b")
+    assert configure({"method": "top-b"}, ["barrier=true"], environment={}, folder=tmp_path)["barrier"] is True
+    with pytest.raises(OptionError, match="top-b"):
+        configure({"method": "top-b"}, ["barrier=false"], environment={}, folder=tmp_path)
+
+
+def test_the_directory_belongs_to_what_decides_the_results(tmp_path: Path) -> None:
+    """Another seed is another run; more in flight, or another report, is the same one."""
+
+    def directory(*pairs: str) -> Path:
+        return configure({}, pairs, environment={}, folder=tmp_path).directory
+
+    assert directory() == directory("rollouts=8", "report=none", "limits.target.slots=2")
+    assert len({directory(), directory("seed=1"), directory("samples=4"), directory("dataset=math500")}) == 4
+    assert directory("out=elsewhere") == Path("elsewhere")
+
+
+def test_origins_are_in_the_manifest(atts: Any, scripted: tuple[str, ...], tmp_path: Path) -> None:
+    """A reader of the run finds every key, its value and who set it; a resume may be said in another way."""
+    (tmp_path / "atts.toml").write_text("samples = 2\n")
+    words = ("eval", "arithmetic[:1]", *scripted, "--out", "run")
+    assert atts(*words).code == 0
+    manifest = load_manifest(tmp_path / "run" / MANIFEST)
+    assert manifest is not None
+    assert {(name, manifest.settings[name].origin) for name in ("samples", "out", "rate")} == {
+        ("samples", "atts.toml"),
+        ("out", "--out"),
+        ("rate", "default"),
+    }
+    assert set(keys()) <= set(manifest.settings)
+    (tmp_path / "atts.toml").unlink()
+    assert atts(*words, "--samples", "2").code == 0
+    assert atts(*words, "--samples", "3").code == UsageError.exit_code
+
+
+def test_a_setup_changed_by_code_says_so(tmp_path: Path) -> None:
+    """Origins never claim a value that is no longer theirs."""
+    from dataclasses import replace
+
+    made = configure({"rate": 0.3, "seed": 5}, environment={}, folder=tmp_path).setup()
+    found = describe(replace(made, rate=0.6))
+    assert [(found[name].value, found[name].origin) for name in ("rate", "seed")] == [(0.6, "code"), (5, "--seed")]
+    assert describe(Setup(seed=3))["seed"].origin == "code"
+
+
+def test_show_prints_every_key_with_its_origin(atts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For people in columns, for programs one object per line."""
+    monkeypatch.setenv("ATTS_GROWTH", "2.5")
+    said = atts("config", "show", "--json")
+    records = {record["key"]: record for record in map(json.loads, said.out.splitlines())}
+    assert list(records) == list(keys())
+    assert (records["growth"]["value"], records["growth"]["origin"]) == (2.5, "ATTS_GROWTH")
+    assert records["growth"]["default"] == "inf"
+    assert atts("config", "show", "growth").out.split() == ["growth", "2.5", "ATTS_GROWTH"]
+
+
+def test_a_dry_run_runs_nothing_and_says_how_it_knows(atts: Any, scripted: tuple[str, ...], tmp_path: Path) -> None:
+    """Before there is anything to go by: bounds. Afterwards: what earlier runs took."""
+    words = ("eval", "arithmetic[:4]", *scripted, "--samples", "2")
+    first = json.loads(atts(*words, "--dry-run", "--json").out)
+    assert (first["problems"], first["rollouts"], first["done"], first["expected"]) == (4, 8, 0, None)
+    assert not any(tmp_path.iterdir())
+    assert atts(*words).code == 0
+    again = json.loads(atts(*words, "--dry-run", "--json").out)
+    assert (again["done"], again["directory"]) == (4, first["directory"])
+    larger = json.loads(atts("eval", "arithmetic[:40]", *scripted, "--samples", "2", "--dry-run", "--json").out)
+    assert larger["expected"]["draft"] == pytest.approx(10 * again["expected"]["draft"])
+    assert again["expected"]["draft"] <= again["at_most"]["draft"]
+    assert first["directory"] in larger["basis"]
+
+
+def test_the_embedded_pair_can_be_foretold(atts: Any, tmp_path: Path) -> None:
+    """With no earlier run: from the worked solutions of the generated problems."""
+    said = json.loads(atts("eval", "--dry-run", "--json").out)
+    assert 20 * said["rollouts"] < said["expected"]["draft"] < said["at_most"]["draft"]
+    assert "worked solutions" in said["basis"]
+    alone = json.loads(atts("eval", "--method", "draft-only", "--dry-run", "--json").out)
+    assert (alone["expected"]["target"], alone["at_most"]["scored"]) == (0, 0)

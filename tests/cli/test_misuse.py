@@ -1,0 +1,192 @@
+"""What people get wrong: each ends in one or two helpful lines on stderr and its documented exit code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from atts.cli.app import EXIT_CODES
+from atts.journal.files import locked
+
+USAGE, ENGINE, DISK = 2, 3, 4
+RUN = "arithmetic[:2] --samples 2 --draft scripted --target scripted --report none"
+
+
+def nothing(folder: Path) -> None:
+    """Nothing has to be there."""
+
+
+def text(name: str, content: str | bytes) -> Callable[[Path], None]:
+    """A file has to be there."""
+
+    def write(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return write
+
+
+def directory(name: str) -> Callable[[Path], None]:
+    """A directory has to be there."""
+    return lambda folder: (folder / name).mkdir(parents=True)
+
+
+def damaged(folder: Path) -> None:
+    """The fifth line of the journal lost its middle."""
+    journal = folder / "runs/atts/journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    lines[4] = lines[4][:10] + lines[4][40:]
+    journal.write_bytes(b"".join(lines))
+
+
+def newer(folder: Path) -> None:
+    """A later version wrote the manifest."""
+    manifest = folder / "runs/atts/manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema": 999}))
+
+
+class Case(NamedTuple):
+    """A command line, what it finds, and what must be said about it."""
+
+    name: str
+    words: str
+    code: int
+    says: tuple[str, ...]
+    before: Callable[[Path], None] = nothing
+    variables: Mapping[str, str] = {}
+
+
+CASES = [
+    Case("misspelt command", "evla", USAGE, ("evla", "eval")),
+    Case("misspelt option", f"eval {RUN} --sampels 4", USAGE, ("--sampels", "--samples")),
+    Case("option without a value", "eval --rate", USAGE, ("--rate",)),
+    Case("word for a number", f"eval {RUN} --rate high", USAGE, ("--rate", "number")),
+    Case("rate = 2", f"eval {RUN} --rate 2", USAGE, ("--rate", "2", "[0, 1]")),
+    Case("rate = nan", f"eval {RUN} --rate nan", USAGE, ("--rate", "nan")),
+    Case("m = 0", "eval --samples 0", USAGE, ("--samples", "0")),
+    Case("no problems wanted", "eval --limit 0", USAGE, ("--limit", "at least 1")),
+    Case("negative temperature", f"eval {RUN} --set sampling.temperature=-1", USAGE, ("temperature", "-1")),
+    Case("unknown method", f"eval {RUN} --method atss", USAGE, ("atss", "'atts'")),
+    Case("unknown mode", f"eval {RUN} --mode qestion", USAGE, ("qestion", "'question'")),
+    Case("unknown report", f"eval {RUN} --report pdf", USAGE, ("pdf", "html")),
+    Case("method contradicted", f"eval {RUN} --method top-b --set barrier=false", USAGE, ("barrier", "top-b")),
+    Case("unknown benchmark", "eval math50", USAGE, ("math50", "'math500'")),
+    Case("missing dataset", "eval mine.jsonl", USAGE, ("mine.jsonl",)),
+    Case("directory for a dataset", "eval mine.jsonl", USAGE, ("mine.jsonl",), directory("mine.jsonl")),
+    Case("missing column", "eval mine.csv", USAGE, ("mine.csv", "column"), text("mine.csv", "a,b\n1,2\n")),
+    Case("dataset without problems", "eval mine.jsonl", USAGE, ("mine.jsonl",), text("mine.jsonl", "")),
+    Case(
+        "non-UTF-8 dataset", "eval mine.jsonl", USAGE, ("mine.jsonl", "UTF-8"), text("mine.jsonl", b'{"text": "\xe9"}')
+    ),
+    Case("unknown engine", "eval --draft vlm:http://a", USAGE, ("vlm", "'vllm'")),
+    Case("engine without a model", "eval --draft hf:", USAGE, ("hf:", "which model")),
+    Case("engine with an unknown setting", f"eval {RUN} --draft embedded?devise=cpu", USAGE, ("devise", "'device'")),
+    Case("missing model folder", "eval --draft hf:./none --limit 1", ENGINE, ("none",)),
+    Case(
+        "foreign model folder",
+        "eval --draft hf:./bert --limit 1",
+        ENGINE,
+        ("bert",),
+        text("bert/config.json", '{"model_type": "bert"}'),
+    ),
+    Case("server that is not there", "probe http://127.0.0.1:9 --wait 0", ENGINE, ("127.0.0.1:9",)),
+    Case("bad TOML", f"eval {RUN}", USAGE, ("atts.toml", "line 1"), text("atts.toml", "rate = \n")),
+    Case("non-UTF-8 TOML", f"eval {RUN}", USAGE, ("atts.toml", "UTF-8"), text("atts.toml", b"draft = '\xe9'")),
+    Case("unknown key", f"eval {RUN}", USAGE, ("atts.toml", "'sample'", "'samples'"), text("atts.toml", "sample = 3")),
+    Case(
+        "unknown table",
+        f"eval {RUN}",
+        USAGE,
+        ("'chunk.draft_tokens'", "'chunking.draft_tokens'"),
+        text("atts.toml", "[chunk]\ndraft_tokens = 3"),
+    ),
+    Case(
+        "key of another type",
+        f"eval {RUN}",
+        USAGE,
+        ("samples", "atts.toml", "number"),
+        text("atts.toml", "samples = 'many'\nmethod = 'atts'"),
+    ),
+    Case("no such configuration file", f"eval {RUN} --config none.toml", USAGE, ("none.toml",)),
+    Case("bad environment value", f"eval {RUN} --json", USAGE, ("ATTS_TURNS", "many"), nothing, {"ATTS_TURNS": "many"}),
+    Case("unknown environment variable", f"eval {RUN}", USAGE, ("ATTS_RAET", "ATTS_RATE"), nothing, {"ATTS_RAET": "1"}),
+    Case("pair without a value", f"eval {RUN} --set rate", USAGE, ("KEY=VALUE",)),
+    Case("no key like it", "config show zzz", USAGE, ("zzz",)),
+    Case("file where the run should go", f"eval {RUN} --out taken", DISK, ("taken",), text("taken", "")),
+    Case(
+        "directory of another run",
+        "eval arithmetic[:3] --samples 4 --draft scripted --target scripted --report none --out runs/atts",
+        USAGE,
+        ("runs/atts", "samples", "4"),
+    ),
+    Case("truncated journal", "report runs/atts", DISK, ("journal.jsonl", "line 5"), damaged),
+    Case("journal of a later version", "report runs/atts", DISK, ("manifest.json", "999"), newer),
+    Case("not a run", "report empty", DISK, ("empty", "no run"), directory("empty")),
+    Case("comparison with no run", "compare runs/atts empty", DISK, ("empty", "no run"), directory("empty")),
+    Case(
+        "comparison of strangers",
+        "compare runs/atts other.jsonl",
+        USAGE,
+        ("no problem is in both",),
+        text("other.jsonl", '{"id": "x", "correct": true}'),
+    ),
+    Case(
+        "results that are none",
+        "compare runs/atts other.jsonl",
+        USAGE,
+        ("other.jsonl, line 1", "JSON"),
+        text("other.jsonl", "x"),
+    ),
+    Case("plan from nothing", "plan empty", DISK, ("empty", "no run"), directory("empty")),
+    Case("cap of nothing", "plan runs/atts --seconds 0", USAGE, ("seconds", "positive")),
+    Case("unknown format", "report runs/atts --format pdf", USAGE, ("pdf", "html")),
+    Case("scores that are not there", f"eval {RUN} --scores none.jsonl", USAGE, ("none.jsonl",)),
+    Case("NaN among scores", f"eval {RUN} --scores s.jsonl", USAGE, ("nan",), text("s.jsonl", '{"score": NaN}\n')),
+    Case(
+        "NaN among scores to report on",
+        "calibration report s.jsonl",
+        USAGE,
+        ("nan",),
+        text("s.jsonl", '{"score": NaN}\n'),
+    ),
+    Case("grades of nothing", "grade answers.jsonl", USAGE, ("answers.jsonl",)),
+    Case("grades of no JSON", "grade answers.jsonl", USAGE, ("answers.jsonl, line 1",), text("answers.jsonl", "x")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_misuse(case: Case, atts: Any, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One or two lines on stderr that name the trouble and the way out, nothing on stdout, the code of its kind."""
+    if "runs/" in case.words:
+        request.getfixturevalue("runs")
+    case.before(tmp_path)
+    for name, value in case.variables.items():
+        monkeypatch.setenv(name, value)
+    said = atts(*case.words.split(" "))
+    assert (said.code, said.out) == (case.code, "")
+    assert case.code in EXIT_CODES
+    _, mark, message = said.err.rpartition("atts: ")  # on a busy machine progress may have been told before
+    assert mark
+    assert len(message.splitlines()) <= 2
+    assert len(message) < 600
+    assert "Traceback" not in said.err
+    assert all(words in message for words in case.says), message
+
+
+def test_there_are_enough_of_them() -> None:
+    """No case is there twice."""
+    assert len({case.name for case in CASES}) == len(CASES) >= 30
+
+
+def test_two_runs_in_one_directory(atts: Any, runs: Path) -> None:
+    """The second is refused while the first holds the directory, and told who that is."""
+    words = "eval arithmetic[:3] --samples 3 --draft scripted --target scripted --report none --out runs/atts"
+    with locked(runs / "atts/lock", runs / "atts"):
+        said = atts(*words.split(" "))
+    assert said.code == DISK
+    assert "another process" in said.err
+    assert atts(*words.split(" ")).code == 0

@@ -229,10 +229,6 @@ def _chain(random: Random, count: int) -> list[Operation]:
     return operations
 
 
-def _bare(random: Random, operations: Sequence[Operation]) -> tuple[Step, ...]:
-    return tuple(Step(random.choice(_OPENERS) if index else "", item) for index, item in enumerate(operations))
-
-
 def _instructions(random: Random, count: int) -> Exercise:
     """ "Start with 24. Multiply by 3. ..."."""
     phrases = {
@@ -245,7 +241,8 @@ def _instructions(random: Random, count: int) -> Exercise:
     told = [random.choice(phrases[item.operator]).format(item.right) for item in operations]
     question = random.choice(("What do you get?", "What is the result?"))
     text = f"Start with {operations[0].left}. {'. '.join(told)}. {question}"
-    return Exercise("instructions", text, _bare(random, operations))
+    steps = (Step(f"{phrase}: ", item) for phrase, item in zip(told, operations, strict=True))
+    return Exercise("instructions", text, tuple(steps))
 
 
 def _expression(random: Random, count: int) -> Exercise:
@@ -256,7 +253,8 @@ def _expression(random: Random, count: int) -> Exercise:
         inner = f"({written})" if index else written
         written = f"{inner} {item.operator} {item.right}"
     text = random.choice(("Compute {}.", "What is {}?")).format(written)
-    return Exercise("expression", text, _bare(random, operations))
+    steps = (Step(random.choice(_OPENERS) if index else "", item) for index, item in enumerate(operations))
+    return Exercise("expression", text, tuple(steps))
 
 
 def _variables(random: Random, count: int) -> Exercise:
@@ -273,8 +271,9 @@ def _variables(random: Random, count: int) -> Exercise:
             place = random.choice(earlier)
             operator: Operator = "-" if values[place] < values[-1] and random.random() < 0.5 else "+"
             item, right = Operation(values[-1], operator, values[place]), "abcdefghi"[place]
-        told.append(f"Let {name} = {last} {item.operator} {right}.")
-        steps.append(Step(f"{name} = ", item))
+        formula = f"{name} = {last} {item.operator} {right}"
+        told.append(f"Let {formula}.")
+        steps.append(Step(f"{formula} = ", item))
         values.append(item.value)
     return Exercise("variables", f"{' '.join(told)} What is {'abcdefghi'[count]}?", tuple(steps))
 
@@ -289,18 +288,21 @@ def _story(random: Random, count: int) -> Exercise | None:
             groups, size = random.randint(2, 9), random.randint(2, 20)
             total = Operation(groups, "*", size)
             if value > total.value and random.random() < 0.5:
-                told.append(f"{name} gives {size} {item}s to each of {groups} friends.")
-                steps.append(Step("The friends get ", total))
+                event = f"{name} gives {size} {item}s to each of {groups} friends"
+                steps.append(Step(f"{event}, so the friends get ", total))
                 change = Operation(value, "-", total.value)
             else:
-                place = random.choice(("bag", "box"))
-                told.append(f"{name} buys {groups} {place}{'es' if place == 'box' else 's'} of {size} {item}s.")
-                steps.append(Step(f"The {place}{'es' if place == 'box' else 's'} hold ", total))
+                places = random.choice(("bags", "boxes"))
+                event = f"{name} buys {groups} {places} of {size} {item}s"
+                steps.append(Step(f"{event}, so the {places} hold ", total))
                 change = Operation(value, "+", total.value)
+            reason = "Now "
         else:
             change = _next_operation(random, value)
-            told.append(_event(random, name, item, change))
-        steps.append(Step(f"{name} has ", change, f" {item}s"))
+            event = _event(random, name, item, change)
+            reason = f"{event}, so "
+        told.append(f"{event}.")
+        steps.append(Step(f"{reason}{name} has ", change, f" {item}s"))
         value = change.value
         if value > LIMIT or steps[-2 if len(steps) > 1 else -1].operation.value > LIMIT:
             return None
@@ -309,10 +311,10 @@ def _story(random: Random, count: int) -> Exercise | None:
 
 def _event(random: Random, name: str, item: str, change: Operation) -> str:
     phrases = {
-        "+": ("{n} buys {k} more.", "{n} finds {k} {i}s.", "{n} gets {k} more {i}s."),
-        "-": ("{n} gives away {k}.", "{n} loses {k} {i}s.", "{n} sells {k} {i}s."),
-        "*": ("Now {n} has {k} times as many.",),
-        "/": ("{n} makes {k} equal parts and keeps one.",),
+        "+": ("{n} buys {k} more", "{n} finds {k} {i}s", "{n} gets {k} more {i}s"),
+        "-": ("{n} gives away {k}", "{n} loses {k} {i}s", "{n} sells {k} {i}s"),
+        "*": ("Now {n} has {k} times as many",),
+        "/": ("{n} makes {k} equal parts and keeps one",),
     }
     return random.choice(phrases[change.operator]).format(n=name, k=change.right, i=item)
 
@@ -328,26 +330,27 @@ def _comparison(random: Random, count: int) -> Exercise | None:
     for index in range(relations):
         place = index if not together else random.randint(0, index)  # asked for the last one, every step must matter
         change = _next_operation(random, values[place])
-        told.append(_relation(names[index + 1], names[place], item, change))
-        steps.append(Step(f"{names[index + 1]} has ", change))
+        relation = _relation(names[index + 1], names[place], item, change)
+        told.append(f"{relation}.")
+        steps.append(Step(f"{relation}, so {names[index + 1]} has ", change))
         values.append(change.value)
     if not together:
         return Exercise("comparison", f"{' '.join(told)} How many {item}s does {names[-1]} have?", tuple(steps))
     if sum(values) > LIMIT:
         return None
     total = values[0]
-    for value in values[1:]:
-        steps.append(Step("Together ", Operation(total, "+", value)))
+    for name, value in zip(names[1:], values[1:], strict=True):
+        steps.append(Step(f"{f'{names[0]} and' if name == names[1] else 'With'} {name}: ", Operation(total, "+", value)))
         total += value
     return Exercise("comparison", f"{' '.join(told)} How many {item}s do they have together?", tuple(steps))
 
 
 def _relation(name: str, other: str, item: str, change: Operation) -> str:
     phrases = {
-        "+": "{n} has {k} more {i}s than {o}.",
-        "-": "{n} has {k} fewer {i}s than {o}.",
-        "*": "{n} has {k} times as many {i}s as {o}.",
-        "/": "{o} has {k} times as many {i}s as {n}.",
+        "+": "{n} has {k} more {i}s than {o}",
+        "-": "{n} has {k} fewer {i}s than {o}",
+        "*": "{n} has {k} times as many {i}s as {o}",
+        "/": "{o} has {k} times as many {i}s as {n}",
     }
     return phrases[change.operator].format(n=name, o=other, k=change.right, i=item)
 
@@ -362,16 +365,19 @@ def _shopping(random: Random, count: int) -> Exercise | None:
         return None
     prices = _listed([f"a {good} costs {bill.right}" for good, bill in zip(goods, bills, strict=True)])
     bought = _listed([f"{bill.left} {good}s" for good, bill in zip(goods, bills, strict=True)])
-    steps = [Step(f"{bill.left} {good}s cost ", bill) for good, bill in zip(goods, bills, strict=True)]
+    steps = [
+        Step(f"A {good} costs {bill.right}, so {bill.left} {good}s cost ", bill)
+        for good, bill in zip(goods, bills, strict=True)
+    ]
     paid = bills[0].value
-    for bill in bills[1:]:
-        steps.append(Step("Together ", Operation(paid, "+", bill.value)))
+    for good, bill in zip(goods[1:], bills[1:], strict=True):
+        steps.append(Step(f"With the {good}s: ", Operation(paid, "+", bill.value)))
         paid += bill.value
     text = f"{prices[0].upper()}{prices[1:]}. {name} buys {bought}."
     if len(steps) == count:
         return Exercise("shopping", f"{text} How much does {name} pay?", tuple(steps))
     given = random.randint(total + 1, LIMIT)
-    steps.append(Step("The change is ", Operation(given, "-", total)))
+    steps.append(Step(f"{name} pays with {given}, so the change is ", Operation(given, "-", total)))
     return Exercise("shopping", f"{text} {name} pays with {given}. How much change does {name} get?", tuple(steps))
 
 

@@ -37,7 +37,7 @@ def generate(
     *,
     temperature: float,
     seed: int,
-    max_tokens: int = 320,
+    max_tokens: int = 400,
     compute: torch.dtype = torch.float32,
     width: int = 256,
 ) -> list[str]:

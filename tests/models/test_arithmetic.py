@@ -64,7 +64,7 @@ def test_every_equation_of_every_solution_holds(many: list[Exercise]) -> None:
     """Each `=` of each worked line joins equal values, and every step's result is used or asked for."""
     for exercise in many:
         for chunk in exercise.chunks[:-1]:
-            line = re.search(r"\d[\d +*/=-]*\d", chunk)
+            line = re.search(r"\d+ [-+*/] \d+( = [\d +*/-]*\d)+", chunk)
             assert line is not None
             sides = line.group().split(" = ")
             assert len({eval(side) for side in sides}) == 1, chunk  # digits and signs only, by the pattern

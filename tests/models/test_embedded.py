@@ -95,7 +95,7 @@ def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
         )
-        made = model.generate(ids, do_sample=False, temperature=None, max_new_tokens=160)[0, ids.shape[1] :]
+        made = model.generate(ids, do_sample=False, temperature=None, max_new_tokens=240)[0, ids.shape[1] :]
         found = re.findall(r"\\boxed\{(\d+)\}", tokenizer.decode(made, skip_special_tokens=True))
         right += bool(found) and found[-1] == problem.answer
     return right / count

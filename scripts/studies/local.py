@@ -10,8 +10,9 @@ from anyio.from_thread import start_blocking_portal
 
 from scripts.studies.harness import Options, Table
 from scripts.studies.local_cache import queue, siblings
+from scripts.studies.local_overlap import overlap
 from scripts.studies.local_scoring import scoring, warm_prefix
-from scripts.studies.local_speed import continuous, decoding, overheads, overlap
+from scripts.studies.local_speed import continuous, decoding, overheads
 from scripts.studies.local_subjects import subjects
 from scripts.studies.machine import look
 
@@ -31,5 +32,5 @@ def study(options: Options) -> list[Table]:
             warm_prefix(target, options, portal),
             siblings(target, portal),
             queue(target, options, portal),
-            overlap(target, draft, options, portal),
+            *overlap(target, draft, options, portal),
         ]

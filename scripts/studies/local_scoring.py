@@ -8,7 +8,7 @@ from anyio.from_thread import BlockingPortal
 
 from atts.core import ScoreRequest
 from atts.local import LocalEngine
-from scripts.studies.harness import Options, Spread, Table, say, wall_seconds
+from scripts.studies.harness import Options, Spread, Table, cpu_seconds, say
 from scripts.studies.local_speed import Rates
 from scripts.studies.local_subjects import Subject, engine_on, matrix_seconds, send_all
 
@@ -65,7 +65,7 @@ def _score_seconds(
     portal.call(send_all, engine, [ScoreRequest(ids[:1], ids[1:prefix]) for ids in bodies])
     requests = [ScoreRequest(ids[:prefix], ids[prefix:]) for ids in bodies]
     gc.collect()
-    return wall_seconds(lambda: portal.call(send_all, engine, requests))
+    return cpu_seconds(lambda: portal.call(send_all, engine, requests))
 
 
 def warm_prefix(subject: Subject, options: Options, portal: BlockingPortal) -> Table:

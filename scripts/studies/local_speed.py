@@ -1,19 +1,16 @@
-"""Decoding beside transformers, beside its continuous batching, beside another engine, and beside the machine."""
+"""Decoding beside transformers, beside its continuous batching and beside the machine's limits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from anyio.from_thread import BlockingPortal
 
-from atts.core import ScoreRequest
-from atts.local import LocalEngine
-from scripts.studies.harness import Options, Spread, Table, interleaved, ratio, say, wall_seconds
-from scripts.studies.local_subjects import PROMPT, Fresh, Subject, engine_on, matrix_seconds, send_all, unending
+from scripts.studies.harness import Calm, Options, Spread, Table, interleaved, ratio, say, wall_seconds
+from scripts.studies.local_subjects import PROMPT, Fresh, Subject, disturbed, engine_on, matrix_seconds, unending
 from scripts.studies.machine import Machine
 
 Seen = dict[str, list[float]]
@@ -27,6 +24,7 @@ def decoding(
     """Every model at every batch, against `generate` and against the step's own limits."""
     rows: list[tuple[str | int | float, ...]] = []
     rates: Rates = {}
+    calm = Calm()
     for subject in subjects:
         for batch in subject.batches:
             say(f"decoding {subject.name} at {batch}")
@@ -66,7 +64,8 @@ def decoding(
         f"Prompts of {PROMPT} tokens never seen before; one thread on each side, float32, temperature 0.7. "
         "Decoding alone is the time for all tokens less the time for one. Limits: torch.mm on the same shapes, and the "
         "bytes of weights and cache over twice the copy rate (a copy reads and writes); what the processor's caches "
-        "hold is faster than that.",
+        "hold is faster than that. Times are the processor's, of this process; on an idle machine they are the wall's.",
+        disturbed(calm),
     )
     return Table("Decoding beside `transformers.generate`", columns, tuple(rows), notes), rates
 
@@ -130,7 +129,7 @@ def continuous(subjects: list[Subject], options: Options, portal: BlockingPortal
     count, tokens = options.pick(16, 32, 64), options.pick(16, 32, 64)
     for subject in subjects:
         say(f"continuous batching {subject.name}")
-        fresh = Fresh(subject, count, options.seed + 7)
+        fresh = Fresh(subject, count, options.seed + 7, wall_seconds)
         with unending(subject) as folder, engine_on(portal, folder, threads=1) as engine:
             arms: dict[str, Callable[[], float]] = {
                 "ours": partial(fresh.ours, portal, engine, tokens),
@@ -157,70 +156,3 @@ def _their_batching(subject: Subject, count: int, tokens: int) -> float:
     seconds = wall_seconds(work)
     assert sum(written) == count * tokens, "their batching wrote another number of tokens"
     return seconds
-
-
-def overlap(target: Subject, draft: Subject, options: Options, portal: BlockingPortal) -> Table:
-    """Draft decoding beside target scoring or decoding: threads of one process, or a process each, in turn."""
-    arms: dict[str, Callable[[], float]] = {}
-    say("two engines at once, in threads and in processes")
-    with ExitStack() as stack:
-        folders = {s.name: stack.enter_context(unending(s)) for s in (target, draft)}
-        for worker in ("thread", "process"):
-            engines = {
-                s.name: stack.enter_context(engine_on(portal, folders[s.name], worker=worker, threads=1))
-                for s in (target, draft)
-            }
-            works = _works(target, draft, engines, options)
-            for name, work in works.items():
-                arms[f"{worker}: {name}"] = partial(_together, portal, [work])
-            for other in ("target scoring", "target decoding"):
-                pair = [works["draft decoding"], works[other]]
-                arms[f"{worker}: draft decoding and {other}"] = partial(_together, portal, pair)
-        seen = interleaved(arms, options.pick(2, 5, 9))
-    title = "Two engines at once on this machine's cores"
-    columns = ("worker", "draft decoding beside", "draft alone, s", "target alone, s", "both, s", "overlap", "at best")
-    notes = (
-        "Overlap: the two alone, one after the other, over both at once; at best, the longer one hides the shorter.",
-    )
-    rows = [
-        _overlap_row(seen, w, other) for w in ("thread", "process") for other in ("target scoring", "target decoding")
-    ]
-    return Table(title, columns, tuple(rows), notes)
-
-
-def _overlap_row(seen: Seen, worker: str, other: str) -> tuple[str | float, ...]:
-    one, two = seen[f"{worker}: draft decoding"], seen[f"{worker}: {other}"]
-    both = seen[f"{worker}: draft decoding and {other}"]
-    gain = Spread.of([(a + b) / c for a, b, c in zip(one, two, both, strict=True)])
-    a, b, c = (Spread.of(values).median for values in (one, two, both))
-    return worker, other, a, b, c, str(gain), (a + b) / max(a, b)
-
-
-Work = Callable[[BlockingPortal], Any]
-
-
-def _works(target: Subject, draft: Subject, engines: dict[str, LocalEngine], options: Options) -> dict[str, Work]:
-    """What each engine does in one round, about equally long."""
-    drafts, targets = Fresh(draft, 64, options.seed + 1), Fresh(target, 16, options.seed + 2)
-    tokens = options.pick(48, 96, 128)
-
-    def drafting(portal: BlockingPortal) -> Any:
-        return portal.start_task_soon(send_all, engines[draft.name], drafts.requests(2 * tokens))
-
-    def decoding(portal: BlockingPortal) -> Any:
-        return portal.start_task_soon(send_all, engines[target.name], targets.requests(tokens))
-
-    def scoring(portal: BlockingPortal) -> Any:
-        fresh = [request.ids for _ in range(3) for request in targets.requests(1)]
-        bodies = [ids + ids[::-1] for ids in fresh]
-        return portal.start_task_soon(send_all, engines[target.name], [ScoreRequest(b[:1], b[1:]) for b in bodies])
-
-    return {"draft decoding": drafting, "target scoring": scoring, "target decoding": decoding}
-
-
-def _together(portal: BlockingPortal, works: list[Work]) -> float:
-    def run() -> None:
-        for started in [work(portal) for work in works]:
-            started.result()
-
-    return wall_seconds(run)

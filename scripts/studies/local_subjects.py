@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.local import LocalEngine, LocalOptions
 from atts.local.shape import Shape, read_shape
 from atts.seeds import Seed
-from scripts.studies.harness import Options, wall_seconds
+from scripts.studies.harness import Calm, Options, cpu_seconds
 
+Clock = Callable[[Callable[[], object]], float]
+"""Processor seconds where each side computes in one thread, for others do not lengthen those; else the wall's."""
 MODELS = Path(__file__).resolve().parents[2] / "atts" / "models"
 PROMPT = 64
 """Tokens of a prompt in every decoding table."""
@@ -113,8 +116,8 @@ async def send_all(engine: LocalEngine, requests: list[SampleRequest] | list[Sco
 class Fresh:
     """Requests whose prompts were never seen, so that no cache helps; both sides write the same number of tokens."""
 
-    def __init__(self, subject: Subject, batch: int, seed: int = 0) -> None:
-        self._subject, self._batch, self._round = subject, batch, 1000 * seed
+    def __init__(self, subject: Subject, batch: int, seed: int = 0, clock: Clock = cpu_seconds) -> None:
+        self._subject, self._batch, self._round, self._clock = subject, batch, 1000 * seed, clock
 
     def requests(self, tokens: int) -> list[SampleRequest]:
         """A new batch."""
@@ -126,14 +129,14 @@ class Fresh:
     def ours(self, portal: BlockingPortal, engine: LocalEngine, tokens: int) -> float:
         """Seconds of one batch through the engine."""
         requests = self.requests(tokens)
-        return wall_seconds(lambda: portal.call(send_all, engine, requests))
+        return self._clock(lambda: portal.call(send_all, engine, requests))
 
     def theirs(self, tokens: int) -> float:
         """Seconds of one batch through `transformers.generate`."""
         self._round += 1
         ids = torch.tensor(self._subject.prompts(self._batch, PROMPT, self._round))
         with torch.inference_mode():
-            return wall_seconds(
+            return self._clock(
                 lambda: self._subject.theirs.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
@@ -178,4 +181,9 @@ def matrix_seconds(subject: Subject, rows: int, rounds: int = 12) -> float:
         for weight in weights:
             torch.mm(inputs[weight.shape[0]], weight)
 
-    return min(wall_seconds(work) for _ in range(rounds))
+    return min(cpu_seconds(work) for _ in range(rounds))
+
+
+def disturbed(calm: Calm) -> str:
+    """How busy others kept the machine meanwhile, as a note under a table."""
+    return f"Meanwhile others used {calm.disturbance:.1f} of this machine's {os.cpu_count()} processors."

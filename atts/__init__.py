@@ -5,14 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atts.api import Setup as Setup
+    from atts.api import calibrate as calibrate
+    from atts.api import calibrate_sync as calibrate_sync
     from atts.api import compare as compare
     from atts.api import configure as configure
     from atts.api import evaluate as evaluate
     from atts.api import evaluate_sync as evaluate_sync
+    from atts.api import merge as merge
     from atts.api import plan as plan
+    from atts.api import replay as replay
     from atts.api import report as report
     from atts.api import solve as solve
     from atts.api import solve_sync as solve_sync
+    from atts.api import trace as trace
     from atts.core import Completion as Completion
     from atts.core import Decision as Decision
     from atts.core import Outcome as Outcome
@@ -46,14 +51,19 @@ __all__ = [
     "Scores",
     "Seed",
     "Setup",
+    "calibrate",
+    "calibrate_sync",
     "compare",
     "configure",
     "evaluate",
     "evaluate_sync",
+    "merge",
     "plan",
+    "replay",
     "report",
     "solve",
     "solve_sync",
+    "trace",
 ]
 
 _HOME = {
@@ -73,14 +83,19 @@ _HOME = {
     "Scores": "atts.core",
     "Seed": "atts.seeds",
     "Setup": "atts.api",
+    "calibrate": "atts.api",
+    "calibrate_sync": "atts.api",
     "compare": "atts.api",
     "configure": "atts.api",
     "evaluate": "atts.api",
     "evaluate_sync": "atts.api",
+    "merge": "atts.api",
     "plan": "atts.api",
+    "replay": "atts.api",
     "report": "atts.api",
     "solve": "atts.api",
     "solve_sync": "atts.api",
+    "trace": "atts.api",
 }
 
 

@@ -134,6 +134,11 @@ class Calibrator:
         for held in self._order.skip(issue):
             self._learn(*held)
 
+    def settle(self) -> None:
+        """The run is over: what still waits for a score that will not come joins the pools; merging wants that."""
+        for held in self._order.flush():
+            self._learn(*held)
+
     def p_value(self, score: float, group: Group = None) -> float:
         """The conformal p-value of a score against the stored ones, without a coin: P(p <= a) <= a if exchangeable.
 

@@ -1,30 +1,42 @@
 """The public verbs; alone knows which engines exist and builds them."""
 
+from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, conditions_of, scores_of
 from atts.api.comparing import compare
 from atts.api.config import Configuration, Job, configure
 from atts.api.engines import SCHEMES, build_engine
 from atts.api.evaluation import evaluate, evaluate_sync, solve, solve_sync
 from atts.api.forecasting import Forecast, forecast
 from atts.api.planning import plan
-from atts.api.reporting import report
+from atts.api.replaying import Replay, replay
+from atts.api.reporting import report, trace
 from atts.api.setup import Setup, answers_for, load_problems
+from atts.api.uniting import merge
 
 __all__ = [
     "SCHEMES",
     "Configuration",
     "Forecast",
     "Job",
+    "Replay",
     "Setup",
     "answers_for",
     "build_engine",
+    "calibrate",
+    "calibrate_sync",
+    "calibrator_of",
     "compare",
+    "conditions_of",
     "configure",
     "evaluate",
     "evaluate_sync",
     "forecast",
     "load_problems",
+    "merge",
     "plan",
+    "replay",
     "report",
+    "scores_of",
     "solve",
     "solve_sync",
+    "trace",
 ]

@@ -18,9 +18,9 @@ from atts import tasks
 from atts.api.engines import build_engine
 from atts.api.setup import Setup, load_problems
 from atts.core import Outcome, Problem
-from atts.errors import UsageError
-from atts.journal import Event
-from atts.run import Heard, RunResult, Session
+from atts.errors import OptionError, UsageError
+from atts.journal import Event, Setting
+from atts.run import Heard, RunResult, Session, Shard
 from atts.run import evaluate as run_evaluation
 
 T = TypeVar("T")
@@ -30,7 +30,8 @@ class evaluate:
     """One evaluation: `await` it for its result, or open it with `async with` and iterate its events first.
 
     `dataset` is a benchmark's name ("math500[:20]"), a file, or problems. In a `directory` everything is journalled and
-    the same call resumes. Inside `async with`, leaving the block before the end cancels the run; it can be resumed.
+    the same call resumes. A `shard` such as "2/3" takes every third problem from the second on; `atts.merge` makes one
+    run of all. Inside `async with`, leaving the block before the end cancels the run; it can be resumed.
 
     >>> import anyio
     >>> async def main() -> str:
@@ -50,10 +51,12 @@ class evaluate:
         limit: int | None = None,
         directory: str | Path | None = None,
         session: Session | None = None,
+        shard: str | Shard | None = None,
     ) -> None:
         self._dataset = dataset
         self._setup = setup or Setup()
         self._limit = limit
+        self._shard = Shard.parse(shard) if isinstance(shard, str) else shard
         self._session = replace(session or Session(), directory=Path(directory) if directory else None)
         self._stack = AsyncExitStack()
         self._events: MemoryObjectReceiveStream[Heard] | None = None
@@ -73,7 +76,11 @@ class evaluate:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> bool | None:
-        return await self._stack.__aexit__(kind, error, trace)
+        try:
+            return await self._stack.__aexit__(kind, error, trace)
+        finally:
+            if self._events is not None:
+                self._events.close()
 
     def __aiter__(self) -> AsyncIterator[Heard]:
         """Events as they happen, until the run ends.
@@ -102,12 +109,23 @@ class evaluate:
 
     async def _run(self) -> RunResult:
         problems = load_problems(self._dataset, self._limit)
+        if self._shard is not None:
+            problems = self._part(problems, self._shard)
         setup = self._setup
         draft = build_engine(setup.draft, "draft")
         is_shared = setup.target is setup.draft and not isinstance(setup.draft, str)  # equal words are two engines
         target = draft if is_shared else build_engine(setup.target, "target")
         plan = setup.plan(draft, target, problems[0].kind)
+        if self._shard is not None:
+            held = {"shard": Setting(str(self._shard), "--shard")}
+            plan = replace(plan, configuration={**plan.configuration, **held})
         return await run_evaluation(problems, plan, self._session)
+
+    def _part(self, problems: tuple[Problem, ...], shard: Shard) -> tuple[Problem, ...]:
+        part: tuple[Problem, ...] = shard.take(problems)
+        if not part:
+            raise OptionError("shard", f"{shard} of {len(problems)} problems is empty; take fewer shards")
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +159,7 @@ def solve_sync(problem: str | Problem, setup: Setup | None = None) -> Outcome:
 
     :raises UsageError: called inside one.
     """
-    _refuse_inside_loop("solve_sync", "solve")
+    refuse_inside_loop("solve_sync", "solve")
     return anyio.run(solve, problem, setup)
 
 
@@ -151,20 +169,25 @@ def evaluate_sync(
     *,
     limit: int | None = None,
     directory: str | Path | None = None,
+    shard: str | Shard | None = None,
 ) -> RunResult:
     """`evaluate` for code without an event loop.
 
     :raises UsageError: called inside one.
     """
-    _refuse_inside_loop("evaluate_sync", "evaluate")
+    refuse_inside_loop("evaluate_sync", "evaluate")
 
     async def main() -> RunResult:
-        return await evaluate(dataset, setup, limit=limit, directory=directory)
+        return await evaluate(dataset, setup, limit=limit, directory=directory, shard=shard)
 
     return anyio.run(main)
 
 
-def _refuse_inside_loop(sync: str, verb: str) -> None:
+def refuse_inside_loop(sync: str, verb: str) -> None:
+    """A sync twin would block the loop it is called in: say what to write there instead.
+
+    :raises UsageError: a loop is running here.
+    """
     try:
         current_token()
     except anyio.NoEventLoopError:

@@ -1,4 +1,4 @@
-"""The verb that turns a run into a report."""
+"""The verbs that turn a run into something to look at: a report, a trace."""
 
 from __future__ import annotations
 
@@ -42,6 +42,26 @@ def report(
 
     others = [directory_of(other) for other in against]
     return write_report(directory_of(run), format, None if out is None else Path(out), others)
+
+
+def trace(run: str | Path | RunResult, out: str | Path | None = None) -> Path:
+    """Write the run's task graph as Chrome trace JSON, which ui.perfetto.dev opens; `trace.json` in its directory.
+
+    :raises UsageError: for a result that was kept in memory only.
+    :raises JournalError: there is no run, or it cannot be read.
+    :raises StorageError: the disk refuses.
+    """
+    from io import StringIO
+
+    from atts.graph import write_trace
+    from atts.journal import write_atomic
+    from atts.reports import read_nodes
+
+    directory, text = directory_of(run), StringIO()
+    write_trace(read_nodes(directory), text)
+    path = directory / "trace.json" if out is None else Path(out)
+    write_atomic(path, text.getvalue().encode())
+    return path
 
 
 def directory_of(run: str | Path | RunResult) -> Path:

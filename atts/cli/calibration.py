@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from dataclasses import asdict
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,9 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 Scale = Annotated[str, typer.Option(help="What the scores are: perplexity, logprob or real.")]
 PerQuestion = Annotated[int | None, typer.Option(help="This many consecutive scores of an array are one question.")]
 Condition = Annotated[list[str] | None, typer.Option(help="NAME=VALUE the scores were made under; repeatable.")]
-Source = Annotated[str, typer.Argument(help="JSON Lines of {score, question, turn}, or - for stdin; .json; .npy.")]
+Source = Annotated[
+    str, typer.Argument(help="A run directory; JSON Lines of {score, question, turn}, or - for stdin; .json; .npy.")
+]
 
 
 _COLUMNS = ("question", "turn", "sample", "score", "p", "escalate", "why")
@@ -139,14 +142,23 @@ def check(
 ) -> None:
     """Fail (exit code 5) if stored scores are broken, or are not like those of the run they are meant for.
 
-    Example: atts calibration check scores.json --live run_scores.jsonl
+    Of a run directory: fail if its realised rate left its band, an alarm went off, or, with --live, the other run was
+    made under other conditions (models, tokenizers, sampling, chunk limits).
+
+    Example: atts calibration check runs/first
+
+    Example: atts calibration check scores.json --live runs/first
     """
     from atts.calibration.health import examine, first_alarm
-    from atts.calibration.stored import StoredScores
+    from atts.calibration.stored import StoredScores, check_fingerprint
 
+    if file != "-" and Path(file).is_dir() and live is None:
+        return check_run(Path(file), as_json)
     stored = _scores(file, per_question, scale, None)
     health = examine(stored, rate)
     other = stored if live is None else _scores(str(live), None, scale, None)
+    if live is not None and stored.fingerprint and other.fingerprint:
+        check_fingerprint(file, stored.fingerprint, other.fingerprint)
     monitor = first_alarm(stored, other if live is not None else StoredScores.of((), scale=stored.scale))
     events = [event.state() for event in monitor.events]
     if as_json:
@@ -158,11 +170,41 @@ def check(
         print(f"{file}: nothing found against it ({len(stored)} scores{watched})")
 
 
+def check_run(directory: Path, as_json: bool) -> None:
+    """Whether a run kept what its calibration promised.
+
+    :raises CheckFailed: the rate left its band, or an alarm went off.
+    """
+    from atts.reports import collect
+
+    held = collect(directory, page_bytes=0).report.calibration
+    if held is None:
+        raise CheckFailed(f"{directory}: its gate decided nothing, so there is nothing to check")
+    last, share = held.moments[-1], held.escalated / held.decisions
+    problems = [f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}" for alarm in held.alarms]
+    if held.nominal is not None and not last.low <= share <= last.high:
+        band = f"[{last.low:.3f}, {last.high:.3f}]"
+        problems.insert(0, f"the realised rate {share:.3f} left its band {band} around {held.nominal:g}")
+    facts = {"decisions": held.decisions, "rate": share, "nominal": held.nominal, "low": last.low, "high": last.high}
+    if as_json:
+        print(json.dumps(_plain({"ok": not problems, **facts, "problems": problems, "audit": held.promise.audit})))
+    if problems:
+        raise CheckFailed(f"{directory}: " + "; ".join(problems))
+    if not as_json:
+        asked = "no rate was promised" if held.nominal is None else f"nominal {held.nominal:g}"
+        print(f"{directory}: {share:.3f} of {held.decisions:,} chunks were handed over, {asked}: held; no alarm")
+
+
 def _scores(file: str, per_question: int | None, scale: str, conditions: list[str] | None) -> StoredScores:
     from atts.calibration.scale import scale_named
     from atts.calibration.stored import StoredScores, read_scores
 
     fingerprint = _conditions(conditions or [])
+    if file != "-" and Path(file).is_dir():
+        from atts.api import scores_of
+
+        found = scores_of(file)
+        return found if not fingerprint else replace_fields(found, fingerprint={**found.fingerprint, **fingerprint})
     if file == "-":
         return StoredScores.from_records(_records(file), scale_named(scale), fingerprint)
     try:
@@ -173,6 +215,13 @@ def _scores(file: str, per_question: int | None, scale: str, conditions: list[st
 
 def _records(file: str) -> list[dict[str, Any]]:
     from atts.calibration.stored import parse_lines
+
+    if file != "-" and Path(file).is_dir():
+        from atts.api import scores_of
+
+        found = scores_of(file)
+        rows = zip(found.scores, found.questions, found.turns, strict=True)
+        return [{"score": score, "question": question, "turn": turn} for score, question, turn in rows]
 
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")

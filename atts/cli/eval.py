@@ -66,6 +66,10 @@ def evaluate(
     report: Annotated[
         str | None, typer.Option(help="Written at the end: html, markdown, json or none.", show_default="html")
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="Part 2/3: every third problem from the second on; `atts merge` joins.", metavar="I/N"),
+    ] = None,
     config: ConfigFile = None,
     pairs: Pairs = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")] = False,
@@ -87,7 +91,7 @@ def evaluate(
         would = forecast(configuration)
         print(json.dumps(would.as_json()) if as_json else "\n".join(foretell(would, configuration)))
         return
-    result = run(configuration)
+    result = run(configuration, shard)
     page = write_page(result, configuration)
     print("\n".join(as_lines(result, configuration, page) if as_json else as_table(result, configuration, page)))
     if result.status != "finished":
@@ -95,16 +99,29 @@ def evaluate(
     raise typer.Exit(result.exit_code)
 
 
-def run(configuration: Configuration) -> RunResult:
-    """The evaluation, to its end or until somebody ends it."""
+def run(configuration: Configuration, shard: str | None = None) -> RunResult:
+    """The evaluation or a part of it, to its end or until somebody ends it."""
     import anyio
 
     from atts.api import evaluate as evaluation
+    from atts.cli.progress import shown
+    from atts.journal import JOURNAL
+    from atts.run import Progress, Session, Shard
 
-    job, setup = configuration.job, configuration.setup()
+    part = None if shard is None else Shard.parse(shard)
+    directory = configuration.directory
+    if part is not None and configuration.job.out is None:  # parts of one evaluation, side by side
+        directory = directory.with_name(f"{directory.name}-{part.number}-of-{part.of}")
+    job, setup, progress = configuration.job, configuration.setup(), Progress()
+    if (directory / JOURNAL).exists():
+        print(f"atts: going on where {directory} was; what is done there is not run again", file=sys.stderr)
+    session = Session(listeners=(progress,))
 
     async def main() -> RunResult:
-        return await evaluation(job.dataset, setup, limit=job.limit, directory=configuration.directory)
+        async with shown(progress):
+            return await evaluation(
+                job.dataset, setup, limit=job.limit, directory=directory, session=session, shard=part
+            )
 
     return anyio.run(main)
 

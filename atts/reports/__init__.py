@@ -7,6 +7,7 @@ write_report(Path("runs/first"))         # into runs/first/report.html
 """
 
 from atts.reports.collect import PAGE_BYTES, Collected, collect
+from atts.reports.nodes import read_nodes
 from atts.reports.numbers import (
     Alarm,
     Baseline,
@@ -60,6 +61,7 @@ __all__ = [
     "Verdict",
     "collect",
     "dumps",
+    "read_nodes",
     "render",
     "strict",
     "write_report",

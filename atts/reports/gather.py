@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -35,6 +35,7 @@ from atts.journal import (
     read_entries,
 )
 from atts.journal.events import VerdictStatus
+from atts.reports.nodes import NodeClock
 from atts.reports.pages import Pages
 
 AUDIT = 4000
@@ -100,6 +101,7 @@ class Evidence:
     killed: int = 0  # sessions that ended without a word
     ended: SessionClosed | None = None
     seconds: float = 0.0
+    parts: list[int] = field(default_factory=lambda: [0])  # where the steps of each merged run begin
     started: list[str] = field(default_factory=list[str])  # problems, in the order of the dataset
 
     @property
@@ -128,10 +130,9 @@ class _Reading:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._state = RunState()
-        self._offset = 0.0  # seconds of the sessions before this one
-        self._zero: float | None = None  # of this session's node clock, by the run's clock
+        self._clock = NodeClock()
+        self._firsts = set(_first_sessions(evidence.manifest))
         self._seconds: dict[str, float] = {}
-        self._latest = 0.0
         self.wanted = {*FACTS, CallFailed, Decided, Drifted, NodeFinished, Observed, ProblemTimed, Warned}
 
     def take(self, entry: Entry) -> None:
@@ -139,18 +140,19 @@ class _Reading:
         found, event = self._evidence, entry.event
         if isinstance(event, SessionOpened):
             found.killed += found.sessions > 0 and self._state.ended is None
-            self._offset, self._zero = self._latest, None
-        self._latest = self._offset + entry.at
+        self._clock.hear(entry)
         outcome = self._state.apply(entry)
         if outcome is not None:
             self._solved(outcome)
         match event:
             case SessionOpened():
                 found.sessions += 1
+                if event.session in self._firsts:
+                    found.parts.append(len(found.steps))
             case ProblemStarted(problem):
                 found.started.append(problem.id)
             case NodeFinished() if event.source == "live" and event.status != "cancelled":
-                found.nodes.append(self._node(event, entry.at))
+                found.nodes.append(self._clock.node(event, entry.at))
             case Decided() if event.decision.action != "verify":
                 found.steps.append(Asked("decided", event.decision, event.decision.escalate))
             case Observed():
@@ -179,17 +181,6 @@ class _Reading:
         }
         return found
 
-    def _node(self, event: NodeFinished, at: float) -> Node:
-        """The node on the run's clock, sessions end to end: the journal notes a node the moment it ends."""
-        if self._zero is None:
-            self._zero = event.ended - at
-        shift = self._offset - self._zero
-        return Node(
-            event.node, event.stage, event.engine, event.problem, event.sample, event.turn, event.attempt,
-            event.status, event.ready + shift, event.queued + shift, event.started + shift, event.ended + shift,
-            event.after, event.tokens,
-        )  # fmt: skip
-
     def _solved(self, outcome: Outcome) -> None:
         graded = self._state.graded[outcome.problem.id]
         votes = list(outcome.votes.values())
@@ -206,6 +197,15 @@ class _Reading:
         )
         self._evidence.solved[outcome.problem.id] = solved = _graded(solved, graded)
         self._evidence.pages.add(outcome, {line.sample: line.flags for line in solved.samples}, graded)
+
+
+def _first_sessions(manifest: Manifest) -> Iterator[int]:
+    """The session with which each merged run but the first begins."""
+    held = manifest.configuration.get("merged")
+    session = 1
+    for part in held.value[:-1] if held is not None and isinstance(held.value, list) else ():
+        session += part["sessions"]
+        yield session
 
 
 def _graded(solved: Solved, graded: Iterable[Graded]) -> Solved:

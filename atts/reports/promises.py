@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atts.calibration import MODES, Calibrator, Mode
 from atts.errors import CalibrationInputError
@@ -81,13 +81,31 @@ def _recognise(evidence: Evidence, nominal: float | None, modes: Sequence[Mode])
     """The mode whose calibrator, fed the journal's steps in order, takes the journal's decisions."""
     assert nominal is not None, "without a rate there is no calibrator"
     best: _Match | None = None
+    first = evidence.steps[: evidence.parts[1]] if len(evidence.parts) > 1 else evidence.steps
     for mode in modes:
-        trial = _replayed(evidence, evidence.steps[:_TRIAL], mode, nominal, _TRIAL)
+        trial = _replayed(evidence, first[:_TRIAL], mode, nominal, _TRIAL)
         if trial is not None and trial.checked and trial.same > 0.9 * trial.checked:
             best = trial if best is None or trial.same > best.same else best
             if best.same == best.checked:
                 break
-    return None if best is None else _replayed(evidence, evidence.steps, best.mode, nominal, AUDIT)
+    return None if best is None else _audited(evidence, best.mode, nominal)
+
+
+def _audited(evidence: Evidence, mode: Mode, nominal: float) -> _Match | None:
+    """All steps; of a union of runs each by its own calibrator, and what these saw put together."""
+    ends = [*evidence.parts[1:], len(evidence.steps)]
+    whole: _Match | None = None
+    for begin, end in zip(evidence.parts, ends, strict=True):
+        found = _replayed(evidence, evidence.steps[begin:end], mode, nominal, AUDIT - begin)
+        if found is None:
+            return None
+        found.calibrator.settle()
+        if whole is None:
+            whole = found
+            continue
+        whole.calibrator.merge(found.calibrator.state())
+        whole = replace(whole, checked=whole.checked + found.checked, same=whole.same + found.same)
+    return whole
 
 
 def _replayed(evidence: Evidence, steps: Sequence[Asked], mode: Mode, rate: float, audit: int) -> _Match | None:

@@ -7,7 +7,8 @@ Call it again with the same directory and it goes on where it was, whatever ende
 """
 
 from atts.run.evaluate import Keep, Session, evaluate
-from atts.run.gates import Alarm
+from atts.run.gates import Alarm, remind
+from atts.run.merging import MERGED, Merged, Shard, merge
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.progress import Progress, Snapshot
 from atts.run.recorder import CallBegun, ChunkWritten, Heard, Listener, Recorder, RunBegun
@@ -19,6 +20,7 @@ from atts.run.summary import Summary, summarise
 
 __all__ = [
     "INTERRUPTED",
+    "MERGED",
     "Alarm",
     "CallBegun",
     "ChunkWritten",
@@ -27,6 +29,7 @@ __all__ = [
     "Judgement",
     "Keep",
     "Listener",
+    "Merged",
     "Pace",
     "Pipeline",
     "Plan",
@@ -38,12 +41,15 @@ __all__ = [
     "RunStatus",
     "SampleLine",
     "Session",
+    "Shard",
     "Signals",
     "Snapshot",
     "Stop",
     "Summary",
     "evaluate",
+    "merge",
     "problem_line",
+    "remind",
     "summarise",
     "samples",
     "scorecard",

@@ -1,0 +1,193 @@
+"""The verbs that turn runs into calibrations: scores to start from, and calibrators as they stood at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from atts.api.evaluation import evaluate, refuse_inside_loop
+from atts.api.reporting import directory_of
+from atts.api.setup import Setup
+from atts.core import Decision, Problem
+from atts.errors import CalibrationInputError, JournalError
+from atts.journal import (
+    JOURNAL,
+    MANIFEST,
+    Decided,
+    Entry,
+    Manifest,
+    Observed,
+    SessionOpened,
+    Taught,
+    load_manifest,
+    read_decisions,
+    read_entries,
+)
+from atts.pipelines import ConformalGate, ThresholdGate
+from atts.run import MERGED, RunResult, remind
+
+if TYPE_CHECKING:
+    from atts.calibration import Calibrator, StoredScores
+
+_SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs")
+
+
+async def calibrate(
+    dataset: str | Path | Sequence[Problem] = "arithmetic",
+    setup: Setup | None = None,
+    *,
+    limit: int | None = None,
+    directory: str | Path | None = None,
+) -> StoredScores:
+    """Let the draft solve these problems alone, have the target score every chunk, and keep the scores.
+
+    They are `Setup(stored=...)` of later runs: take problems like those of the later run, and not the same. In a
+    `directory` the run is journalled, and the same call goes on where it was.
+
+    :raises OptionError: the setup names something unknown.
+    :raises DatasetError: it cannot be read, or holds nothing.
+    :raises EngineError: an engine cannot be opened or is lost.
+
+    >>> from atts.testing import toy_problems
+    >>> scores = anyio.run(calibrate, toy_problems(3), Setup(draft="scripted", target="scripted"))
+    >>> len(set(scores.questions)), scores.scale.name
+    (3, 'perplexity')
+    """
+    setup = setup or Setup()
+    policy = replace(setup.policy, early_stop="none")
+    watching = replace(setup, method="atts", gate=ThresholdGate(math.inf), policy=policy, stored=(), warmup=0)
+    return scores_of(await evaluate(dataset, watching, limit=limit, directory=directory))
+
+
+def calibrate_sync(
+    dataset: str | Path | Sequence[Problem] = "arithmetic",
+    setup: Setup | None = None,
+    *,
+    limit: int | None = None,
+    directory: str | Path | None = None,
+) -> StoredScores:
+    """`calibrate` for code without an event loop.
+
+    :raises UsageError: called inside one.
+    """
+    refuse_inside_loop("calibrate_sync", "calibrate")
+
+    async def main() -> StoredScores:
+        return await calibrate(dataset, setup, limit=limit, directory=directory)
+
+    return anyio.run(main)
+
+
+def scores_of(run: str | Path | RunResult) -> StoredScores:
+    """Every score a run decided on, in order, with the conditions it was made under.
+
+    :raises JournalError: there is no run, or it cannot be read.
+    :raises CalibrationInputError: its gate saw no score.
+    """
+    from atts.calibration import PERPLEXITY, REAL, StoredScores
+
+    if isinstance(run, RunResult) and run.directory is None:
+        manifest, decisions = run.manifest, list(_kept(run))
+    else:
+        directory = directory_of(run)
+        manifest = _manifest(directory)
+        taken = read_decisions(read_entries(directory / JOURNAL, kinds=(Decided,)))
+        decisions = [event.decision for _, event in taken if event.decision.score is not None]
+    if not decisions:
+        raise CalibrationInputError("the run's scores", 0, "at least one: a gate that asks the target for scores")
+    scores = [decision.score for decision in decisions if decision.score is not None]
+    return StoredScores(
+        tuple(scores),
+        tuple(decision.question for decision in decisions),
+        tuple(decision.turn for decision in decisions),
+        PERPLEXITY if min(scores) >= 1 else REAL,
+        conditions_of(manifest),
+    )
+
+
+def conditions_of(manifest: Manifest) -> dict[str, object]:
+    """What scores of a run depend on besides the problems: the models, how they are sampled, how text is cut."""
+    found: dict[str, object] = {
+        f"{role}.{name}": spec[name] for role, spec in manifest.engines.items() for name in _SPEC if name in spec
+    }
+    held = manifest.configuration.get("policy")
+    policy: Mapping[str, Any] = held.value if held is not None and isinstance(held.value, Mapping) else {}
+    for name in ("sampling", "target_sampling", "chunking", "score"):
+        part = policy.get(name)
+        if isinstance(part, Mapping):
+            found |= {
+                f"{name}.{key}": list(value) if isinstance(value, tuple) else value for key, value in part.items()
+            }
+    return found
+
+
+def calibrator_of(run: str | Path | RunResult) -> Calibrator:
+    """The calibrator of a run as it stood at the end, rebuilt from the journal; of merged runs, theirs put together.
+
+    :raises JournalError: there is no run, or it cannot be read.
+    :raises CalibrationInputError: its method has no calibrator, or the calibrators cannot be put together.
+    """
+    directory = directory_of(run)
+    manifest = _manifest(directory)
+    whole: Calibrator | None = None
+    for entries in _parts(manifest, directory):
+        found = _lived_through(manifest, entries)
+        if whole is None:
+            whole = found
+        else:
+            whole.merge(found.state())
+    assert whole is not None, "a run has at least one part"
+    return whole
+
+
+def _parts(manifest: Manifest, directory: Path) -> Iterator[list[Entry]]:
+    """The gate's calls of each run that was merged, or of the one run there is."""
+    held = manifest.configuration.get(MERGED)
+    merged: Any = held.value if held is not None else ()
+    counts = [int(part["sessions"]) for part in merged]
+    part, last = list[Entry](), counts.pop(0) if counts else math.inf
+    for entry in read_entries(directory / JOURNAL, kinds=(SessionOpened, Decided, Observed, Taught)):
+        if isinstance(entry.event, SessionOpened) and entry.session > last:
+            yield part
+            part, last = [], last + (counts.pop(0) if counts else math.inf)
+        part.append(entry)
+    yield part
+
+
+def _lived_through(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
+    gate, calibrator = setup_of(manifest).decider()
+    if not isinstance(gate, ConformalGate) or gate.calibrator is not calibrator:
+        method = manifest.configuration.get("method")
+        raise CalibrationInputError("the method", method and method.value, "one with a calibrator, such as atts")
+    for entry in entries:
+        if isinstance(entry.event, Decided | Observed | Taught):
+            remind(gate, entry.event)
+    calibrator.settle()
+    return calibrator
+
+
+def setup_of(manifest: Manifest) -> Setup:
+    """The setup of a run, as far as its gate goes: method, rate, mode, stored scores, seed."""
+    settings: dict[str, Any] = {name: held.value for name, held in manifest.configuration.items()}
+    words: dict[str, Any] = {"seed": manifest.seed, "stored": tuple(settings.get("stored") or ())}
+    return Setup(**words, **{name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings})
+
+
+def _manifest(directory: Path) -> Manifest:
+    manifest = load_manifest(directory / MANIFEST)
+    if manifest is None or not (directory / JOURNAL).exists():
+        raise JournalError(directory, "there is no run here", "Give the directory of `atts eval --out DIRECTORY`")
+    return manifest
+
+
+def _kept(run: RunResult) -> Iterator[Decision]:
+    """Decisions with a score of a run that was kept in memory, turn by turn."""
+    turns = [turn for outcome in run.outcomes() for rollout in outcome.rollouts for turn in rollout.turns]
+    for turn in sorted(turns, key=lambda turn: turn.index):
+        if turn.decision is not None and turn.decision.score is not None:
+            yield turn.decision

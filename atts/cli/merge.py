@@ -1,0 +1,51 @@
+"""Makes one run of the shards of an evaluation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atts.cli.options import Json
+
+CALIBRATOR = "calibrator.json"
+
+
+def merge(
+    directories: Annotated[list[Path], typer.Argument(help="The runs: directories given to `atts eval --out`.")],
+    out: Annotated[Path, typer.Option(help="A new directory, for the union.")],
+    as_json: Json = False,
+) -> None:
+    """Make one run of the shards of an evaluation; `atts report`, `compare`, `replay` and `trace` read it as any other.
+
+    With a gate that learns nothing the union is what one process would have come to. Gates that learn have each learnt
+    from their own shard: what they saw together is saved beside, as calibrator.json.
+
+    Example: atts merge runs/part-1 runs/part-2 runs/part-3 --out runs/whole
+    """
+    from atts.api import calibrator_of
+    from atts.api import merge as unite
+    from atts.errors import CalibrationInputError
+
+    made = unite(directories, out)
+    facts: dict[str, object] = {"run": str(out), "runs": len(made.parts), "problems": made.problems, "calibrator": None}
+    try:
+        calibrator = calibrator_of(out)
+    except CalibrationInputError as none:
+        facts["why"] = str(none)
+    else:
+        calibrator.save(out / CALIBRATOR)
+        facts |= {"calibrator": str(out / CALIBRATOR), "decisions": calibrator.decided}
+        facts |= {"escalated": calibrator.escalated, "guarantee": calibrator.guarantee}
+    if as_json:
+        print(json.dumps(facts))
+        return
+    print(out)
+    print(f"{made.problems} problems of {len(made.parts)} runs. Next: atts report {out}", file=sys.stderr)
+    if facts["calibrator"] is None:
+        print(f"No calibrator: {facts['why']}", file=sys.stderr)
+    else:
+        print(f"Their calibrators together: {facts['calibrator']}", file=sys.stderr)

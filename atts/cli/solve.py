@@ -1,0 +1,210 @@
+"""Solves one problem and shows how: who wrote what, and what became of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atts.cli.options import (
+    ConfigFile,
+    Draft,
+    MaxTokens,
+    Method,
+    Mode,
+    Pairs,
+    Rate,
+    Samples,
+    Scores,
+    Seed,
+    Target,
+    Turns,
+    configured,
+)
+from atts.errors import OptionError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from atts.core import Decision, Outcome
+    from atts.run import Heard, RunResult
+
+_STYLES = {"draft": "dim", "accepted": "green", "rejected": "red", "target": "bold cyan", "answer": "bold"}
+_KINDS = ("math", "choice", "text")
+
+
+def solve(
+    context: typer.Context,
+    problem: Annotated[str, typer.Argument(help="The problem, a file that holds it, or - for stdin.")],
+    kind: Annotated[str, typer.Option(help="Of the answer: math, choice or text.")] = "math",
+    follow: Annotated[str, typer.Option(help="Which rollout is shown: a number, or all.")] = "0",
+    method: Method = None,
+    rate: Rate = None,
+    samples: Samples = None,
+    turns: Turns = None,
+    max_tokens: MaxTokens = None,
+    mode: Mode = None,
+    scores: Scores = None,
+    draft: Draft = None,
+    target: Target = None,
+    seed: Seed = None,
+    config: ConfigFile = None,
+    pairs: Pairs = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Every rollout's events, one object per line.")] = False,
+) -> None:
+    """Solve one problem and show the reasoning as it is written.
+
+    Each piece says who wrote it: the draft, whose chunks are accepted or rejected, or the target, which goes on after a
+    rejected chunk. On a terminal they differ in colour as well.
+
+    Example: atts solve "Tom has 39 pens. Ann has 12 more pens than Tom. How many pens does Ann have?"
+
+    Example: atts solve - --samples 4 --json < problem.txt
+    """
+    import anyio
+
+    from atts.api import evaluate
+    from atts.core import Problem
+
+    if kind not in _KINDS:
+        raise OptionError("kind", f"{kind!r} is not a kind of answer", _KINDS, kind)
+    asked = Problem("problem", text_of(problem), kind=kind)  # type: ignore[arg-type]  # checked above
+    setup = configured(context.params, config, pairs).setup()
+    teller: Story | Lines = Lines() if as_json else Story(follow, setup.policy.samples)
+
+    async def main() -> RunResult:
+        async with evaluate([asked], setup) as run:
+            async for event in run:
+                teller.tell(event)
+            return await run.result()
+
+    result = anyio.run(main)
+    outcomes = list(result.outcomes())
+    if outcomes:
+        teller.end(outcomes[0])
+    raise typer.Exit(result.exit_code)
+
+
+def text_of(problem: str) -> str:
+    """The words of a problem given as text, as a file or as - for stdin.
+
+    :raises UsageError: there are none, or they are no text.
+    """
+    named = Path(problem)
+    try:
+        is_file = len(problem) < 1024 and named.is_file()
+    except OSError:  # such as a name no file system takes
+        is_file = False
+    try:
+        text = sys.stdin.read() if problem == "-" else named.read_text(encoding="utf-8") if is_file else problem
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{problem}: it is not text in UTF-8 ({error.reason} at byte {error.start})") from error
+    if not text.strip():
+        raise UsageError("the problem is empty; give its words, a file that holds them, or - for stdin")
+    return text.strip()
+
+
+class Story:
+    """The reasoning of one rollout, or of all, for people: a label before every piece, colours on a terminal."""
+
+    def __init__(self, follow: str, samples: int) -> None:
+        """:raises OptionError: no such rollout."""
+        from rich.console import Console
+
+        if follow != "all" and not (follow.isdecimal() and int(follow) < samples):
+            raise OptionError("follow", f"{follow!r} is no rollout; give a number below {samples}, or all")
+        self._follow = None if follow == "all" else int(follow)
+        self._console: Console = Console(highlight=False, soft_wrap=True)
+
+    def tell(self, event: Heard) -> None:
+        """Show what concerns a rollout that is followed."""
+        from atts.journal import Decided
+        from atts.run import ChunkWritten
+
+        if isinstance(event, ChunkWritten) and self._follows(event.sample):
+            self._say(event.chunk.author, event.sample, event.chunk.text)
+        elif isinstance(event, Decided) and event.decision.action != "verify" and self._follows(event.decision.sample):
+            decision = event.decision
+            self._say("rejected" if decision.escalate else "accepted", decision.sample, _because(decision))
+
+    def end(self, outcome: Outcome) -> None:
+        """The answer, what the others said, and what it cost."""
+        usage, ends = outcome.usage, Counter(rollout.finish for rollout in outcome.rollouts)
+        votes = ", ".join(f"{answer} ({weight:g})" for answer, weight in outcome.votes.items())
+        spared = ends["settled"]
+        self._console.print()
+        self._say("answer", None, outcome.answer if outcome.answer is not None else "none")
+        self._plain("votes", votes or "none" + (f"; {outcome.why}" if outcome.why else ""))
+        of = f", {spared} of them spared once the vote was settled" if spared else ""
+        self._plain("rollouts", f"{len(outcome.rollouts)}{of}")
+        scored = f"{usage.scored_tokens:,} scored"
+        self._plain("tokens", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target, {scored}")
+
+    def _follows(self, sample: int) -> bool:
+        return self._follow is None or sample == self._follow
+
+    def _say(self, label: str, sample: int | None, text: str) -> None:
+        from rich.text import Text
+
+        number = f"{sample} " if sample is not None and self._follow is None else ""
+        for line in text.rstrip("\n").split("\n") if text.strip() else [""]:
+            words = Text(f"{number}{label:<9}", "dim") + Text("│ ", "dim") + Text(line, _STYLES[label])
+            self._console.print(words)
+
+    def _plain(self, label: str, text: str) -> None:
+        self._console.print(f"{label:<9}  {text}", markup=False)
+
+
+def _because(decision: Decision) -> str:
+    score = "" if decision.score is None else f"score {decision.score:.3f}"
+    return ", ".join(part for part in (score, decision.why) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Everything that happens, for machines."""
+
+    def tell(self, event: Heard) -> None:
+        """One object per chunk, decision and rollout."""
+        line = _line(event)
+        if line is not None:
+            self._print(line)
+
+    def end(self, outcome: Outcome) -> None:
+        """The outcome."""
+        from dataclasses import asdict
+
+        votes = {"votes": dict(outcome.votes), "usage": asdict(outcome.usage)}
+        self._print(
+            {"type": "outcome", "answer": outcome.answer, "status": outcome.status, "why": outcome.why, **votes}
+        )
+
+    def _print(self, line: dict[str, Any]) -> None:
+        from atts.reports import strict
+
+        print(json.dumps(strict(line)), flush=True)
+
+
+def _line(event: Heard) -> dict[str, Any] | None:
+    from atts.journal import Decided, RolloutFinished, TurnFinished
+    from atts.run import ChunkWritten
+
+    if isinstance(event, ChunkWritten):
+        chunk, place = event.chunk, {"sample": event.sample, "turn": event.turn}
+        tokens = len(chunk.logprobs) or len(chunk.ids(chunk.author))
+        return {"type": chunk.author, **place, "text": chunk.text, "ended": chunk.ended, "tokens": tokens}
+    if isinstance(event, Decided) and event.decision.action != "verify":
+        decision = event.decision
+        said = {name: getattr(decision, name) for name in ("sample", "turn", "score", "p", "rate", "why")}
+        return {"type": "rejected" if decision.escalate else "accepted", **said}
+    if isinstance(event, TurnFinished):
+        text = "".join(chunk.text for chunk in event.turn.chunks)
+        return {"type": "turn", "sample": event.sample, "turn": event.turn.index, "text": text, "note": event.turn.note}
+    if isinstance(event, RolloutFinished):
+        return {"type": "rollout", "sample": event.sample, "finish": event.finish, "answer": event.answer}
+    return None

@@ -1,0 +1,39 @@
+"""Writes the task graph of a run as a picture of time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atts.cli.options import Json
+
+
+def trace(
+    directory: Annotated[Path, typer.Argument(help="The run: the directory given to `atts eval --out`.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write; - is stdout.", show_default="trace.json in the run")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a run's engine calls as a trace: open it at https://ui.perfetto.dev or chrome://tracing.
+
+    Each engine is a process whose threads are its slots; one more holds the rollouts, with what they waited for.
+
+    Example: atts trace runs/first
+    """
+    if out is not None and str(out) == "-":
+        from atts.graph import write_trace
+        from atts.reports import read_nodes
+
+        write_trace(read_nodes(directory), sys.stdout)
+        return
+    from atts.api import trace as write
+
+    path = write(directory, out)
+    print(json.dumps({"trace": str(path), "bytes": path.stat().st_size}) if as_json else path)
+    if not as_json:
+        print("Open it at https://ui.perfetto.dev or chrome://tracing.", file=sys.stderr)

@@ -1,0 +1,233 @@
+"""Makes one run of several: the parts of an evaluation that was sharded over processes or machines."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from atts.core import Problem
+from atts.errors import FingerprintError, JournalError, OptionError, UsageError
+from atts.journal import (
+    JOURNAL,
+    MANIFEST,
+    Entry,
+    Event,
+    Json,
+    Manifest,
+    NodeFinished,
+    ProblemStarted,
+    RunState,
+    SessionOpened,
+    Setting,
+    dataset_digest,
+    load_manifest,
+    read_entries,
+)
+from atts.journal.codec import Texts
+from atts.journal.files import locked, open_append, storage, sync_directory, write_all
+from atts.journal.lines import LineWriter
+from atts.journal.manifest import save_manifest
+from atts.journal.writer import LOCK
+
+SHARD, MERGED = "shard", "merged"
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Every `of`-th problem of a dataset, from the `number`-th on, counted from 1."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Such as "2/3".
+
+        >>> Shard.parse("2/3").take("abcdefgh")
+        'beh'
+
+        :raises OptionError: it is no shard.
+        """
+        number, _, of = text.partition("/")
+        if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+            raise OptionError("shard", f"{text!r} is no part of a whole; give NUMBER/COUNT, such as 2/3")
+        return cls(int(number), int(of))
+
+    def take(self, problems: Any) -> Any:
+        """The shard's part of a sequence."""
+        return problems[self.number - 1 :: self.of]
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the runs to merge, whose problems are all over."""
+
+    directory: Path
+    manifest: Manifest
+    shard: Shard | None
+    problems: tuple[Problem, ...]  # in the order of its dataset
+    sessions: int
+    last_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Where the union is, and what it is made of."""
+
+    directory: Path
+    parts: tuple[Part, ...]
+    problems: int
+
+
+def merge(directories: Sequence[Path], out: Path) -> Merged:
+    """Write the run that holds everything these hold, as if one process had done it; reports and replays read it so.
+
+    The runs must differ in their problems alone. Problems come in the order of the whole dataset where the runs are its
+    shards, else in the order given. Sessions follow each other, so the seconds of the union are those of all parts.
+
+    :raises UsageError: fewer than two runs, a shard that is missing or there twice, a problem in two runs, a run with
+        problems left to do, or an `out` that is not empty.
+    :raises FingerprintError: runs under different settings.
+    :raises JournalError: a run cannot be read, or the disk refuses.
+    """
+    if len(directories) < 2:
+        raise UsageError("merging takes two runs or more; name their directories")
+    parts = _ordered([_part(directory) for directory in directories])
+    for part in parts[1:]:
+        _check_same(parts[0], part)
+    problems = _interleaved(parts)
+    if twice := [name for name, count in Counter(problem.id for problem in problems).items() if count > 1]:
+        raise UsageError(f"the problem {min(twice)!r} is in two of these runs; their problems must differ")
+    with storage(out):
+        out.mkdir(parents=True, exist_ok=True)
+    with locked(out / LOCK, out):
+        if (out / JOURNAL).exists() or (out / MANIFEST).exists():
+            raise UsageError(f"{out}: there is a run here already; choose another directory for the union")
+        _write(parts, problems, out)
+        save_manifest(out / MANIFEST, _manifest(parts, problems))
+    return Merged(out, tuple(parts), len(problems))
+
+
+def _part(directory: Path) -> Part:
+    manifest = load_manifest(directory / MANIFEST)
+    if manifest is None or not (directory / JOURNAL).exists():
+        raise JournalError(directory, "there is no run here", "Give directories of `atts eval --shard I/N --out ...`")
+    state, problems = RunState(), dict[str, Problem]()
+    for entry in read_entries(directory / JOURNAL):
+        state.apply(entry)
+        if isinstance(entry.event, ProblemStarted):
+            problems.setdefault(entry.event.problem.id, entry.event.problem)
+    left = sum(not state.is_over(name) for name in problems)
+    left += max(0, (manifest.problems or 0) - len(problems))
+    if left:
+        raise UsageError(f"{directory}: {left} problems are left to do; run its command again to its end, then merge")
+    named = manifest.configuration.get(SHARD)
+    shard = None if named is None else Shard.parse(str(named.value))
+    return Part(directory, manifest, shard, tuple(problems.values()), state.sessions, state.last_node)
+
+
+def _ordered(parts: list[Part]) -> list[Part]:
+    """Shards by their numbers, all of them there; other runs as given."""
+    shards = [part.shard for part in parts if part.shard is not None]
+    if not shards:
+        return parts
+    counts = {shard.of for shard in shards}
+    if len(shards) < len(parts) or len(counts) > 1:
+        raise UsageError("these are not shards of one evaluation: " + ", ".join(_named(part) for part in parts))
+    numbers = [shard.number for shard in shards]
+    if twice := {number for number in numbers if numbers.count(number) > 1}:
+        raise UsageError(f"shard {min(twice)}/{counts.pop()} is there twice")
+    (count,) = counts
+    if missing := sorted(set(range(1, count + 1)) - set(numbers)):
+        raise UsageError(f"shard {missing[0]}/{count} is missing; name the directories of all {count}")
+    return sorted(parts, key=lambda part: part.shard.number if part.shard is not None else 0)
+
+
+def _named(part: Part) -> str:
+    return f"{part.directory} ({f'shard {part.shard}' if part.shard else 'no shard'})"
+
+
+def _check_same(first: Part, other: Part) -> None:
+    try:
+        _neutral(other.manifest).check(_neutral(first.manifest), first.directory)
+    except FingerprintError as error:
+        what = f"the run in {other.directory}, beside that in {first.directory},"
+        raise FingerprintError(what, error.differences, "Merge runs of one configuration only") from None
+
+
+def _neutral(manifest: Manifest) -> Manifest:
+    """Without what tells one part from another."""
+    configuration = {name: held for name, held in manifest.configuration.items() if name not in (SHARD, MERGED)}
+    return replace(manifest, dataset="", configuration=configuration)
+
+
+def _interleaved(parts: Sequence[Part]) -> list[Problem]:
+    """As they stood in the dataset before it was sharded."""
+    if parts[0].shard is None:
+        return [problem for part in parts for problem in part.problems]
+    longest = max(len(part.problems) for part in parts)
+    return [part.problems[place] for place in range(longest) for part in parts if place < len(part.problems)]
+
+
+def _manifest(parts: Sequence[Part], problems: Sequence[Problem]) -> Manifest:
+    merged: list[Mapping[str, Json]] = [{"run": str(part.directory), "sessions": part.sessions} for part in parts]
+    first = _neutral(parts[0].manifest)
+    return replace(
+        first,
+        dataset=dataset_digest(problems),
+        problems=len(problems),
+        configuration={**first.configuration, MERGED: Setting(merged, "atts merge")},
+        created=min(part.manifest.created for part in parts),
+    )
+
+
+def _write(parts: Sequence[Part], problems: Sequence[Problem], out: Path) -> None:
+    writer = LineWriter(0, Texts())
+    with storage(out / JOURNAL):
+        file = open_append(out / JOURNAL)
+        try:
+            block: list[bytes] = []
+            size = 0
+            for entry in _entries(parts, problems):
+                block.append(writer.lines(entry.event, entry.at, entry.wall))
+                size += len(block[-1])
+                if size > _BLOCK:
+                    write_all(file, b"".join(block))
+                    block, size = [], 0
+            write_all(file, b"".join(block))
+            os.fsync(file.fileno())
+        finally:
+            file.close()
+        sync_directory(out)
+
+
+def _entries(parts: Sequence[Part], problems: Sequence[Problem]) -> Iterator[Entry]:
+    """Everything every part says, one after the other; all problems are started first, in the order of the dataset."""
+    sessions = nodes = 0
+    for part in parts:
+        for entry in read_entries(part.directory / JOURNAL):
+            event = entry.event
+            if isinstance(event, ProblemStarted):
+                continue
+            yield replace(entry, event=_shifted(event, sessions, nodes))
+            if isinstance(event, SessionOpened) and not sessions and event.session == 1:
+                yield from (replace(entry, event=ProblemStarted(problem)) for problem in problems)
+        sessions += part.sessions
+        nodes += part.last_node + 1
+
+
+def _shifted(event: Event, sessions: int, nodes: int) -> Event:
+    """With numbers that are free in the union."""
+    if isinstance(event, SessionOpened):
+        return replace(event, session=event.session + sessions)
+    if isinstance(event, NodeFinished):
+        return replace(event, node=event.node + nodes, after=tuple(node + nodes for node in event.after))
+    return event

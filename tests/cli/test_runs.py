@@ -1,0 +1,316 @@
+"""What one can do with a run directory: replay it, trace it, check it, fit from it, put shards of it together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
+from atts.calibration import Calibrator
+from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
+from atts.journal import JOURNAL, MANIFEST, Decided, NodeFinished, Observed, read_entries
+from atts.pipelines import Policy
+from atts.reports import collect, strict
+from atts.testing import toy_problems
+
+Atts = Callable[..., Any]
+FROZEN = Setup(
+    draft="scripted", target="scripted", method="random", rate=0.3, seed=5, policy=Policy(samples=4, early_stop="none")
+)
+"""A gate that learns nothing, and votes that spare nobody."""
+
+
+def lines(said: Any) -> list[dict[str, Any]]:
+    """Standard output as one object per line."""
+    return [json.loads(line) for line in said.out.splitlines()]
+
+
+def test_the_recorded_policy_replays_to_itself(atts: Atts, runs: Path) -> None:
+    """Nothing said, nothing changed: every decision comes out as it did, on the same scores."""
+    *found, summary = lines(atts("replay", str(runs / "atts"), "--json"))
+    decisions = [line for line in found if line["type"] == "decision"]
+    assert decisions
+    assert all(line["action"] == line["recorded"] and not line["off_policy"] for line in decisions)
+    assert (summary["changed"], summary["off_policy"]) == (0, 0.0)
+    assert summary["recorded"] == summary["replayed"]
+
+
+def test_another_rate_is_replayed_and_its_strays_are_flagged(atts: Atts, runs: Path) -> None:
+    """What follows a decision that came out otherwise is another story's, and said to be."""
+    *found, summary = lines(atts("replay", str(runs / "atts"), "--rate", "0.7", "--json"))
+    decisions = [line for line in found if line["type"] == "decision"]
+    assert summary["nominal"] == 0.7
+    assert summary["replayed"]["rate"]["value"] > summary["recorded"]["rate"]["value"]
+    changed = {(line["problem"], line["sample"]): line["turn"] for line in reversed(decisions) if _differs(line)}
+    for line in decisions:
+        first = changed.get((line["problem"], line["sample"]))
+        assert line["off_policy"] == (first is not None and line["turn"] > first)
+    assert summary["off_policy"] > 0
+
+
+def _differs(line: dict[str, Any]) -> bool:
+    return bool(line["action"] != line["recorded"])
+
+
+def test_a_budget_is_never_exceeded(runs: Path) -> None:
+    """Takeovers per problem, whatever the rate asks for."""
+    for budget in (0, 1, 3):
+        found = replay(runs / "atts", rate=1.0, budget=budget)
+        spent: dict[str, int] = {}
+        for pair in found.decisions:
+            spent[pair.decision.question] = spent.get(pair.decision.question, 0) + pair.decision.escalate
+        assert max(spent.values()) == budget
+
+
+def test_fewer_samples_are_a_smaller_run(runs: Path) -> None:
+    """Two of three rollouts cost and decide less; more than were recorded cannot be had."""
+    whole, less = replay(runs / "atts"), replay(runs / "atts", samples=2)
+    assert less.replayed.draft_tokens < whole.replayed.draft_tokens
+    assert {pair.decision.sample for pair in less.decisions} == {0, 1}
+    with pytest.raises(OptionError, match="9 is more than the 3"):
+        replay(runs / "atts", samples=9)
+    with pytest.raises(OptionError, match="budget"):
+        replay(runs / "atts", budget=-1)
+
+
+def test_the_replay_of_a_run_is_a_table(atts: Atts, runs: Path) -> None:
+    """People see both sides, and how far the second can be believed."""
+    said = atts("replay", str(runs / "atts"), "--rate", "0.7")
+    assert said.code == 0
+    for words in ("recorded", "replayed", "asked for: 0.7", "left the recorded path"):
+        assert words in said.out
+
+
+def test_a_trace_holds_every_call(atts: Atts, runs: Path) -> None:
+    """One slice per engine call on its engine's slots, in a file or on stdout."""
+    said = atts("trace", str(runs / "atts"), "--json")
+    (made,) = lines(said)
+    events = json.loads(Path(made["trace"]).read_text())["traceEvents"]
+    engines = {event["pid"] for event in events if event.get("args", {}).get("name", "").startswith("engine")}
+    calls = [event for event in events if event["ph"] == "X" and event["pid"] in engines]
+    nodes = [e.event for e in read_entries(runs / "atts" / JOURNAL) if isinstance(e.event, NodeFinished)]
+    assert len(calls) == sum(node.ended > node.started for node in nodes)
+    assert atts("trace", str(runs / "atts"), "--out", "-").out == Path(made["trace"]).read_text()
+
+
+def test_a_run_is_a_source_of_scores(atts: Atts, runs: Path) -> None:
+    """Report, fit and replay read a run directory like a file of scores; the conditions come along."""
+    run = str(runs / "atts")
+    assert "warning" in atts("calibration", "report", run).out
+    fitted = atts("calibration", "fit", run, "--rate", "0.3", "--out", "fitted.json")
+    assert fitted.code == 0
+    stored = Calibrator.load(Path("fitted.json")).stored
+    assert stored == scores_of(run)
+    assert (
+        stored.fingerprint["draft.model"]
+        == json.loads((runs / "atts" / MANIFEST).read_text())["engines"]["draft"]["model"]
+    )
+    assert atts("calibration", "replay", run, "--json").code == 0
+
+
+def test_check_says_whether_a_run_kept_its_promise(atts: Atts, runs: Path) -> None:
+    """Held: 0 and a sentence; a rate outside its band, or an alarm: 5 and the reason."""
+    run = runs / "atts"
+    assert "held; no alarm" in atts("calibration", "check", str(run)).out
+    journal = (run / JOURNAL).read_bytes()
+    (shutil.copytree(run, run.parent / "bent") / JOURNAL).write_bytes(_bent(journal))
+    said = atts("calibration", "check", str(run.parent / "bent"))
+    assert said.code == 5
+    assert "left its band" in said.err
+    alone = atts("calibration", "check", str(runs / "alone"))
+    assert (alone.code, "nothing to check" in alone.err) == (5, True)
+
+
+def _bent(journal: bytes) -> bytes:
+    """The same run, had every chunk been handed over."""
+    import zlib
+
+    found: list[bytes] = []
+    for line in journal.splitlines(keepends=True):
+        body = line[:-19].replace(b'"escalated":"no"', b'"escalated":"yes"')
+        found.append(b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body)))
+    return b"".join(found)
+
+
+def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:
+    """The fingerprint names the field that differs."""
+    atts("calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", "target.model=another")
+    said = atts("calibration", "check", "s.json", "--live", str(runs / "atts"))
+    assert said.code == 2
+    assert "target.model" in said.err
+    atts("calibration", "import", str(runs / "atts"), "--out", "same.json")
+    assert atts("calibration", "check", "same.json", "--live", str(runs / "atts")).code in (0, 5)
+
+
+def test_calibrate_is_the_draft_alone_scored(tmp_path: Path) -> None:
+    """Every chunk is scored and kept, none is handed over; the scores are a later run's to start from."""
+    setup = Setup(draft="scripted", target="scripted")
+    scores = calibrate_sync(toy_problems(3), setup, directory=tmp_path / "fit")
+    events = [entry.event for entry in read_entries(tmp_path / "fit" / JOURNAL)]
+    assert {event.escalated for event in events if isinstance(event, Observed)} == {"no"}
+    assert len(scores) == sum(isinstance(e, Decided) and e.decision.score is not None for e in events)
+    in_memory = calibrate_sync(toy_problems(3), setup)
+    assert sorted(in_memory.scores) == sorted(scores.scores)
+    result = evaluate_sync(toy_problems(2), Setup(draft="scripted", target="scripted", stored=scores, mode="split"))
+    assert result.status == "finished"
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One evaluation by one process, and the same by three: whole, 1, 2, 3."""
+    folder = tmp_path_factory.mktemp("shards")
+    evaluate_sync(toy_problems(7), FROZEN, directory=folder / "whole")
+    for number in (1, 2, 3):
+        evaluate_sync(toy_problems(7), FROZEN, directory=folder / str(number), shard=f"{number}/3")
+    return folder
+
+
+def numbers(run: Path) -> dict[str, Any]:
+    """What a report says, but for time, place and the order of events."""
+    report = strict(asdict(collect(run).report))
+    held = report["calibration"]
+    kept = {name: report[name] for name in ("verdict", "accuracy", "coverage", "spend")}
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in report["problems"]]
+    rates = {
+        name: held[name] for name in ("decisions", "escalated", "by_turn", "question", "questions") if name in held
+    }
+    return {**kept, "rows": rows, "rates": rates}
+
+
+def test_shards_together_are_the_whole(shards: Path, tmp_path: Path) -> None:
+    """With a frozen gate the report of the union is that of one run: accuracy, tokens, rates, every problem's row."""
+    made = merge([shards / "2", shards / "3", shards / "1"], tmp_path / "all")
+    assert made.problems == 7
+    union, whole = numbers(made.directory), numbers(shards / "whole")
+    for spend in (union["spend"], whole["spend"]):
+        for name in [name for name in spend if "seconds" in name or "time" in name or "per" in name]:
+            spend.pop(name)
+    assert union == whole
+    assert {p.problem.id: p.answer for p in _outcomes(made.directory)} == {
+        p.problem.id: p.answer for p in _outcomes(shards / "whole")
+    }
+
+
+def _outcomes(run: Path) -> list[Any]:
+    from atts.journal import read_outcomes
+
+    return list(read_outcomes(read_entries(run / JOURNAL)))
+
+
+def test_a_union_is_a_run_like_any_other(atts: Atts, shards: Path) -> None:
+    """It is reported, replayed, traced and compared; it is nobody's to go on with."""
+    parts = [str(shards / str(number)) for number in (1, 2, 3)]
+    assert atts("merge", *parts, "--out", "all").code == 0
+    assert atts("report", "all", "--json").code == 0
+    assert lines(atts("replay", "all", "--json"))[-1]["changed"] == 0
+    assert atts("trace", "all", "--json").code == 0
+    assert atts("compare", str(shards / "whole"), "all").code == 0
+    nodes = [e.event.node for e in read_entries(Path("all") / JOURNAL) if isinstance(e.event, NodeFinished)]
+    assert len(nodes) == len(set(nodes))
+    with pytest.raises(FingerprintError, match="merged"):
+        evaluate_sync(toy_problems(7), FROZEN, directory="all")
+
+
+def test_calibrators_that_learnt_apart_are_put_together(atts: Atts, tmp_path: Path) -> None:
+    """What they decided adds up, the report still takes every decision again, and the union is somewhere to start."""
+    setup = Setup(draft="scripted", target="scripted", rate=0.3)
+    for number in (1, 2):
+        evaluate_sync(toy_problems(6), setup, directory=tmp_path / str(number), shard=f"{number}/2")
+    (made,) = lines(atts("merge", str(tmp_path / "1"), str(tmp_path / "2"), "--out", "all", "--json"))
+    apart = [calibrator_of(tmp_path / str(number)) for number in (1, 2)]
+    union = Calibrator.load(Path(made["calibrator"]))
+    assert union.decided == made["decisions"] == sum(one.decided for one in apart)
+    assert union.escalated == sum(one.escalated for one in apart)
+    held = collect(Path("all")).report.calibration
+    assert held is not None
+    assert "came out the same" in held.promise.audit
+
+
+def test_what_is_no_evaluation_in_parts_is_refused(shards: Path, tmp_path: Path) -> None:
+    """A missing shard, one twice, other settings, an unfinished one, a union over a run: each says so."""
+    one, two, three = (shards / str(number) for number in (1, 2, 3))
+    out = tmp_path / "out"
+    with pytest.raises(UsageError, match="two runs or more"):
+        merge([one], out)
+    with pytest.raises(UsageError, match="shard 2/3 is missing"):
+        merge([one, three], out)
+    with pytest.raises(UsageError, match="there twice"):
+        merge([one, two, two], out)
+    with pytest.raises(UsageError, match="not shards of one evaluation"):
+        merge([one, shards / "whole"], out)
+    with pytest.raises(UsageError, match="a run here already"):
+        merge([one, two, three], shards / "whole")
+    with pytest.raises(OptionError, match="2/3"):
+        evaluate_sync(toy_problems(7), FROZEN, shard="4/3")
+    with pytest.raises(OptionError, match="empty"):
+        evaluate_sync(toy_problems(2), FROZEN, shard="3/3")
+    cut = shutil.copytree(three, tmp_path / "cut")
+    whole = (cut / JOURNAL).read_bytes().splitlines(keepends=True)
+    (cut / JOURNAL).write_bytes(b"".join(whole[: len(whole) // 2]))
+    with pytest.raises(UsageError, match="left to do"):
+        merge([one, two, cut], out)
+    assert not out.exists()
+    with pytest.raises(CalibrationInputError, match="random"):
+        calibrator_of(shards / "whole")
+
+
+@pytest.mark.parametrize("given", ["argument", "file", "stdin"])
+def test_a_problem_is_solved_before_ones_eyes(
+    atts: Atts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """Each piece says who wrote it, and what became of it; the answer, the votes and the price come last."""
+    import io
+
+    text = toy_problems(1)[0].text
+    (tmp_path / "problem.txt").write_text(text)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    word = {"argument": text, "file": "problem.txt", "stdin": "-"}[given]
+    words = ("--draft", "scripted", "--target", "scripted", "--method", "random", "--rate", "0.5", "--samples", "3")
+    said = atts("solve", word, *words, "--follow", "all")
+    assert said.code == 0
+    labels = {line.split("│")[0].split()[-1] for line in said.out.splitlines() if "│" in line}
+    assert labels == {"draft", "accepted", "rejected", "target", "answer"}
+    assert "\x1b" not in said.out
+    assert "votes" in said.out
+
+
+def test_solving_tells_machines_everything(atts: Atts) -> None:
+    """Every rollout's chunks, decisions and end, then the outcome; what enters a turn was written in it."""
+    said = atts(
+        "solve", toy_problems(1)[0].text, "--draft", "scripted", "--target", "scripted", "--samples", "3", "--json",
+        "--set", "early_stop=none",
+    )  # fmt: skip
+    found = lines(said)
+    assert {line["sample"] for line in found if "sample" in line} == {0, 1, 2}
+    assert found[-1]["type"] == "outcome"
+    for line in found:
+        if line["type"] == "turn":
+            here = [one for one in found if (one.get("sample"), one.get("turn")) == (line["sample"], line["turn"])]
+            written = "".join(one["text"] for one in here if one["type"] in ("draft", "target"))
+            assert written.endswith(line["text"])  # what was thrown away came before
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("solve", "  "), "empty"),
+        (("solve", "2+2", "--kind", "mathe"), "math"),
+        (("solve", "2+2", "--follow", "99"), "rollout"),
+        (("replay", "nowhere"), "no run"),
+        (("trace", "nowhere"), "no run"),
+        (("merge", "nowhere", "--out", "all"), "two runs"),
+        (("eval", "--shard", "0/2"), "2/3"),
+    ],
+)
+def test_nonsense_is_a_line_and_a_code(atts: Atts, words: tuple[str, ...], why: str) -> None:
+    """Usage or run directory; never a traceback."""
+    said = atts(*words)
+    assert said.code in (2, 4)
+    assert why in said.err
+    assert len(said.err.splitlines()) <= 3

@@ -1,0 +1,115 @@
+"""lm_eval drives the embedded pair and benchmark end to end; runs where lm_eval is installed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.core import Problem
+from atts.evaluators import load_dataset
+from atts.testing import ScriptedEngine
+
+lm_eval: Any = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'atts[lm-eval]'")
+pytest.importorskip("datasets", reason="lm_eval's datasets are not installed")
+pytestmark = pytest.mark.filterwarnings("default")  # the harness's own, and its dependencies'
+
+
+def task_of(folder: Path, problems: tuple[Problem, ...]) -> Any:
+    """A task of theirs on our problems: exact match of what is in the last box."""
+    from lm_eval.tasks import TaskManager
+
+    rows = [json.dumps({"question": it.text, "answer": it.answer}) for it in problems]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "ours.yaml").write_text(
+        f"""
+task: ours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder / "rows.jsonl"}}}}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["</never>"], max_gen_toks: 400}}
+filter_list:
+  - name: boxed
+    filter:
+      - {{function: regex, regex_pattern: 'boxed\\{{(-?\\d+)\\}}', group_select: -1}}
+      - {{function: take_first}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+    )
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+def requests(*arguments: tuple[Any, ...]) -> list[Any]:
+    """Requests as their tasks make them."""
+    from lm_eval.api.instance import Instance
+
+    kind = "generate_until"
+    return [Instance(request_type=kind, doc={}, arguments=each, idx=n) for n, each in enumerate(arguments)]
+
+
+def test_the_embedded_benchmark_runs_under_their_evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--model atts --model_args pretrained=embedded,...`: their exact match of our answers, and a resumable run."""
+    import atts.adapters.lm_eval
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    problems = load_dataset("arithmetic[:6]").problems
+    found = lm_eval.simple_evaluate(
+        model="atts",
+        model_args=f"pretrained=embedded,samples=4,rate=0.3,directory={tmp_path / 'runs'}",
+        tasks=["ours"],
+        task_manager=task_of(tmp_path, problems),
+        bootstrap_iters=0,
+    )
+    assert found["results"]["ours"]["exact_match,boxed"] >= 0.5
+    assert len(found["samples"]["ours"]) == len(problems)
+    assert (tmp_path / "runs" / "generate-1" / "journal.jsonl").exists()
+    assert atts.adapters.lm_eval.ATTSModel is not None
+
+
+def test_generations_are_cut_where_the_task_says() -> None:
+    """`until` ends a reply, a token limit a rollout; order and number are the requests'."""
+    from atts.adapters.lm_eval import ATTSModel
+
+    model = ATTSModel("scripted", samples=2)
+    question = "Start at 4. +3, -2. What is the result?"
+    whole, cut, short = model.generate_until(
+        requests(
+            (question, {"until": []}), (question, {"until": ["\n\n"]}), (question, {"until": [], "max_gen_toks": 5})
+        )
+    )
+    assert "\n\n" in whole
+    assert "\n\n" not in cut
+    assert len(short) < len(whole)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": question}]
+    assert model.apply_chat_template(chat) == f"Be brief.\n\n{question}"
+
+
+def test_likelihoods_are_the_targets() -> None:
+    """A right continuation is likelier than a wrong one and greedy where it is; a rolled text adds up its tokens."""
+    from atts.adapters.lm_eval import ATTSModel
+
+    model = ATTSModel("scripted")
+    context = "Start at 4. +3. What is the result?<|assistant|>4 plus 3 is"
+    right, wrong, bare = model.loglikelihood(requests((context, " 7"), (context, " 9"), ("", "So")))
+    assert wrong[0] < right[0] <= 0
+    assert not wrong[1]
+    assert bare[0] < 0
+    text = "So 4 plus 3 is 7.\n\n"
+    [rolled] = model.loglikelihood_rolling(requests((text,)))
+    assert math.isclose(rolled, model.loglikelihood(requests(("", text)))[0][0], rel_tol=1e-9)
+    assert ScriptedEngine("target").spec.end_ids
+
+
+def test_misspelt_arguments_are_refused() -> None:
+    """As on our own command line."""
+    from atts.adapters.lm_eval import ATTSModel
+
+    with pytest.raises(Exception, match="did you mean 'samples'"):
+        ATTSModel("scripted", sampels=2)

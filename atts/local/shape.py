@@ -76,13 +76,14 @@ def read_shape(folder: Path, name: str) -> Shape:
 
 
 def _config(folder: Path, name: str) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise ModelLoadError(name, f"{folder} holds no config.json", "Name a folder written by save_pretrained")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelLoadError(name, f"config.json cannot be read as a model configuration ({error})") from error
 
 

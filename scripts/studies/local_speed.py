@@ -135,7 +135,10 @@ def continuous(subjects: list[Subject], options: Options, portal: BlockingPortal
                 "ours": partial(fresh.ours, portal, engine, tokens),
                 "theirs": partial(_their_batching, subject, count, tokens),
             }
-            seen = interleaved(arms, options.pick(1, 2, 3))
+            try:
+                seen = interleaved(arms, options.pick(1, 2, 3))
+            finally:
+                subject.theirs.destroy_cached_continuous_batching_manager()
         rate = count * tokens / Spread.of(seen["ours"]).median
         rows.append((subject.name, count, tokens, rate, str(ratio(seen, "theirs", "ours"))))
     title = "Continuous batching beside transformers' own (`generate_batch`)"
@@ -143,14 +146,18 @@ def continuous(subjects: list[Subject], options: Options, portal: BlockingPortal
 
 
 def _their_batching(subject: Subject, count: int, tokens: int) -> float:
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     prompts = [list(prompt) for prompt in subject.prompts(count, PROMPT)]
+    # without limits it would take most of the machine's memory; the manager stays, so that its start is not counted
+    room = ContinuousBatchingConfig(num_blocks=2 * count * (PROMPT + tokens) // 32, max_batch_tokens=1024)
     written: list[int] = []
 
     def work() -> None:
-        replies = subject.theirs.generate_batch(prompts, generation_config=config, progress_bar=False)
+        replies = subject.theirs.generate_batch(
+            prompts, config, continuous_batching_config=room, persistent_manager=True, progress_bar=False
+        )
         written.extend(len(reply.generated_tokens) for reply in replies.values())
 
     seconds = wall_seconds(work)

@@ -171,6 +171,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "turns 0.5 of each head",
     ),
     "heads that do not divide": (_edit(num_key_value_heads=3), "3 key-value heads cannot serve 4"),
+    "impossible config": (_edit(num_attention_heads=7), "cannot be read as a model configuration"),
     "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "index.json cannot be read"),
     "broken ends": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json cannot be read"),
     "quantised": (_edit(quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),

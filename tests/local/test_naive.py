@@ -114,7 +114,20 @@ def test_variants_of_a_family_equal_the_naive_loop(
     kernel: str, changes: dict[str, Any], make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
     """Head counts, head sizes, tied embeddings, biases and rotary scalings."""
-    folder = make_model("llama", **changes)
+    compare_with_naive(make_model("llama", **changes), naive, drive, kernel)
+
+
+@pytest.mark.parametrize(("heads", "shared", "dim"), [(6, 2, 16), (6, 1, 16), (6, 6, 32), (6, 3, 96), (4, 2, 128)])
+def test_however_heads_share_keys_the_native_kernel_equals_the_naive_loop(
+    heads: int, shared: int, dim: int, make_model: Callable[..., Path], naive: Any, drive: Any
+) -> None:
+    """Query heads go through the keys in bundles of up to four: of one kv head, of two, of four, and what is left."""
+    changes = {"num_attention_heads": heads, "num_key_value_heads": shared, "head_dim": dim, "hidden_size": 24 * heads}
+    compare_with_naive(make_model("llama", **changes), naive, drive, "native")
+
+
+def compare_with_naive(folder: Path, naive: Any, drive: Any, kernel: str) -> None:
+    """Samples and scores of several lengths in one batch."""
     requests: list[SampleRequest | ScoreRequest] = [
         *[SampleRequest(ids_of(n, 3 * n + 1), 10, GREEDY) for n in range(6)],
         *[ScoreRequest(ids_of(9, 5), ids_of(8, n + 1)) for n in range(4)],

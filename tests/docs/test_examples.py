@@ -145,6 +145,22 @@ def expect(promised: str, said: str, where: str) -> None:
     assert doctest.OutputChecker().check_output(promised, said, options), f"{where} printed\n{said}\nnot\n{promised}"
 
 
+def leaf_commands() -> dict[str, str]:
+    """Every command that does something, with its help, as the generated page has them."""
+    parts = re.split(r"^## (atts.*)$", (ROOT / "docs" / "cli.md").read_text(), flags=re.M)[1:]
+    found = dict(zip(parts[::2], parts[1::2], strict=True))
+    return {name: text for name, text in found.items() if not any(other.startswith(f"{name} ") for other in found)}
+
+
+def test_every_command_is_shown_by_an_example() -> None:
+    """Each has an example in its help, and one on a page: run with that page, or with the reason why it is not."""
+    shown = "\n".join(example.text for page in PAGES for example in examples(page))
+    commands_ = leaf_commands()
+    assert len(commands_) > 10
+    assert [name for name in commands_ if not re.search(rf"\b{name}\b", shown)] == []
+    assert [name for name, text in commands_.items() if not re.search(r"Example: .*atts ", text)] == []
+
+
 def test_the_collector_sees_and_the_checker_can_fail(tmp_path: Path) -> None:
     """Blocks, reasons, exit codes and continued commands are read; a wrong output and a wrong exit code are noticed."""
     page = tmp_path / "page.md"

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from atts.calibration.likeness import compare
 from atts.calibration.martingale import SimpleJumper
+from atts.calibration.ranks import Ranks
 from atts.calibration.samples import QuestionSample
 from atts.calibration.stored import StoredScores
 from atts.errors import CalibrationInputError, OptionError
@@ -18,8 +20,14 @@ Policy = Literal["recalibrate", "widen", "escalate", "report"]
 POLICIES: tuple[Policy, ...] = ("recalibrate", "widen", "escalate", "report")
 Kind = Literal["duplicates", "shift", "martingale"]
 
-_FIRST_LOOK, _GROWTH = 5, 1.3  # live questions at the first two-sample look, and from one look to the next
-_MARTINGALE_SHARE = 0.2  # of the false-alarm level; the rest is for the looks
+_LOOKS = (  # after so many scores, with this share of the false-alarm level
+    *((64, 0.025), (100, 0.0375), (160, 0.05), (300, 0.5625)),
+    *((300 << doublings, 0.025) for doublings in range(1, 7)),
+)
+_MARTINGALE = 0.15  # its share
+_SLACK = 3.5  # an alarm also needs p below so many times its level were the stored questions a sample themselves
+_FEWEST = 4  # live questions at a look, stored ones at all
+_KEPT = 512  # live questions remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +66,12 @@ def duplicate_share(stored: StoredScores) -> float:
 class DriftMonitor:
     """Compares the questions of a run with the stored ones, as it goes.
 
-    The unit is the question, because scores of one question move together. At 5, 7, 10, ... live questions their
-    levels and spreads are compared with the stored questions' (a two-sample test in normal scores); between the looks
-    a martingale bets on the smoothed rank of each question among all before it. The levels of all looks and of the
-    martingale add up to `level`, which bounds the false alarms of a whole run whose questions are exchangeable with
-    the stored ones (for the looks to the accuracy of a t-test).
+    The unit is the question, because scores of one question move together. After 64, 100, 160 and, with half of the
+    level, 300 scores, then at six doublings, the levels and spreads of the latest questions are compared with the
+    stored ones as distributions; between the looks a martingale bets on the smoothed rank of each question among all
+    before it. The levels of all looks and of the martingale add up to less than `level`: that bounds the false alarms
+    of a whole run whose questions are draws of the stored ones. Where the stored ones are themselves a sample of the
+    law that the run draws from, it is at most 3.5 times as much.
     """
 
     def __init__(self, stored: StoredScores, level: float = 0.008, policy: Policy = "recalibrate") -> None:
@@ -80,9 +89,8 @@ class DriftMonitor:
         self._turn = min(stored.turns, default=0)
         self._reference = QuestionSample.of(stored, self._turn)
         self._live = dict[str, list[float]]()
-        self._scores = self._looks = 0
-        self._next_look = _FIRST_LOOK
-        self._ranked = list(self._reference.early)
+        self._scores = self._seen = self._looks = 0
+        self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
         share = duplicate_share(stored)
         if share > 0.02:
@@ -91,7 +99,7 @@ class DriftMonitor:
     @property
     def watching(self) -> bool:
         """Whether there is anything to compare with, and nothing was noticed yet."""
-        return not self.events and bool(self._reference.levels)
+        return not self.events and len(self._reference.questions) >= _FEWEST
 
     @property
     def alarmed(self) -> bool:
@@ -104,34 +112,37 @@ class DriftMonitor:
         `theta` is a uniform of this chunk, for ties among questions.
         """
         self._scores += 1
-        if self.alarmed or turn != self._turn or not math.isfinite(badness) or not self._reference.levels:
+        if turn != self._turn or not math.isfinite(badness) or not self.watching:
             return None
+        self._seen += 1
         key = question or f"chunk {self._scores}"  # a chunk of no question is a question of its own
         scores = self._live.setdefault(key, [])
-        scores.append(badness)
-        if len(scores) == self._reference.half:
-            self._bet(math.fsum(scores) / len(scores), theta)
-        if not self.alarmed and len(self._live) >= self._next_look:
+        if len(scores) < self._reference.size:
+            scores.append(badness)
+            if len(scores) == self._reference.half:
+                self._bet(math.fsum(scores) / len(scores), theta)
+        if len(self._live) > _KEPT:
+            del self._live[next(iter(self._live))]
+        is_due = self._looks < len(_LOOKS) and self._seen >= _LOOKS[self._looks][0]
+        if is_due and not self.alarmed and len(self._live) >= _FEWEST:
             self._look()
         return self.events[-1] if self.events else None
 
     def _bet(self, mean: float, theta: float) -> None:
-        below = sum(other < mean for other in self._ranked)
-        equal = sum(other == mean for other in self._ranked)
+        below, equal = self._ranked.counts(mean)
         self._martingale.update((below + theta * (1 + equal)) / (len(self._ranked) + 1))
-        self._ranked.append(mean)
-        if self._martingale.alarm(self.level * _MARTINGALE_SHARE):
+        self._ranked.add(mean)
+        if self._martingale.alarm(self.level * _MARTINGALE):
             p = math.exp(-self._martingale.log_peak)
             self._alarm("martingale", p, "the questions' scores have moved away from those before them")
 
     def _look(self) -> None:
+        level = self.level * _LOOKS[self._looks][1]
+        found = compare(self._reference, list(self._live.values()), level, self._looks)
         self._looks += 1
-        self._next_look = max(self._next_look + 1, math.ceil(self._next_look * _GROWTH))
-        # 1/(j + 4)^2 over its sum from j = 1: looks at few questions can tell little, so they get little.
-        share = (1 - _MARTINGALE_SHARE) * (self._looks + 4) ** -2 / 0.22132
-        p, questions = self._reference.compare(self._live.values())
-        if p < self.level * share:
-            self._alarm("shift", p, f"the scores of {questions} questions are not distributed like the stored ones")
+        if found.drawn <= level and found.exchangeable <= _SLACK * level:
+            message = f"the scores of {found.questions} questions are not distributed like the stored ones"
+            self._alarm("shift", found.drawn, message)
 
     def _alarm(self, kind: Kind, p: float, message: str) -> None:
         self.events.append(DriftEvent(kind, self._scores, len(self._live), p, self.policy, message))
@@ -141,9 +152,9 @@ class DriftMonitor:
         return {
             "live": self._live,
             "scores": self._scores,
+            "seen": self._seen,
             "looks": self._looks,
-            "next_look": self._next_look,
-            "ranked": self._ranked,
+            "ranked": list(self._ranked),
             "martingale": self._martingale.state(),
             "events": [event.state() for event in self.events],
         }
@@ -151,8 +162,8 @@ class DriftMonitor:
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`, on a monitor of the same stored scores."""
         self._live = {question: list(scores) for question, scores in state["live"].items()}
-        self._scores, self._looks = int(state["scores"]), int(state["looks"])
-        self._next_look = int(state["next_look"])
-        self._ranked = list(state["ranked"])
+        self._scores, self._seen = int(state["scores"]), int(state["seen"])
+        self._looks = int(state["looks"])
+        self._ranked = Ranks(state["ranked"])
         self._martingale.restore(state["martingale"])
         self.events = [DriftEvent(**event) for event in state["events"]]

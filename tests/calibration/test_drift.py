@@ -56,11 +56,13 @@ def test_a_shift_of_a_half_is_noticed_within_300_scores(by: float, array_of: Arr
     assert all(after is not None and after <= 160 for after in seen)
 
 
-@pytest.mark.parametrize("part", ["4334263d", "9be0821c", "7564d923", "d45c196d"])
-def test_scores_of_another_model_are_noticed_in_most_runs(part: str, array_of: ArrayOf) -> None:
-    """Other models and benchmarks, some with nearly the same law: the study prints the power for each."""
+@pytest.mark.parametrize(
+    ("part", "least"), [("4334263d", 20), ("9be0821c", 20), ("7564d923", 20), ("d45c196d", 12), ("1b8761b8", 12)]
+)
+def test_scores_of_another_model_are_noticed_in_most_runs(part: str, least: int, array_of: ArrayOf) -> None:
+    """Other models and benchmarks, the last two within about one standard deviation: the study prints the power."""
     hits = sum(noticed_after(array_of(part), array_of(), seed) is not None for seed in range(20))
-    assert hits >= {"d45c196d": 3, "7564d923": 15}.get(part, 19)
+    assert hits >= least
 
 
 def test_duplicated_draws_are_noticed_before_the_first_score(array_of: ArrayOf) -> None:

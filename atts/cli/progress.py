@@ -31,8 +31,8 @@ async def shown(progress: Progress, stream: TextIO | None = None) -> AsyncGenera
 
     The run's directory, once it has one, holds `progress.json`, replaced whole every second.
     """
-    stream = sys.stderr if stream is None else stream
-    display = _Table(progress, stream) if stream.isatty() else _Lines(progress, stream)
+    out: TextIO = sys.stderr if stream is None else stream
+    display = _Table(progress, out) if out.isatty() else _Lines(progress, out)
     with display:
         async with tasks.background(_follow, display, progress):
             yield

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from atts.core import Decision, Finish, Outcome, Problem, Role, Rollout, Turn, Usage
 from atts.errors import JournalError
@@ -202,9 +202,10 @@ class _Reading:
 def _first_sessions(manifest: Manifest) -> Iterator[int]:
     """The session with which each merged run but the first begins."""
     held = manifest.configuration.get("merged")
+    merged: Any = held.value if held is not None else ()
     session = 1
-    for part in held.value[:-1] if held is not None and isinstance(held.value, list) else ():
-        session += part["sessions"]
+    for part in merged[:-1]:
+        session += int(part["sessions"])
         yield session
 
 

@@ -129,7 +129,7 @@ class Progress:
         self._counts: Counter[str] = Counter()
         self._nominal: float | None = None
         self._tokens: dict[Flow, int] = dict.fromkeys(get_args(Flow), 0)
-        self._speeds = {flow: _Speed() for flow in self._tokens}
+        self._speeds: dict[Flow, _Speed] = {flow: _Speed() for flow in self._tokens}
         self._done_at_start = 0.0
         self._takes: Mapping[type[Any], Callable[[Any], None]] = {
             RunBegun: self._run_begun, CallBegun: self._call_begun, ProblemStarted: self._problem_started,

@@ -114,5 +114,17 @@ def _join(name: str, address: str) -> Literal["leave it", "end it"]:
         if address:
             advice = "Start it with `ray start --head`, or leave the address out for one in this machine"
             raise EngineUnavailable(name, f"there is no Ray cluster at {address!r} ({error})", advice) from error
-        ray.init(address="local", include_dashboard=False, **quiet)
+        _begin(name, quiet)
     return "end it"
+
+
+def _begin(name: str, quiet: dict[str, Any]) -> None:
+    """Start a cluster in this machine."""
+    ray: Any = importlib.import_module("ray")
+    try:
+        ray.init(address="local", include_dashboard=False, **quiet)
+    except Exception as error:  # Ray raises nothing more telling
+        ray.shutdown()
+        advice = "A busy machine may be slower than Ray's 30 s: start it first with `ray start --head`"
+        problem = f"no Ray cluster could be started here ({str(error).splitlines()[0][:200]})"
+        raise EngineUnavailable(name, problem, advice) from error

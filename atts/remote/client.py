@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,13 +10,13 @@ from typing import Any, Literal, TypeVar
 import anyio
 
 from atts.errors import BadReply, ContextOverflow, EngineError, EngineTimeout, EngineUnavailable, UnsupportedByEngine
+from atts.remote.jsoning import decode, encode
 from atts.remote.options import RemoteOptions
 from atts.remote.pace import Pace
 from atts.remote.transport import Lost, Reply, open_transport, proxy_hint
 from atts.tasks import clock, shielded
 
 T = TypeVar("T")
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _OVERFLOW = ("context length", "maximum context", "context size", "longer than the model", "max_model_len", "too long")
 _LOOK_SECONDS = 10.0  # for a question about the server, which takes it no work
@@ -61,7 +60,10 @@ class Client:
         self.url = url.rstrip("/")
         self.options = options
         self.traffic = Traffic()
-        self.pace = Pace(options.in_flight, clock())
+        self._clock = clock()
+        self.pace = Pace(options.in_flight, self._clock)
+        self._mine = uuid.uuid4().hex[:16]  # what every id of this client begins with
+        self._made = 0
         key = options.key.read()
         self._transport = open_transport(options)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -79,7 +81,7 @@ class Client:
         :raises EngineUnavailable: no whole reply came.
         :raises EngineTimeout: none came in time.
         """
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else encode(body)
         try:
             with anyio.fail_after(min(_LOOK_SECONDS, self.options.timeout_seconds)):
                 return await self._transport.send(method, self.url + path, data, self._headers)
@@ -98,11 +100,9 @@ class Client:
         :raises EngineTimeout: the deadline passed.
         :raises EngineError: every attempt failed, or the server refused the request for good.
         """
-        try:
-            with anyio.fail_after(self.options.timeout_seconds):
-                return await self._tries(make, read, abort)
-        except TimeoutError as late:
-            raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s") from late
+        with anyio.CancelScope(deadline=self._clock() + self.options.timeout_seconds):
+            return await self._tries(make, read, abort)
+        raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s")
 
     async def _tries(
         self, make: Callable[[str], Call], read: Callable[[Any], T], abort: Callable[[str], Call | None]
@@ -121,13 +121,15 @@ class Client:
             attempt += 1
 
     async def _once(self, make: Callable[[str], Call], abort: Callable[[str], Call | None]) -> Reply:
-        rid = uuid.uuid4().hex  # of one length: SGLang aborts every id that begins like the one named
+        self._made += 1
+        rid = f"{self._mine}{self._made:016x}"  # of one length: SGLang aborts every id that begins like the one named
         call = make(rid)
-        body = _encode(call.body).encode()
+        body = encode(call.body)
+        headers = {**self._headers, **call.headers} if call.headers else self._headers
         await self.pace.enter()
         try:
             self.traffic.attempts += 1
-            return await self._transport.send("POST", self.url + call.path, body, {**self._headers, **call.headers})
+            return await self._transport.send("POST", self.url + call.path, body, headers)
         except Lost as lost:
             self.traffic.lost += 1
             if lost.sent:
@@ -147,7 +149,7 @@ class Client:
         done = False
         with shielded(self.options.cancel_seconds):
             try:
-                data = json.dumps(call.body).encode()
+                data = encode(call.body)
                 done = (await self._transport.send("POST", self.url + call.path, data, self._headers)).status == 200
             except Lost:
                 done = False  # counted below: a server that is gone has nothing left to abort
@@ -157,7 +159,7 @@ class Client:
         """The reply's JSON, or the error its status stands for."""
         if reply.status == 200:
             try:
-                found = json.loads(reply.body)
+                found = decode(reply.body)
             except ValueError as error:
                 raise BadReply(self.name, f"the reply is not whole JSON ({error})") from error
             self.pace.answered()
@@ -194,7 +196,7 @@ class Client:
 def said(reply: Reply) -> str:
     """What an error reply says, in a line."""
     try:
-        found: Any = json.loads(reply.body)
+        found: Any = decode(reply.body)
     except ValueError:
         found = reply.body.decode(errors="replace")
     while isinstance(found, dict):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.errors import UnsupportedByEngine
 from atts.remote.client import Call, Client
+from atts.remote.jsoning import decode
 from atts.remote.transport import Reply
 
 CLAMPED = -9999.0  # vLLM's way to write minus infinity in JSON
@@ -146,7 +146,7 @@ def json_of(client: Client, reply: Reply, path: str) -> Any:
     if reply.status != 200:
         raise client.refusal(reply)
     try:
-        return json.loads(reply.body)
+        return decode(reply.body)
     except ValueError as error:
         raise UnsupportedByEngine(client.name, f"{client.url}{path} does not answer in JSON") from error
 

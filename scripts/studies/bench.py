@@ -19,6 +19,7 @@ STUDIES = {
     "local": "the local engine beside transformers",
     "models": "the embedded pair: accuracy, voting, recovery, cost",
     "pipelines": "accuracy, tokens and time of every policy",
+    "actors": "the embedded evaluation in Ray actors, one and two, beside this process",
     "remote": "requests a second to servers, beside a bare aiohttp loop",
     "against": "the published implementation and transformers' own loops, same work",
     "ablations": "one choice at a time: which defaults win",

@@ -78,24 +78,29 @@ def _best(found: Advice) -> list[str]:
         ]
     best = found.best
     return [
-        f"{under}: rate {best.rate:g}, {best.samples} samples, {best.turns} turns ({best.method}, {best.run})",
+        f"{under}: {best.method} at rate {best.rate:g}, {best.samples} samples, {best.turns} turns (from {best.run})",
         f"  vote right  {best.accuracy}",
         f"  per problem {best.draft_tokens:,.0f} draft, {best.scored_tokens:,.0f} scored, "
         f"{best.target_tokens:,.0f} target tokens; {best.seconds:,.2f} s",
-        f"  flags       --rate {best.rate:g} --samples {best.samples} --turns {best.turns}",
+        f"  flags       --method {best.method} --rate {best.rate:g} --samples {best.samples} --turns {best.turns}",
     ]
 
 
 def _head() -> str:
-    return f"  {'rate':>5}{'samples':>9}{'turns':>7}{'target tokens':>15}{'all tokens':>12}{'seconds':>10}   vote right"
+    return _columns(("method", "rate", "samples", "turns", "target tokens", "all tokens", "seconds", "vote right"))
 
 
 def _row(option: Option) -> str:
     right = option.accuracy
-    return (
-        f"  {option.rate:>5g}{option.samples:>9}{option.turns:>7}{option.target_tokens:>15,.0f}{option.tokens:>12,.0f}"
-        f"{option.seconds:>10,.2f}   {right.value:.3f} [{right.low:.3f}, {right.high:.3f}]"
-    )
+    numbers = (f"{option.target_tokens:,.0f}", f"{option.tokens:,.0f}", f"{option.seconds:,.2f}")
+    chosen = (option.method, f"{option.rate:g}", str(option.samples), str(option.turns))
+    return _columns((*chosen, *numbers, f"{right.value:.3f} [{right.low:.3f}, {right.high:.3f}]"))
+
+
+def _columns(cells: tuple[str, ...]) -> str:
+    """Words to the left at both ends, numbers to the right between."""
+    between = "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:-1], (6, 9, 7, 15, 12, 10), strict=True))
+    return f"  {cells[0]:<14}{between}   {cells[-1]}"
 
 
 def _chunks(found: ChunkAdvice) -> list[str]:

@@ -84,10 +84,13 @@ def _model(engine: Mapping[str, Json]) -> str:
 
 def _settings(evidence: Evidence) -> list[tuple[str, str, str]]:
     rows = [("method", method(evidence), "as run")]
+    given = evidence.manifest.settings
     for name, found in evidence.manifest.configuration.items():
+        if name in given or (name == "policy" and given):
+            continue  # told below, key by key, with who set it
         parts = found.value.items() if isinstance(found.value, Mapping) else [("", found.value)]
         rows += [(f"{name}.{part}".rstrip("."), _setting(value), found.origin) for part, value in parts]
-    return rows
+    return rows + [(name, _setting(found.value), found.origin) for name, found in given.items() if name != "method"]
 
 
 def _setting(value: Json) -> str:

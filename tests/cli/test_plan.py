@@ -158,6 +158,6 @@ def test_the_words_name_the_choice_and_how_it_was_found(atts: Any, runs: Path) -
     said = atts("plan", "runs/atts", "--tokens", "100000")
     assert said.code == 0
     best = json.loads(atts("plan", "runs/atts", "--tokens", "100000", "--json").out)["best"]
-    assert f"--rate {best['rate']:g} --samples {best['samples']} --turns {best['turns']}" in said.out
+    assert f"--method atts --rate {best['rate']:g} --samples {best['samples']} --turns {best['turns']}" in said.out
     assert "counted over all subsets" in said.out
     assert "nothing recorded stays below" in atts("plan", "runs/atts", "--tokens", "1").out

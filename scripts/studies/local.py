@@ -23,7 +23,7 @@ def study(options: Options) -> list[Table]:
     with tempfile.TemporaryDirectory() as place, start_blocking_portal() as portal:
         machine, found = look(), subjects(options, Path(place))
         target, draft = found[:2]
-        decoded, rates = decoding(found, options, portal, machine)
+        decoded, rates = decoding(found, options, portal)
         return [
             decoded,
             overheads(found, rates, machine),

@@ -10,7 +10,16 @@ import torch
 from anyio.from_thread import BlockingPortal
 
 from scripts.studies.harness import Calm, Options, Spread, Table, interleaved, ratio, say, wall_seconds
-from scripts.studies.local_subjects import PROMPT, Fresh, Subject, disturbed, engine_on, matrix_seconds, unending
+from scripts.studies.local_subjects import (
+    PROMPT,
+    Fresh,
+    Subject,
+    disturbed,
+    engine_on,
+    matrix_seconds,
+    memory_traffic,
+    unending,
+)
 from scripts.studies.machine import Machine
 
 Seen = dict[str, list[float]]
@@ -18,20 +27,18 @@ Rates = dict[tuple[str, int], float]
 """Tokens a second of decoding alone, by model and batch."""
 
 
-def decoding(
-    subjects: list[Subject], options: Options, portal: BlockingPortal, machine: Machine
-) -> tuple[Table, Rates]:
+def decoding(subjects: list[Subject], options: Options, portal: BlockingPortal) -> tuple[Table, Rates]:
     """Every model at every batch, against `generate` and against the step's own limits."""
     rows: list[tuple[str | int | float, ...]] = []
     rates: Rates = {}
-    calm = Calm()
+    calm, traffic = Calm(), memory_traffic()
     for subject in subjects:
         for batch in subject.batches:
             say(f"decoding {subject.name} at {batch}")
             seen = _race(subject, batch, options, portal)
             step = Spread.of(seen["native decode"]).median / (subject.tokens - 1)
             rates[subject.name, batch] = batch / step
-            matrix, memory = matrix_seconds(subject, batch), _memory_seconds(subject, batch, machine)
+            matrix, memory = matrix_seconds(subject, batch), _memory_bytes(subject, batch) / traffic
             rows.append(
                 (
                     subject.name,
@@ -63,8 +70,9 @@ def decoding(
     notes = (
         f"Prompts of {PROMPT} tokens never seen before; one thread on each side, float32, temperature 0.7. "
         "Decoding alone is the time for all tokens less the time for one. Limits: torch.mm on the same shapes, and the "
-        "bytes of weights and cache over twice the copy rate (a copy reads and writes); what the processor's caches "
-        "hold is faster than that. Times are the processor's, of this process; on an idle machine they are the wall's.",
+        f"bytes of weights and cache over the {traffic / 1e9:.1f} GB/s that a large copy reads and writes; what the "
+        "processor's caches hold is faster than that.",
+        "Times are those of the processor in this process; on an idle machine they are the wall's.",
         disturbed(calm),
     )
     return Table("Decoding beside `transformers.generate`", columns, tuple(rows), notes), rates
@@ -91,11 +99,10 @@ def _race(subject: Subject, batch: int, options: Options, portal: BlockingPortal
     return seen
 
 
-def _memory_seconds(subject: Subject, batch: int, machine: Machine) -> float:
-    """The least time for a decoding step's weights and cached keys and values to come from memory once."""
+def _memory_bytes(subject: Subject, batch: int) -> float:
+    """What a decoding step must read: every weight once, and each sequence's cached keys and values."""
     shape, context = subject.shape, PROMPT + subject.tokens / 2
-    read = shape.matrix_weights * (2 if subject.is_halves else 4) + 4 * shape.kv_floats * context * batch
-    return read / (2 * machine.copy_gib_per_second * 2**30)
+    return shape.matrix_weights * (2 if subject.is_halves else 4) + 4 * shape.kv_floats * context * batch
 
 
 def _operations(subject: Subject) -> int:

@@ -184,6 +184,13 @@ def matrix_seconds(subject: Subject, rows: int, rounds: int = 12) -> float:
     return min(cpu_seconds(work) for _ in range(rounds))
 
 
+def memory_traffic(size: int = 1 << 26) -> float:
+    """Bytes a second that one core reads and writes while it copies more than its caches hold, at best."""
+    source = torch.zeros(size // 4)
+    copied = torch.empty_like(source)
+    return 2 * size / min(cpu_seconds(lambda: copied.copy_(source)) for _ in range(15))
+
+
 def disturbed(calm: Calm) -> str:
     """How busy others kept the machine meanwhile, as a note under a table."""
     return f"Meanwhile others used {calm.disturbance:.1f} of this machine's {os.cpu_count()} processors."

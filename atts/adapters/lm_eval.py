@@ -8,6 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -124,13 +125,16 @@ async def _rolling(text: str, target: Engine) -> float:
 
 
 def _split(context: str, continuation: str, target: Engine) -> tuple[TokenIds, TokenIds]:
-    """Ids of both, encoded together; white space at the end of the context belongs to what follows."""
-    bare = context.rstrip()
+    """Ids of both together, cut where a token may first hold something of the continuation.
+
+    A token that spans the seam belongs to the continuation: its beginning is the same for every continuation.
+    """
     whole = target.tokenizer.encode(context + continuation)
-    prefix = target.tokenizer.encode(bare)
-    if not prefix:
+    alone = target.tokenizer.encode(context.rstrip())
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole[:-1], alone, strict=False)))
+    if not same:
         return target.spec.end_ids[:1], whole
-    return prefix, whole[len(prefix) :]
+    return whole[:same], whole[same:]
 
 
 def _cut(text: str, until: str | Sequence[str] | None) -> str:

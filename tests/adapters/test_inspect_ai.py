@@ -1,4 +1,5 @@
 """inspect_ai drives the embedded pair and benchmark end to end; runs where inspect_ai is installed."""
+# pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false
 
 from __future__ import annotations
 

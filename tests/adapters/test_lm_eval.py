@@ -1,4 +1,5 @@
 """lm_eval drives the embedded pair and benchmark end to end; runs where lm_eval is installed."""
+# pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ import pytest
 
 from atts.core import Problem
 from atts.evaluators import load_dataset
-from atts.testing import ScriptedEngine
 
 lm_eval: Any = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'atts[lm-eval]'")
 pytest.importorskip("datasets", reason="lm_eval's datasets are not installed")
@@ -95,16 +95,16 @@ def test_likelihoods_are_the_targets() -> None:
     """A right continuation is likelier than a wrong one and greedy where it is; a rolled text adds up its tokens."""
     from atts.adapters.lm_eval import ATTSModel
 
-    model = ATTSModel("scripted")
-    context = "Start at 4. +3. What is the result?<|assistant|>4 plus 3 is"
-    right, wrong, bare = model.loglikelihood(requests((context, " 7"), (context, " 9"), ("", "So")))
+    model = ATTSModel("embedded")
+    asked = "Zoe has 16 nuts. Zoe buys 23 more. How many nuts does Zoe have now?"
+    context = f"<|user|>{asked}<|end|><|assistant|>Zoe buys 23 more, so Zoe has 16 + 23 ="
+    right, wrong, bare = model.loglikelihood(requests((context, " 39"), (context, " 52"), ("", "Zoe")))
     assert wrong[0] < right[0] <= 0
     assert not wrong[1]
     assert bare[0] < 0
-    text = "So 4 plus 3 is 7.\n\n"
+    text = "Zoe has 16 + 23 = 39 nuts.\n\n"
     [rolled] = model.loglikelihood_rolling(requests((text,)))
-    assert math.isclose(rolled, model.loglikelihood(requests(("", text)))[0][0], rel_tol=1e-9)
-    assert ScriptedEngine("target").spec.end_ids
+    assert math.isclose(rolled, model.loglikelihood(requests(("", text)))[0][0], rel_tol=1e-4)
 
 
 def test_misspelt_arguments_are_refused() -> None:

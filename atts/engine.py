@@ -110,7 +110,8 @@ class EngineCounters:
     def snapshot(self, *, busy_for: float = 0.0) -> EngineStats:
         """The counters now; `busy_for` is how long a busy spell that has not ended yet has lasted."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(EngineStats)}
-        return EngineStats(**{**values, "busy_seconds": self.busy_seconds + busy_for})
+        values["busy_seconds"] = self.busy_seconds + busy_for
+        return EngineStats(**values)
 
 
 class Engine(Protocol):

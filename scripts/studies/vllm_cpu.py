@@ -37,7 +37,7 @@ from scripts.studies.harness import Options, Table, say
 VERSION = "0.32.0"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atts"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # built for another torch; vLLM does without
-START_SECONDS = 600.0
+START_SECONDS = 1800.0  # a minute or two where nothing else runs
 TOLERANCE = 1e-3  # nats between our scores and vLLM's
 ROLES: tuple[Role, ...] = ("draft", "target")
 

@@ -55,8 +55,9 @@ class EngineSpec:
     def fingerprint(self) -> dict[str, object]:
         """The fields that must match before scores of one engine calibrate another."""
         fields = asdict(self)
-        found = {f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING}
-        return {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")} | found
+        found: dict[str, object] = {f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING}
+        own: dict[str, object] = {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")}
+        return own | found
 
 
 _LASTING = ("tokenizer", "scores", "planted", "convention", "rating")  # findings that time and load do not change

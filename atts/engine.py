@@ -55,7 +55,9 @@ class EngineSpec:
     def fingerprint(self) -> dict[str, object]:
         """The fields that must match before scores of one engine calibrate another."""
         fields = asdict(self)
-        found: dict[str, object] = {f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING}
+        found: dict[str, object] = {
+            f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING
+        }
         own: dict[str, object] = {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")}
         return own | found
 

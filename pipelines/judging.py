@@ -11,7 +11,7 @@ from atts.errors import CalibrationInputError, EngineError, ModelLoadError, Unsu
 from atts.pipelines.asking import ask_score
 from atts.pipelines.gates import Features, Gate, RoundGate
 from atts.pipelines.line import Line, Proposal
-from atts.pipelines.scores import evidence
+from atts.pipelines.scores import evidence, score_of
 from atts.tasks import collect
 
 
@@ -65,7 +65,7 @@ async def scored(line: Line, proposal: Proposal) -> Proposal:
         return replace(proposal, flaw=_excused(error))
     read = max(0, len(prefix) - scores.cached_tokens)  # the suffix is counted as scored, not as read
     line.count(Usage(scored_tokens=len(suffix), target_prefill_tokens=read, calls=1))
-    score = line.policy.score(scores.logprobs, proposal.chunk.text)
+    score = score_of(line.score, scores.logprobs, proposal.chunk)
     return replace(proposal, score=score, flaw="" if not math.isnan(score) else "the score is not a number")
 
 
@@ -108,7 +108,7 @@ def features(line: Line, proposal: Proposal) -> Features:
         None,
         proposal.attempt,
         chunk.tokens,
-        evidence(line.policy.score, chunk),
+        evidence(line.score, chunk),
         proposal.answer is not None,
         answered,
         share,

@@ -26,6 +26,7 @@ from atts.pipelines.asking import ask_sample
 from atts.pipelines.chunks import chunk_of, forced
 from atts.pipelines.context import Context
 from atts.pipelines.policy import Policy
+from atts.pipelines.scores import settled
 from atts.pipelines.siblings import Siblings
 from atts.seeds import Seed
 
@@ -56,6 +57,7 @@ class Line:
         self.scope = scope
         self.siblings = siblings
         self.rollout = Rollout(problem.id, sample, prompt)
+        self.score = settled(policy.score, context.draft.spec, context.target.spec)
         self.waits_left = policy.waits
         self._asked_again_at = 0  # characters: an answer before the last "wait" no longer ends the rollout
         self._earlier: str | None = None

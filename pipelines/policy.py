@@ -13,7 +13,7 @@ from atts.errors import OptionError
 from atts.pipelines.scores import ScoreRule
 from atts.pipelines.votes import VoteKind
 
-Takeover = Literal["continue", "replace", "resample", "fork"]
+Takeover = Literal["continue", "replace", "resample", "retry", "fork"]
 Stop = Literal["none", "certain", "likely"]
 AnswerCheck = Literal["stop", "verify"]
 Verification = Literal["score", "rating"]
@@ -72,9 +72,9 @@ class Policy:
     chunking: Chunking = Chunking()
     drafter: Role = "draft"  # who writes; "target" makes it target-only
     verification: Verification = "score"
-    takeover: Takeover = "continue"
-    attempts: int = 3  # draft attempts per turn when resampling, the first included
-    answers: AnswerCheck = "stop"  # a complete answer ends the rollout at once, or after its chunk passed the gate
+    takeover: Takeover = "replace"
+    attempts: int = 3  # draft attempts per turn when resampling or retrying, the first included
+    answers: AnswerCheck = "verify"  # a complete answer ends the rollout after its chunk passed the gate, or at once
     waits: int = 0  # budget forcing: how often an answer is met with `wait_text` instead of an end
     wait_text: str = "Wait"
     optimistic: bool = False  # draft the next chunk while this one is scored; the law is unchanged

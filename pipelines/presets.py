@@ -79,29 +79,51 @@ def _ordinal(material: Material) -> Gate:
     return OrdinalGate(material.calibrator, OrdinalLearner())
 
 
+_AS_PUBLISHED: dict[str, Any] = {
+    "takeover": "continue",
+    "score": ScoreRule("mean"),
+    "answers": "stop",
+    "first_wave": 0,
+}
+
 PRESETS: tuple[Preset, ...] = (
     Preset("atts", "draft, score, escalate by conformal rank; nothing waits for a sibling", {}, _conformal),
     Preset("ordinal", "the same, the target's score asked for only where evidence does not suffice", {}, _ordinal),
     Preset(
         "paper",
         "the same as published: mean perplexity, the chunk stays, an answer ends the rollout unseen",
-        {"takeover": "continue", "score": ScoreRule("mean"), "answers": "stop", "first_wave": 0},
+        _AS_PUBLISHED,
         _conformal,
     ),
     Preset("draft-only", "the small model alone", {}, lambda m: FixedGate("accept")),
     Preset("target-only", "the large model alone", {"drafter": "target"}, lambda m: FixedGate("accept")),
-    Preset("random", "the same budget, spent by seeded coins", {}, lambda m: RandomGate(m.rate, m.seed)),
+    Preset(
+        "random",
+        "the same rate, spent by seeded coins",
+        {"takeover": "replace"},
+        lambda m: RandomGate(m.rate, m.seed),
+    ),
     Preset(
         "top-b", "synchronous: each round the worst chunks go over", {"barrier": True}, lambda m: TopGate.of(m.rate)
     ),
-    Preset("published", "the released rule: static turn-0 scores", {}, lambda m: StaticRankGate.of(m.stored, m.rate)),
+    Preset(
+        "published",
+        "the released rule: static turn-0 scores",
+        _AS_PUBLISHED,
+        lambda m: StaticRankGate.of(m.stored, m.rate),
+    ),
     Preset(
         "spec-reason",
         "the target rates each step 0-9 and rewrites those below 7",
-        {"verification": "rating", "takeover": "replace"},
+        {"verification": "rating", "takeover": "replace", "answers": "verify"},
         lambda m: ThresholdGate(7.0, worse="below"),
     ),
-    Preset("speculative-thinking", "the target takes over where the draft hesitates", {}, lambda m: CueGate()),
+    Preset(
+        "speculative-thinking",
+        "the target takes over where the draft hesitates",
+        {"takeover": "continue", "answers": "stop"},
+        lambda m: CueGate(),
+    ),
     Preset(
         "deep-conf",
         "draft rollouts end when they are less sure than a warm-up's",

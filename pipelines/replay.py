@@ -188,7 +188,7 @@ def _features(recorded: tuple[Rollout, Turn], told: Mapping[str, float], policy:
         issue,
         int(told.get("attempt", 0)),
         chunk.tokens,
-        evidence(policy.score, chunk),
+        told.get("draft_logprob", evidence(policy.score, chunk)),
         bool(told.get("has_answer", 0.0)),
         int(told.get("answered", 0)),
         told.get("agreement", 0.0),

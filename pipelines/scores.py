@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from atts.core import Chunk
+from atts.engine import EngineSpec
 from atts.errors import OptionError
 
-ScoreKind = Literal["mean", "min", "last", "byte"]
-SCORE_KINDS: tuple[ScoreKind, ...] = ("mean", "min", "last", "byte")
+ScoreKind = Literal["mean", "min", "last", "byte", "speculative", "auto"]
+SCORE_KINDS: tuple[ScoreKind, ...] = get_args(ScoreKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,10 @@ class ScoreRule:
 
     mean: the chunk's perplexity. min: of its least likely token. last: of its last `tokens` tokens.
     byte: per byte of text, comparable across tokenizers.
+    speculative: one over the chance that speculative sampling would accept the whole chunk, the product of
+    min(1, target / author) over its tokens: what the target finds unlikely counts only as far as the author was surer.
+    It needs one tokenizer and the author's log-probabilities; without them the chunk has no score.
+    auto: "speculative" where both models read with one tokenizer and the draft tells log-probabilities, else "mean".
     """
 
     kind: ScoreKind = "mean"
@@ -31,8 +36,18 @@ class ScoreRule:
         if self.tokens < 1:
             raise OptionError("score tokens", f"{self.tokens} is below 1")
 
+    def settled(self, draft: EngineSpec, target: EngineSpec) -> ScoreRule:
+        """What "auto" comes to for this pair, for a whole run; any other rule as it is."""
+        if self.kind != "auto":
+            return self
+        can = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
+        return replace(self, kind="speculative" if can else "mean")
+
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
-        """The number; nan when a log-probability is, so that no gate can take it for a score."""
+        """The number; nan when a log-probability is, so that no gate can take it for a score.
+
+        For "speculative" the differences target - author are given for log-probabilities; see `score_of`.
+        """
         assert logprobs, "an engine must refuse to score nothing"
         if self.kind == "min":
             nll = -min(logprobs) if not any(map(math.isnan, logprobs)) else math.nan
@@ -41,6 +56,8 @@ class ScoreRule:
             nll = -math.fsum(tail) / len(tail)
         elif self.kind == "byte":
             nll = -math.fsum(logprobs) / max(1, len(text.encode()))
+        elif self.kind == "speculative":
+            nll = math.fsum(math.nan if math.isnan(value) else max(0.0, -value) for value in logprobs)
         else:
             nll = -math.fsum(logprobs) / len(logprobs)
         if math.isnan(nll):
@@ -48,12 +65,36 @@ class ScoreRule:
         return math.exp(nll) if nll < 700 else math.inf
 
 
-def evidence(rule: Callable[[Sequence[float], str], float], chunk: Chunk) -> float:
+Rule = Callable[[Sequence[float], str], float]
+
+
+def settled(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
+    """The rule a run follows: what "auto" comes to for this pair."""
+    return rule.settled(draft, target) if isinstance(rule, ScoreRule) else rule
+
+
+def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
+    """The score of a chunk from the target's log-probabilities of it, and the author's own where the rule wants them.
+
+    nan where those are missing.
+    """
+    if not _is_relative(rule):
+        return rule(logprobs, chunk.text)
+    if len(chunk.logprobs) < len(logprobs):  # an end token's own log-probability may be one more, never one less
+        return math.nan
+    return rule([theirs - own for theirs, own in zip(logprobs, chunk.logprobs, strict=False)], chunk.text)
+
+
+def evidence(rule: Rule, chunk: Chunk) -> float:
     """The author's own log-probabilities made one number by the same rule, its logarithm; 0 for an empty chunk.
 
-    Not a number where they are not known: a text without them is no sign of sureness.
+    What is relative to the author leaves nothing of it: there the least likely token speaks.
     """
     if not chunk.logprobs:
-        return math.nan if chunk.tokens else 0.0
-    own = rule(chunk.logprobs, chunk.text)
+        return 0.0
+    own = (ScoreRule("min") if _is_relative(rule) else rule)(chunk.logprobs, chunk.text)
     return -math.log(own) if own < math.inf else -math.inf
+
+
+def _is_relative(rule: Rule) -> bool:
+    return isinstance(rule, ScoreRule) and rule.kind == "speculative"

@@ -1,4 +1,4 @@
-"""What happens to a rejected chunk: the target goes on after it, rewrites it, or the draft tries again."""
+"""What happens to a rejected chunk: the target goes on after it, rewrites it, or the draft tries again first."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ async def take_over(line: Line, proposal: Proposal, decision: Decision, gate: Ga
         await _replace(line, proposal, decision)
     elif mode == "resample" and gate is not None:
         await _resample(line, proposal, decision, gate)
+    elif mode == "retry":
+        await _retry(line, proposal, decision, gate)
     elif mode == "fork" and _fork(line, proposal, decision):
         return
     else:
@@ -40,6 +42,25 @@ async def _replace(line: Line, proposal: Proposal, decision: Decision) -> None:
 
 async def _resample(line: Line, proposal: Proposal, decision: Decision, gate: Gate) -> None:
     """The draft tries again until a chunk passes; if none does, the one of lowest perplexity is kept."""
+    tried = await _attempts(line, proposal, decision, gate)
+    passed = not tried[-1][1].escalate
+    kept = len(tried) - 1 if passed else min(range(len(tried)), key=lambda i: _worth(tried[i][0]))
+    _keep(line, tried, kept, "passed" if passed else "kept, none passed")
+
+
+async def _retry(line: Line, proposal: Proposal, decision: Decision, gate: Gate | None) -> None:
+    """The draft tries again until a chunk passes; if none does, the target writes in their place."""
+    tried = [(proposal, decision)] if gate is None else await _attempts(line, proposal, decision, gate)
+    proposal, decision = tried[-1]
+    if not decision.escalate:
+        return _keep(line, tried, len(tried) - 1, "passed")
+    written = await line.write("target", ())
+    note = proposal.flaw or f"none of {len(tried)} attempts passed"
+    return line.enter([written], [other.chunk for other, _ in tried], decision, proposal.score, note)
+
+
+async def _attempts(line: Line, proposal: Proposal, decision: Decision, gate: Gate) -> list[tuple[Proposal, Decision]]:
+    """The rejected chunk and the draft's further attempts, up to one that passes or the last; each is a decision."""
     tried = [(proposal, decision)]
     for attempt in range(1, line.policy.attempts):
         if not decision.escalate:
@@ -48,12 +69,15 @@ async def _resample(line: Line, proposal: Proposal, decision: Decision, gate: Ga
         decision, proposal = await judge(line, proposal, gate)
         gate.observe(decision, decision.escalate)
         tried.append((proposal, decision))
-    passed = not decision.escalate
-    kept = len(tried) - 1 if passed else min(range(len(tried)), key=lambda i: _worth(tried[i][0]))
+    return tried
+
+
+def _keep(line: Line, tried: list[tuple[Proposal, Decision]], kept: int, how: str) -> None:
     rest = [other.chunk for i, (other, _) in enumerate(tried) if i != kept]
     proposal, decision = tried[kept]
-    note = f"attempt {kept} of {len(tried)} {'passed' if passed else 'kept, none passed'}"
-    line.enter([proposal.chunk], rest, decision, proposal.score, proposal.flaw or note)
+    line.enter(
+        [proposal.chunk], rest, decision, proposal.score, proposal.flaw or f"attempt {kept} of {len(tried)} {how}"
+    )
 
 
 def _worth(proposal: Proposal) -> tuple[bool, float]:

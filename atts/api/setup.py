@@ -12,7 +12,7 @@ from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Setting
-from atts.pipelines import Answers, Chunking, Gate, Material, Policy, RoundGate, preset
+from atts.pipelines import Answers, Chunking, Gate, Material, Policy, RoundGate, ScoreRule, preset
 from atts.run import Plan
 
 if TYPE_CHECKING:
@@ -24,6 +24,11 @@ CalibrationMode = Literal["split", "marginal", "aci", "tracking", "turn", "quest
 EMBEDDED_CHUNKS = Chunking(draft_tokens=64, target_tokens=64)
 """The embedded models write one step per chunk; the longest has about 40 tokens."""
 
+DEFAULT_POLICY = Policy(
+    samples=8, max_tokens=512, chunking=EMBEDDED_CHUNKS, score=ScoreRule("auto"), takeover="retry", attempts=2
+)
+"""What `scripts/bench pipelines` and `scripts/bench ablations` found best on the embedded pair."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -32,9 +37,9 @@ class Setup:
     draft: str | Engine = "embedded"
     target: str | Engine = "embedded"
     method: str = "atts"
-    rate: float = 0.2
-    mode: CalibrationMode = "question-turn"
-    policy: Policy = field(default_factory=lambda: Policy(samples=8, max_tokens=512, chunking=EMBEDDED_CHUNKS))
+    rate: float = 0.25
+    mode: CalibrationMode = "marginal"  # spends where it helps; "question-turn" holds the rate question by question
+    policy: Policy = DEFAULT_POLICY
     gate: Gate | RoundGate | None = None  # None: the method's own
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
     warmup: int = 0  # instead of stored scores: so many of the run's own first

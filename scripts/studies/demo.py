@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--problems", type=int, default=40)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=0.2, help="share of chunks the large model takes over")
+    parser.add_argument("--rate", type=float, default=Setup().rate, help="share of chunks the large model takes over")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a folder for the three runs; a new one below runs/ unless told")
     asked = parser.parse_args()

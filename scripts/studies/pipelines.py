@@ -21,7 +21,7 @@ from scripts.studies.pipelines_policies import RATE, arm, with_policy
 from scripts.studies.pipelines_tables import control, methods, verdict
 from scripts.studies.pipelines_time import time_study
 
-CLAIMED = ("target-only", "draft-only", "atts", "ordinal")
+CLAIMED = ("target-only", "atts")
 Part = Callable[[Options], Awaitable[list[Table]]]
 
 
@@ -47,7 +47,7 @@ async def claim(options: Options) -> list[Table]:
     async with Pair() as pair:
         for seed in seeds:  # a seed is a whole answer, the next ones make it narrower
             for m in sizes:
-                grid = Grid(options.pick(20, 160, 2000), (seed,), 500, options.pick(20, 40, 50))
+                grid = Grid(options.pick(20, 160, 2000), (seed,), 250, options.pick(20, 40, 50))
                 await run_grid([arm(name, samples=m) for name in CLAIMED], grid, ledger, pair, "claim")
     return claimed(ledger)
 

@@ -9,7 +9,7 @@ from atts.api import Setup
 from atts.pipelines import PRESETS
 from scripts.studies.pipelines_arms import Arm
 
-RATE = 0.2
+RATE = Setup().rate
 BASELINES = tuple(row.name for row in PRESETS)
 
 

@@ -177,7 +177,9 @@ def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) ->
     certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)
     base = Setup(draft="scripted", target="scripted", rate=0.3)
     evaluate_sync(toy_problems(4, 4), replace(base, gate=certified_gate(certificate, STORED)), directory=tmp_path)
-    promise = collect(tmp_path).report.calibration.promise
+    calibration = collect(tmp_path).report.calibration
+    assert calibration is not None
+    promise = calibration.promise
     assert (promise.guarantee, promise.voided_by) == (certificate.guarantee, certificate.voided_by)
     decided = [event.decision for _, event in read_decisions(read_entries(tmp_path / JOURNAL))]
     assert decided

@@ -133,7 +133,7 @@ def test_rate_1_with_replace_and_its_own_temperature() -> None:
 def test_continue_alternates_the_two_laws() -> None:
     """Continue keeps the draft's chunk and goes on with the target's: the mixed law, computed exactly."""
     draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
-    seen = texts(draft, target, POLICY, "escalate")
+    seen = texts(draft, target, replace(POLICY, takeover="continue", answers="stop"), "escalate")
     assert p_value(seen, cells(lambda text: _alternating(text, (draft, target)))) > 1e-4
 
 

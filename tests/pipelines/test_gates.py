@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.calibration import Calibrator
+from atts.core import Chunk
 from atts.errors import CalibrationInputError, OptionError
 from atts.pipelines import (
     PRESETS,
@@ -28,7 +29,7 @@ from atts.pipelines import (
     TopGate,
     preset,
 )
-from atts.pipelines.scores import ScoreRule
+from atts.pipelines.scores import ScoreRule, evidence, score_of
 
 SCORES = st.floats(1.0, 50.0, allow_nan=False)
 
@@ -144,3 +145,20 @@ def test_scores_are_perplexities(logprobs: list[float]) -> None:
     assert ScoreRule("last", tokens=len(logprobs))(logprobs, text) == pytest.approx(mean)
     assert math.isnan(ScoreRule("min")([-1.0, math.nan], text))
     assert ScoreRule()([-math.inf], text) == math.inf
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0)), min_size=1, max_size=20))
+def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(pairs: list[tuple[float, float]]) -> None:
+    """The product of min(1, target / author), token by token; an end token's own log-probability is not compared."""
+    target, own = [t for t, _ in pairs], [o for _, o in pairs]
+    chunk = Chunk("draft", "x" * len(own), tuple(range(len(own))), tuple(range(len(own))), "end", (*own, -3.0))
+    chance = math.prod(min(1.0, math.exp(t - o)) for t, o in pairs)
+    rule = ScoreRule("speculative")
+    assert score_of(rule, target, chunk) == pytest.approx(1 / chance)
+    assert score_of(rule, own, chunk) == 1.0
+    assert math.isnan(score_of(rule, [*target, -1.0, -1.0], chunk))
+    assert math.isnan(score_of(rule, [math.nan, *target[1:]], chunk))
+    assert score_of(rule, [-math.inf, *target[1:]], chunk) == math.inf
+    assert evidence(rule, chunk) == pytest.approx(min(*own, -3.0))
+    assert score_of(ScoreRule("mean"), target, chunk) == ScoreRule("mean")(target, chunk.text)

@@ -40,7 +40,7 @@ def test_an_accepted_chunk_stays_and_nobody_else_writes(attempt: Solve) -> None:
 
 def test_continue_keeps_the_chunk_and_appends_the_targets(attempt: Solve) -> None:
     """The paper's mode: draft chunk, then target chunk, nothing discarded, nothing between them."""
-    outcomes = attempt(POLICY, FixedGate("escalate"))
+    outcomes = attempt(replace(POLICY, takeover="continue"), FixedGate("escalate"))
     judged = [turn for turn in turns(outcomes) if turn.decision]
     assert judged
     assert all([chunk.author for chunk in turn.chunks] == ["draft", "target"] for turn in judged)
@@ -82,6 +82,21 @@ def test_resample_keeps_the_best_of_its_attempts(attempt: Solve) -> None:
     assert sum(o.usage.target_tokens for o in outcomes) == 0
 
 
+def test_retry_asks_the_draft_again_before_the_target(attempt: Solve) -> None:
+    """A chunk that passes on a later attempt stays; where none passes the target writes, and nothing is used twice."""
+    outcomes = attempt(replace(POLICY, takeover="retry", attempts=2), conformal(0.5), problems=10)
+    retried = [turn for turn in turns(outcomes) if turn.decision and turn.discarded]
+    rescued = [turn for turn in retried if not turn.decision.escalate]  # type: ignore[union-attr]
+    handed = [turn for turn in retried if turn.decision.escalate]  # type: ignore[union-attr]
+    assert rescued
+    assert handed
+    assert all([chunk.author for chunk in turn.chunks] == ["draft"] and len(turn.discarded) == 1 for turn in rescued)
+    assert all([chunk.author for chunk in turn.chunks] == ["target"] for turn in handed)
+    assert {len(turn.discarded) for turn in handed} <= {1, 2}
+    plain = attempt(replace(POLICY, takeover="replace"), conformal(0.5), problems=10)
+    assert sum(o.usage.target_tokens for o in outcomes) < sum(o.usage.target_tokens for o in plain)
+
+
 def test_a_fork_adopts_a_line_that_scored_better(attempt: Solve) -> None:
     """Each sibling's turn is adopted at most once, and the adopted chunk scored lower than the own one."""
     slow = ScriptedEngine("draft", latency=Latency(sampled_token=0.01, jitter=0.5))
@@ -94,7 +109,7 @@ def test_a_fork_adopts_a_line_that_scored_better(attempt: Solve) -> None:
 
 def test_an_answer_ends_a_rollout_before_anyone_judges_it(attempt: Solve) -> None:
     """Answer first: the chunk with the box is never scored, unless verification was asked for."""
-    stopped = attempt(POLICY, conformal(0.3))
+    stopped = attempt(replace(POLICY, answers="stop"), conformal(0.3))
     assert all(r.turns[-1].decision is None or r.turns[-1].chunks[-1].author == "target" for r in lines(stopped))
     verified = attempt(replace(POLICY, answers="verify"), conformal(0.3))
     assert all(r.turns[-1].decision is not None for r in lines(verified) if r.finish == "answer")
@@ -232,7 +247,7 @@ def test_different_tokenizers_read_the_same_text(attempt: Solve) -> None:
 def test_one_model_can_be_both(attempt: Solve) -> None:
     """Self mode: the draft scores itself; its own log-probs are the scores."""
     one = ScriptedEngine("draft")
-    outcomes = attempt(POLICY, conformal(0.3), draft=one, target=one)
+    outcomes = attempt(replace(POLICY, takeover="continue"), conformal(0.3), draft=one, target=one)
     scored = [turn for turn in turns(outcomes) if turn.score is not None]
     assert scored
     for turn in scored:

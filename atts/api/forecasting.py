@@ -95,7 +95,7 @@ def _limits(setup: Setup, policy: Policy) -> Tokens:
         return Tokens(0, 0, length)
     if _asks_nobody(setup):
         return Tokens(min(length, policy.turns * policy.chunking.draft_tokens), 0, 0)
-    tries = policy.attempts if policy.takeover == "resample" else 1
+    tries = policy.attempts if policy.takeover in ("resample", "retry") else 1
     draft = policy.turns * policy.chunking.draft_tokens * tries
     if policy.takeover == "continue":
         draft = min(draft, length)

@@ -192,6 +192,7 @@ def expected(events: Sequence[Event]) -> dict[str, Any]:
         "draft": sampled["draft"],
         "target": sampled["target"],
         "right": sum(status == "correct" for status in verdicts.values()),
+        "rejected": sum(len(event.turn.discarded) for event in events if isinstance(event, TurnFinished)),
         "done": len({event.problem for event in events if isinstance(event, OutcomeReached)}),
     }
 
@@ -200,7 +201,7 @@ def shown(found: Snapshot) -> dict[str, Any]:
     """What the picture says of these numbers."""
     right = 0 if math.isnan(found.accuracy.value) else round(found.accuracy.value * found.graded)
     tokens = {role: found.tokens[role] for role in ("draft", "target")}
-    counts = {name: getattr(found, name) for name in ("escalated", "accepted", "done")}
+    counts = {name: getattr(found, name) for name in ("escalated", "accepted", "rejected", "done")}
     return {**counts, **tokens, "right": right}
 
 
@@ -223,4 +224,3 @@ def test_the_picture_is_the_journal(world: Any, gate: str) -> None:
     found = second.progress.snapshot()
     assert shown(found) == expected(world.events())
     assert (found.done, found.open, sum(found.stages.values()), found.rollouts_done) == (5, 0, 0, 20)
-    assert found.rejected == 0

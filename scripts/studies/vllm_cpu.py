@@ -99,12 +99,12 @@ def installed(folder: Path) -> Path:
 
 
 def _name_it_vllm(python: Path) -> None:
-    """vLLM asks for its own version under the name `vllm`, which this distribution does not have."""
+    """vLLM asks for its own version under the name `vllm`, which this distribution lacks, and looks for "cpu" in it."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip())
-    entry = site / f"vllm-{VERSION}.dist-info"
+    entry = site / f"vllm-{VERSION}+cpu.dist-info"
     entry.mkdir(exist_ok=True)
-    (entry / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n")
+    (entry / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
     (entry / "RECORD").touch()
 
 

@@ -37,15 +37,16 @@ def study(options: Options) -> list[Table]:
 
 async def _study(options: Options) -> list[Table]:
     chosen = choices(options.seed)
-    grid = Grid(options.pick(10, 100, 1000), (options.seed,), 2000, options.pick(10, 25, 50))
+    grid = Grid(options.pick(20, 100, 1000), (options.seed,), 2000, options.pick(10, 25, 50))
     path = None if options.out is None else options.out / f"ablations-{options.effort}.jsonl"
     ledger = Ledger(path)
     default = arm("atts")
-    kept = chosen[:1] if options.effort == "quick" else chosen
     async with Pair() as pair:
-        await run_grid([default, *(one for choice in kept for one in choice.options)], grid, ledger, pair, "ablations")
-    rows = [row for choice in kept for row in _rows(choice, ledger)]
-    return [_table(rows, ledger.of(default.name, SAMPLES)), _verdicts(kept, ledger)]
+        await run_grid(
+            [default, *(one for choice in chosen for one in choice.options)], grid, ledger, pair, "ablations"
+        )
+    rows = [row for choice in chosen for row in _rows(choice, ledger)]
+    return [_table(rows, ledger.of(default.name, SAMPLES)), _verdicts(chosen, ledger)]
 
 
 def choices(seed: int = 0) -> list[Choice]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.studies.charts import Chart
 from scripts.studies.harness import Table, picture_name
 from scripts.studies.summary import summary
 
@@ -68,21 +67,9 @@ def read(folder: Path) -> dict[str, Record]:
             study = name.split("-")[0]
             kept: dict[str, Kept] = dict(found[study].kept) if study in found else {}
             for number, table in enumerate(fields["tables"]):
-                kept[table["title"]] = Kept(_table(table), path.parent / picture_name(name, number))
+                kept[table["title"]] = Kept(Table.read(table), path.parent / picture_name(name, number))
             found[study] = Record(study, str(fields["effort"]), fields.get("machine", {}), kept)
     return found
-
-
-def _table(fields: dict[str, Any]) -> Table:
-    chart = fields.get("chart")
-    return Table(
-        fields["title"],
-        tuple(fields["columns"]),
-        tuple(tuple(row) for row in fields["rows"]),
-        tuple(fields["notes"]),
-        Chart(**chart) if chart else None,
-        fields.get("shown", "rows"),
-    )
 
 
 def fill(page: str, records: Mapping[str, Record], pictures: Path | None = None) -> tuple[str, list[str]]:

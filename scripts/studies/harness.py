@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from scripts.studies.charts import Chart, draw
 from scripts.studies.machine import Machine
@@ -44,6 +44,18 @@ class Table:
     notes: tuple[str, ...] = field(default=())
     chart: Chart | None = None  # drawn from the table's own cells
     shown: Literal["rows", "chart only"] = "rows"  # in Markdown; JSON has everything
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Table:
+        """The table that a study's JSON holds."""
+        return cls(
+            fields["title"],
+            tuple(fields["columns"]),
+            tuple(tuple(row) for row in fields["rows"]),
+            tuple(fields["notes"]),
+            Chart(**fields["chart"]) if fields.get("chart") else None,
+            fields.get("shown", "rows"),
+        )
 
     def markdown(self) -> str:
         """The table as GitHub Markdown, title first, notes last."""

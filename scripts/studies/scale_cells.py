@@ -22,13 +22,22 @@ from scripts.studies.scale_costs import Cost, Pair
 from scripts.studies.scale_engine import BatchedEngine
 from scripts.studies.scale_work import ANSWERS, CHUNK, TraceLaw
 
-Method = Literal["atts", "atts, question by question", "atts, votes settle", "top-b", "target-only", "draft-only"]
+Method = Literal[
+    "atts",
+    "atts, question by question",
+    "atts, votes settle",
+    "atts, chunks replaced",
+    "top-b",
+    "target-only",
+    "draft-only",
+]
 Order = Literal["all together", "question by question", "one request at a time"]
 
 _PRESET: dict[Method, str] = {
     "atts": "atts",
     "atts, question by question": "atts",
     "atts, votes settle": "atts",
+    "atts, chunks replaced": "atts",
     "top-b": "top-b",
     "target-only": "target-only",
     "draft-only": "draft-only",
@@ -137,6 +146,8 @@ def _plan(cell: Cell, law: TraceLaw) -> tuple[Policy, Gate | RoundGate]:
         max_tokens=1 << 20,
         chunking=Chunking(tokens, tokens, ()),
         early_stop="certain" if cell.method == "atts, votes settle" else "none",
+        takeover="replace" if cell.method == "atts, chunks replaced" else "continue",
+        answers="verify" if cell.method == "atts, chunks replaced" else "stop",
         timeout_seconds=1e9,
     )
     gate = chosen.gate(Material(cell.rate, cell.seed, Calibrator(cell.rate, seed=cell.seed)))
@@ -198,7 +209,7 @@ class Results:
 
     def get(self, cell: Cell) -> Found:
         """The cell's result, now or from before."""
-        key = f"{cell.key()}-{self._law.library.origin[:9]}"
+        key = f"2-{cell.key()}-{self._law.library.origin[:9]}"  # 2: the version of the policy that cells run with
         if key not in self._done:
             found, _ = run_cell(cell, self._law)
             self._done[key] = found

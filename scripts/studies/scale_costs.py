@@ -65,20 +65,21 @@ class Observation:
     cached: float
     fed: float
     seconds: float
+    calls: float = 0.0
 
 
 def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
     """Coefficients >= 0 by least squares on relative errors, and the root mean square of what is left."""
     from scipy.optimize import nnls
 
-    rows = np.array([[o.steps, o.sequences, o.cached, o.fed] for o in seen])
+    rows = np.array([[o.steps, o.sequences, o.cached, o.fed, o.calls] for o in seen])
     seconds = np.array([o.seconds for o in seen])
     scale = rows.max(axis=0)
     scale[scale == 0] = 1.0
     found, _ = nnls(rows / scale / seconds[:, None], np.ones(len(seen)))
-    step, sequence, cached, prefilled = (float(value) for value in found / scale)
+    step, sequence, cached, prefilled, call = (float(value) for value in found / scale)
     error = (rows @ (found / scale)) / seconds - 1
-    return Cost(step, sequence, cached, prefilled), float(np.sqrt(np.mean(error**2)))
+    return Cost(step, sequence, cached, prefilled, call), float(np.sqrt(np.mean(error**2)))
 
 
 _MS = 1e-3
@@ -110,6 +111,6 @@ PAIRS: Mapping[str, Pair] = MappingProxyType(
 )
 
 
-def shared(cost: Cost, share: float, call: float) -> Cost:
-    """The same engine on processors it shares, with what a call costs."""
-    return replace(cost, share=share, call=call)
+def shared(cost: Cost, share: float, host: float) -> Cost:
+    """The same engine on processors it shares, each call costing its host so much more."""
+    return replace(cost, share=share, call=cost.call + host)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from statistics import median
 
 import anyio
 import torch
@@ -24,13 +24,12 @@ from atts.pipelines import Context, Material, Policy, preset, solve
 from atts.seeds import Seed
 from atts.tasks import collect
 from atts.testing import run_virtual
-from scripts.studies.harness import Calm, Options, Spread, Table, say
+from scripts.studies.harness import Calm, Options, Table, say
 from scripts.studies.harness import Cell as TableCell
 from scripts.studies.scale_costs import Cost, Observation, fit, shared
 from scripts.studies.scale_engine import BatchedEngine, Host
-from scripts.studies.scale_tape import Tape, TapedEngine, TapedLaw
+from scripts.studies.scale_tape import InstantEngine, Tape, TapedEngine, TapedLaw
 
-T = TypeVar("T")
 Row = tuple[TableCell, ...]
 
 
@@ -58,32 +57,41 @@ class Live:
         return f"{self.method}, {self.samples} samples, {self.in_flight} in flight"
 
 
-@dataclass(slots=True)
-class Seen:
-    """Everything measured, round by round, each with how much others disturbed it."""
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What something took: wall seconds, processor seconds of this process, and processors that others used."""
 
-    pieces: dict[tuple[str, Micro], list[tuple[float, Observation]]] = field(
-        default_factory=dict[tuple[str, Micro], list[tuple[float, Observation]]]
-    )
-    steps: dict[tuple[str, str], list[tuple[float, float]]] = field(
-        default_factory=dict[tuple[str, str], list[tuple[float, float]]]
-    )
-    runs: dict[Live, list[tuple[float, Run]]] = field(default_factory=dict[Live, list[tuple[float, "Run"]]])
+    wall: float
+    processor: float
+    others: float
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One live run: which problems, how long, and what the engines said."""
+    """One live run: which problems, what it took, what the engines said, and the same without engines."""
 
     first: int
-    seconds: float
+    taken: Taken
     law: TapedLaw
+    host: float  # processor seconds per call of everything but the models
+
+
+@dataclass(slots=True)
+class Seen:
+    """Everything measured, round by round."""
+
+    pieces: dict[tuple[str, Micro], list[Observation]] = field(
+        default_factory=dict[tuple[str, Micro], list[Observation]]
+    )
+    alone: list[float] = field(default_factory=list[float])  # processor seconds of both engines' work, one by one
+    together: list[float] = field(default_factory=list[float])  # and at once
+    runs: dict[Live, list[Run]] = field(default_factory=dict[Live, list[Run]])
 
 
 def local_validation(options: Options) -> list[Table]:
-    """The fitted costs of this machine, and predicted beside measured wall time of live runs."""
+    """The fitted costs of this machine, and predicted beside measured times of live runs."""
     torch.set_num_threads(1)
-    rounds, problems = options.pick(1, 5, 12), options.pick(4, 12, 24)
+    rounds, problems = options.pick(2, 4, 12), options.pick(4, 8, 24)
     lives = [Live(method, 8, problems, 64) for method in ("atts", "top-b", "target-only", "draft-only")]
     lives += [Live("atts", 8, problems, 16)] if options.effort != "quick" else []
     seen = Seen()
@@ -94,64 +102,68 @@ def local_validation(options: Options) -> list[Table]:
 
 def _predicted(seen: Seen, costs: Mapping[str, Cost], options: Options) -> Table:
     rows: list[Row] = []
-    errors: list[float] = []
+    errors: dict[str, list[float]] = {"wall": [], "processor": []}
     for live, every in seen.runs.items():
-        kept = _calmest(every)
-        host = min(_host_seconds(live, run, options.seed) for _, run in kept)
-        engines = {role: shared(cost, _share(seen, role), host) for role, cost in costs.items()}
-        predicted = [run_virtual(_predict, live, run, engines, options.seed) for _, run in kept]
-        ratios = Spread.of([guess / run.seconds for guess, (_, run) in zip(predicted, kept, strict=True)])
-        errors.append(ratios.median - 1)
-        missed = sum(run.law.missed for _, run in kept) / sum(run.law.tape.calls for _, run in kept)
-        measured = Spread.of([run.seconds for _, run in kept])
-        calls = kept[0][1].law.tape.calls
-        words = (live.name, calls, str(measured), str(Spread.of(predicted)), str(ratios), f"{errors[-1]:+.1%}")
-        rows.append((*words, 1e3 * host, f"{missed:.1%}", max(others for others, _ in kept)))
-    rms = math.sqrt(sum(error**2 for error in errors) / len(errors))
-    rounds, problems = max(map(len, seen.runs.values())), next(iter(seen.runs)).problems
+        kept = sorted(every, key=lambda run: run.taken.others)[: max(1, len(every) // 3)]
+        host = min(run.host for run in every)
+        engines = {role: shared(cost, _stretch(seen), host) for role, cost in costs.items()}
+        guesses = [run_virtual(_predict, live, run, engines, options.seed) for run in kept]
+        pairs = list(zip(guesses, kept, strict=True))
+        ratios = {
+            "wall": median(guess.wall / run.taken.wall for guess, run in pairs),
+            "processor": median(guess.processor / run.taken.processor for guess, run in pairs),
+        }
+        for kind, ratio in ratios.items():
+            errors[kind].append(ratio - 1)
+        missed = sum(run.law.missed for run in kept) / sum(run.law.tape.calls for run in kept)
+        took = [median(getattr(run.taken, kind) for run in kept) for kind in ("wall", "processor")]
+        words = (live.name, kept[0].law.tape.calls, took[0], f"{ratios['wall'] - 1:+.1%}", took[1])
+        rows.append(
+            (*words, f"{ratios['processor'] - 1:+.1%}", 1e3 * host, f"{missed:.1%}", max(r.taken.others for r in kept))
+        )
     columns = (
-        "live run on the embedded pair", "calls", "seconds, live", "seconds, predicted", "ratio", "error",
+        "live run on the embedded pair", "calls", "wall s", "predicted", "processor s", "predicted, processor",
         "host ms a call", "elsewhere", "others' processors",
     )  # fmt: skip
     notes = (
-        f"Root mean square error {rms:.1%}, largest {max(map(abs, errors)):.1%} (bar: 10 %). {problems} "
-        f"problems a run, no problem twice; {rounds} rounds, pieces of work and whole runs in turn; the calmest count.",
-        "Others' processors: how many were taken by other programs in the most disturbed round that counts.",
-        "Fitted to pieces of work alone: no run was used. Host: processor time per call of the same pipelines on "
-        "engines that do nothing. Elsewhere: calls that the run under prediction put where a similar chunk stood in.",
+        f"Wall time: {_words(errors['wall'])}. Processor time: {_words(errors['processor'])} (bar: 10 %).",
+        f"{next(iter(seen.runs)).problems} problems a run, none twice; the calmest third of "
+        f"{max(map(len, seen.runs.values()))} rounds. Others' processors: how many other programs used meanwhile, at "
+        "most; wall time means something where they used none.",
+        "Fitted to processor seconds of pieces of work alone: no run was used. Host: processor time per call of the "
+        "same pipelines on engines that answer at once, the least of all rounds. Elsewhere: calls that the simulated "
+        "run asked for where the live one had none, so that a similar chunk stood in.",
     )
-    return Table("Predicted and measured wall time on this machine", columns, tuple(rows), notes)
+    return Table("Predicted and measured times on this machine", columns, tuple(rows), notes)
 
 
-def _calmest(values: Sequence[tuple[float, T]]) -> list[tuple[float, T]]:
-    """The third of the measurements that others disturbed least, at least one."""
-    ordered = sorted(values, key=lambda value: value[0])
-    return ordered[: max(1, len(ordered) // 3)]
+def _words(errors: Sequence[float]) -> str:
+    rms = math.sqrt(sum(error**2 for error in errors) / len(errors))
+    return f"root mean square error {rms:.1%}, largest {max(map(abs, errors)):.1%}"
 
 
 def _fitted(seen: Seen) -> tuple[Mapping[str, Cost], Table]:
     costs: dict[str, Cost] = {}
     rows: list[Row] = []
     for role in ("draft", "target"):
-        kinds = [_calmest(values) for (name, _), values in seen.pieces.items() if name == role]
-        cost, error = fit([min((o for _, o in kept), key=lambda o: o.seconds) for kept in kinds])
+        kinds = [values for (name, _), values in seen.pieces.items() if name == role]
+        cost, error = fit([min(values, key=lambda o: o.seconds) for values in kinds])
         costs[role] = replace(cost, origin="fitted on this machine")
-        share = _share(seen, role)
-        rows.append((role, 1e3 * cost.step, 1e6 * cost.sequence, 1e9 * cost.cached, 1e6 * cost.prefilled, share, error))
+        coefficients = (1e3 * cost.step, 1e6 * cost.sequence, 1e9 * cost.cached, 1e6 * cost.prefilled)
+        rows.append((role, *coefficients, 1e6 * cost.call, _stretch(seen), error))
     columns = (
         "engine", "a, ms a step", "b, us a sequence", "c, ns a KV token", "d, us a fed token",
-        "stretched beside the other", "fit's relative error",
+        "us a call", "stretched beside the other", "fit's relative error",
     )  # fmt: skip
     notes = (
-        f"Least squares over {len(seen.pieces) // 2} kinds of work on each engine, calmest rounds; no coefficient "
-        "below 0. Stretched: a step while the other engine steps too, over the same step alone.",
+        f"Least squares over {len(seen.pieces) // 2} kinds of work on each engine, processor seconds, the least of all "
+        "rounds; no coefficient below 0. Stretched: both engines' work at once over one after the other.",
     )
     return costs, Table("The embedded pair's costs on this machine", columns, tuple(rows), notes)
 
 
-def _share(seen: Seen, role: str) -> float:
-    beside, alone = (min(seconds for _, seconds in _calmest(seen.steps[role, how])) for how in ("beside", "alone"))
-    return max(1.0, beside / alone)
+def _stretch(seen: Seen) -> float:
+    return max(1.0, median(both / one for both, one in zip(seen.together, seen.alone, strict=True)))
 
 
 async def _measure(seen: Seen, rounds: int, lives: list[Live], seed: int) -> None:
@@ -164,19 +176,25 @@ async def _measure(seen: Seen, rounds: int, lives: list[Live], seed: int) -> Non
         await _contend(Seen(), engines, seed - 10_000)  # what is computed first compiles kernels and fills caches
         for number in range(rounds):
             say(f"scale: validation, round {number + 1} of {rounds}")
-            for live in lives[number % len(lives) :] + lives[: number % len(lives)]:
+            for place, live in enumerate(lives[number % len(lives) :] + lives[: number % len(lives)]):
                 for role, engine in engines.items():
-                    for piece in pieces[number % 2 :: 2]:
-                        calm = Calm()
-                        found = await _observe(engine, piece, seed + 10_000 * number + 100 * lives.index(live))
-                        seen.pieces.setdefault((role, piece), []).append((calm.disturbance, found))
-                first = (number * len(lives) + lives.index(live)) * live.problems  # the caches know none of them yet
-                tape = Tape()
-                taped = TapedEngine(draft, "draft", tape), TapedEngine(target, "target", tape)
-                calm = Calm()
-                run = Run(first, await _run(live, first, *taped, seed), TapedLaw(tape, draft, target))
-                seen.runs.setdefault(live, []).append((calm.disturbance, run))
+                    for piece in pieces[place % 2 :: 2]:
+                        found = await _observe(engine, piece, seed + 10_000 * number + 100 * place)
+                        seen.pieces.setdefault((role, piece), []).append(found)
+                first = (number * len(lives) + place) * live.problems  # the caches know none of them yet
+                seen.runs.setdefault(live, []).append(await _live(live, first, draft, target, seed))
             await _contend(seen, engines, seed + 10_000 * number + 5_000)
+
+
+async def _live(live: Live, first: int, draft: LocalEngine, target: LocalEngine, seed: int) -> Run:
+    tape = Tape()
+    calm, began = Calm(), time.process_time()
+    wall = await _run(live, first, TapedEngine(draft, "draft", tape), TapedEngine(target, "target", tape), seed)
+    taken = Taken(wall, time.process_time() - began, calm.disturbance)
+    law = TapedLaw(tape, draft, target)
+    began = time.process_time()
+    await _run(live, first, InstantEngine("draft", law), InstantEngine("target", law), seed)
+    return Run(first, taken, law, (time.process_time() - began) / tape.calls)
 
 
 async def _observe(engine: LocalEngine, piece: Micro, seed: int) -> Observation:
@@ -185,7 +203,7 @@ async def _observe(engine: LocalEngine, piece: Micro, seed: int) -> Observation:
     half = piece.prompt // 2
     if not piece.tokens:  # what is scored comes on top of a warm prefix, as in a rollout
         await collect([partial(engine.score, ScoreRequest(ids[:1], ids[1:half])) for ids in prompts])
-    before, began = engine.loop_stats(), time.perf_counter()
+    before, began = engine.loop_stats(), time.process_time()
     if piece.tokens:
         law = Sampling(temperature=0.7)
         asked = [SampleRequest(ids, piece.tokens, law, Seed(seed, sample=n)) for n, ids in enumerate(prompts)]
@@ -193,10 +211,10 @@ async def _observe(engine: LocalEngine, piece: Micro, seed: int) -> Observation:
     else:
         await collect([partial(engine.score, ScoreRequest(ids[:half], ids[half:])) for ids in prompts])
         written = []
-    seconds, after = time.perf_counter() - began, engine.loop_stats()
+    seconds, after = time.process_time() - began, engine.loop_stats()
     fed = after.prefilled_tokens + after.scored_tokens - before.prefilled_tokens - before.scored_tokens
     cached = sum(count * piece.prompt + count * (count - 1) / 2 for count in written)
-    return Observation(after.steps - before.steps, sum(written), cached, fed, seconds)
+    return Observation(after.steps - before.steps, sum(written), cached, fed, seconds, piece.batch)
 
 
 def _prompts(engine: LocalEngine, count: int, length: int, seed: int) -> list[TokenIds]:
@@ -206,24 +224,15 @@ def _prompts(engine: LocalEngine, count: int, length: int, seed: int) -> list[To
 
 
 async def _contend(seen: Seen, engines: Mapping[str, LocalEngine], seed: int) -> None:
-    """A step alone, then beside the other engine at work."""
+    """The same amount of work on both engines, one after the other, then at once."""
     piece = Micro(16, 48, 48)
-    for role, engine in engines.items():
-        calm = Calm()
-        seconds = await _step_seconds(engine, piece, seed + 17)
-        seen.steps.setdefault((role, "alone"), []).append((calm.disturbance, seconds))
-    calm = Calm()
-    both = await collect([partial(_step_seconds, engine, piece, seed + 31) for engine in engines.values()])
-    for role, seconds in zip(engines, both, strict=True):
-        seen.steps.setdefault((role, "beside"), []).append((calm.disturbance, seconds))
-
-
-async def _step_seconds(engine: LocalEngine, piece: Micro, seed: int) -> float:
-    total = steps = 0.0
-    for number in range(3):
-        found = await _observe(engine, piece, seed + 97 * number)
-        total, steps = total + found.seconds, steps + found.steps
-    return total / steps
+    began = time.process_time()
+    for engine in engines.values():
+        await _observe(engine, piece, seed + 17)
+    alone = time.process_time()
+    await collect([partial(_observe, engine, piece, seed + 31) for engine in engines.values()])
+    seen.alone.append(alone - began)
+    seen.together.append(time.process_time() - alone)
 
 
 async def _run(live: Live, first: int, draft: Engine, target: Engine, seed: int) -> float:
@@ -244,22 +253,13 @@ async def _run(live: Live, first: int, draft: Engine, target: Engine, seed: int)
     return anyio.current_time() - began
 
 
-async def _predict(live: Live, run: Run, costs: Mapping[str, Cost], seed: int) -> float:
+async def _predict(live: Live, run: Run, costs: Mapping[str, Cost], seed: int) -> Taken:
     host, law = Host(), run.law
     law.missed = 0
     async with (
         BatchedEngine("draft", law, costs["draft"], chunk=512, batch=256, host=host) as draft,
         BatchedEngine("target", law, costs["target"], chunk=512, batch=256, host=host) as target,
     ):
-        return await _run(live, run.first, draft, target, seed)
-
-
-def _host_seconds(live: Live, run: Run, seed: int) -> float:
-    """Processor seconds per call of everything but the models: the same run on engines that take no time."""
-    free = {role: Cost(1e-9, 0.0, 0.0, 0.0) for role in ("draft", "target")}
-    times: list[float] = []
-    for _ in range(3):
-        began = time.process_time()
-        run_virtual(_predict, live, run, free, seed)
-        times.append(time.process_time() - began)
-    return min(times) / max(1, run.law.tape.calls)
+        wall = await _run(live, run.first, draft, target, seed)
+        calls = sum(engine.stats().requests * engine.cost.call for engine in (draft, target))
+        return Taken(wall, draft.load.busy + target.load.busy + calls, 0.0)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
 
+from anyio.lowlevel import checkpoint
+
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
 from atts.seeds import Seed
@@ -67,6 +69,46 @@ class TapedEngine:
         scores = await self._engine.score(request)
         self._tape.scored[request.rollout, len(request.prefix)] = scores.logprobs
         return scores
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        return None
+
+
+class InstantEngine:
+    """A law as an engine that takes no time: what is left of a run is the pipelines' own work."""
+
+    def __init__(self, role: Role, law: TapedLaw) -> None:
+        self._role: Role = role
+        self._law = law
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The law's."""
+        return self._law.spec(self._role)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The law's."""
+        return self._law.tokenizer
+
+    def stats(self) -> EngineStats:
+        """Nothing is counted."""
+        return EngineStats()
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """At once."""
+        await checkpoint()
+        return self._law.write(self._role, request)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """At once."""
+        await checkpoint()
+        return Scores(self._law.score(request))
 
     async def __aenter__(self) -> Self:
         return self

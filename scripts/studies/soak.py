@@ -25,8 +25,8 @@ from atts.engine import Engine
 from atts.evaluators.arithmetic import problems as arithmetic
 from atts.graph import Policy as Retries
 from atts.graph import ProblemScope
-from atts.local import LocalEngine
-from atts.models import path
+from atts.local import LocalEngine, LocalOptions
+from atts.models import EMBEDDED, path
 from atts.pipelines import Context, Policy, solve
 from atts.run import Plan, RunResult, Session, evaluate
 from atts.testing import Drift, FaultKind, Faults, FaultyEngine, Latency, ScriptedEngine, toy_problems
@@ -38,6 +38,8 @@ SHARES: Mapping[FaultKind, float] = {
     "refused": 0.01, "slow": 0.01, "dropped": 0.01, "timeout": 0.005, "wrong_length": 0.005, "nan": 0.005,
     "empty": 0.005, "wrong_ids": 0.005, "hang": 0.001,
 }  # fmt: skip
+_SETS = 6  # sets of problems, again and again under other seeds: the toy models remember every law they ever made
+_CACHE = 8192  # KV tokens of each local engine
 _WARM_UP = 0.2  # part of the time in which caches fill and allocators settle
 
 
@@ -116,7 +118,8 @@ async def _stations(stack: AsyncExitStack) -> dict[Kind, Station]:
         return Station(draft, target, lambda count, number: toy_problems(count, seed=number), policy)
 
     calm, drifting = await scripted(Drift()), await scripted(Drift(after=500, factor=1.3))
-    models = (LocalEngine(path("draft"), name="draft"), LocalEngine(path("target"), name="target"))
+    options = LocalOptions(kv_tokens=_CACHE)  # small: full after a few runs, so that what grows later is a leak
+    models = tuple(LocalEngine(path(role), name=role, options=options) for role in EMBEDDED)
     draft, target = [
         await stack.enter_async_context(FaultyEngine(model, Faults({"dropped": 0.01}))) for model in models
     ]
@@ -133,7 +136,7 @@ async def _stations(stack: AsyncExitStack) -> dict[Kind, Station]:
 
 async def _episode(kind: Kind, station: Station, directory: Path, tally: Tally, number: int) -> None:
     """One run, interrupted where its kind says so, and its journal beside what was seen live."""
-    problems = list(station.problems(4, number))
+    problems = list(station.problems(4, number % _SETS))
     live: dict[str, Outcome] = {}
     if kind in ("cancelled and resumed", "embedded pair, cancelled"):
         with anyio.move_on_after(0.15 + 0.01 * (number % 40)):
@@ -236,10 +239,10 @@ _MEASURES: Mapping[str, Callable[[Level], float]] = {
 
 
 def _flat(name: str, first: float, last: float) -> bool:
-    """Counts must be equal; memory and objects may differ by what noise does."""
+    """Counts must not rise (idle worker threads come and go by one); memory and objects may, by as much as noise."""
     if name.startswith(("memory", "Python")):
         return last - first <= 0.02 * first or math.isclose(last, first)
-    return last <= first
+    return last <= first + (name == "threads")
 
 
 def _levels(tally: Tally) -> Table:

@@ -119,7 +119,7 @@ def _saturation(studies: Studies) -> str:
 
 def _validation(studies: Studies) -> str:
     found = table(studies, "scale", "Predicted and measured")
-    return found.notes[0].split("(bar")[0].strip().rstrip(".")
+    return found.notes[0]
 
 
 def _headlines(studies: Studies) -> str:

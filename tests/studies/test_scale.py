@@ -114,15 +114,21 @@ def test_the_closed_form_of_many_steps_is_the_sum_of_single_ones() -> None:
 
 def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
     """Least squares on exact observations."""
-    seen = [
-        costs.Observation(s, s * b, s * b * k, f, COST.step * s + COST.sequence * s * b + COST.cached * s * b * k
-                          + COST.prefilled * f)
-        for s, b, k, f in ((10, 1, 20, 50), (10, 8, 20, 0), (5, 32, 200, 900), (1, 0, 0, 640), (40, 4, 90, 10))
-    ]  # fmt: skip
+    made = replace(COST, call=3e-4)
+    seen: list[Any] = []
+    for steps, batch, context, fed in (
+        (10, 1, 20, 50),
+        (10, 8, 20, 0),
+        (5, 32, 200, 900),
+        (1, 0, 0, 640),
+        (40, 4, 9, 10),
+    ):
+        done = steps * batch
+        seconds = made.step * steps + made.sequence * done + made.cached * done * context + made.prefilled * fed
+        seen += [costs.Observation(steps, done, done * context, fed, seconds + made.call * n, n) for n in (1, 9)]
     found, error = costs.fit(seen)
-    assert (found.step, found.sequence, found.cached, found.prefilled) == pytest.approx(
-        (COST.step, COST.sequence, COST.cached, COST.prefilled)
-    )
+    names = ("step", "sequence", "cached", "prefilled", "call")
+    assert [getattr(found, name) for name in names] == pytest.approx([getattr(made, name) for name in names])
     assert error < 1e-6
 
 

@@ -146,11 +146,7 @@ class Parser(Grammar):
                 self.take()
                 factors.append(Node("pow", (self.signed_factor(), MINUS_ONE)))
             elif self.starts_factor():
-                mixed = self.mixed_number(factors[-1])
-                if mixed is not None:
-                    factors[-1] = mixed
-                else:
-                    factors.append(self.beside(factors[-1]))
+                factors[-1:] = self.beside(factors[-1])
             else:
                 break
             if len(factors) > self.limits.items:
@@ -171,26 +167,25 @@ class Parser(Grammar):
         """Whether a bracket holds words, such as (approximately 0.5)."""
         return self.here.text == "(" and self.ahead().kind == "word"
 
-    def mixed_number(self, before: Node) -> Node | None:
-        """An integer and the proper fraction right after it, read as their sum; None when there is none."""
-        whole = before.value if before.kind == "number" and "." not in before.text else None
-        if whole is None:
-            return None
-        start = self.at
-        if self.here.kind == "number":
-            fraction = None if self.here.tight else self.slash_fraction()
-        else:
-            fraction = self.factor() if self.here.text == "frac" else None
-        if fraction is None or not _is_proper(fraction):
-            self.at = start
-            return None
-        return Node("add", (before, fraction))
+    def beside(self, before: Node) -> tuple[Node, ...]:
+        """A factor and what is written right after it: two factors, or the mixed number of an integer and a fraction.
 
-    def beside(self, before: Node) -> Node:
-        """A factor written right after another."""
-        if self.here.kind == "number" and before.kind in ("number", "huge"):
-            raise Malformed("two numbers side by side")
-        return self.factor()
+        What follows is read once: to try it as a fraction and then read it again would double the work at every
+        level of nesting.
+        """
+        is_whole = before.kind == "number" and before.value is not None and "." not in before.text
+        if self.here.kind == "number":
+            start = self.at
+            fraction = self.slash_fraction() if is_whole and not self.here.tight else None
+            if fraction is not None and _is_proper(fraction):
+                return (Node("add", (before, fraction)),)
+            self.at = start
+            if before.kind in ("number", "huge"):
+                raise Malformed("two numbers side by side")
+            return before, self.factor()
+        is_fraction = is_whole and self.here.text == "frac"
+        after = self.factor()
+        return (Node("add", (before, after)),) if is_fraction and _is_proper(after) else (before, after)
 
     def slash_fraction(self) -> Node | None:
         """a/b of plain integers ahead, read as one number."""

@@ -103,6 +103,13 @@ PIECES = ["\\frac", "{", "}", "^", "_", "\\sqrt", "\\left(", "\\right)", "|", "1
           "\0"]  # fmt: skip
 
 
+@pytest.mark.parametrize("inside", ["3", "3}", "frt{"])
+def test_nested_fractions_after_integers_are_read_once(inside: str) -> None:
+    """2 1/(2 1/(2 ...)), 25 deep: an attempt at each level that is read again would take 2^25 steps."""
+    nested = r"2\frac{1}{" * 25 + inside + "}" * 25
+    assert equivalent(nested, "5").status == "different"
+
+
 def test_a_short_fuzz_run() -> None:
     """Random strings of maths crash nothing and stay within the evaluation cap; the study does a million."""
     draw = random.Random(11)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -53,7 +52,7 @@ def queue(subject: Subject, options: Options, portal: BlockingPortal) -> Table:
             say(f"1,000 queued rollouts, wave {number + 1}")
             order: list[int] = []
             before = portal.call(_settled, engine)
-            seconds = wall_seconds(partial(portal.call, _crowd, engine, subject, order, number))
+            seconds = _wave(portal, engine, subject, order, number)
             after = portal.call(_settled, engine)
             overtaken = max(place - sum(other < ticket for other in order) for place, ticket in enumerate(order))
             rows.append(
@@ -82,6 +81,10 @@ def queue(subject: Subject, options: Options, portal: BlockingPortal) -> Table:
     )
     notes = ("8,000 slots and 64 places for 1,000 requests: most wait, some give way; used slots are cache.",)
     return Table(f"1,000 queued rollouts with random cancels ({subject.name})", columns, tuple(rows), notes)
+
+
+def _wave(portal: BlockingPortal, engine: LocalEngine, subject: Subject, order: list[int], wave: int) -> float:
+    return wall_seconds(lambda: portal.call(_crowd, engine, subject, order, wave))
 
 
 async def _crowd(engine: LocalEngine, subject: Subject, order: list[int], wave: int) -> None:

@@ -33,7 +33,19 @@ from atts.journal import (
     load_manifest,
 )
 from atts.pipelines import ConformalGate, Context, FixedGate, Policy
-from atts.run import ChunkWritten, ProblemLine, RunResult, SampleLine, Stop, evaluate, samples, scorecard
+from atts.run import (
+    CallBegun,
+    ChunkWritten,
+    Heard,
+    ProblemLine,
+    RunBegun,
+    RunResult,
+    SampleLine,
+    Stop,
+    evaluate,
+    samples,
+    scorecard,
+)
 from atts.seeds import Seed
 from atts.testing import Backend, Faults, ScriptedEngine, run_virtual, toy_problems
 
@@ -50,14 +62,14 @@ class Diary:
 
     def __init__(self, act: Callable[[int], None] = lambda count: None) -> None:
         self.before: list[Event] = []
-        self.live: list[Event | ChunkWritten] = []
+        self.live: list[Heard] = []
         self._act = act
 
     def recalled(self, event: Event) -> None:
         """Keep it."""
         self.before.append(event)
 
-    def heard(self, event: Event | ChunkWritten) -> None:
+    def heard(self, event: Heard) -> None:
         """Keep it, then act."""
         self.live.append(event)
         self._act(len(self.live))
@@ -65,7 +77,7 @@ class Diary:
     @property
     def events(self) -> list[Event]:
         """What was heard live and is also in the journal."""
-        return [event for event in self.live if not isinstance(event, ChunkWritten)]
+        return [event for event in self.live if not isinstance(event, ChunkWritten | CallBegun | RunBegun)]
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -80,7 +92,7 @@ def test_listeners_hear_what_the_journal_holds(world: Any, backend: Backend) -> 
     assert len(chunks) == sum(isinstance(event, Sampled) for event in journal)
     world.run(world.plan(gate=FixedGate("escalate")), world.session(listeners=[later]), 3, backend)
     assert later.before == journal
-    assert later.live == []
+    assert [type(event) for event in later.live] == [RunBegun]  # nothing is left to do
 
 
 def test_every_call_is_a_node_and_a_step(world: Any) -> None:
@@ -253,7 +265,7 @@ def test_asked_at_the_very_end_is_finished(world: Any) -> None:
     stop = Stop()
 
     class Late(Diary):
-        def heard(self, event: Event | ChunkWritten) -> None:
+        def heard(self, event: Heard) -> None:
             if isinstance(event, ProblemTimed):
                 stop.request()
 
@@ -374,7 +386,7 @@ class Census(Diary):
         self.counts: list[Counter[str]] = []
         self._problems = problems
 
-    def heard(self, event: Event | ChunkWritten) -> None:
+    def heard(self, event: Heard) -> None:
         """Forget it, after counting."""
         if isinstance(event, OutcomeReached) and event.problem in self._problems:
             gc.collect()

@@ -37,7 +37,7 @@ class Setup:
     draft: str | Engine = "embedded"
     target: str | Engine = "embedded"
     method: str = "atts"
-    rate: float = 0.25
+    rate: float = 0.3
     mode: CalibrationMode = "marginal"  # spends where it helps; "question-turn" holds the rate question by question
     policy: Policy = DEFAULT_POLICY
     gate: Gate | RoundGate | None = None  # None: the method's own

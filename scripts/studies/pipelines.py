@@ -57,8 +57,22 @@ def claimed(ledger: Ledger) -> list[Table]:
     tables: list[Table] = []
     for m in sorted({samples for _, samples, _, _ in ledger.pieces}):
         tables += [methods("The claim", ledger, CLAIMED, m), verdict(ledger, "atts", m)]
-        tables.append(control(ledger, "atts", m, RATE))
     return tables
+
+
+async def rates(options: Options) -> list[Table]:
+    """How the rate is kept, live, by a gate that promises it question by question and by one that spends at will."""
+    grid = Grid(options.pick(20, 100, 1000), (0,), 1000, options.pick(20, 50, 50))
+    ledger = _ledger(options, "rates")
+    nominal = options.pick((0.2,), (0.2,), (0.1, 0.2, 0.4))
+    arms = [
+        arm(f"{mode} at {rate:g}", "atts", mode=mode, rate=rate, takeover="replace", early_stop="none")
+        for rate in nominal
+        for mode in ("question-turn", "marginal")
+    ]
+    async with Pair() as pair:
+        await run_grid(arms, grid, ledger, pair, "rates")
+    return [control(ledger, one.name, 8, one.setup.rate) for one in arms]
 
 
 async def everybody(options: Options) -> list[Table]:
@@ -140,6 +154,7 @@ async def certified(options: Options) -> list[Table]:
 
 PARTS: dict[str, Part] = {
     "claim": claim,
+    "rates": rates,
     "methods": everybody,
     "ablation": ablation,
     "axes": axes,

@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from atts.api import Setup
 from atts.calibration import LEVELS, Calibrator, OrdinalGate, OrdinalLearner, feature_row, level_of
 from atts.core import Decision, Outcome
 from atts.evaluators import compare_runs, mean_estimate
-from atts.pipelines import Features
+from atts.evaluators.arithmetic import problems as arithmetic
+from atts.pipelines import ConformalGate, Features
 from scripts.studies.harness import Cell, Options, Table
 from scripts.studies.pipelines_arms import Grid, Pair, Solved, run_block
 from scripts.studies.pipelines_policies import RATE, arm
 from scripts.studies.pipelines_tables import interval, points
 
 Stage = Literal["before", "after"]
+Source = Literal["gold", "vote"]
 Place = tuple[str, int, int]
 
 
@@ -29,12 +32,31 @@ class Noted:
     levels: tuple[str, ...]
 
 
+class CollectingGate(ConformalGate):
+    """The conformal gate, writing down what is known of each chunk: rows for a learner once the labels are there."""
+
+    def __init__(self, calibrator: Calibrator) -> None:
+        super().__init__(calibrator)
+        self.known: dict[Place, tuple[Features, float | None]] = {}
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """As the gate."""
+        decision = super().decide(features, score)
+        self.known[features.question, features.sample, features.turn] = features, decision.p
+        return decision
+
+
 class NotingGate(OrdinalGate):
-    """The gate itself, writing down what its model said."""
+    """The gate itself, writing down what its model said; with labels from references it learns nothing live."""
 
     def __init__(self, calibrator: Calibrator, learner: OrdinalLearner) -> None:
         super().__init__(calibrator, learner)
         self.noted: list[Noted] = []
+
+    def learn(self, features: Features, p: float | None, level: str) -> None:  # type: ignore[override]
+        """Votes teach only a gate that has nobody else to learn from."""
+        if self.learner.source == "vote":
+            super().learn(features, p, level)
 
     def preview(self, features: Features) -> Decision:  # type: ignore[override]
         """As the gate."""
@@ -64,25 +86,38 @@ async def ordinal_study(options: Options, pair: Pair, samples: int = 8) -> list[
     found = [problem for shard in grid.shards() for problem in shard]
     blocks = [found[i : i + grid.block] for i in range(0, len(found), grid.block)]
     conformal = pair.plan(arm("atts", samples=samples), options.seed)
-    runs: dict[str, list[Solved]] = {"atts": []}
-    rows: list[tuple[Cell, ...]] = []
-    tables: list[Table] = []
+    runs: list[Solved] = []
     for block in blocks:
-        outcomes, _ = await run_block(block, conformal)
-        runs["atts"] += [Solved.of(outcome) for outcome in outcomes]
-    rows.append(_row("conformal", runs["atts"], runs["atts"]))
-    for alpha in options.pick((0.1,), (0.1, 0.2), (0.05, 0.1, 0.2, 0.3)):
-        gate = NotingGate(Calibrator(RATE, seed=options.seed), OrdinalLearner(alpha))
-        plan = replace(pair.plan(arm("ordinal", samples=samples), options.seed + 1), gate=gate)
-        outcomes_all: list[Outcome] = []
-        for block in blocks:
-            outcomes_all += (await run_block(block, plan))[0]
-        name = f"ordinal, alpha {alpha:g}"
-        runs[name] = [Solved.of(outcome) for outcome in outcomes_all]
-        rows.append(_row(name, runs[name], runs["atts"]))
-        if alpha == 0.1:
-            tables.append(_levels(gate.noted, _labels(outcomes_all), alpha))
-    return [_saving(rows, len(found), samples), *tables]
+        runs += [Solved.of(outcome) for outcome in (await run_block(block, conformal))[0]]
+    rows = [_row("conformal", runs, runs)]
+    tables: list[Table] = []
+    lessons = await _lessons(options.pick(20, 100, 400), pair, samples, options.seed)
+    sources: tuple[Source, ...] = ("gold", "vote")
+    for source in sources:
+        for alpha in options.pick((0.1,), (0.1, 0.2), (0.05, 0.1, 0.2, 0.3)):
+            learner = OrdinalLearner(alpha, source)
+            if source == "gold":
+                for features, p, level in lessons:
+                    learner.learn(feature_row(features, p), level, features.question)
+            gate = NotingGate(Calibrator(RATE, Setup().mode, seed=options.seed), learner)
+            plan = replace(pair.plan(arm("ordinal", samples=samples), options.seed + 1), gate=gate)
+            outcomes: list[Outcome] = []
+            for block in blocks:
+                outcomes += (await run_block(block, plan))[0]
+            name = f"ordinal, labels by {source}, alpha {alpha:g}"
+            rows.append(_row(name, [Solved.of(outcome) for outcome in outcomes], runs))
+            if alpha == 0.1:
+                tables.append(_levels(gate.noted, _labels(outcomes), alpha, source))
+    return [_saving(rows, len(found), samples, len(lessons)), *tables]
+
+
+async def _lessons(count: int, pair: Pair, samples: int, seed: int) -> list[tuple[Features, float | None, str]]:
+    """Labelled chunks of a calibration run under the conformal gate."""
+    gate = CollectingGate(Calibrator(RATE, Setup().mode, seed=seed))
+    plan = replace(pair.plan(arm("atts", samples=samples, early_stop="none"), seed + 2), gate=gate)
+    outcomes, _ = await run_block(arithmetic("calibration", count), plan)
+    labels = _labels(outcomes)
+    return [(*gate.known[place], level) for place, level in labels.items() if place in gate.known]
 
 
 def _row(name: str, solved: Sequence[Solved], base: Sequence[Solved]) -> tuple[Cell, ...]:
@@ -101,7 +136,7 @@ def _row(name: str, solved: Sequence[Solved], base: Sequence[Solved]) -> tuple[C
     )
 
 
-def _saving(rows: Sequence[tuple[Cell, ...]], problems: int, samples: int) -> Table:
+def _saving(rows: Sequence[tuple[Cell, ...]], problems: int, samples: int, lessons: int) -> Table:
     return Table(
         f"The ordinal gate beside the conformal one: {problems} problems, {samples} samples, rate {RATE:g}",
         (
@@ -109,7 +144,11 @@ def _saving(rows: Sequence[tuple[Cell, ...]], problems: int, samples: int) -> Ta
             "escalated",
         ),
         tuple(rows),
-        ("Levels are learnt in this very run from settled votes. Tokens per problem; 95 % intervals over problems.",),
+        (
+            f"Labels by gold: learnt from {lessons} chunks of other problems with reference answers, then frozen. "
+            "Labels by vote: learnt in this very run from settled votes; where the draft is mostly wrong, wrong "
+            "rollouts agree, teach the gate to keep them, and so it goes on. Tokens per problem; 95 % intervals over problems.",
+        ),
     )  # fmt: skip
 
 
@@ -126,7 +165,7 @@ def _labels(outcomes: Sequence[Outcome]) -> dict[Place, str]:
     return found
 
 
-def _levels(noted: Sequence[Noted], labels: dict[Place, str], alpha: float) -> Table:
+def _levels(noted: Sequence[Noted], labels: dict[Place, str], alpha: float, source: Source) -> Table:
     rows: list[tuple[Cell, ...]] = []
     stages: tuple[Stage, ...] = ("before", "after")
     for stage in stages:
@@ -135,12 +174,12 @@ def _levels(noted: Sequence[Noted], labels: dict[Place, str], alpha: float) -> T
             rows += [_level(stage, place, known, labels) for place in range(len(LEVELS))]
             rows.append(_sets(stage, known, labels))
     return Table(
-        f"Levels of the ordinal gate against reference answers, alpha {alpha:g}",
+        f"Levels of the ordinal gate against reference answers, labels by {source}, alpha {alpha:g}",
         ("stage", "level", "chunks", "mean said", "true share", "calibration error", "coverage of sets", "mean size"),
         tuple(rows),
         (
-            "The sets promise to hold the level that the settled vote names with probability 1 - alpha; here they are "
-            "held against the reference answers. Calibration error: mean distance of said and true over ten bins.",
+            "The sets promise to hold a level of the labels' kind with probability 1 - alpha; here they are held "
+            "against the reference answers. Calibration error: mean distance of said and true over ten bins.",
         ),
     )
 

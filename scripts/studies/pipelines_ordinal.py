@@ -147,7 +147,8 @@ def _saving(rows: Sequence[tuple[Cell, ...]], problems: int, samples: int, lesso
         (
             f"Labels by gold: learnt from {lessons} chunks of other problems with reference answers, then frozen. "
             "Labels by vote: learnt in this very run from settled votes; where the draft is mostly wrong, wrong "
-            "rollouts agree, teach the gate to keep them, and so it goes on. Tokens per problem; 95 % intervals over problems.",
+            "rollouts agree, teach the gate to keep them, and so it goes on. Tokens per problem; 95 % intervals over "
+            "problems.",
         ),
     )  # fmt: skip
 

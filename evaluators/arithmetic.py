@@ -340,7 +340,8 @@ def _comparison(random: Random, count: int) -> Exercise | None:
         return None
     total = values[0]
     for name, value in zip(names[1:], values[1:], strict=True):
-        steps.append(Step(f"{f'{names[0]} and' if name == names[1] else 'With'} {name}: ", Operation(total, "+", value)))
+        pair = f"{names[0]} and {name}" if name == names[1] else f"With {name}"
+        steps.append(Step(f"{pair}: ", Operation(total, "+", value)))
         total += value
     return Exercise("comparison", f"{' '.join(told)} How many {item}s do they have together?", tuple(steps))
 

@@ -166,17 +166,21 @@ class Line:
 
     def answer_with(self, chunk: Chunk) -> str | None:
         """The answer the rollout would have with this chunk; a box that is cut is none."""
-        return self._extract(self.rollout.text + chunk.text)
+        return self._extract(self.rollout.text + chunk.text, chunk)
 
-    def _extract(self, text: str) -> str | None:
+    def _extract(self, text: str, last: Chunk | None) -> str | None:
         asked = text[self._asked_again_at :]
         if self._read[0] != asked:  # a chunk that is proposed and then enters is looked through once
-            self._read = asked, self.context.answers.extract(asked)
+            answer = self.context.answers.extract(asked)
+            if answer is not None and last is not None and last.ended == "length":
+                # "The answer is 1" may be the beginning of 12: an answer the next digit would change is not yet one.
+                answer = answer if self.context.answers.extract(asked + "0") == answer else None
+            self._read = asked, answer
         return self._read[1]
 
     def _ending(self) -> tuple[Finish | None, str | None, str]:
-        answer = self._extract(self.rollout.text)
         last = self.rollout.turns[-1]
+        answer = self._extract(self.rollout.text, last.chunks[-1] if last.chunks else None)
         if answer is not None:
             return "answer", answer, ""
         if not last.chunks or not any(chunk.draft_ids or chunk.target_ids for chunk in last.chunks):

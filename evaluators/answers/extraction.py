@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,9 @@ Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
 _FALLBACKS = ("none", "statement", "number")
 _KINDS = ("math", "choice", "text")
+_CUT_NAME = re.compile(
+    r"\\(?:b(?:o(?:x(?:ed?)?)?)?|f(?:b(?:ox?)?)?)?$"
+)  # the beginning of \boxed or \fbox, and then nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +94,11 @@ class Extractor:
         if self._group:
             final = overruled(text[self._boxed_to :], self._kind)
             return Extraction(self.answer, "box") if final is None else Extraction(final, "marker")
-        found = marked(text, self._kind)
+        whole = self._whole(text)
+        found = marked(whole, self._kind)
         if found is not None:
             return Extraction(found, "marker")
-        if self.is_open:
+        if len(whole) < len(text):
             return Extraction(None, "cut")
         if fallback != "none":
             found = stated(text, self._kind)
@@ -104,6 +109,12 @@ class Extractor:
             if found is not None:
                 return Extraction(found, "number")
         return Extraction(None, "none")
+
+    def _whole(self, text: str) -> str:
+        """The text before a box that was begun and not closed, or whose name is cut: its content is no answer."""
+        if self._state.open_at is not None:
+            return text[: self._dropped + self._state.open_at]
+        return _CUT_NAME.sub("", text)
 
     def _advance(self, text: str, *, ended: bool) -> None:
         self._pending += text

@@ -39,7 +39,15 @@ def test_boxes(text: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [r"\boxed{42", r"so \boxed{\frac{1}{2", r"\boxed{", r"I put it in \boxed{}. Let me think"]
+    "text",
+    [
+        r"\boxed{42",
+        r"so \boxed{\frac{1}{2",
+        r"\boxed{",
+        r"The answer is \boxed{\l",
+        r"The answer is \bo",
+        r"I put it in \boxed{}. Let me think",
+    ],
 )
 def test_a_cut_or_empty_box_is_no_answer(text: str) -> None:
     """A box that was begun and not closed gives nothing, however hard one asks."""

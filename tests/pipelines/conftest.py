@@ -52,6 +52,7 @@ def attempt(answers: Answers) -> Solve:
         retries: Retries | None = None,
         backend: Backend = "asyncio",
         seed: int = 0,
+        answers: Answers = answers,
     ) -> list[Outcome]:
         chosen = toy_problems(problems, 5) if isinstance(problems, int) else problems
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pytest
 from atts.calibration import Calibrator
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner
 from atts.core import Outcome, Rollout, Turn
-from atts.pipelines import ConformalGate, CueGate, ExploringGate, FixedGate, Gate, Policy, RandomGate, TopGate
+from atts.pipelines import Answers, ConformalGate, CueGate, ExploringGate, FixedGate, Gate, Policy, RandomGate, TopGate
 from atts.testing import TARGET, Latency, ScriptedEngine, ToyModel, ToyTokenizer
 
 Solve = Callable[..., list[Outcome]]
@@ -123,6 +124,21 @@ def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
     short = lines(attempt(replace(POLICY, max_tokens=20), FixedGate("escalate")))
     assert all(len(r.ids("target")) - len(r.prompt.target_ids) <= 20 for r in short)
     assert {r.finish for r in short} <= {"tokens", "answer"}
+
+
+def test_a_number_still_being_written_is_no_answer(attempt: Solve) -> None:
+    """Where a marker and no brace ends the answer, a chunk cut by its length gives one only when more follows it."""
+
+    def after_the_mark(text: str) -> str | None:
+        found = re.search(r"boxed\{(\d+)", text)
+        return found[1] if found else None
+
+    named = Answers(after_the_mark, lambda found: list(range(len(found))))
+    chunking = replace(POLICY.chunking, draft_tokens=1, stop=())
+    outcomes = attempt(replace(POLICY, turns=400, chunking=chunking), FixedGate("accept"), answers=named)
+    ended = [rollout for rollout in lines(outcomes) if rollout.finish == "answer"]
+    assert any(len(rollout.answer or "") > 1 for rollout in ended)
+    assert all(not rollout.text[-1].isdigit() for rollout in ended)
 
 
 def test_the_context_is_a_limit_too(attempt: Solve) -> None:

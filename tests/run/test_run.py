@@ -370,11 +370,11 @@ def test_alarms_are_recorded_once(world: Any) -> None:
         calibrator = Calibrator(0.4, "marginal", stored=stored, drift="report")
         return world.plan(gate=ConformalGate(calibrator), alarms=lambda: calibrator.events)
 
-    world.run(plan(), world.session(), problems=8)
+    world.run(plan(), world.session(), problems=40)
     drifted = [event for event in world.events() if isinstance(event, Drifted)]
     assert drifted
     assert drifted[0].acted == "report"
-    world.run(plan(), world.session(), problems=8)
+    world.run(plan(), world.session(), problems=40)
     assert [event for event in world.events() if isinstance(event, Drifted)] == drifted
 
 

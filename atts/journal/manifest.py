@@ -34,8 +34,8 @@ class Setting:
 class Manifest:
     """Everything that decides what a run's results mean.
 
-    `configuration`, `engines`, `dataset` and `seed` must match at resume; origins, versions, dates and `settings` (every
-    key of the configuration as somebody gave it) are for people.
+    `configuration`, `engines`, `dataset` and `seed` must match at resume; origins, versions, dates and `settings`
+    (every key of the configuration as somebody gave it) are for people.
     `engines` maps a role to its spec's fields; `dataset` is a digest (`dataset_digest`).
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import anyio
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from atts.calibration import MODES, Calibrator
 from atts.evaluators import mean_estimate
 from atts.pipelines import Chunking, ConformalGate, ExploringGate, RandomGate, ScoreRule
+from atts.pipelines.policy import Takeover
 from scripts.studies.harness import Cell, Options, Table
 from scripts.studies.pipelines_arms import Arm, Grid, Ledger, Pair, Piece, run_grid
 from scripts.studies.pipelines_policies import RATE, arm, with_policy
@@ -62,15 +64,21 @@ def choices(seed: int = 0) -> list[Choice]:
 
     coin = replace(atts, name="gate: coin", setup=replace(atts.setup, gate=RandomGate(RATE, seed)))
     lengths = [changed(f"chunk: {n} tokens", chunking=Chunking(n, n, ())) for n in (8, 16, 32, 64)]
-    scores = {"min": ScoreRule("min"), "last 4": ScoreRule("last", 4), "last 8": ScoreRule("last", 8),
-              "per byte": ScoreRule("byte"), "mean": ScoreRule("mean")}  # fmt: skip
+    scores = {
+        "min": ScoreRule("min"),
+        "last 4": ScoreRule("last", 4),
+        "last 8": ScoreRule("last", 8),
+        "per byte": ScoreRule("byte"),
+        "mean": ScoreRule("mean"),
+        "speculative": ScoreRule("speculative"),
+    }
     return [
         Choice("score", tuple(changed(f"score: {name}", score=rule) for name, rule in scores.items())),
         Choice("mode", tuple(arm(f"mode: {mode}", "atts", mode=mode) for mode in MODES if mode != "split")),
         Choice("chunk", tuple(lengths)),
         Choice(
             "takeover",
-            tuple(changed(f"takeover: {t}", takeover=t) for t in ("continue", "replace", "resample", "fork")),
+            tuple(changed(f"takeover: {t}", takeover=t) for t in get_args(Takeover)),
         ),
         Choice(
             "gate",

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from atts.api import Setup
+from atts.api.setup import CalibrationMode
 from atts.calibration.metrics import rate_metrics
 from atts.core import Message, Outcome, Problem
 from atts.engine import Engine
@@ -24,9 +25,9 @@ from atts.run import Session, evaluate
 from atts.testing import Latency, ScriptedEngine, run_virtual, toy_problems
 from scripts.studies.harness import Cell, Options, Spread, Table, say
 from scripts.studies.pipelines_arms import Pair
-from scripts.studies.pipelines_policies import RATE
 from scripts.studies.pipelines_tables import interval
 
+RATE = 0.2
 Schedule = Literal["all together", "question by question"]
 Row = tuple[Cell, ...]
 
@@ -38,10 +39,12 @@ class Case:
     name: str
     method: str
     schedule: Schedule = "all together"
+    mode: CalibrationMode = Setup().mode
 
 
 CASES = (
-    Case("atts (ours)", "atts"),
+    Case("atts (ours), as it comes", "atts"),
+    Case("the paper's policy, our gate by question and turn", "paper", mode="question-turn"),
     Case("published: static scores, question by question", "published", "question by question"),
     Case("published rule on our scheduler", "published"),
     Case("sorted rounds (top-b)", "top-b"),
@@ -129,9 +132,12 @@ async def _stored(draft: Engine, target: Engine, problems: Sequence[Problem], po
 
 def _setup(case: Case, policy: Policy, stored: Sequence[float], seed: int) -> Setup:
     own = tuple(stored) if case.method == "published" else ()
-    if case.method == "published":  # the target goes on after the chunk; a chunk with an answer is judged as well
+    if case.method in (
+        "published",
+        "paper",
+    ):  # the target goes on after the chunk; a chunk with an answer is judged as well
         policy = replace(policy, takeover="continue", answers="verify", repeats=15)
-    return Setup(method=case.method, rate=RATE, seed=seed, policy=policy, stored=own, limits={})
+    return Setup(method=case.method, mode=case.mode, rate=RATE, seed=seed, policy=policy, stored=own, limits={})
 
 
 async def _run(
@@ -166,8 +172,9 @@ def _table(where: str, clock: Literal["seconds", "processor"], found: Mapping[st
         "question RMS", "worst 500 in a row",
     )  # fmt: skip
     notes = (
-        "Speed-up over target-only, median over blocks. RMS: root mean square of realised minus nominal rate. No vote "
-        "is stopped early, so all methods do all of their work. Methods without a rate show what theirs came to; the "
+        "Speed-up over target-only, median over blocks. RMS: root mean square of realised minus nominal rate, of the "
+        "decision each turn ended with (where the draft tries again, rejections before that one are not among them). "
+        "No vote is stopped early, so all methods do all of their work. Methods without a rate show what theirs came to; the "
         "ratings that SpecReason asks for mean little to targets that never learned to rate.",
         "Live: both engines share two cores, so processor time is what a run costs here; wall time would tell how busy "
         "the machine was."

@@ -76,7 +76,10 @@ def _rates(studies: Studies) -> str:
 def _live_rates(studies: Studies) -> str:
     found = table(studies, "against", "Methods side by side: embedded pair")
     parts: list[str] = []
-    for method in ("published: static scores, question by question", "atts (ours)"):
+    for method in (
+        "published: static scores, question by question",
+        "the paper's policy, our gate by question and turn",
+    ):
         row = rows(found, method=method)[0]
         parts.append(
             f"{method.split(':')[0]}: {_n(row['realised rate'])} overall, {_n(row['question RMS'])} by question"
@@ -134,8 +137,11 @@ def _headlines(studies: Studies) -> str:
 
 def _soak(studies: Studies) -> str:
     found = table(studies, "soak", "Soak: what the process holds")
-    grows = [str(row["between runs"]) for row in rows(found) if row["verdict"] != "flat"]
-    return ("all flat" if not grows else f"grows: {', '.join(grows)}") + f"; {found.notes[0]} {found.notes[1]}"
+    by: dict[str, list[str]] = {}
+    for row in rows(found):
+        by.setdefault(str(row["verdict"]), []).append(str(row["between runs"]))
+    words = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in by.items())
+    return f"{words}. {' '.join(found.notes)}"
 
 
 def _n(value: Cell) -> str:

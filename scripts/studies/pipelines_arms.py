@@ -122,11 +122,13 @@ class Ledger:
 
 
 def _piece(record: dict[str, Any]) -> Piece:
-    solved = [
-        Solved(**{**one, "turns": {turn: (pair[0], pair[1]) for turn, pair in one["turns"].items()}})
-        for one in record.pop("solved")
-    ]
+    solved = [_solved(one) for one in record.pop("solved")]
     return Piece(**record, solved=solved)
+
+
+def _solved(record: dict[str, Any]) -> Solved:
+    turns: dict[str, list[int]] = record.pop("turns")
+    return Solved(**record, turns={turn: (asked, over) for turn, (asked, over) in turns.items()})
 
 
 class Pair:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,8 @@ async def test_a_dead_actor_loses_no_request(cluster: Any) -> None:
             cluster.kill(engine.actors[0].handle)
             return []
 
-        answers = await collect([*(partial(ask, number) for number in range(24)), kill])
+        work: list[Callable[[], Awaitable[list[Completion]]]] = [*(partial(ask, number) for number in range(24)), kill]
+        answers = await collect(work)
         assert all(done.ids == want[number] for number in range(24) for done in answers[number])
         assert engine.load()[0].failures > 0
         with anyio.fail_after(120):

@@ -59,7 +59,7 @@ def choices(seed: int = 0) -> list[Choice]:
         return with_policy(atts, name, **changes)
 
     def explored(fraction: float) -> Arm:
-        gate = ExploringGate(ConformalGate(Calibrator(RATE, seed=seed)), fraction, seed)
+        gate = ExploringGate(ConformalGate(Calibrator(RATE, atts.setup.mode, seed=seed)), fraction, seed)
         return replace(atts, name=f"explored: {fraction:g}", setup=replace(atts.setup, gate=gate))
 
     coin = replace(atts, name="gate: coin", setup=replace(atts.setup, gate=RandomGate(RATE, seed)))

@@ -174,8 +174,8 @@ def _table(where: str, clock: Literal["seconds", "processor"], found: Mapping[st
     notes = (
         "Speed-up over target-only, median over blocks. RMS: root mean square of realised minus nominal rate, of the "
         "decision each turn ended with (where the draft tries again, rejections before that one are not among them). "
-        "No vote is stopped early, so all methods do all of their work. Methods without a rate show what theirs came to; the "
-        "ratings that SpecReason asks for mean little to targets that never learned to rate.",
+        "No vote is stopped early, so all methods do all of their work. Methods without a rate show what "
+        "theirs came to; the ratings that SpecReason asks for mean little to targets that never learned to rate.",
         "Live: both engines share two cores, so processor time is what a run costs here; wall time would tell how busy "
         "the machine was."
         if clock == "processor"

@@ -91,9 +91,13 @@ def evaluate(
         would = forecast(configuration)
         print(json.dumps(would.as_json()) if as_json else "\n".join(foretell(would, configuration)))
         return
-    result = run(configuration, shard)
-    page = write_page(result, configuration)
-    print("\n".join(as_lines(result, configuration, page) if as_json else as_table(result, configuration, page)))
+    try:
+        result = run(configuration, shard)
+        page = write_page(result, configuration)
+        print("\n".join(as_lines(result, configuration, page) if as_json else as_table(result, configuration, page)))
+    except KeyboardInterrupt:  # one that came before the run listened, or after it had ended
+        print("atts: interrupted: everything done is kept; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(130) from None
     if result.status != "finished":
         print(f"atts: {result.status}: {result.why}; the same command goes on from here", file=sys.stderr)
     raise typer.Exit(result.exit_code)

@@ -15,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 Method = Annotated[
     str | None, typer.Option(help="atts, or a baseline: draft-only, target-only, top-b, ...", show_default="atts")
 ]
-Rate = Annotated[float | None, typer.Option(help="Share of chunks the target takes over.", show_default="0.25")]
+Rate = Annotated[float | None, typer.Option(help="Share of chunks the target takes over.", show_default="0.2")]
 Samples = Annotated[int | None, typer.Option(help="Rollouts per problem.", show_default="8")]
 Turns = Annotated[int | None, typer.Option(help="Rounds per rollout, at most.", show_default="15")]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens per rollout, at most.", show_default="512")]

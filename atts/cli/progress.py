@@ -44,8 +44,8 @@ async def shown(progress: Progress, stream: TextIO | None = None) -> AsyncGenera
 async def _follow(display: _Display, progress: Progress) -> None:
     saved = -math.inf
     while True:
-        await anyio.sleep(LOOK_SECONDS)
         display.look()
+        await anyio.sleep(LOOK_SECONDS)
         if anyio.current_time() - saved >= FILE_SECONDS:
             saved = anyio.current_time()
             save(progress.snapshot())

@@ -48,7 +48,8 @@ async def test_the_answer_alone_and_changes_of_the_policy() -> None:
         assert (await answering.ask(question.text)).text == question.answer
         cut = await answering.ask(question.text, policy={"max_tokens": 3})
     assert (cut.text, cut.answer) == ("", None)
-    assert cut.usage.draft_tokens + cut.usage.target_tokens <= 3 * SMALL.samples
+    assert cut.usage.draft_tokens <= 3 * SMALL.samples
+    assert cut.usage.target_tokens <= 3 * SMALL.samples  # in the place of as many of the draft's
 
 
 @pytest.mark.anyio

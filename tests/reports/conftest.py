@@ -192,7 +192,8 @@ class Evaluate(Protocol):
 
 
 def _evaluate(directory: Path, problems: int = 12, **options: Any) -> Path:
-    setup = Setup(draft="scripted", target="scripted", **{"mode": "question-turn", "rate": 0.3, **options})
+    options = {"mode": "question-turn", "rate": 0.3, **options}
+    setup = Setup(draft="scripted", target="scripted", **options)
 
     async def main() -> None:
         await run_evaluation(toy_problems(problems), setup, directory=directory)

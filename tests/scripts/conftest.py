@@ -20,6 +20,8 @@ from atts.seeds import uniforms
 from atts.testing.servers import DialectServer
 from atts.tokenizing import ModelTokenizer, StopMatcher, find_tokenizer
 
+pytest.importorskip("scripts.studies.mathematics", reason="needs a checkout")
+
 ASSISTANT, END = 2, 4  # ids of the embedded models' tokenizer
 SKILL: Mapping[Role, float] = {"draft": 0.985, "target": 0.9995}  # of getting the next token right
 TEXT = "Let us look at what is given.\n\nFrom this the value follows step by step.\n\nSo we have \\boxed{{{}}}."

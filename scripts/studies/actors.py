@@ -47,12 +47,12 @@ def study(options: Options) -> list[Table]:
         "1 actor each": lambda role: build_engine(f"ray:embedded:{role}?threads=1&actors=1&cpus=0.5", role),
         "2 actors each": lambda role: build_engine(f"ray:embedded:{role}?threads=1&actors=2&cpus=0.25", role),
     }
-    answers: dict[str, list[str | None]] = {}
+    answers: dict[str, dict[str, str | None]] = {}
 
     def seconds(name: str) -> float:
         say(f"ray: {name}")
         took, result = anyio.run(_timed, problems, arms[name])
-        answers[name] = [outcome.answer for outcome in result.outcomes()]
+        answers[name] = {outcome.problem.id: outcome.answer for outcome in result.outcomes()}
         return took
 
     with _Cluster():

@@ -115,14 +115,7 @@ def serving(python: Path, role: Role) -> Generator[Served]:
     port = _free_port()
     words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(embedded(role))]
     words += ["--served-model-name", role, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    words += [
-        "--enforce-eager",
-        "--max-model-len",
-        str(CONTEXT),
-        "--generation-config",
-        "vllm",
-        "--enable-prefix-caching",
-    ]
+    words += ["--enforce-eager", "--max-model-len", str(CONTEXT), "--generation-config", "vllm"]
     # a seeded request whose prompt is read in two steps ends vLLM 0.32 on a processor ("CPU Generator does not use
     # offset"): one step takes whatever 64 requests can bring
     words += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--max-num-batched-tokens"]

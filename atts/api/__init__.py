@@ -1,6 +1,6 @@
 """The public verbs; alone knows which engines exist and builds them."""
 
-from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, conditions_of, scores_of
+from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, scores_of
 from atts.api.comparing import compare
 from atts.api.config import Configuration, Job, configure
 from atts.api.engines import SCHEMES, build_engine
@@ -25,7 +25,6 @@ __all__ = [
     "calibrate_sync",
     "calibrator_of",
     "compare",
-    "conditions_of",
     "configure",
     "evaluate",
     "evaluate_sync",

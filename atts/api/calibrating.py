@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,12 +29,10 @@ from atts.journal import (
     read_entries,
 )
 from atts.pipelines import ConformalGate, ThresholdGate
-from atts.run import MERGED, RunResult, remind
+from atts.run import MERGED, RunResult, conditions_of, remind
 
 if TYPE_CHECKING:
     from atts.calibration import Calibrator, StoredScores
-
-_SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs")
 
 
 async def calibrate(
@@ -60,7 +58,9 @@ async def calibrate(
     """
     setup = setup or Setup()
     policy = replace(setup.policy, early_stop="none")
-    watching = replace(setup, method="atts", gate=ThresholdGate(math.inf), policy=policy, stored=(), warmup=0)
+    watching = replace(
+        setup, method="atts", mode="marginal", gate=ThresholdGate(math.inf), policy=policy, stored=(), warmup=0
+    )
     return scores_of(await evaluate(dataset, watching, limit=limit, directory=directory))
 
 
@@ -108,22 +108,6 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
         PERPLEXITY if min(scores) >= 1 else REAL,
         conditions_of(manifest),
     )
-
-
-def conditions_of(manifest: Manifest) -> dict[str, object]:
-    """What scores of a run depend on besides the problems: the models, how they are sampled, how text is cut."""
-    found: dict[str, object] = {
-        f"{role}.{name}": spec[name] for role, spec in manifest.engines.items() for name in _SPEC if name in spec
-    }
-    held = manifest.configuration.get("policy")
-    policy: Mapping[str, Any] = held.value if held is not None and isinstance(held.value, Mapping) else {}
-    for name in ("sampling", "target_sampling", "chunking", "score"):
-        part = policy.get(name)
-        if isinstance(part, Mapping):
-            found |= {
-                f"{name}.{key}": list(value) if isinstance(value, tuple) else value for key, value in part.items()
-            }
-    return found
 
 
 def calibrator_of(run: str | Path | RunResult) -> Calibrator:

@@ -23,6 +23,7 @@ from atts.errors import CalibrationInputError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Setting
 from atts.pipelines import Policy, preset
+from atts.run import Conditions
 
 ReportKind = Literal["html", "markdown", "json", "none"]
 
@@ -33,13 +34,14 @@ _SETUP: Mapping[str, Any] = MappingProxyType(
         "method": str,
         "rate": float,
         "mode": CalibrationMode,
+        "conditions": Conditions,
         "warmup": int,
         "seed": int,
         "rollouts": int,
     }
 )
 """The fields of a setup that a text can say; the policy's are read off the policy."""
-_NEUTRAL = ("out", "runs", "report", "rollouts")
+_NEUTRAL = ("out", "runs", "report", "rollouts", "conditions")
 """Keys that leave a run's results what they are, as the limits do."""
 
 
@@ -233,8 +235,11 @@ def _origins(settings: Mapping[str, Setting]) -> Generator[None, None, None]:
 def _stored(file: str | None) -> Any:
     if file is None:
         return ()
+    from atts.api.calibrating import scores_of
     from atts.calibration import read_scores
 
+    if Path(file).is_dir():
+        return scores_of(file)
     try:
         return read_scores(Path(file))
     except OSError as error:

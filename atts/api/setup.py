@@ -13,7 +13,7 @@ from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Setting
 from atts.pipelines import Answers, Chunking, Gate, Material, Policy, RoundGate, ScoreRule, preset
-from atts.run import Plan
+from atts.run import Conditions, Plan
 
 if TYPE_CHECKING:
     from atts.calibration import Calibrator, StoredScores
@@ -42,6 +42,7 @@ class Setup:
     policy: Policy = DEFAULT_POLICY
     gate: Gate | RoundGate | None = None  # None: the method's own
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
+    conditions: Conditions = "match"  # what stored scores made under others do
     warmup: int = 0  # instead of stored scores: so many of the run's own first
     seed: int = 0
     rollouts: int = 64
@@ -75,6 +76,8 @@ class Setup:
             configuration=self._configuration(calibrator.stored.scores),
             settings=describe(self),
             alarms=lambda: calibrator.events,
+            stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
+            conditions=self.conditions,
         )
 
     def decider(self) -> tuple[Gate | RoundGate, Calibrator]:

@@ -18,7 +18,7 @@ from atts.journal import (
     OutcomeReached,
     ProblemTimed,
     RolloutFinished,
-    SessionOpened,
+    RunClock,
     load_manifest,
     read_entries,
 )
@@ -97,12 +97,10 @@ def _run(directory: Path) -> Side:
     if manifest is None or not (directory / JOURNAL).exists():
         raise JournalError(directory, "there is no run here", "Give the directory of `atts eval --out DIRECTORY`")
     tales: dict[str, _Tale] = {}
-    seconds = before = 0.0
+    clock = RunClock()
     for entry in read_entries(directory / JOURNAL):
         event = entry.event
-        if isinstance(event, SessionOpened):
-            before = seconds
-        seconds = before + entry.at
+        clock.hear(entry)
         match event:
             case OutcomeReached():
                 tales.setdefault(event.problem, _Tale()).outcome = event
@@ -117,7 +115,7 @@ def _run(directory: Path) -> Side:
     found = {name: tale.solved() for name, tale in tales.items()}
     named = manifest.configuration.get("method")
     problems = {name: one for name, one in found.items() if one is not None}
-    return Side(str(directory), str(named.value) if named else "", problems, seconds)
+    return Side(str(directory), str(named.value) if named else "", problems, clock.seconds)
 
 
 def _file(path: Path) -> Side:

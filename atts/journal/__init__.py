@@ -28,7 +28,17 @@ from atts.journal.events import (
 from atts.journal.files import AppendFile, Opener, open_append, write_all, write_atomic
 from atts.journal.lines import Tail, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, versions
-from atts.journal.state import FACTS, OpenProblem, Place, RunState, read_decisions, read_outcomes, sample_key, score_key
+from atts.journal.state import (
+    FACTS,
+    OpenProblem,
+    Place,
+    RunClock,
+    RunState,
+    read_decisions,
+    read_outcomes,
+    sample_key,
+    score_key,
+)
 from atts.journal.writer import JOURNAL, MANIFEST, Durability, Journal, JournalOptions, check_directory, open_journal
 
 __all__ = [
@@ -60,6 +70,7 @@ __all__ = [
     "RolloutFinished",
     "RolloutStarted",
     "RolloutTimed",
+    "RunClock",
     "RunState",
     "Sampled",
     "Scored",

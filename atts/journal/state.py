@@ -103,6 +103,21 @@ class OpenProblem:
 
 
 @dataclass(slots=True)
+class RunClock:
+    """Seconds of a run's work, its sessions end to end; a session that found nothing to do took none."""
+
+    seconds: float = 0.0
+    before: float = 0.0  # of earlier sessions
+
+    def hear(self, entry: Entry) -> None:
+        """Any entry, in order."""
+        if isinstance(entry.event, SessionOpened):
+            self.before = self.seconds
+        elif not isinstance(entry.event, SessionClosed):
+            self.seconds = self.before + entry.at
+
+
+@dataclass(slots=True)
 class RunState:
     """Built entry by entry with `apply`, in order; its size is that of the unfinished problems and a line per other.
 
@@ -118,14 +133,12 @@ class RunState:
     sessions: int = 0
     ended: SessionClosed | None = None  # how the last session ended; None: it was killed, or still runs
     last_node: int = -1
-    seconds: float = 0.0  # by the run's clock, all sessions together
+    clock: RunClock = field(default_factory=RunClock)
 
     def apply(self, entry: Entry) -> Outcome | None:
         """Take one entry in; the outcome of the problem when the entry completes one."""
         event = entry.event
-        if isinstance(event, SessionOpened):
-            self._before = self.seconds
-        self.seconds = self._before + entry.at
+        self.clock.hear(entry)
         match event:
             case SessionOpened():
                 self.sessions, self.ended = event.session, None
@@ -149,6 +162,11 @@ class RunState:
                 self._apply_inside(event)
         return None
 
+    @property
+    def seconds(self) -> float:
+        """By the run's clock, all sessions together."""
+        return self.clock.seconds
+
     def is_over(self, problem: str) -> bool:
         """Whether nothing is left to do for it."""
         return problem in self.reached and self.reached[problem].status != "failed"
@@ -158,8 +176,6 @@ class RunState:
         name = event.decision.question if isinstance(event, _ABOUT_GATES) else getattr(event, "problem", None)
         if isinstance(name, str) and name in self.open:
             self.open[name].apply(event)
-
-    _before: float = 0.0
 
 
 def _finished(rollout: Rollout, event: RolloutFinished) -> Rollout:

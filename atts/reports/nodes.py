@@ -7,28 +7,27 @@ from pathlib import Path
 
 from atts.errors import JournalError
 from atts.graph import Node
-from atts.journal import JOURNAL, Entry, NodeFinished, SessionClosed, SessionOpened, read_entries
+from atts.journal import JOURNAL, Entry, NodeFinished, RunClock, SessionClosed, SessionOpened, read_entries
 
 
 class NodeClock:
     """Puts nodes on the run's clock, sessions end to end: the journal notes a node the moment it ends."""
 
     def __init__(self) -> None:
-        self._offset = 0.0  # seconds of the sessions before this one
+        self._clock = RunClock()
         self._zero: float | None = None  # of this session's node clock, by the run's clock
-        self._latest = 0.0
 
     def hear(self, entry: Entry) -> None:
         """Any entry, in order."""
         if isinstance(entry.event, SessionOpened):
-            self._offset, self._zero = self._latest, None
-        self._latest = self._offset + entry.at
+            self._zero = None
+        self._clock.hear(entry)
 
     def node(self, event: NodeFinished, at: float) -> Node:
         """The node of an entry that was heard, `at` its moment in the session."""
         if self._zero is None:
             self._zero = event.ended - at
-        shift = self._offset - self._zero
+        shift = self._clock.before - self._zero
         return Node(
             event.node, event.stage, event.engine, event.problem, event.sample, event.turn, event.attempt,
             event.status, event.ready + shift, event.queued + shift, event.started + shift, event.ended + shift,

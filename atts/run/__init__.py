@@ -6,6 +6,7 @@
 Call it again with the same directory and it goes on where it was, whatever ended it.
 """
 
+from atts.run.conditions import Conditions, check_conditions, conditions_of
 from atts.run.evaluate import Keep, Session, evaluate
 from atts.run.gates import Alarm, remind
 from atts.run.merging import MERGED, Merged, Shard, merge
@@ -24,6 +25,7 @@ __all__ = [
     "Alarm",
     "CallBegun",
     "ChunkWritten",
+    "Conditions",
     "Grade",
     "Heard",
     "Judgement",
@@ -34,8 +36,8 @@ __all__ = [
     "Pipeline",
     "Plan",
     "ProblemLine",
-    "Recorder",
     "Progress",
+    "Recorder",
     "RunBegun",
     "RunResult",
     "RunStatus",
@@ -46,11 +48,13 @@ __all__ = [
     "Snapshot",
     "Stop",
     "Summary",
+    "check_conditions",
+    "conditions_of",
     "evaluate",
     "merge",
     "problem_line",
     "remind",
-    "summarise",
     "samples",
     "scorecard",
+    "summarise",
 ]

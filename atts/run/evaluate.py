@@ -36,6 +36,7 @@ from atts.journal import (
 )
 from atts.journal.events import VerdictStatus
 from atts.pipelines import Context, Learning, RoundGate
+from atts.run.conditions import check_conditions
 from atts.run.gates import AlarmWatch, StepGate, StepLearningGate, StepRoundGate, remind
 from atts.run.plan import Grade, Plan
 from atts.run.recorder import Listener, ProblemRecord, Recorder, RunBegun
@@ -82,7 +83,7 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | N
     at once; either way the result says "interrupted" and the same call goes on from there.
 
     :raises JournalError: the directory cannot be used, or the disk refuses; see `open_journal`.
-    :raises FingerprintError: it holds another run.
+    :raises FingerprintError: it holds another run, or the gate's stored scores were made under other conditions.
     :raises DatasetError: two problems have one id.
     :raises EngineError: an engine that cannot do its part at all, or is lost for good.
     """
@@ -95,9 +96,10 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | N
             if plan.target is not plan.draft:
                 await engines.enter_async_context(plan.target)
         manifest = plan.manifest(problems, session.dataset)
+        doubt = "" if plan.stored_under is None else check_conditions(manifest, plan.stored_under, plan.conditions)
         state = RunState("everything" if plan.pace == "recorded" else "open problems")
         async with _journal(session, manifest, plan, state) as journal:
-            return await _Run(plan, session, manifest, state, journal).drive(problems)
+            return await _Run(plan, session, manifest, state, journal).drive(problems, doubt)
 
 
 @asynccontextmanager
@@ -143,12 +145,15 @@ class _Run:
         self._lines: dict[str, ProblemLine] = {}
         self._kept: list[Outcome] = []
         self._unfinished = 0
+        self._taken = 0  # problems this session had to work on
         self._seen: Literal["some", "all"] = "some"  # of the dataset
 
-    async def drive(self, problems: Iterable[Problem]) -> RunResult:
-        """Everything that is left to do, and the result."""
+    async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
+        """Everything that is left to do, and the result; a doubt about the whole run is recorded once."""
         began = anyio.current_time()
         self._recorder.tell(self._begun())
+        if doubt and not self._state.sessions:
+            self._recorder.record(Warned("conditions", doubt))
         for name in self._state.reached:
             self._keep(name, self._recalled_line(name))
         async with tasks.background(self._end_when_asked):
@@ -181,6 +186,7 @@ class _Run:
             self._places[problem.id] = place
             if not self._state.is_over(problem.id) or self._plan.pace == "recorded":
                 self._unfinished += 1
+                self._taken += 1
                 yield problem
         self._seen = "all"
 
@@ -292,7 +298,7 @@ class _Run:
             status,
             tuple(lines),
             replace(self._manifest, problems=len(self._places)) if status == "finished" else self._manifest,
-            self._state.seconds + seconds,
+            self._state.seconds + (seconds if self._taken else 0.0),
             self._state.sessions + 1,
             self._session.directory,
             why,

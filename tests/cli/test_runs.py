@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,29 @@ def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:
     assert atts("calibration", "check", "same.json", "--live", str(runs / "atts")).code in (0, 5)
 
 
+def test_a_run_starts_from_scores_of_its_own_conditions_only(atts: Atts, runs: Path, scripted: tuple[str, ...]) -> None:
+    """Others end it before a model is asked, unless they are taken on purpose: then the report warns of them."""
+    words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "own", "--scores")
+    assert atts(*words, str(runs / "atts")).code == 0
+    assert "conditions" not in {caveat.code for caveat in collect(Path("own")).report.caveats}
+    atts("calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", "target.model=another")
+    refused = atts(*words, "s.json", "--out", "other")
+    assert (refused.code, "target.model: stored 'another'" in refused.err) == (2, True)
+    assert "--set conditions=ignore" in refused.err
+    assert not list(Path("other").glob("*.json*"))
+    assert atts(*words, "s.json", "--out", "other", "--set", "conditions=ignore").code == 0
+    warned = {caveat.code: caveat.text for caveat in collect(Path("other")).report.caveats}
+    assert "target.model" in warned["conditions"]
+
+
+def test_scores_without_conditions_are_taken_with_a_warning(atts: Atts, runs: Path, scripted: tuple[str, ...]) -> None:
+    """What is not recorded cannot be checked, and the report says so."""
+    Path("s.jsonl").write_text("".join(f'{{"score": {1 + n / 40}}}\n' for n in range(30)))
+    assert atts("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--scores", "s.jsonl", "--out", "own").code == 0
+    warned = {caveat.code: caveat.text for caveat in collect(Path("own")).report.caveats}
+    assert "do not say what they were made under" in warned["conditions"]
+
+
 def test_calibrate_is_the_draft_alone_scored(tmp_path: Path) -> None:
     """Every chunk is scored and kept, none is handed over; the scores are a later run's to start from."""
     setup = Setup(draft="scripted", target="scripted")
@@ -155,7 +178,7 @@ def test_calibrate_is_the_draft_alone_scored(tmp_path: Path) -> None:
     events = [entry.event for entry in read_entries(tmp_path / "fit" / JOURNAL)]
     assert {event.escalated for event in events if isinstance(event, Observed)} == {"no"}
     assert len(scores) == sum(isinstance(e, Decided) and e.decision.score is not None for e in events)
-    in_memory = calibrate_sync(toy_problems(3), setup)
+    in_memory = calibrate_sync(toy_problems(3), replace(setup, mode="split"))
     assert sorted(in_memory.scores) == sorted(scores.scores)
     result = evaluate_sync(toy_problems(2), Setup(draft="scripted", target="scripted", stored=scores, mode="split"))
     assert result.status == "finished"

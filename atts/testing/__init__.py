@@ -6,7 +6,7 @@ from atts.testing.conformance import CHECKS, CheckOptions, Finding, Report, chec
 from atts.testing.faults import FaultKind, Faults, FaultyEngine
 from atts.testing.interrupts import Interrupted, Interrupter, Interruption, interruptions
 from atts.testing.language import DRAFT, TARGET, Skill, ToyModel
-from atts.testing.questions import toy_problems
+from atts.testing.questions import toy_answer, toy_groups, toy_problems
 from atts.testing.scripted import Drift, Latency, ScriptedEngine
 from atts.testing.server_settings import ServerDialect, ServerFault, ServerFaults, ServerQuirks
 from atts.testing.servers import DialectServer
@@ -41,6 +41,8 @@ __all__ = [
     "check_engine",
     "interruptions",
     "run_virtual",
+    "toy_answer",
+    "toy_groups",
     "toy_problems",
     "virtual_options",
 ]

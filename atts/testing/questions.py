@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -14,6 +15,7 @@ from atts.seeds import Seed, generator
 
 _STATEMENT = re.compile(r"Start at (\d{1,2})\.((?: [+-]\d{1,2},?)+)")
 _OPERATION = re.compile(r"[+-]\d{1,2}")
+_BOX = re.compile(r"\\boxed\{(\d+)\}")
 MOODS = 8  # how finely the traits of a question are told apart
 
 
@@ -86,6 +88,26 @@ def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
         name = f"toy-{seed}-{len(statements)}"
         statements.setdefault(text, Problem(name, text, answer, level=level, subject="sums", source="atts.testing"))
     return tuple(statements.values())
+
+
+def toy_answer(text: str) -> str | None:
+    """What a solution in the toy language says: the number in its last box.
+
+    >>> toy_answer("So it is \\\\boxed{4}. No: \\\\boxed{5}")
+    '5'
+    """
+    found = _BOX.findall(text)
+    return found[-1] if found else None
+
+
+def toy_groups(answers: Sequence[str]) -> list[int]:
+    """A group for each toy answer: equal where their texts are.
+
+    >>> toy_groups(["5", "7", "5"])
+    [0, 1, 0]
+    """
+    seen: dict[str, int] = {}
+    return [seen.setdefault(answer, len(seen)) for answer in answers]
 
 
 def _statement(draws: np.random.Generator, *, length: int) -> tuple[str, str]:

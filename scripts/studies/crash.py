@@ -12,41 +12,37 @@ from typing import Any
 from scripts.studies.harness import Options, Table, say
 
 CHILDREN = Path(__file__).resolve().parents[2] / "tests" / "run" / "crashing.py"
-KILLS_PER_RUN = 10
 
 
 def study(options: Options) -> list[Table]:
     """Runs killed ten times each; `crash` raises when anything recorded was changed or done again."""
     crashing = _crashing()
-    runs = options.pick(2, 6, 20)
+    kills = options.pick(20, 60, 200)
     rows: list[tuple[str | int | float | None, ...]] = []
     with tempfile.TemporaryDirectory() as folder, crashing.nursery() as children:
         whole = Path(folder) / "whole"
         assert children.run(crashing.Order(str(whole))) == 0
         size = (whole / crashing.JOURNAL).stat().st_size
-        for number in range(runs):
-            rows.append(_row(crashing, children, Path(folder) / f"run {number}", whole, size, options.seed + number))
-            say(f"crash: run {number + 1} of {runs}: {rows[-1][1]} kills")
-    kills = sum(int(row[1] or 0) for row in rows)
+        since = time.perf_counter()
+        for directory, crashes in crashing.crash_runs(children, Path(folder), size, kills, options.seed):
+            words = [
+                "identical" if find(directory) == find(whole) else "DIFFERENT"
+                for find in (crashing.decisions, crashing.outcomes)
+            ]
+            counts = (crashes.kills, crashes.full_disks, crashes.sessions, crashes.recalled, crashes.repeated)
+            rows.append((directory.name, *counts, *words, round(time.perf_counter() - since, 1)))
+            since = time.perf_counter()
+            say(f"crash: {rows[-1][0]}: {crashes.kills} kills, {crashes.full_disks} full disks")
+    full = sum(int(row[2] or 0) for row in rows)
     notes = (
-        f"{kills} SIGKILLs in {runs} runs, half of them in the middle of a write.",
-        f"A call repeated is one that was in flight when its process died; at most {crashing.SLOTS} can be per kill.",
+        f"{kills} SIGKILLs in {len(rows)} runs, about half of them in the middle of a write, and {full} full disks.",
+        f"A call repeated is one that was in flight when its process ended; at most {crashing.SLOTS} can be at a time.",
     )
-    columns = ("run", "kills", "sessions", "calls recalled", "calls repeated", "decisions", "outcomes", "seconds")
+    columns = (
+        "run", "kills", "full disks", "sessions", "calls recalled", "calls repeated", "decisions", "outcomes",
+        "seconds",
+    )  # fmt: skip
     return [Table("Runs killed again and again", columns, tuple(rows), notes)]
-
-
-def _row(
-    crashing: Any, children: Any, directory: Path, whole: Path, size: int, seed: int
-) -> tuple[str | int | float | None, ...]:
-    since = time.perf_counter()
-    crashes = crashing.crash(children, directory, size, KILLS_PER_RUN, seed)
-    words = [
-        "identical" if find(directory) == find(whole) else "DIFFERENT"
-        for find in (crashing.decisions, crashing.outcomes)
-    ]
-    seconds = round(time.perf_counter() - since, 1)
-    return (f"seed {seed}", crashes.kills, crashes.sessions, crashes.recalled, crashes.repeated, *words, seconds)
 
 
 def _crashing() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,27 +13,15 @@ from atts.engine import Engine
 from atts.graph import Graph, Limit, ProblemScope
 from atts.graph import Policy as Retries
 from atts.pipelines import Answers, Context, Gate, Policy, RoundGate, solve
-from atts.testing import Backend, ScriptedEngine, run_virtual, toy_problems
+from atts.testing import Backend, ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
 
 Solve = Callable[..., list[Outcome]]
-
-
-def last_box(text: str) -> str | None:
-    """The toy language's answer."""
-    found = re.findall(r"\\boxed\{(\d+)\}", text)
-    return found[-1] if found else None
-
-
-def by_string(answers: Sequence[str]) -> list[int]:
-    """Toy answers are equal when their strings are."""
-    seen: dict[str, int] = {}
-    return [seen.setdefault(answer, len(seen)) for answer in answers]
 
 
 @pytest.fixture
 def answers() -> Answers:
     """Extraction and grouping for the toy language."""
-    return Answers(last_box, by_string)
+    return Answers(toy_answer, toy_groups)
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -25,7 +24,7 @@ from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.run import Plan, Session, evaluate
 from atts.tasks import background, task_group
-from atts.testing import Latency, ScriptedEngine, ToyTokenizer, toy_problems
+from atts.testing import Latency, ScriptedEngine, ToyTokenizer, toy_answer, toy_groups, toy_problems
 from atts.testing.server_settings import ServerFaults
 from atts.testing.servers import DialectServer
 
@@ -35,18 +34,6 @@ FAULTS = {
     "refused": 0.05, "reset": 0.05, "429": 0.05, "500": 0.05, "truncated": 0.04,
     "wrong_ids": 0.02, "nan": 0.02, "slow_loris": 0.01, "hang": 0.01,
 }  # fmt: skip
-
-
-def last_box(text: str) -> str | None:
-    """The toy language's answer."""
-    found = re.findall(r"\\boxed\{(\d+)\}", text)
-    return found[-1] if found else None
-
-
-def by_string(answers: Sequence[str]) -> list[int]:
-    """Toy answers are equal when their strings are."""
-    seen: dict[str, int] = {}
-    return [seen.setdefault(answer, len(seen)) for answer in answers]
 
 
 def engine(role: Role) -> Callable[[], ScriptedEngine]:
@@ -68,7 +55,7 @@ def plan(serve: Serve) -> tuple[Plan, list[DialectServer]]:
     pool = ReplicaPool([(str(n), remote(server, "target")) for n, server in enumerate(servers[1:])], name="target")
     policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
     retries = Patience(calls=8, rollouts=3, delay_seconds=0.05)
-    answers = Answers(last_box, by_string)
+    answers = Answers(toy_answer, toy_groups)
     return Plan(
         remote(servers[0], "draft"), pool, policy, ThresholdGate(1.3), answers, rollouts=9, retries=retries
     ), servers
@@ -178,7 +165,7 @@ async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
     server = serve("sglang", engine("draft"), key="secret-old")
     policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
     todo = Plan(remote(server, "draft"), ScriptedEngine("target"), policy, ThresholdGate(1.3),
-                Answers(last_box, by_string))  # fmt: skip
+                Answers(toy_answer, toy_groups))  # fmt: skip
 
     async def expire() -> None:
         while server.served < 30:  # noqa: ASYNC110

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from atts.graph import Limit
 from atts.journal import JOURNAL, Event, JournalOptions, read_entries
 from atts.pipelines import Answers, Chunking, ConformalGate, Gate, Policy, ThresholdGate
 from atts.run import Plan, RunResult, Session, evaluate
-from atts.testing import Backend, Latency, ScriptedEngine, run_virtual, toy_problems
+from atts.testing import Backend, Latency, ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +27,6 @@ class Said:
 
     status: Literal["equal", "different", "unscored"]
     rule: str = "same text"
-
-
-def last_box(text: str) -> str | None:
-    """The toy language's answer."""
-    found = re.findall(r"\\boxed\{(\d+)\}", text)
-    return found[-1] if found else None
-
-
-def by_string(answers: Sequence[str]) -> list[int]:
-    """Toy answers are equal when their strings are."""
-    seen: dict[str, int] = {}
-    return [seen.setdefault(answer, len(seen)) for answer in answers]
 
 
 def grade(answer: str, problem: Problem) -> Said:
@@ -65,7 +52,7 @@ class World:
             "target": ScriptedEngine("target", latency=QUICK),
             "policy": POLICY,
             "gate": self.frozen(),
-            "answers": Answers(last_box, by_string),
+            "answers": Answers(toy_answer, toy_groups),
             "grade": grade,
             "rollouts": 12,
             "limits": {"draft": Limit(slots=6), "target": Limit(slots=2)},

@@ -1,4 +1,4 @@
-"""Runs that are killed, over and over, each time by SIGKILL: the children, and the bookkeeping about them.
+"""Runs that are killed over and over, or meet a full disk: the children, and the bookkeeping about them.
 
 Run as a program it is a small server that forks one evaluation per line it reads, so that a child starts in
 milliseconds. The tests and the study `crash` load it by its path.
@@ -6,24 +6,25 @@ milliseconds. The tests and the study `crash` load it by its path.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Literal
 
 import anyio
 
 from atts.core import Completion, Outcome, Problem, Rollout, SampleRequest, ScoreRequest, Scores, Usage
-from atts.errors import ATTSError
+from atts.errors import ATTSError, StorageError
 from atts.graph import Limit
 from atts.journal import (
     JOURNAL,
@@ -41,10 +42,12 @@ from atts.journal import (
 )
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import Plan, Session, evaluate
-from atts.testing import Latency, ScriptedEngine, toy_problems
+from atts.testing import Latency, ScriptedEngine, toy_answer, toy_groups, toy_problems
 
 DRAFT_SLOTS, TARGET_SLOTS = 4, 2
 SLOTS = DRAFT_SLOTS + TARGET_SLOTS
+Way = Literal["outside", "die", "refuse"]
+KILLS: tuple[Way, ...] = ("outside", "outside", "die", "die")
 CALLS = "calls.txt"  # every engine call that began: session and key, written before the engine is asked
 
 
@@ -55,7 +58,8 @@ class Order:
     directory: str
     problems: int = 3
     seed: int = 5
-    die_at_byte: int | None = None  # of this session's writing: SIGKILL in the middle of a write
+    room: int | None = None  # bytes this session can write into its journal
+    then: Literal["die", "refuse"] = "die"  # at the first byte beyond: SIGKILL in mid-write, or no space left
     signals: Literal["heed", "ignore"] = "ignore"
 
 
@@ -79,20 +83,23 @@ class CountingEngine(ScriptedEngine):
         os.write(self.notes, f"{self.session} {key}\n".encode())
 
 
-class DyingFile:
-    """An append-only file whose process is killed when a certain byte has been written."""
+class ShortFile:
+    """An append-only file that ends badly: at a certain byte its process is killed, or its disk is full."""
 
-    def __init__(self, path: Path, room: int) -> None:
+    def __init__(self, path: Path, room: int, then: Literal["die", "refuse"]) -> None:
         self._file = open_append(path)
         self._room = room
+        self._then = then
 
     def write(self, data: bytes, /) -> int | None:
-        """Write; or a part, and die."""
-        if len(data) >= self._room:
-            self._file.write(data[: self._room])
+        """Write what there is room for; at the end of it, die or refuse."""
+        taken = self._file.write(data[: self._room]) or 0
+        self._room -= taken
+        if not self._room and self._then == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        self._room -= len(data)
-        return self._file.write(data)
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return taken
 
     def fileno(self) -> int:
         """The real file's."""
@@ -101,18 +108,6 @@ class DyingFile:
     def close(self) -> None:
         """The real file's."""
         self._file.close()
-
-
-def last_box(text: str) -> str | None:
-    """The toy language's answer."""
-    found = re.findall(r"\\boxed\{(\d+)\}", text)
-    return found[-1] if found else None
-
-
-def by_string(answers: Sequence[str]) -> list[int]:
-    """Toy answers are equal when their strings are."""
-    seen: dict[str, int] = {}
-    return [seen.setdefault(answer, len(seen)) for answer in answers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +136,13 @@ def play(order: Order) -> int:
         target,
         Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), early_stop="none"),
         ThresholdGate(1.3),
-        Answers(last_box, by_string),
+        Answers(toy_answer, toy_groups),
         grade,
         rollouts=8,
         limits={"draft": Limit(slots=DRAFT_SLOTS), "target": Limit(slots=TARGET_SLOTS)},
     )
-    room = order.die_at_byte
-    opener = open_append if room is None else lambda path: DyingFile(path, room)
+    room = order.room
+    opener = open_append if room is None else lambda path: ShortFile(path, room, order.then)
     session = Session(directory, journal=JournalOptions(opener=opener), signals=order.signals)
     result = anyio.run(evaluate, toy_problems(order.problems, order.seed), plan, session)
     return result.exit_code
@@ -171,6 +166,8 @@ def serve() -> None:
             code = 1
             try:
                 code = play(Order(**json.loads(line)))
+            except ATTSError as error:
+                code = error.exit_code
             finally:
                 os._exit(code)
         sys.stdout.write(f"{child}\n")
@@ -242,45 +239,65 @@ def kill_when(child: int, path: Path, size: int, pause: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Crashes:
-    """What many kills did to one run."""
+    """What many crashes did to one run."""
 
     kills: int
+    full_disks: int
     sessions: int
     recalled: int  # calls of earlier sessions that were not made again
     repeated: int  # calls made again although they had been in flight, never recorded
 
 
-def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int) -> Crashes:
-    """Kill a run again and again at seeded points, half of them in the middle of a write, then let it end.
+def crash_runs(
+    children: Nursery, folder: Path, whole: int, kills: int, seed: int, *, most: int = 10
+) -> Generator[tuple[Path, Crashes], None, None]:
+    """Exactly `kills` kills, at most `most` of them in one run, over as many runs as that takes (see `crash`)."""
+    number = 0
+    while kills:
+        directory = folder / f"run {number}"
+        found = crash(children, directory, whole, min(most, kills), seed * 1000 + number)
+        assert found.kills, "a run was over before anything happened to it"
+        kills -= found.kills
+        number += 1
+        yield directory, found
 
-    After every kill the whole lines must be the beginning of all that follows. `whole` is the size of the journal of
-    a run that nobody kills.
+
+def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int) -> Crashes:
+    """Kill a run again and again at seeded points, then let it end.
+
+    Of five sessions one does not die but finds its disk full, two are killed from outside, two in the middle of a
+    write. After each the whole lines must be the beginning of all that follows. A run that was quicker than whoever
+    should kill it ends before its time. `whole` is the size of the journal of a run that nobody kills.
 
     :raises AssertionError: anything recorded changed, or was done again.
     """
     draws = random.Random(seed)
+    ways: Iterator[Way] = cycle(("refuse", *draws.sample(KILLS, len(KILLS))))
     path = directory / JOURNAL
-    done = 0
-    for _ in range(kills):
+    dead = full = 0
+    while dead < kills:
         before = path.read_bytes() if path.exists() else b""
-        step = draws.randrange(1, max(2, 2 * whole // kills))
-        order = Order(str(directory))
-        if draws.random() < 0.5:
-            code = children.run(replace(order, die_at_byte=step))
-        else:
-            child = children.start(order)
-            kill_when(child, path, len(before) + step, draws.random() * 0.01)
-            code = children.wait()
-        done += code == -signal.SIGKILL
-        assert code in (0, -signal.SIGKILL), f"a child ended with {code}"
-        after = path.read_bytes()
-        kept = before[: before.rfind(b"\n") + 1]
-        assert after.startswith(kept), "what was recorded has changed"
+        step = draws.randrange(1, max(2, (whole - len(before)) // (kills - dead)))
+        code = _interrupt(children, directory, len(before) + step, step, next(ways), draws.random() * 0.01)
+        assert path.read_bytes().startswith(before[: before.rfind(b"\n") + 1]), "what was recorded has changed"
+        dead += code == -signal.SIGKILL
+        full += code == StorageError.exit_code
+        assert code in (0, -signal.SIGKILL, StorageError.exit_code), f"a child ended with {code}"
         if code == 0:
             break
     else:
         assert children.run(Order(str(directory))) == 0
-    return Crashes(done, *check_calls(directory))
+    return Crashes(dead, full, *check_calls(directory))
+
+
+def _interrupt(children: Nursery, directory: Path, size: int, step: int, way: Way, pause: float) -> int:
+    """One session that comes to a bad end when its journal has grown by `step` to `size`; its exit code."""
+    order = Order(str(directory))
+    if way != "outside":
+        return children.run(replace(order, room=step, then=way))
+    child = children.start(order)
+    kill_when(child, directory / JOURNAL, size, pause)
+    return children.wait()
 
 
 def check_calls(directory: Path, interruptions: Literal["none", "some"] = "none") -> tuple[int, int, int]:

@@ -47,17 +47,19 @@ def whole(crashing: ModuleType, children: Any, tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_ten_kills(crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, seed: int) -> None:
-    """Ten kills of one run at seeded points, half of them in the middle of a write, and then it is as if none had been.
+    """Ten kills at seeded points, some in the middle of a write, full disks in between, as if none had been.
 
-    Twenty in all; `scripts/bench crash` does two hundred.
+    Twenty kills in all; `scripts/bench crash --full` does two hundred.
     """
     size = (whole / crashing.JOURNAL).stat().st_size
-    crashes = crashing.crash(children, tmp_path, size, kills=10, seed=seed)
-    assert crashes.kills >= 6
-    assert crashes.recalled > 0
-    assert crashes.repeated <= crashes.kills * crashing.SLOTS
-    assert crashing.decisions(tmp_path) == crashing.decisions(whole)
-    assert crashing.outcomes(tmp_path) == crashing.outcomes(whole)
+    runs = list(crashing.crash_runs(children, tmp_path, size, 10, seed))
+    assert sum(crashes.kills for _, crashes in runs) == 10
+    assert sum(crashes.full_disks for _, crashes in runs) > 0
+    assert sum(crashes.recalled for _, crashes in runs) > 0
+    for directory, crashes in runs:
+        assert crashes.repeated <= crashes.sessions * crashing.SLOTS
+        assert crashing.decisions(directory) == crashing.decisions(whole)
+        assert crashing.outcomes(directory) == crashing.outcomes(whole)
 
 
 def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -47,14 +47,9 @@ from atts.run import (
     scorecard,
 )
 from atts.seeds import Seed
-from atts.testing import Backend, Faults, ScriptedEngine, run_virtual, toy_problems
+from atts.testing import Backend, Faults, ScriptedEngine, run_virtual, toy_groups, toy_problems
 
 Outcomes = Callable[[RunResult], dict[str, str]]
-
-
-def by_string(answers: Sequence[str]) -> list[int]:
-    """Answers are equal when their strings are."""
-    return [list(answers).index(answer) for answer in answers]
 
 
 class Diary:
@@ -334,7 +329,7 @@ def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
 def test_the_scorecard(world: Any) -> None:
     """Rates with intervals from the lines; rollouts the vote spared are left out, not counted as wrong."""
     result = world.run(world.plan(), world.session())
-    card = scorecard(result.problems, by_string)
+    card = scorecard(result.problems, toy_groups)
     share = sum(sample.verdict == "correct" for line in result.problems for sample in line.samples) / 20
     assert card.estimates["pass@1"].value == pytest.approx(share)
     assert (card.coverage.problems, card.coverage.samples) == (5, 20)
@@ -355,11 +350,11 @@ def test_the_scorecard(world: Any) -> None:
         {},
         result.usage,
     )
-    (held,) = samples([settled], by_string)
+    (held,) = samples([settled], toy_groups)
     assert held.correct == (True, False, False, None)
     assert held.statuses == ("graded", "cut", "no answer", "timeout")
     with pytest.raises(UsageError, match="no problem of this run was graded"):
-        scorecard([replace(settled, samples=())], by_string)
+        scorecard([replace(settled, samples=())], toy_groups)
 
 
 def test_alarms_are_recorded_once(world: Any) -> None:

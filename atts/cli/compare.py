@@ -51,7 +51,8 @@ def _table(found: Compared) -> list[str]:
         f"{run} ({method})" if method else run
         for run, method in zip((found.first, found.second), found.methods, strict=True)
     ]
-    lines = [f"{names[0]} → {names[1]}", f"{found.problems} problems in common", ""]
+    common = "1 problem" if found.problems == 1 else f"{found.problems:,} problems"
+    lines = [f"{names[0]} → {names[1]}", f"{common} in common", ""]
     lines += _accuracy("vote", found.vote)
     if found.mcnemar is not None:
         pairs = found.mcnemar
@@ -61,7 +62,8 @@ def _table(found: Compared) -> list[str]:
         )
     if found.single is not None:
         lines += _accuracy("one rollout", found.single)
-    lines += ["", f"{'per problem':<16}{'first':>12}{'second':>12}   second / first"]
+    if found.costs:
+        lines += ["", f"{'per problem':<16}{'first':>12}{'second':>12}   second / first"]
     for cost in found.costs:
         ratio = "first took none" if math.isinf(cost.ratio) else "none in either" if math.isnan(cost.ratio) else ""
         ratio = ratio or f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
@@ -36,6 +35,7 @@ def grade(
     """
     from atts.evaluators import SlowLimits, SlowPath, Tally
     from atts.evaluators import grade as graded
+    from atts.evaluators.datasets.rows import json_lines
 
     tally = Tally()
     with ExitStack() as stack:
@@ -43,7 +43,8 @@ def grade(
         pool = None
         if slow != "off":
             pool = stack.enter_context(SlowPath(backend=slow, limits=SlowLimits(seconds=seconds)))
-        for each in graded(_records(lines, file), kind, fallback=fallback, slow=pool, source=file):
+        records = (record for _, record in json_lines(lines, file))
+        for each in graded(records, kind, fallback=fallback, slow=pool, source=file):
             tally.add(each)
             if as_json:
                 print(json.dumps(each.as_json()))
@@ -61,19 +62,6 @@ def _opened(file: str) -> AbstractContextManager[IO[str]]:
     if not path.is_file():
         raise DatasetError(file, "is not a file", "Give a JSONL file, or - for stdin")
     return path.open(encoding="utf-8", errors="replace")
-
-
-def _records(lines: IO[str], file: str) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DatasetError(f"{file}, line {number}", f"is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise DatasetError(f"{file}, line {number}", "is not a JSON object")
-        yield record
 
 
 def _words(summary: dict[str, Any]) -> str:

@@ -23,7 +23,9 @@ Mode = Annotated[
     str | None,
     typer.Option(help="What the rate is held for: marginal, turn, question, ...", show_default="marginal"),
 ]
-Scores = Annotated[str | None, typer.Option(help="Calibration scores to start from: a file, or a run's directory.", metavar="FILE")]
+Scores = Annotated[
+    str | None, typer.Option(help="Calibration scores to start from: a file, or a run's directory.", metavar="FILE")
+]
 Draft = Annotated[
     str | None,
     typer.Option(help="embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, server:URL.", show_default="embedded"),

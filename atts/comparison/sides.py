@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atts.core import Finish
 from atts.errors import DatasetError, JournalError
+from atts.evaluators.datasets.rows import json_lines
 from atts.journal import (
     JOURNAL,
     MANIFEST,
@@ -120,35 +121,23 @@ def _run(directory: Path) -> Side:
 
 def _file(path: Path) -> Side:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise DatasetError(str(path), f"is not UTF-8 text (byte {error.start})") from error
     except OSError as error:
         raise DatasetError(
             str(path), f"cannot be read: {error.strerror}", "Give a run directory or a JSONL file"
         ) from error
-    rows: dict[str, list[dict[str, Any]]] = {}
+    rows: dict[str, list[Mapping[str, Any]]] = {}
     method, seconds = "", math.nan
-    for record in _records(lines, path):
+    record: Mapping[str, Any]
+    for _, record in json_lines(lines, str(path)):
         if record.get("type") == "summary":
-            method, seconds = str(record.get("method", "")), float(record.get("seconds", math.nan))
+            method, seconds = str(record.get("method", "")), _number(record.get("seconds"))
         else:
             rows.setdefault(_name(record, path), []).append(record)
     problems = {name: _solved(held, path) for name, held in rows.items()}
     return Side(str(path), method, {name: one for name, one in problems.items() if one is not None}, seconds)
-
-
-def _records(lines: Iterable[str], path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DatasetError(f"{path}, line {number}", f"is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise DatasetError(f"{path}, line {number}", "is not a JSON object")
-        yield record
 
 
 def _name(record: Mapping[str, Any], path: Path) -> str:
@@ -158,18 +147,27 @@ def _name(record: Mapping[str, Any], path: Path) -> str:
     return str(named)
 
 
-def _solved(rows: list[dict[str, Any]], path: Path) -> Solved | None:
+def _list(value: Any) -> list[Mapping[str, Any]]:
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _solved(rows: Sequence[Mapping[str, Any]], path: Path) -> Solved | None:
     """One line per problem as we print it, or one per rollout as others do: then the mean stands for the vote too."""
     votes = [value for row in rows if (value := _right(row, path)) is not None]
     if not votes:
         return None
-    samples = rows[0].get("samples") if len(rows) == 1 else None
-    known = [value for one in samples or () if (value := _right(one, path)) is not None and not _spared(one)]
+    samples = _list(rows[0].get("samples")) if len(rows) == 1 else []
+    known = [value for one in samples if (value := _right(one, path)) is not None and not _spared(one)]
     mean = math.fsum(votes) / len(votes)
     share = math.fsum(known) / len(known) if known else math.nan if samples else mean
     costs: dict[str, float] = {}
     for row in rows:
-        held = {**row.get("usage", {}), **row}
+        usage = row.get("usage")
+        held = {**(usage if isinstance(usage, Mapping) else {}), **row}
         for name in COSTS:
             if isinstance(held.get(name), int | float):
                 costs[name] = costs.get(name, 0.0) + float(held[name])

@@ -7,7 +7,7 @@ import gzip
 import importlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -57,6 +57,24 @@ def kind_of(path: Path) -> str:
     return suffix.lower() if suffix.lower() in SUFFIXES else ""
 
 
+def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[tuple[int, Row]]:
+    """The object on each line, with the line's number, as they are asked for; blank lines are skipped.
+
+    `place` stands before the number in messages, for a source of several files.
+
+    Raises DatasetError: a line that is no JSON object.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            problem = f"{place}line {number} is not JSON ({error})"
+            raise DatasetError(source, problem, "Each line must be one JSON object") from None
+        yield number, _row(value, f"{place}line {number}", source)
+
+
 def _bytes(path: Path, source: str) -> bytes:
     try:
         data = path.read_bytes()
@@ -74,7 +92,9 @@ def _parse(path: Path, data: bytes, source: str) -> Iterator[tuple[str, Row]]:
     if kind == ".parquet":
         yield from _parquet(path, data, source)
     elif kind in (".jsonl", ".ndjson"):
-        yield from _json_lines(_text(path, data, source), path, source)
+        lines = _text(path, data, source).split("\n")  # not splitlines: U+2028 may stand inside a string
+        for number, row in json_lines(lines, source, f"{path.name} "):
+            yield f"line {number}", row
     elif kind == ".json":
         yield from _json_list(_text(path, data, source), path, source)
     elif kind in (".csv", ".tsv"):
@@ -91,18 +111,6 @@ def _text(path: Path, data: bytes, source: str) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         problem = f"{path.name} line {line} is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start})"
         raise DatasetError(source, problem, "Convert it, for example: iconv -f latin1 -t utf-8") from None
-
-
-def _json_lines(text: str, path: Path, source: str) -> Iterator[tuple[str, Row]]:
-    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: U+2028 may stand inside a string
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            problem = f"{path.name} line {number} is not JSON ({error})"
-            raise DatasetError(source, problem, "Each line must be one JSON object") from None
-        yield f"line {number}", _row(value, f"{path.name} line {number}", source)
 
 
 def _json_list(text: str, path: Path, source: str) -> Iterator[tuple[str, Row]]:

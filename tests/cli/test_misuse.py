@@ -138,7 +138,7 @@ CASES = [
         "results that are none",
         "compare runs/atts other.jsonl",
         USAGE,
-        ("other.jsonl, line 1", "JSON"),
+        ("other.jsonl", "line 1 is not JSON"),
         text("other.jsonl", "x"),
     ),
     Case("plan from nothing", "plan empty", DISK, ("empty", "no run"), directory("empty")),
@@ -154,7 +154,7 @@ CASES = [
         text("s.jsonl", '{"score": NaN}\n'),
     ),
     Case("grades of nothing", "grade answers.jsonl", USAGE, ("answers.jsonl",)),
-    Case("grades of no JSON", "grade answers.jsonl", USAGE, ("answers.jsonl, line 1",), text("answers.jsonl", "x")),
+    Case("grades of no JSON", "grade answers.jsonl", USAGE, ("answers.jsonl", "line 1"), text("answers.jsonl", "x")),
 ]
 
 

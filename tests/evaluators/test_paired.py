@@ -68,10 +68,22 @@ def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> N
 
 
 def test_equal_runs_do_not_differ() -> None:
-    """Difference 0, no width, p 1, and no number of problems that would show it."""
+    """Difference 0, p 1, and no number of problems that would show it."""
     found = compare_runs([0.5, 1.0, 0.0], [0.5, 1.0, 0.0])
-    assert (found.difference.value, found.difference.low, found.difference.high, found.p_value) == (0, 0, 0, 1)
+    assert (found.difference.value, found.p_value) == (0, 1)
     assert (found.better, found.worse, found.tied, found.problems_needed) == (0, 0, 3, None)
+
+
+@pytest.mark.parametrize("method", ["bootstrap", "t"])
+def test_problems_that_all_tie_do_not_prove_runs_alike(method: Any) -> None:
+    """The interval covers shares of differing problems that stay unseen one time in twenty, and shrinks with n."""
+    few, many = (compare_runs([0.5] * n, [0.5] * n, method=method).difference for n in (40, 400))
+    assert (1 - few.high) ** 40 == pytest.approx(0.05)
+    assert few.low == -few.high
+    assert 0 < many.high < few.high
+    edge = compare_runs([0.0] * 40, [1.0] * 40, method=method).difference
+    assert (edge.value, edge.high) == (1, 1)
+    assert edge.low < 1
 
 
 def test_a_comparison_prints_all_a_reader_needs() -> None:

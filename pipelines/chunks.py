@@ -50,6 +50,17 @@ def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
     return Chunk(author, text, ids, ids if shared(draft, target) else target.tokenizer.encode(text), "delimiter")
 
 
+def part_of(chunk: Chunk, tokens: int, engine: Engine) -> Chunk | None:
+    """The first tokens of a chunk that both models read alike, fewer where a character would be cut; None if none.
+
+    It has no log-probabilities of its own: its tokens were written, and counted, as those of the whole chunk.
+    """
+    ids, text = _whole_characters(chunk.target_ids[:tokens], engine)
+    if not ids or not chunk.text.startswith(text):
+        return None
+    return Chunk(chunk.author, text, ids, ids, "length")
+
+
 def _whole_characters(ids: TokenIds, engine: Engine) -> tuple[TokenIds, str]:
     while ids and engine.tokenizer.decode(ids).endswith("\ufffd"):
         ids = ids[:-1]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from atts.core import Decision, ScoreRequest, Usage
 from atts.errors import CalibrationInputError, EngineError, ModelLoadError, UnsupportedByEngine
 from atts.pipelines.asking import ask_score
+from atts.pipelines.chunks import shared
 from atts.pipelines.gates import Features, Gate, RoundGate
 from atts.pipelines.line import Line, Proposal
-from atts.pipelines.scores import evidence, score_of
+from atts.pipelines.scores import evidence, first_doubt, score_of
 from atts.tasks import collect
 
 
@@ -66,7 +68,15 @@ async def scored(line: Line, proposal: Proposal) -> Proposal:
     read = max(0, len(prefix) - scores.cached_tokens)  # the suffix is counted as scored, not as read
     line.count(Usage(scored_tokens=len(suffix), target_prefill_tokens=read, calls=1))
     score = score_of(line.score, scores.logprobs, proposal.chunk)
-    return replace(proposal, score=score, flaw="" if not math.isnan(score) else "the score is not a number")
+    flaw = "" if not math.isnan(score) else "the score is not a number"
+    return replace(proposal, score=score, flaw=flaw, doubt=_doubt(line, proposal, scores.logprobs))
+
+
+def _doubt(line: Line, proposal: Proposal, theirs: Sequence[float]) -> int:
+    """Where the target's doubt begins; 0 between tokenizers, and where the draft's numbers are of another kind."""
+    draft, target = line.context.draft, line.context.target
+    comparable = shared(draft, target) and draft.spec.logprobs == "raw"
+    return first_doubt(theirs, proposal.chunk.logprobs) if comparable else 0
 
 
 async def _rated(line: Line, proposal: Proposal) -> Proposal:

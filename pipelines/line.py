@@ -43,6 +43,7 @@ class Proposal:
     attempt: int = 0
     score: float | None = None
     flaw: str = ""  # why there is no score although one was asked for
+    doubt: int = 0  # the token that the target doubts first; 0 also where that is not known
 
 
 class Line:
@@ -131,10 +132,11 @@ class Line:
         decision: Decision | None = None,
         score: float | None = None,
         note: str = "",
+        saved: int = 0,
     ) -> None:
-        """Close the turn with these chunks, and the rollout if that was its end."""
+        """Close the turn with these chunks, and the rollout if that was its end; `saved` of what is discarded stays."""
         turn = Turn(self.turn, tuple(chunks), tuple(discarded), score, decision, note)
-        self.count(Usage(wasted_tokens=sum(chunk.tokens for chunk in discarded)))
+        self.count(Usage(wasted_tokens=sum(chunk.tokens for chunk in discarded) - saved))
         self.rollout = replace(self.rollout, turns=(*self.rollout.turns, turn))
         self.context.listener.turned(self.rollout, turn)
         self._conclude()

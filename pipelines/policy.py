@@ -13,7 +13,7 @@ from atts.errors import OptionError
 from atts.pipelines.scores import ScoreRule
 from atts.pipelines.votes import VoteKind
 
-Takeover = Literal["continue", "replace", "resample", "retry", "fork"]
+Takeover = Literal["continue", "replace", "repair", "resample", "retry", "fork"]
 Stop = Literal["none", "certain", "likely"]
 AnswerCheck = Literal["stop", "verify"]
 Verification = Literal["score", "rating"]

@@ -150,7 +150,7 @@ def _rollout(rollout: Rollout, decisions: Mapping[Place, Decision], policy: Poli
         rollout.sample,
         rollout.answer if len(turns) == len(rollout.turns) else None,
         strayed,
-        sum(chunk.tokens for chunk in chunks if chunk.author == "draft"),
+        sum(chunk.tokens for chunk in chunks if chunk.author == "draft") - sum(_counted_twice(turn) for turn in turns),
         sum(chunk.tokens for chunk in chunks if chunk.author == "target"),
         scored,
     )
@@ -159,6 +159,17 @@ def _rollout(rollout: Rollout, decisions: Mapping[Place, Decision], policy: Poli
 def _strays(rollout: Rollout, turn: Turn, decisions: Mapping[Place, Decision]) -> bool:
     new = decisions.get((rollout.problem, rollout.sample, turn.index))
     return new is not None and turn.decision is not None and new.escalate != turn.decision.escalate
+
+
+def _counted_twice(turn: Turn) -> int:
+    """Tokens of a repaired chunk that stay: they stand in the turn by themselves and in the discarded chunk."""
+    return sum(
+        kept.tokens
+        for kept in turn.chunks
+        for whole in turn.discarded
+        if not kept.logprobs and whole.logprobs and whole.author == kept.author
+        if kept.target_ids == whole.target_ids[: len(kept.target_ids)]
+    )
 
 
 def _judged(turn: Turn) -> Chunk:

@@ -85,6 +85,20 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
     return rule([theirs - own for theirs, own in zip(logprobs, chunk.logprobs, strict=False)], chunk.text)
 
 
+def first_doubt(theirs: Sequence[float], own: Sequence[float], nats: float = 1.0) -> int:
+    """The first token that the target finds less likely than its author by `nats`; where none is, the worst of all.
+
+    Without the author's log-probabilities it is the first token, so that nothing before it can be trusted.
+
+    >>> first_doubt([-0.1, -0.2, -9.0, -12.0], [-0.1, -0.1, -0.3, -0.1])
+    2
+    """
+    if not theirs or len(own) < len(theirs):
+        return 0
+    drops = [mine - other for other, mine in zip(theirs, own, strict=False)]
+    return next((place for place, drop in enumerate(drops) if not drop < nats), drops.index(max(drops)))
+
+
 def evidence(rule: Rule, chunk: Chunk) -> float:
     """The author's own log-probabilities made one number by the same rule, its logarithm; 0 for an empty chunk.
 

@@ -1,8 +1,9 @@
-"""What happens to a rejected chunk: the target goes on after it, rewrites it, or the draft tries again first."""
+"""What happens to a rejected chunk: the target goes on after it, rewrites or mends it, or the draft tries again."""
 
 from __future__ import annotations
 
 from atts.core import Decision, Rollout
+from atts.pipelines.chunks import part_of
 from atts.pipelines.gates import Gate
 from atts.pipelines.judging import judge
 from atts.pipelines.line import Line, Proposal
@@ -14,6 +15,8 @@ async def take_over(line: Line, proposal: Proposal, decision: Decision, gate: Ga
     mode = line.policy.takeover
     if mode == "replace":
         await _replace(line, proposal, decision)
+    elif mode == "repair":
+        await _repair(line, proposal, decision)
     elif mode == "resample" and gate is not None:
         await _resample(line, proposal, decision, gate)
     elif mode == "retry":
@@ -38,6 +41,19 @@ async def _replace(line: Line, proposal: Proposal, decision: Decision) -> None:
     """The chunk goes, the target writes in its place from a fresh start: nothing of the chunk is used as a proposal."""
     written = await line.write("target", ())
     line.enter([written], [proposal.chunk], decision, proposal.score, proposal.flaw)
+
+
+async def _repair(line: Line, proposal: Proposal, decision: Decision) -> None:
+    """The chunk stays up to the token that the target doubts first, the target goes on from there.
+
+    Without such a token, and between tokenizers, that is to replace it.
+    """
+    kept = part_of(proposal.chunk, proposal.doubt, line.engine("draft"))
+    if kept is None or line.room_left([kept]) < 1:
+        return await _replace(line, proposal, decision)
+    written = await line.write("target", [kept])
+    note = f"{kept.tokens} of {proposal.chunk.tokens} tokens stay"
+    return line.enter([kept, written], [proposal.chunk], decision, proposal.score, note, kept.tokens)
 
 
 async def _resample(line: Line, proposal: Proposal, decision: Decision, gate: Gate) -> None:

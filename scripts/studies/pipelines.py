@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -12,12 +12,13 @@ from atts.evaluators.arithmetic import problems as arithmetic
 from atts.pipelines import PRESETS
 from scripts.studies.harness import Effort, Options, Table, emit, say
 from scripts.studies.machine import look
-from scripts.studies.pipelines_arms import Arm, Grid, Ledger, Pair, run_block, run_grid
+from scripts.studies.pipelines_arms import Grid, Ledger, Pair, run_block, run_grid
 from scripts.studies.pipelines_axes import samples_axis, tokens_axis, turns_axis
 from scripts.studies.pipelines_barrier import live, virtual
 from scripts.studies.pipelines_certified import certified_study
+from scripts.studies.pipelines_choice import choice_study
 from scripts.studies.pipelines_ordinal import ordinal_study
-from scripts.studies.pipelines_policies import RATE, arm, with_policy
+from scripts.studies.pipelines_policies import RATE, arm
 from scripts.studies.pipelines_tables import control, methods, verdict
 from scripts.studies.pipelines_time import time_study
 
@@ -40,15 +41,19 @@ def _ledger(options: Options, name: str) -> Ledger:
     return Ledger(None if options.out is None else options.out / f"pipelines-{name}-{options.effort}.jsonl")
 
 
-async def claim(options: Options) -> list[Table]:
-    """The policy against the target alone, on enough problems to say so."""
-    seeds, sizes = options.pick((0,), (0,), (0, 1, 2)), options.pick((8,), (8,), (8, 16))
+async def claim(options: Options, only: Sequence[int] = ()) -> list[Table]:
+    """The policy against the target alone, on enough problems to say so; `only` some seeds shares it out.
+
+    Every rollout runs to its end: an early stop changes no vote, and without it pass@1 is that of all rollouts.
+    """
+    seeds = tuple(only) or options.pick((0,), (0,), (0, 1, 2))
     ledger = _ledger(options, "claim")
     async with Pair() as pair:
-        for seed in seeds:  # a seed is a whole answer, the next ones make it narrower
-            for m in sizes:
+        for m in options.pick((8,), (8,), (8, 16)):
+            for seed in seeds:  # a seed is a whole answer, the next ones make it narrower
                 grid = Grid(options.pick(20, 160, 2000), (seed,), 250, options.pick(20, 40, 50))
-                await run_grid([arm(name, samples=m) for name in CLAIMED], grid, ledger, pair, "claim")
+                arms = [arm(name, samples=m, early_stop="none") for name in CLAIMED]
+                await run_grid(arms, grid, ledger, pair, "claim")
     return claimed(ledger)
 
 
@@ -58,6 +63,13 @@ def claimed(ledger: Ledger) -> list[Table]:
     for m in sorted({samples for _, samples, _, _ in ledger.pieces}):
         tables += [methods("The claim", ledger, CLAIMED, m), verdict(ledger, "atts", m)]
     return tables
+
+
+async def choice(options: Options) -> list[Table]:
+    """Which policy to claim, on problems of the calibration split: nothing is chosen on what is then measured."""
+    ledger = _ledger(options, "choice")
+    async with Pair() as pair:
+        return await choice_study(options, pair, ledger)
 
 
 async def rates(options: Options) -> list[Table]:
@@ -84,33 +96,6 @@ async def everybody(options: Options) -> list[Table]:
         arms = [arm(row.name, stored=stored if row.name == "published" else ()) for row in PRESETS]
         await run_grid(arms, grid, ledger, pair, "methods")
     return [methods(f"Methods at rate {RATE:g}", ledger, [one.name for one in arms], 8)]
-
-
-async def ablation(options: Options) -> list[Table]:
-    """One choice of the policy at a time."""
-    grid = Grid(options.pick(8, 100, 1000), (0,), 500, options.pick(8, 25, 50))
-    ledger = _ledger(options, "ablation")
-    arms = variants()
-    async with Pair() as pair:
-        await run_grid([arm("target-only"), *arms], grid, ledger, pair, "ablation")
-    return [methods("Variants of the policy", ledger, ["target-only", *(one.name for one in arms)], 8)]
-
-
-def variants() -> list[Arm]:
-    """The policy, and the policy with one thing changed."""
-    atts = arm("atts")
-    return [
-        atts,
-        with_policy(atts, "answers: stop", answers="stop"),
-        with_policy(atts, "answers: verify", answers="verify"),
-        with_policy(atts, "replace, answers: stop", answers="stop", takeover="replace"),
-        with_policy(atts, "continue, answers: stop", answers="stop", takeover="continue"),
-        with_policy(atts, "continue, answers: verify", answers="verify", takeover="continue"),
-        with_policy(atts, "drafting on", optimistic=True),
-        with_policy(atts, "first 3, then all", first_wave=3),
-        with_policy(atts, "first 3, then the target", first_wave=3, later="target"),
-        with_policy(atts, "stop when likely", early_stop="likely"),
-    ]
 
 
 async def axes(options: Options) -> list[Table]:
@@ -154,9 +139,9 @@ async def certified(options: Options) -> list[Table]:
 
 PARTS: dict[str, Part] = {
     "claim": claim,
+    "choice": choice,
     "rates": rates,
     "methods": everybody,
-    "ablation": ablation,
     "axes": axes,
     "time": clock,
     "barrier": barrier,
@@ -176,20 +161,30 @@ async def _turn_zero(pair: Pair) -> tuple[float, ...]:
 
 def main() -> None:
     """Only the parts that were asked for."""
+    parser = _parser()
+    asked = parser.parse_args()
+    unknown = [name for name in asked.parts if name not in PARTS]
+    if unknown:
+        parser.error(f"unknown parts {unknown}; there are {', '.join(PARTS)}")
+    effort: Effort = asked.effort
+    options = Options(effort, asked.seed, asked.out)
+    if asked.ledger is not None:
+        return emit("pipelines-claim", claimed(Ledger(asked.ledger)), options, look())
+    for name in asked.parts or PARTS:
+        tables = anyio.run(claim, options, asked.seeds) if name == "claim" else part(name, options)
+        emit(f"pipelines-{name}", tables, options, look())
+    return None
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pipelines", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; none: all")
     parser.add_argument("--effort", choices=("quick", "default", "full"), default="default")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=(), help="only these of the claim: one process each")
     parser.add_argument("--out", type=Path, help="also write tables and charts here, and go on from what is here")
     parser.add_argument("--ledger", type=Path, help="run nothing: the tables of the claim from what this file holds")
-    asked = parser.parse_args()
-    if asked.ledger is not None:
-        print("\n".join(table.markdown() for table in claimed(Ledger(asked.ledger))))
-        return
-    effort: Effort = asked.effort
-    for name in asked.parts or PARTS:
-        options = Options(effort, asked.seed, asked.out)
-        emit(f"pipelines-{name}", part(name, options), options, look())
+    return parser
 
 
 if __name__ == "__main__":

@@ -102,15 +102,17 @@ class Ledger:
         self.pieces: dict[tuple[str, int, int, int], Piece] = {}
         if path is not None and path.exists():
             for line in path.read_text().splitlines():
-                self._keep(_piece(json.loads(line)))
+                self._take(line)
 
     def add(self, piece: Piece) -> None:
-        """A finished piece, on disk before anything else is begun."""
+        """A finished piece, on disk before anything else is begun; several processes may share the file."""
         self._keep(piece)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps(asdict(piece)) + "\n")
+            newline = "\n" if self._is_torn() else ""
+            line = f"{json.dumps(asdict(piece))}\n"
+            with self._path.open("ab", buffering=0) as file:  # one write, so that no other process's comes between
+                file.write(f"{newline}{line}".encode())
 
     def of(self, arm: str, samples: int | None = None) -> list[Piece]:
         """An arm's pieces, by seed and shard."""
@@ -119,6 +121,17 @@ class Ledger:
 
     def _keep(self, piece: Piece) -> None:
         self.pieces[piece.key] = piece
+
+    def _is_torn(self) -> bool:
+        data = self._path.read_bytes() if self._path is not None and self._path.exists() else b""
+        return bool(data) and not data.endswith(b"\n")
+
+    def _take(self, line: str) -> None:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            return say(f"{self._path}: a line was torn by a kill; its piece is run again")
+        return self._keep(_piece(record))
 
 
 def _piece(record: dict[str, Any]) -> Piece:

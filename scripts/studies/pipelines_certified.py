@@ -13,7 +13,8 @@ from scripts.studies.harness import Cell, Options, Table, say
 from scripts.studies.pipelines_arms import Pair, run_block
 from scripts.studies.pipelines_policies import arm
 
-EPSILON, DELTA = 0.03, 0.1
+EPSILON, DELTA = 0.05, 0.1
+"""Two runs of the target alone differ in a few answers, too: no bound below that can be certified by any number."""
 
 
 def _right(outcome: Outcome) -> bool:

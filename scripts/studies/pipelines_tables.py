@@ -78,8 +78,8 @@ def methods(title: str, ledger: Ledger, names: Sequence[str], samples: int, base
         tuple(rows),
         (
             "95 % intervals over problems; differences are paired by problem, seeds averaged within each.",
-            "Tokens and arithmetic per problem. pass@1 is over rollouts that ran to their end; a vote that can no "
-            "longer change cancels the rest, in every method alike.",
+            "Tokens and arithmetic per problem. pass@1 is over rollouts that ran to their end; where a method stops "
+            "early, a vote that can no longer change cancels the rest.",
             f"Speed-up: {base}'s seconds over the method's, block by block, interleaved in one run; median and range.",
         ),
     )  # fmt: skip

@@ -9,11 +9,27 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from atts.calibration import Calibrator
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner
 from atts.core import Outcome, Rollout, Turn
-from atts.pipelines import Answers, ConformalGate, CueGate, ExploringGate, FixedGate, Gate, Policy, RandomGate, TopGate
+from atts.pipelines import (
+    Answers,
+    ConformalGate,
+    CueGate,
+    ExploringGate,
+    FixedGate,
+    Gate,
+    Policy,
+    RandomGate,
+    ScoreRule,
+    ThresholdGate,
+    TopGate,
+    replay,
+)
+from atts.pipelines.scores import first_doubt
 from atts.testing import TARGET, Latency, ScriptedEngine, ToyModel, ToyTokenizer
 
 Solve = Callable[..., list[Outcome]]
@@ -57,6 +73,39 @@ def test_replace_discards_the_chunk(attempt: Solve) -> None:
     judged = [turn for turn in turns(outcomes) if turn.decision]
     assert all([c.author for c in t.chunks] == ["target"] and len(t.discarded) == 1 for t in judged)
     assert all(o.usage.wasted_tokens > 0 for o in outcomes)
+
+
+def test_repair_keeps_what_the_target_does_not_doubt(attempt: Solve, answers: Answers) -> None:
+    """A part of the rejected chunk stays, token for token, the target goes on after it, and every token counts once."""
+    policy = replace(POLICY, takeover="repair", score=ScoreRule("speculative"))
+    outcomes = attempt(policy, ThresholdGate(0.0))
+    mended = [turn for turn in turns(outcomes) if len(turn.chunks) == 2]
+    assert mended
+    for turn in mended:
+        (part, written), (whole,) = turn.chunks, turn.discarded
+        assert (part.author, written.author, whole.author) == ("draft", "target", "draft")
+        assert whole.target_ids[: len(part.target_ids)] == part.target_ids != whole.target_ids
+        assert whole.text.startswith(part.text)
+        assert f"{part.tokens} of {whole.tokens} tokens stay" in turn.note
+    for rollout in lines(outcomes):
+        ids = rollout.ids("target")[len(rollout.prompt.target_ids) :]
+        assert ScriptedEngine().tokenizer.decode(ids) == rollout.text
+    again = [line for problem in replay(outcomes, None, policy, answers.group).problems for line in problem.rollouts]
+    assert sum(line.draft_tokens for line in again) == sum(o.usage.draft_tokens for o in outcomes)
+    assert sum(line.scored_tokens for line in again) == sum(o.usage.scored_tokens for o in outcomes)
+    wasted = [whole.tokens for turn in turns(outcomes) for whole in turn.discarded]
+    assert sum(o.usage.wasted_tokens for o in outcomes) == sum(wasted) - sum(t.chunks[0].tokens for t in mended)
+
+
+@given(st.lists(st.tuples(st.floats(-50, 0), st.floats(-50, 0)), min_size=1))
+def test_the_first_doubt_is_the_first_large_drop(pairs: list[tuple[float, float]]) -> None:
+    """Nothing before it has fallen by a nat; it has, or nothing has and it has fallen most."""
+    theirs, own = [a for a, _ in pairs], [b for _, b in pairs]
+    drops = [b - a for a, b in pairs]
+    place = first_doubt(theirs, own)
+    assert all(drop < 1 for drop in drops[:place])
+    assert drops[place] >= 1 or drops[place] == max(drops)
+    assert first_doubt(theirs, own[:-1]) == 0
 
 
 def test_resample_keeps_the_best_of_its_attempts(attempt: Solve) -> None:

@@ -1,0 +1,68 @@
+"""The same laws on the real engine: its caches hold scored and rejected chunks, and none may shine through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.api import Setup
+from atts.core import Outcome, Role, TokenIds
+from atts.evaluators.arithmetic import problems
+from atts.pipelines import ConformalGate, FixedGate, Gate, ThresholdGate
+from atts.run import Session, evaluate
+
+pytest.importorskip("torch", reason="the embedded models run on torch")
+from atts.calibration import Calibrator
+from atts.local import LocalEngine
+from atts.models import path
+
+Texts = dict[tuple[str, int], TokenIds]
+ALL_OVER = ThresholdGate(0.0)  # every chunk is scored, and every score is too bad
+ALL_KEPT = ThresholdGate(float("inf"))  # every chunk is scored, and none is
+
+
+def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:
+    """The ids of every rollout of a few problems on the embedded pair, and the outcomes."""
+    base = Setup()
+    policy = replace(base.policy, samples=2, early_stop="none", **changes)
+    setup = replace(base, method=method, gate=gate, policy=policy, seed=11)
+
+    async def main() -> list[Outcome]:
+        async with LocalEngine(path("draft"), name="draft") as draft, LocalEngine(path("target"), name="target") as big:
+            plan = setup.plan(draft, big)
+            return list((await evaluate(problems("test", 2), plan, Session(engines="are open", signals="ignore"))).kept)
+
+    outcomes = anyio.run(main)
+    lines = [rollout for outcome in outcomes for rollout in outcome.rollouts]
+    return {(line.problem, line.sample): line.ids("target") for line in lines}, outcomes
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[Role, Texts]:
+    """What either model writes when nobody interferes."""
+    keep = FixedGate("accept")
+    return {"draft": run("draft-only", keep)[0], "target": run("target-only", keep)[0]}
+
+
+@pytest.mark.parametrize("optimistic", [False, True])
+def test_scored_and_kept_chunks_are_the_drafts_own(alone: dict[Role, Texts], optimistic: bool) -> None:
+    """Rate 0 with every chunk scored: token for token what the draft writes alone, drafted ahead or not."""
+    texts, outcomes = run("atts", ALL_KEPT, optimistic=optimistic)
+    assert texts == alone["draft"]
+    assert sum(outcome.usage.scored_tokens for outcome in outcomes) > 0
+
+
+def test_scored_and_replaced_chunks_leave_the_targets_own(alone: dict[Role, Texts]) -> None:
+    """Rate 1, replace, answers verified: token for token what the target writes alone with the same random numbers."""
+    texts, outcomes = run("atts", ALL_OVER)
+    assert texts == alone["target"]
+    assert sum(outcome.usage.scored_tokens for outcome in outcomes) > 0
+
+
+def test_a_mixed_run_is_neither(alone: dict[Role, Texts]) -> None:
+    """The comparison has power: where some chunks are kept and some replaced, the texts are another story."""
+    texts, _ = run("atts", ConformalGate(Calibrator(0.5, "marginal", seed=0)))
+    assert texts not in (alone["target"], alone["draft"])

@@ -159,6 +159,50 @@ class Engine(Protocol):
     ) -> bool | None: ...
 
 
+class EngineAround:
+    """An engine as another one is, until a subclass says otherwise: for those who watch, record or disturb calls.
+
+    Its lifetime is its "own", so that opening and closing it opens and closes the engine inside, or it is "lent" one
+    that somebody else opens and closes.
+    """
+
+    def __init__(self, engine: Engine, lifetime: Literal["own", "lent"]) -> None:
+        self._engine = engine
+        self._lifetime = lifetime
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The inner engine's."""
+        return self._engine.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The inner engine's."""
+        return self._engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        """The inner engine's: what it never saw is not counted."""
+        return self._engine.stats()
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """As the inner engine."""
+        return await self._engine.sample(request)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """As the inner engine."""
+        return await self._engine.score(request)
+
+    async def __aenter__(self) -> Self:
+        if self._lifetime == "own":
+            await self._engine.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        return await self._engine.__aexit__(kind, error, trace) if self._lifetime == "own" else None
+
+
 def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
     """Refuse a request no engine can serve; every engine calls it first.
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Self, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import anyio
 
 from atts import errors
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
-from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
+from atts.engine import Engine, EngineAround
 from atts.errors import EngineError
 from atts.journal import CallFailed, Decided, Observed, OpenProblem, Sampled, Scored, sample_key, score_key
 from atts.journal.events import FailureKind
@@ -58,27 +57,13 @@ class Keeper:
         return self.recorded.gate.get((sample, turn)) or deque()
 
 
-class StepEngine:
+class StepEngine(EngineAround):
     """An engine whose calls are recorded for one problem; it is opened and closed by whoever owns the real one."""
 
     def __init__(self, engine: Engine, role: Role, keeper: Keeper) -> None:
-        self._engine = engine
+        super().__init__(engine, "lent")
         self._role: Role = role
         self._keeper = keeper
-
-    @property
-    def spec(self) -> EngineSpec:
-        """The real engine's."""
-        return self._engine.spec
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The real engine's."""
-        return self._engine.tokenizer
-
-    def stats(self) -> EngineStats:
-        """The real engine's: recalled calls cost it nothing."""
-        return self._engine.stats()
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids, or recall how they were continued; see `atts.engine.Engine`.
@@ -112,14 +97,6 @@ class StepEngine:
 
         begun = CallBegun(problem, request.rollout, "score")
         return await self._live(key, begun, lambda: self._engine.score(request), event)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> bool | None:
-        return None
 
     async def _recall(self, key: str) -> Call | None:
         recalled = self._keeper.recall(key)

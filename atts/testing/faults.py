@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
 import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores, TokenIds
-from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
+from atts.engine import Engine, EngineAround
 from atts.errors import EngineTimeout, EngineUnavailable, OptionError, UsageError
 from atts.seeds import Seed
 
@@ -21,6 +21,7 @@ FaultKind = Literal["refused", "slow", "dropped", "timeout", "wrong_length", "na
 The others answer what cannot be true: a log-prob too few, a NaN among them, nothing at all, ids no vocabulary has (a
 score has no ids: a positive log-prob).
 """
+_REMEMBERED = 4096  # scores whose attempts are counted: whoever tries again does so soon
 _Answer = TypeVar("_Answer", bound=Completion | Scores)
 
 
@@ -59,7 +60,7 @@ class FaultSchedule:
         self._faults = faults
         self._engine = engine
         self._calls = 0
-        self._asked: dict[tuple[str, int, int], int] = {}
+        self._asked: OrderedDict[tuple[str, int, int], int] = OrderedDict()
 
     def pick(self, request: SampleRequest | ScoreRequest) -> FaultKind | None:
         """What goes wrong with this call, if anything."""
@@ -84,7 +85,9 @@ class FaultSchedule:
             seed = request.seed
             return replace(seed, purpose=f"fault {self._faults.seed} {seed.purpose} {hash(request.ids)}")
         key = (request.rollout, hash(request.prefix), hash(request.suffix))  # hashes of ints are the same in every run
-        self._asked[key] = attempt = self._asked.get(key, -1) + 1
+        self._asked[key] = attempt = self._asked.pop(key, -1) + 1
+        if len(self._asked) > _REMEMBERED:
+            self._asked.popitem(last=False)
         return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
 
     async def before(self, kind: FaultKind | None) -> None:
@@ -126,27 +129,13 @@ def _ids_and_text(answer: Completion | Scores, ids: TokenIds, text: str) -> dict
     return {"ids": ids, "text": text} if isinstance(answer, Completion) else {}
 
 
-class FaultyEngine:
+class FaultyEngine(EngineAround):
     """Any engine, made to fail on a schedule; opening and closing it opens and closes the engine inside."""
 
     def __init__(self, engine: Engine, faults: Faults) -> None:
-        self._engine = engine
+        super().__init__(engine, "own")
         self._faults = faults
         self._schedule: FaultSchedule | None = None
-
-    @property
-    def spec(self) -> EngineSpec:
-        """The inner engine's."""
-        return self._engine.spec
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The inner engine's."""
-        return self._engine.tokenizer
-
-    def stats(self) -> EngineStats:
-        """The inner engine's: what it never saw is not counted."""
-        return self._engine.stats()
 
     async def sample(self, request: SampleRequest) -> Completion:
         """As the inner engine, or as the schedule has it."""
@@ -168,11 +157,6 @@ class FaultyEngine:
         return self._schedule.after(kind, await call(request), self.spec.vocabulary)
 
     async def __aenter__(self) -> Self:
-        await self._engine.__aenter__()
+        await super().__aenter__()
         self._schedule = FaultSchedule(self._faults, self.spec.name)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> bool | None:
-        return await self._engine.__aexit__(kind, error, trace)

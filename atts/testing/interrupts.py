@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Generic, Literal, Self, TypeVar, TypeVarTuple, Unpack
+from typing import Generic, Literal, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
+from atts.engine import Engine, EngineAround
 from atts.errors import OptionError
 from atts.seeds import Seed, generator
 
@@ -97,23 +96,12 @@ class Interrupter:
             self._scope.cancel()
 
 
-class _CountedEngine:
+class _CountedEngine(EngineAround):
     """An engine that tells an interrupter of its calls."""
 
     def __init__(self, engine: Engine, cutter: Interrupter) -> None:
-        self._engine = engine
+        super().__init__(engine, "own")
         self._cutter = cutter
-
-    @property
-    def spec(self) -> EngineSpec:
-        return self._engine.spec
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._engine.tokenizer
-
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
 
     async def sample(self, request: SampleRequest) -> Completion:
         number = self._begin()
@@ -132,12 +120,3 @@ class _CountedEngine:
         self._cutter.calls += 1
         self._cutter.pass_by(number, "before")
         return number
-
-    async def __aenter__(self) -> Self:
-        await self._engine.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> bool | None:
-        return await self._engine.__aexit__(kind, error, trace)

@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 from anyio.lowlevel import checkpoint
 
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
-from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
+from atts.engine import Engine, EngineAround, EngineSpec, EngineStats, Tokenizer
 from atts.seeds import Seed
 
 T = TypeVar("T")
@@ -36,27 +36,13 @@ def _place(role: Role, seed: Seed) -> Place:
     return role, seed.problem, seed.turn, seed.sample, seed.attempt
 
 
-class TapedEngine:
+class TapedEngine(EngineAround):
     """An engine whose answers are kept; it is opened and closed by whoever owns the real one."""
 
     def __init__(self, engine: Engine, role: Role, tape: Tape) -> None:
-        self._engine = engine
+        super().__init__(engine, "lent")
         self._role: Role = role
         self._tape = tape
-
-    @property
-    def spec(self) -> EngineSpec:
-        """The real engine's."""
-        return self._engine.spec
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The real engine's."""
-        return self._engine.tokenizer
-
-    def stats(self) -> EngineStats:
-        """The real engine's."""
-        return self._engine.stats()
 
     async def sample(self, request: SampleRequest) -> Completion:
         """As the real engine."""
@@ -69,14 +55,6 @@ class TapedEngine:
         scores = await self._engine.score(request)
         self._tape.scored[request.rollout, len(request.prefix)] = scores.logprobs
         return scores
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> bool | None:
-        return None
 
 
 class InstantEngine:

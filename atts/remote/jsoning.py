@@ -23,8 +23,16 @@ def encode(value: Any) -> bytes:
 
 
 def decode(text: bytes) -> Any:
-    """What JSON says.
+    """What JSON says; Python's NaN and Infinity count, for servers in Python send them, and whoever reads checks.
+
+    >>> decode(b'{"logprob": -Infinity}')
+    {'logprob': -inf}
 
     :raises ValueError: it is none, or not whole.
     """
-    return _orjson.loads(text) if _orjson is not None else json.loads(text)
+    if _orjson is not None:
+        try:
+            return _orjson.loads(text)
+        except ValueError:
+            return json.loads(text)
+    return json.loads(text)

@@ -204,7 +204,7 @@ def _row(name: str, clock: Literal["seconds", "processor"], done: Sum, alone: Su
 
 def _single(options: Options) -> Table:
     """Target-only through four programs: processor seconds for the same problems, interleaved."""
-    count, samples, rounds = options.pick(2, 6, 24), options.pick(2, 8, 8), options.pick(1, 3, 5)
+    count, samples, rounds = options.pick(2, 4, 24), options.pick(2, 4, 8), options.pick(1, 3, 5)
     arms: dict[str, list[float]] = {}
     tokens: dict[str, int] = {}
     anyio.run(_alone, count, samples, rounds, arms, tokens)

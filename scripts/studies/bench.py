@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ STUDIES = {
     "actors": "the embedded evaluation in Ray actors, one and two, beside this process",
     "remote": "requests a second to servers, beside a bare aiohttp loop",
     "against": "the published implementation and transformers' own loops, same work",
+    "frontier": "accuracy against arithmetic, live, for methods, rates and numbers of samples",
     "ablations": "one choice at a time: which defaults win",
     "scale": "virtual time: engines with fitted costs, up to 256 samples and 64 replicas",
     "soak": "solving without end under faults, cancels and drift: nothing may grow",
@@ -40,7 +42,9 @@ def main() -> None:
     options = Options(effort, asked.seed, asked.out)
     if len(names) == 1:
         return run(names[0], options)
+    began = Spent()
     failed = [name for name in names if not _run_apart(name, options)]
+    say(f"bench: {len(names)} studies: {began.words()}")
     if failed:
         sys.exit(f"bench: failed: {', '.join(failed)}")
     return None
@@ -52,9 +56,30 @@ def run(name: str, options: Options) -> None:
     machine = look()
     for line in machine.words():
         say(f"  {line}")
-    began = time.perf_counter()
-    emit(name, importlib.import_module(f"scripts.studies.{name}").study(options), options, machine)
-    say(f"study {name}: {time.perf_counter() - began:.0f} s")
+    began = Spent()
+    emit(name, importlib.import_module(f"scripts.studies.{name}").study(options), options, machine, began.seconds())
+    say(f"study {name}: {began.words()}")
+
+
+class Spent:
+    """What this process and its children used since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._processor = time.perf_counter(), _processor_seconds()
+
+    def seconds(self) -> dict[str, float]:
+        """Wall and processor seconds."""
+        wall, processor = time.perf_counter() - self._wall, _processor_seconds() - self._processor
+        return {"wall": round(wall, 1), "processor": round(processor, 1)}
+
+    def words(self) -> str:
+        """On a machine that is busy with other work the second number is the one that means something."""
+        return f"{self.seconds()['wall']:.0f} s, of processors {self.seconds()['processor']:.0f} s"
+
+
+def _processor_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _run_apart(name: str, options: Options) -> bool:

@@ -40,6 +40,7 @@ class Record:
     effort: str
     machine: Mapping[str, Any]
     kept: Mapping[str, Kept]
+    spent: Mapping[str, float]  # seconds that the last part took; nothing where it does not say
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -68,7 +69,9 @@ def read(folder: Path) -> dict[str, Record]:
             kept: dict[str, Kept] = dict(found[study].kept) if study in found else {}
             for number, table in enumerate(fields["tables"]):
                 kept[table["title"]] = Kept(Table.read(table), path.parent / picture_name(name, number))
-            found[study] = Record(study, str(fields["effort"]), fields.get("machine", {}), kept)
+            found[study] = Record(
+                study, str(fields["effort"]), fields.get("machine", {}), kept, fields.get("spent") or {}
+            )
     return found
 
 
@@ -113,6 +116,7 @@ def _words(record: Record) -> str:
         f"Effort `{record.effort}` on {m['processor']}, {m['cores']} cores, load {m['load']:.1f} at the start; limits "
         f"of one core: copy {m['copy_gib_per_second']:.1f} GiB/s, matrices {m['matrix_gflops']:.0f} GFLOP/s, "
         f"{m['operation_microseconds']:.1f} us per torch operation."
+        + (f" It took {record.spent['processor']:.0f} s of processors." if record.spent else "")
     )
 
 
@@ -120,6 +124,18 @@ def marks(page: str) -> Iterator[tuple[str, str, str]]:
     """What the page wants: kind, study, beginning of the title."""
     for found in MARK.finditer(page):
         yield found["what"], found["study"] or "", found["title"] or ""
+
+
+def shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]]:
+    """What each marked part consists of, whatever its numbers: the head of every table, the names of pictures."""
+    found: dict[tuple[str, str, str], tuple[tuple[str, ...], ...]] = {}
+    for part in MARK.finditer(page):
+        lines = part.group(0).splitlines()[1:-1]
+        heads = [line for line, below in zip(lines, lines[1:], strict=False) if set(below) == set("| -")]
+        cells = [tuple(cell.strip() for cell in head.strip("|").split("|")) for head in heads]
+        pictures = [("picture",) for line in lines if line.startswith("![")]
+        found[part["what"], part["study"] or "", part["title"] or ""] = (*cells, *pictures)
+    return found
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _ROW, _COLUMNS = 620, 330, 18, 3
 _COLOURS = ("#2f6fb3", "#c4511d", "#2b8a4b", "#8a4fc4", "#a8821a", "#c03a6b", "#4a8f9e", "#7a7a7a")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
+_CROWDED = 40  # points of a line beyond which it is drawn without dots
+_STEPS = (1.0, 2.0, 5.0)  # within a decade
 _STYLE = (
     ".chart{font:12px system-ui,sans-serif;background:#fff}.chart text{fill:#333}.chart .grid{stroke:#8884;fill:none}"
     ".chart .line{fill:none;stroke-width:2}.chart .axis{font-weight:600}"
@@ -35,7 +37,16 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class LogAxis(Axis):
+class ShortAxis(Axis):
+    """An axis whose numbers stay short: 20k, 1.5M."""
+
+    def written(self, value: float) -> str:
+        """At most five characters."""
+        return _short(value)
+
+
+@dataclass(frozen=True, slots=True)
+class DoublingAxis(Axis):
     """An axis whose values are given as logarithms to base 2 and written as what they are of."""
 
     def ticks(self, about: int = 5) -> list[float]:
@@ -46,7 +57,35 @@ class LogAxis(Axis):
 
     def written(self, value: float) -> str:
         """The power, not its exponent."""
-        return f"{2**value:.3g}"
+        return _short(2**value)
+
+
+@dataclass(frozen=True, slots=True)
+class DecimalAxis(Axis):
+    """The same with round decimal numbers: for what is not counted in doublings."""
+
+    def ticks(self, about: int = 5) -> list[float]:
+        """1, 2, 5, 10, ...; only the powers of ten where there would be too many."""
+        every = [math.log2(value) for value in _round_numbers(2**self.low, 2**self.high)]
+        tens = [tick for tick in every if math.isclose(math.log10(2**tick) % 1, 0, abs_tol=1e-9)]
+        return every if len(every) <= 2 * about or len(tens) < 2 else tens
+
+    def written(self, value: float) -> str:
+        """The number, not its logarithm."""
+        return _short(2**value)
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    values = [step * 10.0**decade for decade in decades for step in _STEPS]
+    return [value for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{round(value, 10):.3g}"
 
 
 def draw(title: str, chart: Chart, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -59,7 +98,8 @@ def draw(title: str, chart: Chart, columns: Sequence[str], rows: Sequence[Sequen
     marks: list[str] = []
     for number, (name, points) in enumerate(lines.items()):
         marks.append(plot.line(points, f"s{number}"))
-        marks += [plot.dot(x, y, f"s{number}", name, 3) for x, y in points]
+        if len(points) <= _CROWDED:
+            marks += [plot.dot(x, y, f"s{number}", name, 3) for x, y in points]
     return _with_legend(plot.drawn(title, marks), list(lines))
 
 
@@ -71,11 +111,16 @@ def series(
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         x, y = row[across], row[up]
-        name = str(row[columns.index(chart.by)]) if chart.by else chart.y
+        name = _named(row[columns.index(chart.by)], chart.by) if chart.by else chart.y
         if isinstance(x, int | float) and isinstance(y, int | float) and math.isfinite(x) and math.isfinite(y):
             if (x > 0 or chart.x_scaling == "linear") and (y > 0 or chart.y_scaling == "linear"):
                 lines.setdefault(name, []).append((_scaled(x, chart.x_scaling), _scaled(y, chart.y_scaling)))
     return {name: sorted(points) for name, points in lines.items()}
+
+
+def _named(value: object, column: str) -> str:
+    """A line's name; numbers say what they count."""
+    return f"{value} {column}" if isinstance(value, int | float) else str(value)
 
 
 def _scaled(value: float, scaling: Scaling) -> float:
@@ -86,8 +131,20 @@ def _axis(label: str, scaling: Scaling, lines: Mapping[str, Points], place: Lite
     values = [point[place] for points in lines.values() for point in points]
     low, high = min(values, default=0.0), max(values, default=1.0)
     if scaling == "log":
-        return LogAxis(math.floor(low + 0.01) if place else low, math.ceil(high - 0.01) if place else high, label)
-    return Axis(min(0.0, low) if place else low, high + 0.05 * (high - min(0.0, low)) if place else high, label)
+        return _logarithmic(label, low, high, place)
+    if place or 0 <= low <= 0.2 * high:
+        low = min(0.0, low)
+    return ShortAxis(low, high + 0.05 * (high - low) if place else high, label)
+
+
+def _logarithmic(label: str, low: float, high: float, place: Literal[0, 1]) -> Axis:
+    """Doublings across, as samples and replicas are counted; round decimal numbers upwards, from one to another."""
+    if place == 0:
+        return DoublingAxis(low, high, label)
+    around = _round_numbers(2**low / 10, 2**high * 10)
+    first = max((value for value in around if value <= 2**low * 1.001), default=2**low)
+    last = min((value for value in around if value >= 2**high * 0.999), default=2**high)
+    return DecimalAxis(math.log2(first), math.log2(max(last, first * 2)), label)
 
 
 def _with_legend(svg: str, names: Sequence[str]) -> str:

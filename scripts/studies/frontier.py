@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from atts.errors import UsageError
 from atts.models import EMBEDDED, info
 from scripts.studies.charts import Chart, draw
 from scripts.studies.frontier_points import Flops, Grid, Point, Record, points, read_record
-from scripts.studies.harness import Table, say
+from scripts.studies.harness import Options, Table, say
 
 COLUMNS = (
     "run", "policy", "kind", "vote right", "low", "high", "target tokens", "GFLOPs", "seconds", "off-policy",
@@ -29,6 +30,50 @@ _NOTES = (
     "Seconds: measured for a run as it was; for replays the run's seconds, scaled by the work at the run's own mean "
     "time per token of each kind.",
 )
+
+
+def study(options: Options) -> list[Table]:
+    """Live runs of the embedded pair: which of rate and number of samples gives most for the arithmetic it takes."""
+    rates, samples = (
+        options.pick((0.2,), (0.05, 0.1, 0.2, 0.4), (0.05, 0.1, 0.2, 0.4)),
+        options.pick((2, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)),
+    )
+    count = options.pick(8, 60, 500)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) if options.out is None else options.out / f"frontier-{options.effort}"
+        records = [read_record(one) for one in live(count, place, rates, samples, options.seed)]
+    found = [points(record, Grid((), (), ()), _flops(record, None, None))[0] for record in records]
+    return [frontier_table(found, count)]
+
+
+def frontier_table(found: Sequence[Point], count: int) -> Table:
+    """The runs as points; those that no other beats in votes at no more arithmetic are on the frontier."""
+    rows = tuple(
+        (
+            one.run, one.run.rpartition("-")[0], round(one.right.value, 4),
+            f"[{one.right.low:.3f}, {one.right.high:.3f}]", round(one.target_tokens, 1), one.gflops,
+            "yes" if _is_unbeaten(one, found) else "",
+        )
+        for one in sorted(found, key=lambda one: one.gflops or 0.0)
+    )  # fmt: skip
+    return Table(
+        f"The frontier: votes against arithmetic, {count} problems, live",
+        ("run", "method", "vote right", "95 %", "target tokens", "GFLOPs", "on the frontier"),
+        rows,
+        ("Method, rate and number of samples; per problem, on the embedded pair. On the frontier: no other run has as "
+         "many right votes for less arithmetic.",
+         "Arithmetic of both models, tokens written and scored. Neighbours whose intervals overlap may change places."),
+        Chart("GFLOPs", "vote right", "method", "log"),
+    )  # fmt: skip
+
+
+def _is_unbeaten(one: Point, found: Sequence[Point]) -> bool:
+    def beats(other: Point) -> bool:
+        cost, mine = other.gflops or 0.0, one.gflops or 0.0
+        better = other.right.value > one.right.value or cost < mine
+        return other.right.value >= one.right.value and cost <= mine and better
+
+    return not any(beats(other) for other in found)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

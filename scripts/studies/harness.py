@@ -149,8 +149,13 @@ def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
-def emit(name: str, tables: Sequence[Table], options: Options, machine: Machine) -> None:
-    """Print the tables; with an output folder also write NAME.json, NAME.md and one SVG per chart there."""
+def emit(
+    name: str, tables: Sequence[Table], options: Options, machine: Machine, spent: Mapping[str, float] | None = None
+) -> None:
+    """Print the tables; with an output folder also write NAME.json, NAME.md and one SVG per chart there.
+
+    `spent` is what they took, in seconds, for whoever wants to know before running them again.
+    """
     folder = options.out
     facts = "\n".join(f"- {line}" for line in machine.words())
     text = f"## {name} ({options.effort}, seed {options.seed})\n\n{facts}\n\n"
@@ -159,7 +164,7 @@ def emit(name: str, tables: Sequence[Table], options: Options, machine: Machine)
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"study": name, "effort": options.effort, "seed": options.seed, "machine": machine.fields()}
+    about = {"study": name, "effort": options.effort, "seed": options.seed, "machine": machine.fields(), "spent": spent}
     record = {**about, "tables": [asdict(table) for table in tables]}
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / f"{name}.md").write_text(text)

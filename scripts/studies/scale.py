@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from scripts.studies.charts import Chart
 from scripts.studies.harness import Cell as TableCell
 from scripts.studies.harness import Options, Table, say
-from scripts.studies.scale_cells import Cell, Found, Method, Results, run_cell
+from scripts.studies.scale_cells import Cell, Method, Results, run_cell
 from scripts.studies.scale_costs import PAIRS, Cost, Pair
 from scripts.studies.scale_fit import local_validation
 from scripts.studies.scale_work import TraceLaw, find_library
@@ -29,8 +29,9 @@ def study(options: Options) -> list[Table]:
     tables = _validated(options)
     for make in MAKERS:
         say(f"scale: {make.__name__}")
-        tables.append(make(options, law, results))
-    return [*tables, *_memory(options, law, results)]
+        made = make(options, law, results)
+        tables += [made] if isinstance(made, Table) else made
+    return tables
 
 
 def _validated(options: Options) -> list[Table]:
@@ -84,22 +85,27 @@ def costs_table(options: Options, law: TraceLaw, results: Results) -> Table:
     return Table("The modelled engines", columns, rows, notes)
 
 
-def samples_table(options: Options, law: TraceLaw, results: Results) -> Table:
-    """Time, throughput and r against the number of samples."""
+def samples_tables(options: Options, law: TraceLaw, results: Results) -> list[Table]:
+    """Time, throughput and r against the number of samples, for each pair."""
+    return [_samples(pair, options, results) for pair in options.pick((EIGHT,), (EIGHT, SMALL), (EIGHT, SMALL))]
+
+
+def _samples(pair: Pair, options: Options, results: Results) -> Table:
     rows: list[Row] = []
-    for pair in options.pick((EIGHT,), (EIGHT, SMALL), (EIGHT, SMALL)):
-        for samples in options.pick((4, 16), (1, 4, 16, 64, 256), (1, 2, 4, 8, 16, 32, 64, 128, 256)):
-            for method in METHODS:
-                cell = _cell(options, pair, method, samples)
-                rows.append(_row(pair, cell, results.get(cell), f"{method}, {pair.name}"))
+    for samples in options.pick((4, 16), (1, 4, 16, 64, 256), (1, 2, 4, 8, 16, 32, 64, 128, 256)):
+        for method in METHODS:
+            cell = _cell(options, pair, method, samples)
+            found = results.get(cell)
+            busy = (found.draft_busy, found.target_busy)
+            each = found.seconds / cell.problems
+            rows.append((samples, method, each, found.throughput, found.intensity, *busy, found.realised))
     return Table(
-        "Samples per question: 1 replica, 256 rollouts in flight, rate 0.2, up to 15 turns",
-        ("pair", "samples", "method", "s a question", "tokens/s", "r", "draft busy", "target busy", "realised rate",
-         "line"),
+        f"Samples per question, {pair.name}: 1 replica, 256 rollouts in flight, rate 0.2, up to 15 turns",
+        ("samples", "method", "s a question", "tokens/s", "r", "draft busy", "target busy", "realised rate"),
         tuple(rows),
         ("r = Tc / (Tm + Ts), in call-seconds: scoring over decoding plus waiting for siblings.",
          "busy: share of the time in which the engine had work."),
-        Chart("samples", "tokens/s", "line", "log", "log"),
+        Chart("samples", "tokens/s", "method", "log", "log"),
     )  # fmt: skip
 
 
@@ -119,14 +125,6 @@ def intensity_table(options: Options, law: TraceLaw, results: Results) -> Table:
         ("Ts share: waiting for siblings, of all call-seconds; above one half it dominates. It is 0 for ATTS.",),
         Chart("samples", "r", "method", "log", "log"),
     )
-
-
-def _row(pair: Pair, cell: Cell, found: Found, line: str) -> Row:
-    each = found.seconds / cell.problems
-    busy = (found.draft_busy, found.target_busy)
-    return (
-        pair.name, cell.samples, cell.method, each, found.throughput, found.intensity, *busy, found.realised, line,
-    )  # fmt: skip
 
 
 def ratios_table(options: Options, law: TraceLaw, results: Results) -> Table:
@@ -160,21 +158,20 @@ def ratios_table(options: Options, law: TraceLaw, results: Results) -> Table:
 def turns_table(options: Options, law: TraceLaw, results: Results) -> Table:
     """How the cost of rounds grows with their number, for few and many samples."""
     rows: list[Row] = []
-    for samples in options.pick((16,), (16,), (16, 64, 256)):
+    for samples in options.pick((16,), (16, 64), (16, 64, 256)):
         for turns in options.pick((1, 4), (1, 2, 4, 8, 15, 30), (1, 2, 3, 4, 6, 8, 11, 15, 22, 30)):
             cell = replace(_cell(options, EIGHT, "atts", samples), turns=turns)
             rounds, alone = (replace(cell, method=m) for m in ("top-b", "target-only"))
             ours, theirs, target = results.get(cell), results.get(rounds), results.get(alone)
             share = theirs.siblings / (theirs.siblings + theirs.memory + theirs.arithmetic)
             ratios = (target.seconds / ours.seconds, theirs.seconds / ours.seconds)
-            rows.append((samples, turns, *ratios, share, ours.intensity, theirs.intensity, f"top-b, {samples} samples"))
+            rows.append((samples, turns, *ratios, share, ours.intensity, theirs.intensity))
     return Table(
         "Turns: 8B/70B, rate 0.2",
-        ("samples", "turns at most", "over target-only", "over top-b", "Ts share of top-b", "r of atts", "r of top-b",
-         "line"),
+        ("samples", "turns at most", "over target-only", "over top-b", "Ts share of top-b", "r of atts", "r of top-b"),
         tuple(rows),
         ("Ts share: call-seconds that rollouts spend waiting for siblings, of all call-seconds.",),
-        Chart("turns at most", "Ts share of top-b", "line"),
+        Chart("turns at most", "Ts share of top-b", "samples"),
     )  # fmt: skip
 
 
@@ -202,24 +199,54 @@ def rates_table(options: Options, law: TraceLaw, results: Results) -> Table:
 
 def replicas_table(options: Options, law: TraceLaw, results: Results) -> Table:
     """A fixed amount of work on more and more replicas: where it saturates."""
-    rows: list[Row] = []
     questions = options.pick(16, 50, 500)
+    rows: list[Row] = []
     for method in options.pick(METHODS[:1], ("atts", "top-b", "target-only"), METHODS):
-        first: Found | None = None
-        for replicas in options.pick((1, 4), (1, 4, 16, 64), (1, 2, 4, 8, 16, 32, 64)):
-            cell = Cell(EIGHT, method, questions, 16, replicas=replicas, seed=options.seed)
-            found = results.get(cell)
-            first = first or found
-            gain = first.seconds / found.seconds
-            busy = (found.draft_busy, found.target_busy)
-            rows.append((method, replicas, found.seconds, found.throughput, gain, gain / replicas, *busy))
+        places = options.pick((1, 4), (1, 4, 16, 64), (1, 2, 4, 8, 16, 32, 64))
+        cells = [Cell(EIGHT, method, questions, 16, replicas=replicas, seed=options.seed) for replicas in places]
+        rows += _scaling(cells, results)
     return Table(
         f"Replicas of both engines: 8B/70B, {questions} questions x 16 samples, rate 0.2, 256 rollouts each in flight",
-        ("method", "replicas", "seconds", "tokens/s", "speed-up over 1", "efficiency", "draft busy", "target busy"),
+        _SCALING,
         tuple(rows),
         ("The longest rollout bounds the time from below: its chunks follow each other on any number of replicas.",),
         Chart("replicas", "tokens/s", "method", "log", "log"),
     )
+
+
+def growing_table(options: Options, law: TraceLaw, results: Results) -> Table:
+    """As much work for every replica: what a cluster sustains."""
+    rows: list[Row] = []
+    for method in options.pick(METHODS[:1], ("atts", "target-only"), ("atts", "top-b", "target-only")):
+        places = options.pick((1, 4), (1, 4, 16, 64), (1, 2, 4, 8, 16, 32, 64))
+        cells = [Cell(EIGHT, method, 16 * replicas, 16, replicas=replicas, seed=options.seed) for replicas in places]
+        rows += _scaling(cells, results)
+    return Table(
+        "Work that grows with the replicas: 8B/70B, 16 questions x 16 samples for each, rate 0.2",
+        _SCALING,
+        tuple(rows),
+        ("One scheduler in one process drives them all; its own time is not in the virtual seconds: see One machine.",
+         "Every question of the record counts equally often from 100 questions on; below, the first ones do."),
+        Chart("replicas", "tokens/s", "method", "log", "log"),
+    )  # fmt: skip
+
+
+def _scaling(cells: Sequence[Cell], results: Results) -> list[Row]:
+    """A method on more and more replicas, beside itself on the fewest."""
+    rows: list[Row] = []
+    first = results.get(cells[0])
+    for cell in cells:
+        found = results.get(cell)
+        gain = found.throughput / first.throughput * cells[0].replicas
+        busy = (found.draft_busy, found.target_busy)
+        share = gain / cell.replicas
+        rows.append((cell.method, cell.replicas, found.seconds, found.throughput, gain, share, *busy))
+    return rows
+
+
+_SCALING = (
+    "method", "replicas", "seconds", "tokens/s", "speed-up over 1", "efficiency", "draft busy", "target busy",
+)  # fmt: skip
 
 
 def headlines_table(options: Options, law: TraceLaw, results: Results) -> Table:
@@ -271,7 +298,7 @@ def _reached(ratio: float, figure: float) -> str:
     return f"reached ({figure:g}x)" if ratio >= figure else f"{ratio / figure:.0%} of {figure:g}x"
 
 
-def _memory(options: Options, law: TraceLaw, results: Results) -> list[Table]:
+def memory_tables(options: Options, law: TraceLaw, results: Results) -> list[Table]:
     """KV tokens at work on the target over time, with the graph's token budget and without."""
     samples, budget = options.pick(16, 64, 64), options.pick(30_000, 60_000, 60_000)
     curves: list[Row] = []
@@ -309,13 +336,15 @@ def _sampled(
     return [(seconds * (part + 0.5) / parts, held) for part, held in enumerate(highest)]
 
 
-MAKERS: tuple[Callable[[Options, TraceLaw, Results], Table], ...] = (
+MAKERS: tuple[Callable[[Options, TraceLaw, Results], Table | list[Table]], ...] = (
     costs_table,
-    samples_table,
-    intensity_table,
     ratios_table,
+    samples_tables,
+    intensity_table,
     turns_table,
     rates_table,
     replicas_table,
+    growing_table,
     headlines_table,
+    memory_tables,
 )

@@ -14,7 +14,8 @@ import numpy as np
 class Cost:
     """Seconds of one step: `step` + `sequence` x batch + `cached` x KV tokens read + `prefilled` x tokens fed.
 
-    `call` is what one request costs beside steps (hand-over, event loop). `share` is by how much a step is stretched
+    `request` is what the step that takes a request in costs more (admission, cache, another batch); `call` what a
+    request costs its host beside steps (hand-over, event loop, pipeline). `share` is by how much a step is stretched
     while the other engine is at work on the same processors; 1: they do not share any.
     """
 
@@ -22,6 +23,7 @@ class Cost:
     sequence: float
     cached: float
     prefilled: float
+    request: float = 0.0
     call: float = 0.0
     share: float = 1.0
     origin: str = ""
@@ -77,9 +79,9 @@ def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
     scale = rows.max(axis=0)
     scale[scale == 0] = 1.0
     found, _ = nnls(rows / scale / seconds[:, None], np.ones(len(seen)))
-    step, sequence, cached, prefilled, call = (float(value) for value in found / scale)
+    step, sequence, cached, prefilled, request = (float(value) for value in found / scale)
     error = (rows @ (found / scale)) / seconds - 1
-    return Cost(step, sequence, cached, prefilled, call), float(np.sqrt(np.mean(error**2)))
+    return Cost(step, sequence, cached, prefilled, request), float(np.sqrt(np.mean(error**2)))
 
 
 _MS = 1e-3
@@ -112,5 +114,5 @@ PAIRS: Mapping[str, Pair] = MappingProxyType(
 
 
 def shared(cost: Cost, share: float, host: float) -> Cost:
-    """The same engine on processors it shares, each call costing its host so much more."""
-    return replace(cost, share=share, call=cost.call + host)
+    """The same engine on processors it shares, each call costing its host so much."""
+    return replace(cost, share=share, call=host)

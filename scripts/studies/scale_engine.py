@@ -260,8 +260,9 @@ class BatchedEngine:
             parts.append((work, part))
             if budget <= 0:
                 break
-        batch = len(self._decoding)
-        await anyio.sleep(self._stretch() * self.cost.seconds(batch, self._cached, fed))
+        batch, begun = len(self._decoding), sum(work.feed <= part for work, part in parts)
+        seconds = self.cost.seconds(batch, self._cached, fed) + self.cost.request * begun
+        await anyio.sleep(self._stretch() * seconds)
         self._advance(1, batch)
         self.load.prefilled += fed
         for work, part in parts:

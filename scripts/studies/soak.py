@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
-import math
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -34,12 +35,14 @@ from scripts.studies.charts import Chart
 from scripts.studies.harness import Cell, Options, Table, say
 
 Kind = Literal["faults", "cancelled and resumed", "drift", "embedded pair", "embedded pair, cancelled"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 SHARES: Mapping[FaultKind, float] = {
     "refused": 0.01, "slow": 0.01, "dropped": 0.01, "timeout": 0.005, "wrong_length": 0.005, "nan": 0.005,
     "empty": 0.005, "wrong_ids": 0.005, "hang": 0.001,
 }  # fmt: skip
 _SETS = 6  # sets of problems, again and again under other seeds: the toy models remember every law they ever made
 _CACHE = 8192  # KV tokens of each local engine
+_NOISE = 0.02  # share by which memory and objects may rise and still be called flat
 _WARM_UP = 30  # runs until every kind has met every set: caches fill and allocators settle meanwhile
 
 
@@ -86,17 +89,22 @@ def study(options: Options) -> list[Table]:
     seconds = options.pick(120.0, 300.0, 3600.0)
     with tempfile.TemporaryDirectory() as folder:
         tally = anyio.run(soak, Path(folder), seconds, options.seed)
-    return [_verdict(tally), _levels(tally), _episodes(tally)]
+    return tables(tally)
 
 
-async def soak(folder: Path, seconds: float, seed: int) -> Tally:
-    """Episodes of every kind in turn until the time is over; levels are read between them."""
+def tables(tally: Tally) -> list[Table]:
+    """What was found: the verdict, the curve, what was run."""
+    return [verdict(tally), _levels(tally), _episodes(tally)]
+
+
+async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS) -> Tally:
+    """Episodes of these kinds in turn until the time is over; levels are read between them."""
     tally, number, said = Tally(), 0, 0.0
     async with AsyncExitStack() as stack:
-        stations = await _stations(stack)
+        stations = await _stations(stack, kinds)
         began = time.perf_counter()
         while (passed := time.perf_counter() - began) < seconds:
-            kind: Kind = get_args(Kind)[number % len(get_args(Kind))]
+            kind = kinds[number % len(kinds)]
             await _episode(kind, stations[kind], folder / f"run {number}", tally, seed + number)
             tally.levels.append(_level(folder, stations, time.perf_counter() - began))
             number += 1
@@ -106,32 +114,36 @@ async def soak(folder: Path, seconds: float, seed: int) -> Tally:
     return tally
 
 
-async def _stations(stack: AsyncExitStack) -> dict[Kind, Station]:
+async def _stations(stack: AsyncExitStack, kinds: Sequence[Kind]) -> dict[Kind, Station]:
+    """Those that these kinds of episodes need."""
+    stations: dict[Kind, Station] = {}
+    if "faults" in kinds or "cancelled and resumed" in kinds:
+        stations["faults"] = stations["cancelled and resumed"] = await _scripted(stack, Drift())
+    if "drift" in kinds:
+        stations["drift"] = await _scripted(stack, Drift(after=500, factor=1.3))
+    if "embedded pair" in kinds or "embedded pair, cancelled" in kinds:
+        stations["embedded pair"] = stations["embedded pair, cancelled"] = await _embedded(stack)
+    return stations
+
+
+async def _scripted(stack: AsyncExitStack, drift: Drift) -> Station:
     faults = Faults(SHARES, delay_seconds=0.02)
     latency = Latency(per_sample=0.001, per_score=0.001, sampled_token=2e-5)
+    drafts = ScriptedEngine("draft", latency=latency, concurrency=16, faults=faults)
+    targets = ScriptedEngine("target", latency=latency, concurrency=8, faults=faults, drift=drift)
+    draft, target = await stack.enter_async_context(drafts), await stack.enter_async_context(targets)
+    policy = Policy(samples=4, timeout_seconds=1.0)
+    return Station(draft, target, lambda count, number: toy_problems(count, seed=number), policy)
 
-    async def scripted(drift: Drift) -> Station:
-        drafts = ScriptedEngine("draft", latency=latency, concurrency=16, faults=faults)
-        targets = ScriptedEngine("target", latency=latency, concurrency=8, faults=faults, drift=drift)
-        draft, target = await stack.enter_async_context(drafts), await stack.enter_async_context(targets)
-        policy = Policy(samples=4, timeout_seconds=1.0)
-        return Station(draft, target, lambda count, number: toy_problems(count, seed=number), policy)
 
-    calm, drifting = await scripted(Drift()), await scripted(Drift(after=500, factor=1.3))
+async def _embedded(stack: AsyncExitStack) -> Station:
     options = LocalOptions(kv_tokens=_CACHE)  # small: full after a few runs, so that what grows later is a leak
     models = tuple(LocalEngine(path(role), name=role, options=options) for role in EMBEDDED)
     draft, target = [
         await stack.enter_async_context(FaultyEngine(model, Faults({"dropped": 0.01}))) for model in models
     ]
     policy = Policy(samples=4, max_tokens=256, chunking=EMBEDDED_CHUNKS)
-    pair = Station(draft, target, lambda count, number: arithmetic("calibration", count, number), policy, models)
-    return {
-        "faults": calm,
-        "cancelled and resumed": calm,
-        "drift": drifting,
-        "embedded pair": pair,
-        "embedded pair, cancelled": pair,
-    }
+    return Station(draft, target, lambda count, number: arithmetic("calibration", count, number), policy, models)
 
 
 async def _episode(kind: Kind, station: Station, directory: Path, tally: Tally, number: int) -> None:
@@ -204,7 +216,7 @@ def _same(told: Outcome, seen: Outcome) -> bool:
 def _level(folder: Path, stations: Mapping[Kind, Station], seconds: float) -> Level:
     gc.collect()
     engines = {id(e): e for station in stations.values() for e in (station.draft, station.target)}.values()
-    models = stations["embedded pair"].models
+    models = {id(m): m for station in stations.values() for m in station.models}.values()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return Level(
         seconds,
@@ -219,27 +231,31 @@ def _level(folder: Path, stations: Mapping[Kind, Station], seconds: float) -> Le
     )
 
 
-def _verdict(tally: Tally) -> Table:
-    """After the warm-up: the first third beside the last, and what that would come to in a day."""
-    settled = len(tally.levels) >= 2 * _WARM_UP
-    kept = tally.levels[_WARM_UP:] if settled else tally.levels
+def verdict(tally: Tally) -> Table:
+    """After the warm-up: the first third beside the last, and what that would come to in an hour."""
+    kept = tally.levels[_WARM_UP:] if _is_settled(tally) else tally.levels
     third = max(1, len(kept) // 3)
     hours = max(1e-9, (kept[-1].seconds - kept[0].seconds) * 2 / 3 / 3600)
     rows: list[tuple[Cell, ...]] = []
     for name, get in _MEASURES.items():
         first, last = median(map(get, kept[:third])), median(map(get, kept[-third:]))
-        most = max(map(get, kept))
-        verdict = "flat" if _flat(name, first, last) else "GROWS" if settled else "too few runs to say"
-        rows.append((name, first, last, most, (last - first) / hours, verdict))
+        said = "flat" if _is_flat(name, first, last) else "GROWS" if _is_settled(tally) else "too few runs to say"
+        rows.append((name, first, last, max(map(get, kept)), (last - first) / hours, said))
     wrong = tally.differences
     notes = (
-        f"{sum(tally.episodes.values())} runs, {tally.problems} problems, {tally.levels[-1].seconds:.0f} s; "
-        f"{tally.failed_rollouts} rollouts failed as the fault schedule had it and were recorded so.",
+        f"{sum(tally.episodes.values())} runs of {tally.problems} problems in {tally.levels[-1].seconds / 60:.0f} "
+        f"minutes; {tally.failed_rollouts} rollouts failed as the fault schedule had it and were recorded so.",
         f"Journal beside live: {tally.compared} outcomes compared, {len(wrong)} differences"
         + (f" (first: {wrong[0]})" if wrong else "; every finished run was recalled without a call."),
+        f"The first {_WARM_UP} runs are warm-up: every kind of run meets every set of problems, caches fill. Memory "
+        f"and objects are flat where they rise by at most {_NOISE:.0%} over all that follows.",
     )
     columns = ("between runs", "median of the first third", "of the last third", "most", "growth an hour", "verdict")
     return Table("Soak: what the process holds after warm-up", columns, tuple(rows), notes)
+
+
+def _is_settled(tally: Tally) -> bool:
+    return len(tally.levels) >= 2 * _WARM_UP
 
 
 _MEASURES: Mapping[str, Callable[[Level], float]] = {
@@ -254,10 +270,10 @@ _MEASURES: Mapping[str, Callable[[Level], float]] = {
 }
 
 
-def _flat(name: str, first: float, last: float) -> bool:
+def _is_flat(name: str, first: float, last: float) -> bool:
     """Counts must not rise (idle worker threads come and go by one); memory and objects may, by as much as noise."""
     if name.startswith(("memory", "Python")):
-        return last - first <= 0.02 * first or math.isclose(last, first)
+        return last - first <= _NOISE * first
     return last <= first + (name == "threads")
 
 
@@ -278,3 +294,21 @@ def _episodes(tally: Tally) -> Table:
     }
     rows = tuple((kind, count, what[kind]) for kind, count in tally.episodes.items())
     return Table("Soak: what was run", ("kind", "runs", "what"), rows)
+
+
+def main() -> None:
+    """Solve for so long; fails where something grew, was left, or was told otherwise by a journal."""
+    parser = argparse.ArgumentParser(prog="soak", description=main.__doc__)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tally = anyio.run(soak, Path(folder), asked.seconds, asked.seed)
+    print("\n".join(table.markdown() for table in tables(tally)))
+    grown = [str(row[0]) for row in verdict(tally).rows if row[-1] == "GROWS"]
+    if grown or tally.differences:
+        sys.exit(f"soak: grown: {', '.join(grown) or 'nothing'}; differences: {len(tally.differences)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 work = pytest.importorskip("scripts.studies.scale_work", reason="needs a checkout")
+soak = pytest.importorskip("scripts.studies.soak", reason="needs a checkout")
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +20,9 @@ def law() -> Any:
 def checkout() -> Path:
     """The root of the repository."""
     return Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def tally(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A second of solving under faults, cancels and drift: one run of each kind at least."""
+    return anyio.run(soak.soak, tmp_path_factory.mktemp("soak"), 1.0, 0, ("cancelled and resumed", "drift"))

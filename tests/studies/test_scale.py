@@ -114,7 +114,7 @@ def test_the_closed_form_of_many_steps_is_the_sum_of_single_ones() -> None:
 
 def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
     """Least squares on exact observations."""
-    made = replace(COST, call=3e-4)
+    made = replace(COST, request=3e-4)
     seen: list[Any] = []
     for steps, batch, context, fed in (
         (10, 1, 20, 50),
@@ -125,9 +125,9 @@ def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
     ):
         done = steps * batch
         seconds = made.step * steps + made.sequence * done + made.cached * done * context + made.prefilled * fed
-        seen += [costs.Observation(steps, done, done * context, fed, seconds + made.call * n, n) for n in (1, 9)]
+        seen += [costs.Observation(steps, done, done * context, fed, seconds + made.request * n, n) for n in (1, 9)]
     found, error = costs.fit(seen)
-    names = ("step", "sequence", "cached", "prefilled", "call")
+    names = ("step", "sequence", "cached", "prefilled", "request")
     assert [getattr(found, name) for name in names] == pytest.approx([getattr(made, name) for name in names])
     assert error < 1e-6
 

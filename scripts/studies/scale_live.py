@@ -1,0 +1,258 @@
+"""Measures pieces of work and whole runs on the embedded pair, thread by thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import anyio
+import torch
+
+from atts.api import answers_for, build_engine
+from atts.api.setup import EMBEDDED_CHUNKS
+from atts.calibration import Calibrator
+from atts.core import Problem, Role, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.engine import Engine
+from atts.evaluators.arithmetic import problems as arithmetic
+from atts.graph import Graph, ProblemScope
+from atts.local import LocalEngine
+from atts.pipelines import Context, Material, Policy, preset, solve
+from atts.seeds import Seed
+from atts.tasks import collect
+from scripts.studies.harness import say
+from scripts.studies.scale_costs import Observation
+from scripts.studies.scale_tape import InstantEngine, Tape, TapedEngine, TapedLaw
+
+THREADS = Path("/proc/self/task")
+ROLES: tuple[Role, ...] = ("draft", "target")
+_SIBLINGS = 8  # rollouts of a piece that share a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """A piece of work given to one engine: `batch` rollouts on prompts of `prompt` tokens, `turns` requests each.
+
+    Each request writes `tokens` tokens, or has that many scored; rollouts of more than one turn ask for more and for
+    fewer in turn, so that requests come and go while others are under way, as in a run.
+    """
+
+    batch: int
+    prompt: int
+    tokens: int
+    turns: int = 1
+    is_scored: bool = False
+
+
+PIECES = (
+    *(Micro(*sizes) for sizes in ((1, 48, 48), (8, 48, 48), (32, 48, 32), (64, 48, 16), (8, 256, 32), (16, 256, 16))),
+    *(Micro(*sizes) for sizes in ((2, 48, 12, 4), (8, 64, 12, 4), (32, 64, 12, 3))),
+    *(Micro(*sizes, is_scored=True) for sizes in ((1, 32, 32), (8, 32, 32), (32, 32, 32), (8, 128, 128))),
+    *(Micro(*sizes, is_scored=True) for sizes in ((4, 64, 16, 4), (16, 64, 16, 3))),
+)
+
+
+def pieces_of(role: Role) -> tuple[Micro, ...]:
+    """What an engine does in a run: a draft never scores."""
+    return PIECES if role == "target" else tuple(piece for piece in PIECES if not piece.is_scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A run whose time is to be predicted."""
+
+    method: str
+    samples: int
+    problems: int
+    in_flight: int
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.method}, {self.samples} samples, {self.in_flight} in flight"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What something took: wall seconds, processor seconds of the engines and of the event loop."""
+
+    wall: float
+    engines: Mapping[Role, float]
+    loop: float
+    waited: float = 0.0  # seconds that one thread was ready and had no processor, the most of any thread
+
+    @property
+    def processor(self) -> float:
+        """Of all threads."""
+        return self.loop + sum(self.engines.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One measured piece of work: what one engine and the event loop did."""
+
+    seen: Observation
+    loop: float  # processor seconds of the event loop
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One live run: which problems, what it took, what the engines said, and the same without engines."""
+
+    first: int
+    taken: Taken
+    law: TapedLaw
+    host: float  # processor seconds per call of everything but engines and handing over
+
+
+@dataclass(slots=True)
+class Seen:
+    """Everything measured, round by round."""
+
+    pieces: dict[tuple[Role, Micro], list[Piece]] = field(default_factory=dict[tuple[Role, Micro], list[Piece]])
+    alone: list[Taken] = field(default_factory=list[Taken])  # both engines' work, one after the other
+    together: list[Taken] = field(default_factory=list[Taken])  # and at once
+    runs: dict[Live, list[Run]] = field(default_factory=dict[Live, list[Run]])
+
+
+class Meter:
+    """What each thread of this process uses from now on, as Linux counts it."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._before = _threads()
+
+    def read(self) -> Taken:
+        """Since it was made; threads other than the engines' are the event loop and its helpers."""
+        wall = time.perf_counter() - self._began
+        used = {name: (ran - self._old(name)[0], waited - self._old(name)[1]) for name, (ran, waited) in
+                _threads().items()}  # fmt: skip
+        engines: dict[Role, float] = {role: used.get(f"atts-{role}", (0.0, 0.0))[0] for role in ROLES}
+        loop = sum(ran for ran, _ in used.values()) - sum(engines.values())
+        return Taken(wall, engines, loop, max(waited for _, waited in used.values()))
+
+    def _old(self, name: str) -> tuple[float, float]:
+        return self._before.get(name, (0.0, 0.0))
+
+
+def _threads() -> dict[str, tuple[float, float]]:
+    """Seconds that each thread ran, and was ready to run but had to wait."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: dict[str, tuple[float, float]] = {}
+    for folder in THREADS.iterdir():
+        try:
+            ran, waited, _ = (folder / "schedstat").read_text().split()
+        except OSError:
+            continue  # it ended meanwhile
+        found[names.get(int(folder.name), folder.name)] = (int(ran) / 1e9, int(waited) / 1e9)
+    return found
+
+
+async def measure(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
+    """Rounds of all pieces and all runs, in turn, each on texts that no cache has met."""
+    seen = Seen()
+    async with build_engine("embedded", "draft") as draft, build_engine("embedded", "target") as target:
+        assert isinstance(draft, LocalEngine)
+        assert isinstance(target, LocalEngine)
+        engines: dict[Role, LocalEngine] = {"draft": draft, "target": target}
+        await _contend(Seen(), engines, seed - 10_000)  # what is computed first compiles kernels and fills caches
+        for number in range(rounds):
+            say(f"scale: validation, round {number + 1} of {rounds}")
+            turn = number % len(lives)
+            for place, live in enumerate([*lives[turn:], *lives[:turn]]):
+                for role, engine in engines.items():
+                    for piece in pieces_of(role)[place :: len(lives)]:
+                        found = await _observe(engine, role, piece, seed + 10_000 * number + 100 * place)
+                        seen.pieces.setdefault((role, piece), []).append(found)
+                first = (number * len(lives) + place) * live.problems  # the caches know none of them yet
+                seen.runs.setdefault(live, []).append(await _live(live, first, draft, target, seed))
+            await _contend(seen, engines, seed + 10_000 * number + 5_000)
+    return seen
+
+
+async def _live(live: Live, first: int, draft: LocalEngine, target: LocalEngine, seed: int) -> Run:
+    tape, meter = Tape(), Meter()
+    wall = await run(live, first, TapedEngine(draft, "draft", tape), TapedEngine(target, "target", tape), seed)
+    taken = meter.read()
+    law, meter = TapedLaw(tape, draft, target), Meter()
+    await run(live, first, InstantEngine("draft", law), InstantEngine("target", law), seed)
+    whole = Taken(wall, taken.engines, taken.loop, taken.waited)
+    return Run(first, whole, law, meter.read().loop / tape.calls)
+
+
+async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> Piece:
+    """Give the engine one piece of work it has not seen, and read its counters."""
+    prompts = _prompts(engine, piece, seed)
+    if piece.is_scored:  # what is scored comes on top of a warm prefix, as in a rollout
+        await collect([partial(engine.score, ScoreRequest(ids[:1], ids[1:])) for ids in set(prompts)])
+    before, meter = engine.loop_stats(), Meter()
+    rollouts = [partial(_rollout, engine, piece, ids, number, seed) for number, ids in enumerate(prompts)]
+    cached = sum(await collect(rollouts))
+    taken, after = meter.read(), engine.loop_stats()
+    fed = after.prefilled_tokens + after.scored_tokens - before.prefilled_tokens - before.scored_tokens
+    calls = piece.batch * piece.turns
+    written = after.sampled_tokens - before.sampled_tokens
+    steps = after.steps - before.steps
+    return Piece(Observation(steps, written, cached, fed, taken.engines[role], calls), taken.loop, calls)
+
+
+async def _rollout(engine: LocalEngine, piece: Micro, ids: TokenIds, number: int, seed: int) -> float:
+    """One rollout's requests, one after the other; the KV tokens that its decoding read."""
+    read, law, name = 0.0, Sampling(temperature=0.7), f"piece {seed}/{number}"
+    drawn = torch.Generator().manual_seed(seed + number)
+    for turn in range(piece.turns):
+        swing = (number + turn) % 3 - 1 if piece.turns > 1 else 0
+        count = piece.tokens + swing * piece.tokens // 3
+        if piece.is_scored:
+            chunk = tuple(torch.randint(10, engine.spec.vocabulary - 10, (count,), generator=drawn).tolist())
+            await engine.score(ScoreRequest(ids, chunk, rollout=name))
+            ids += chunk
+        else:
+            request = SampleRequest(ids, count, law, Seed(seed, "piece", number, turn), rollout=name)
+            done = await engine.sample(request)
+            read += len(done.ids) * (len(ids) + (len(done.ids) - 1) / 2)
+            ids += done.ids
+    return read
+
+
+def _prompts(engine: LocalEngine, piece: Micro, seed: int) -> list[TokenIds]:
+    """A prompt a rollout, or one for every few siblings where they have several turns."""
+    generator = torch.Generator().manual_seed(seed + 7919 * piece.batch + piece.prompt + 31 * piece.turns)
+    rows = torch.randint(10, engine.spec.vocabulary - 10, (piece.batch, piece.prompt), generator=generator)
+    share = _SIBLINGS if piece.turns > 1 else 1
+    prompts = [tuple(row) for row in rows.tolist()]
+    return [prompts[number - number % share] for number in range(piece.batch)]
+
+
+async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -> None:
+    """The same amount of work on both engines, one after the other, then at once."""
+    piece = Micro(16, 48, 48)
+    meter = Meter()
+    for role, engine in engines.items():
+        await _observe(engine, role, piece, seed + 17)
+    seen.alone.append(meter.read())
+    meter = Meter()
+    await collect([partial(_observe, engine, role, piece, seed + 31) for role, engine in engines.items()])
+    seen.together.append(meter.read())
+
+
+async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) -> float:
+    """One run of the pipelines; its seconds by the loop's clock."""
+    base = Policy(samples=live.samples, max_tokens=512, chunking=EMBEDDED_CHUNKS, early_stop="none")
+    chosen = preset(live.method)
+    policy = chosen.policy(base)
+    gate = chosen.gate(Material(0.2, seed, Calibrator(0.2, seed=seed)))
+    context = Context(draft, target, gate, answers_for("math"), seed)
+    graph = Graph(rollouts=live.in_flight)
+
+    async def one(problem: Problem, scope: ProblemScope) -> None:
+        await solve(problem, policy, context, scope)
+
+    problems = arithmetic("calibration", first + live.problems)[first:]
+    began = anyio.current_time()
+    await graph.run(problems, one)
+    return anyio.current_time() - began

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from scripts.studies.harness import Table, picture_name
+from scripts.studies.harness import Effort, Table, picture_name
 from scripts.studies.summary import summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +22,9 @@ MARK = re.compile(
     r"(<!-- (?P<what>table|machine|summary)(?: (?P<study>[\w-]+))?(?:: (?P<title>.+?))? -->\n).*?(<!-- end -->)",
     re.DOTALL,
 )
+
+_WANTED = {"study", "tables", "effort"}
+_NOT_RUN = "*Not run yet.*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a study wrote, its parts together: of two tables of one title the newer."""
+    """What a study wrote, its parts together."""
 
     study: str
     effort: str
@@ -44,7 +47,7 @@ class Record:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """In the order they were written first."""
+        """Those that count most first: titles may differ by the number of problems."""
         return tuple(one.table for one in self.kept.values())
 
     def find(self, title: str) -> Kept:
@@ -59,24 +62,32 @@ class Record:
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """Every study below a folder; parts of one (`pipelines-claim`) come together under its name."""
+    """Every study below a folder; parts of one (`pipelines-claim`) come together under its name.
+
+    Of two tables of one title counts that of the greater effort, then the newer.
+    """
     found: dict[str, Record] = {}
-    for path in sorted(folder.rglob("*.json"), key=lambda path: path.stat().st_mtime):
-        fields = json.loads(path.read_text())
-        if isinstance(fields, dict) and {"study", "tables"} <= fields.keys():
-            name = str(fields["study"])
-            study = name.split("-")[0]
-            kept: dict[str, Kept] = dict(found[study].kept) if study in found else {}
-            for number, table in enumerate(fields["tables"]):
-                kept[table["title"]] = Kept(Table.read(table), path.parent / picture_name(name, number))
-            found[study] = Record(
-                study, str(fields["effort"]), fields.get("machine", {}), kept, fields.get("spent") or {}
-            )
+    written = [(path, json.loads(path.read_text())) for path in folder.rglob("*.json")]
+    studies = [(path, fields) for path, fields in written if isinstance(fields, dict) and _WANTED <= fields.keys()]
+    efforts = get_args(Effort)
+    for path, fields in sorted(studies, key=lambda one: (efforts.index(one[1]["effort"]), one[0].stat().st_mtime)):
+        name = str(fields["study"])
+        study = name.split("-")[0]
+        made = {
+            table["title"]: Kept(Table.read(table), path.parent / picture_name(name, number))
+            for number, table in enumerate(fields["tables"])
+        }
+        older = found[study].kept if study in found else {}
+        kept = {**made, **{title: one for title, one in older.items() if title not in made}}
+        found[study] = Record(study, str(fields["effort"]), fields.get("machine", {}), kept, fields.get("spent") or {})
     return found
 
 
 def fill(page: str, records: Mapping[str, Record], pictures: Path | None = None) -> tuple[str, list[str]]:
-    """The page with every marked part made anew, and the marks that no record fills: these keep what they held."""
+    """The page with every marked part made anew, and the marks that no record fills: these keep what they held.
+
+    One that held nothing says that it was not run.
+    """
     missing: list[str] = []
 
     def part(found: re.Match[str]) -> str:
@@ -84,7 +95,8 @@ def fill(page: str, records: Mapping[str, Record], pictures: Path | None = None)
             body = _part(found, records, pictures)
         except KeyError as error:
             missing.append(str(error.args[0]))
-            return found.group(0)
+            held = found.group(0)[len(found.group(1)) : -len(found.group(5))].strip()
+            return f"{found.group(1)}{held or _NOT_RUN}\n{found.group(5)}"
         return f"{found.group(1)}{body}\n{found.group(5)}"
 
     return MARK.sub(part, page), missing

@@ -13,8 +13,8 @@ from atts.calibration.ordinal_sets import LevelSets
 from atts.core import Action, Decision
 from atts.errors import CalibrationInputError
 
-Source = Literal["gold", "vote"]
-"""Where labels come from: reference answers of a calibration run, or the settled vote of a live one."""
+Source = Literal["gold", "vote", "score"]
+"""Where labels come from: reference answers of a calibration run, the settled vote of a live one, or the scores."""
 
 FEATURES = ("rank", "draft_logprob", "length", "turn", "answered", "agreement", "support")
 

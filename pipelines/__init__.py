@@ -21,6 +21,7 @@ from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
 from atts.pipelines.presets import PRESETS, Material, Preset, preset
 from atts.pipelines.replay import Replayed, ReplayedProblem, ReplayedRollout, replay
 from atts.pipelines.scores import ScoreRule
+from atts.pipelines.skipping import SkippingGate
 from atts.pipelines.solve import solve
 from atts.pipelines.votes import Ballot, Tally, cannot_change, settled_probability, tally
 from atts.pipelines.wrappers import (
@@ -64,6 +65,7 @@ __all__ = [
     "RoundGate",
     "ScoreRule",
     "Silent",
+    "SkippingGate",
     "StaticRankGate",
     "Tally",
     "ThresholdGate",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from atts.calibration import Calibrator, Mode, OrdinalGate, OrdinalLearner
+from atts.calibration import Calibrator, Mode
 from atts.errors import OptionError
 from atts.pipelines.calibrated import warming_gate
 from atts.pipelines.gates import (
@@ -23,6 +23,7 @@ from atts.pipelines.gates import (
 )
 from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
 from atts.pipelines.scores import ScoreRule
+from atts.pipelines.skipping import SkippingGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def _conformal(material: Material) -> Gate:
 def _ordinal(material: Material) -> Gate:
     if not isinstance(material.calibrator, Calibrator):
         raise OptionError("calibrator", "the ordinal gate needs one, such as atts.calibration.Calibrator(rate)")
-    return OrdinalGate(material.calibrator, OrdinalLearner())
+    return SkippingGate(material.calibrator)
 
 
 _AS_PUBLISHED: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atts.pipelines.policy import Takeover
 from scripts.studies.harness import Options, Table
 from scripts.studies.pipelines_arms import Arm, Grid, Ledger, Pair, run_grid
 from scripts.studies.pipelines_policies import RATE, arm, with_policy
@@ -18,12 +19,22 @@ async def choice_study(options: Options, pair: Pair, ledger: Ledger, samples: in
 
 
 def candidates(options: Options, samples: int) -> list[Arm]:
-    """The default at several rates, then at its own rate with one thing changed."""
-    rates = options.pick((0.1, RATE), (0.1, 0.13, 0.16, RATE), (0.05, 0.1, 0.12, 0.14, 0.16, 0.18, RATE, 0.25))
-    found = [arm(f"rate {rate:g}", "atts", samples=samples, rate=rate, early_stop="none") for rate in rates]
-    plain = found[-1]
+    """Both ways in which the target ends up with nothing wrong before it, at several rates; then one thing changed."""
+    rates = options.pick((RATE,), (0.15, 0.18, RATE), (0.1, 0.12, 0.15, 0.18, RATE, 0.25, 0.3))
+    mended = options.pick((0.25,), (RATE, 0.25, 0.3), (0.15, RATE, 0.25, 0.3, 0.4))
+    found = [_rated("replace", rate, samples) for rate in rates] + [_rated("repair", rate, samples) for rate in mended]
+    return found if options.effort == "default" else [*found, *_changed(samples)]
+
+
+def _rated(takeover: Takeover, rate: float, samples: int) -> Arm:
+    name = f"{takeover} at {rate:g}"
+    return arm(name, "atts", samples=samples, rate=rate, takeover=takeover, early_stop="none")
+
+
+def _changed(samples: int) -> list[Arm]:
+    plain = arm("atts", samples=samples, early_stop="none")
     return [
-        *found,
+        plain,
         with_policy(plain, "answers unseen", answers="stop"),
         with_policy(plain, "stop when certain", early_stop="certain"),
         with_policy(plain, "first 3, then all", first_wave=3),

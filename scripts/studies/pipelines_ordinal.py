@@ -11,15 +11,16 @@ from atts.calibration import LEVELS, Calibrator, OrdinalGate, OrdinalLearner, fe
 from atts.core import Decision, Outcome
 from atts.evaluators import compare_runs, mean_estimate
 from atts.evaluators.arithmetic import problems as arithmetic
-from atts.pipelines import ConformalGate, Features
-from scripts.studies.harness import Cell, Options, Table
+from atts.pipelines import ConformalGate, Features, SkippingGate
+from scripts.studies.harness import Cell, Options, Table, say
 from scripts.studies.pipelines_arms import Grid, Pair, Solved, run_block
 from scripts.studies.pipelines_policies import RATE, arm
 from scripts.studies.pipelines_tables import interval, points
 
 Stage = Literal["before", "after"]
-Source = Literal["gold", "vote"]
+Source = Literal["score", "gold", "vote"]
 Place = tuple[str, int, int]
+Lesson = tuple[Features, float | None, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,38 +81,82 @@ class NotingGate(OrdinalGate):
         self.noted.append(Noted(place, stage, tuple(said), tuple(levels)))
 
 
+class NotingSkipper(SkippingGate):
+    """The gate taught by scores, writing down what it would have said of chunks that it then learnt from."""
+
+    def __init__(self, calibrator: Calibrator, alpha: float) -> None:
+        super().__init__(calibrator, alpha)
+        self.noted: list[Noted] = []
+        self.labels: dict[Place, str] = {}
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """As the gate."""
+        row = self._asked.get((decision.question, decision.sample, decision.turn, decision.issue))
+        model = self.learner.before.model
+        if row is not None and model is not None and decision.p is not None:
+            place = (decision.question, decision.sample, decision.turn)
+            self.noted.append(Noted(place, "before", tuple(model.probabilities(row[1:])), self.learner.levels(row)))
+            self.labels[place] = self._level(decision)
+        super().observe(decision, escalated)
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """A gate of ordered levels, who teaches it, and how often its sets may miss."""
+
+    source: Source
+    alpha: float
+
+    @property
+    def name(self) -> str:
+        """Its row's."""
+        return f"ordinal, labels by {self.source}, alpha {self.alpha:g}"
+
+
 async def ordinal_study(options: Options, pair: Pair, samples: int = 8) -> list[Table]:
-    """The ordinal gate beside the conformal one at the same rate, on the same problems."""
+    """The gates of ordered levels beside the conformal one at the same rate, block by block in turn."""
     grid = Grid(options.pick(20, 150, 1000), block=options.pick(20, 50, 50))
     found = [problem for shard in grid.shards() for problem in shard]
-    blocks = [found[i : i + grid.block] for i in range(0, len(found), grid.block)]
-    conformal = pair.plan(arm("atts", samples=samples), options.seed)
-    runs: list[Solved] = []
-    for block in blocks:
-        runs += [Solved.of(outcome) for outcome in (await run_block(block, conformal))[0]]
-    rows = [_row("conformal", runs, runs)]
-    tables: list[Table] = []
     lessons = await _lessons(options.pick(20, 100, 400), pair, samples, options.seed)
-    sources: tuple[Source, ...] = ("gold", "vote")
-    for source in sources:
-        for alpha in options.pick((0.1,), (0.1, 0.2), (0.05, 0.1, 0.2, 0.3)):
-            learner = OrdinalLearner(alpha, source)
-            if source == "gold":
-                for features, p, level in lessons:
-                    learner.learn(feature_row(features, p), level, features.question)
-            gate = NotingGate(Calibrator(RATE, Setup().mode, seed=options.seed), learner)
-            plan = replace(pair.plan(arm("ordinal", samples=samples), options.seed + 1), gate=gate)
-            outcomes: list[Outcome] = []
-            for block in blocks:
-                outcomes += (await run_block(block, plan))[0]
-            name = f"ordinal, labels by {source}, alpha {alpha:g}"
-            rows.append(_row(name, [Solved.of(outcome) for outcome in outcomes], runs))
-            if alpha == 0.1:
-                tables.append(_levels(gate.noted, _labels(outcomes), alpha, source))
+    score_alphas = options.pick((0.02,), (0.02, 0.05), (0.01, 0.02, 0.05, 0.1))
+    chosen = [*(Taught("score", alpha) for alpha in score_alphas), Taught("gold", 0.1), Taught("vote", 0.1)]
+    gates = {one: _gate(one, lessons, options.seed) for one in chosen}
+    plain = ConformalGate(Calibrator(RATE, Setup().mode, seed=options.seed))
+    same = pair.plan(arm("ordinal", samples=samples), options.seed + 1)  # the same random numbers under every gate
+    plans = [replace(same, gate=gate) for gate in (plain, *gates.values())]
+    outcomes: list[list[Outcome]] = [[] for _ in plans]
+    for start in range(0, len(found), grid.block):
+        say(f"ordinal: problems from {start}")
+        for kept, plan in zip(outcomes, plans, strict=True):
+            kept += (await run_block(found[start : start + grid.block], plan))[0]
+    base, *others = [[Solved.of(outcome) for outcome in kept] for kept in outcomes]
+    rows = [_row("conformal", base, base)]
+    rows += [_row(one.name, solved, base) for one, solved in zip(chosen, others, strict=True)]
+    tables = [_said(one, gates[one], kept) for one, kept in zip(chosen, outcomes[1:], strict=True) if _is_told(one)]
     return [_saving(rows, len(found), samples, len(lessons)), *tables]
 
 
-async def _lessons(count: int, pair: Pair, samples: int, seed: int) -> list[tuple[Features, float | None, str]]:
+def _is_told(one: Taught) -> bool:
+    return one.alpha == (0.02 if one.source == "score" else 0.1)
+
+
+def _gate(one: Taught, lessons: Sequence[Lesson], seed: int) -> NotingGate | NotingSkipper:
+    calibrator = Calibrator(RATE, Setup().mode, seed=seed)
+    if one.source == "score":
+        return NotingSkipper(calibrator, one.alpha)
+    learner = OrdinalLearner(one.alpha, one.source)
+    if one.source == "gold":
+        for features, p, level in lessons:
+            learner.learn(feature_row(features, p), level, features.question)
+    return NotingGate(calibrator, learner)
+
+
+def _said(one: Taught, gate: NotingGate | NotingSkipper, outcomes: Sequence[Outcome]) -> Table:
+    labels = gate.labels if isinstance(gate, NotingSkipper) else _labels(outcomes)
+    return _levels(gate.noted, labels, one)
+
+
+async def _lessons(count: int, pair: Pair, samples: int, seed: int) -> list[Lesson]:
     """Labelled chunks of a calibration run under the conformal gate."""
     gate = CollectingGate(Calibrator(RATE, Setup().mode, seed=seed))
     plan = replace(pair.plan(arm("atts", samples=samples, early_stop="none"), seed + 2), gate=gate)
@@ -145,6 +190,8 @@ def _saving(rows: Sequence[tuple[Cell, ...]], problems: int, samples: int, lesso
         ),
         tuple(rows),
         (
+            "Labels by score: learnt in this run from the scores themselves, of every chunk at first, then of a seeded "
+            "15 % (method `ordinal`). "
             f"Labels by gold: learnt from {lessons} chunks of other problems with reference answers, then frozen. "
             "Labels by vote: learnt in this very run from settled votes; where the draft is mostly wrong, wrong "
             "rollouts agree, teach the gate to keep them, and so it goes on. Tokens per problem; 95 % intervals over "
@@ -166,7 +213,15 @@ def _labels(outcomes: Sequence[Outcome]) -> dict[Place, str]:
     return found
 
 
-def _levels(noted: Sequence[Noted], labels: dict[Place, str], alpha: float, source: Source) -> Table:
+_AGAINST: dict[Source, str] = {
+    "score": "Held against the level that the score then gave, whatever the evidence said, before each "
+    "taught; the sets promise to hold it with probability 1 - alpha.",
+    "gold": "Labels were of calibration problems; held against the reference answers of these.",
+    "vote": "The sets promise to hold a level by vote; here they are held against the reference answers.",
+}
+
+
+def _levels(noted: Sequence[Noted], labels: dict[Place, str], one: Taught) -> Table:
     rows: list[tuple[Cell, ...]] = []
     stages: tuple[Stage, ...] = ("before", "after")
     for stage in stages:
@@ -175,13 +230,10 @@ def _levels(noted: Sequence[Noted], labels: dict[Place, str], alpha: float, sour
             rows += [_level(stage, place, known, labels) for place in range(len(LEVELS))]
             rows.append(_sets(stage, known, labels))
     return Table(
-        f"Levels of the ordinal gate against reference answers, labels by {source}, alpha {alpha:g}",
+        f"Levels of the ordinal gate, labels by {one.source}, alpha {one.alpha:g}",
         ("stage", "level", "chunks", "mean said", "true share", "calibration error", "coverage of sets", "mean size"),
         tuple(rows),
-        (
-            "The sets promise to hold a level of the labels' kind with probability 1 - alpha; here they are held "
-            "against the reference answers. Calibration error: mean distance of said and true over ten bins.",
-        ),
+        (f"{_AGAINST[one.source]} Calibration error: mean distance of said and true over ten bins.",),
     )
 
 

@@ -1,0 +1,78 @@
+"""A conformal gate that learns, from the scores it asks for, which chunks need none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from atts.calibration import Calibrator, OrdinalLearner, feature_row
+from atts.core import Action, Decision
+from atts.errors import CalibrationInputError
+from atts.pipelines.gates import ConformalGate, Features
+from atts.seeds import Seed, uniforms
+
+Row = Sequence[float | None]
+
+
+class SkippingGate(ConformalGate):
+    """Ordered levels from the draft's own evidence: kept unseen, scored, or handed over unseen; the rank decides else.
+
+    The level of a scored chunk is told by its score: "escalate" where the calibrator rejects it, "accept" where its
+    rank is well below that, "verify" between. Nobody has to know the right answer, and no vote is waited for. A seeded
+    fraction of all chunks (`audit`) is scored whatever the evidence says: these teach the levels, so that a set misses
+    the level which a score would have given with probability at most `alpha`, over all chunks and not only unclear
+    ones. A chunk kept unseen joins the stored scores as a best one, one handed over as a worst: else the rate would be
+    that of the unclear ones.
+    """
+
+    def __init__(self, calibrator: Calibrator, alpha: float = 0.02, audit: float = 0.15) -> None:
+        """:raises CalibrationInputError: for an alpha outside (0, 1), or an audit that is no fraction."""
+        if not 0 < audit <= 1:
+            raise CalibrationInputError("audit", audit, "a fraction above 0: without it nothing is learnt")
+        super().__init__(calibrator)
+        self.learner = OrdinalLearner(alpha, "score")
+        self._stored = calibrator
+        self._alpha, self._audit = alpha, audit
+        self._asked: dict[tuple[str, int, int, int | None], Row] = {}  # evidence of chunks whose score may teach
+
+    def preview(self, features: Features) -> Decision:
+        """Whether the chunk needs a score at all."""
+        decision = super().preview(features)
+        row = feature_row(features)
+        if self._teaches(features):
+            self._asked[features.question, features.sample, features.turn, decision.issue] = row
+            return decision
+        levels = self.learner.levels(row)
+        if len(levels) > 1 or levels[0] == "verify":
+            return replace(decision, level="verify", levels=levels)
+        why = f"levels {{{levels[0]}}} by the draft's evidence, not scored"
+        return replace(decision, action=levels[0], level=levels[0], levels=levels, why=why)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Feed the calibrator, and the levels where this chunk teaches."""
+        row = self._asked.pop((decision.question, decision.sample, decision.turn, decision.issue), None)
+        if decision.score is None and decision.level in ("accept", "escalate"):
+            decision = replace(decision, score=self._imagined(decision.level))
+        elif row is not None and decision.p is not None:
+            self.learner.before.learn(row[1:], self._level(decision), decision.question)
+        super().observe(decision, escalated)
+
+    def _teaches(self, features: Features) -> bool:
+        """Every chunk until the levels can promise something, then an audit that no evidence has a say in."""
+        if (1 + len(self.learner.before.sets)) * self._alpha <= 1:
+            return True
+        name = Seed(
+            self._stored.seed, features.question, features.sample, features.turn, "gate", features.attempt, "audit"
+        )
+        return bool(uniforms(name, 1)[0] < self._audit)
+
+    def _imagined(self, level: str) -> float:
+        scale = self._stored.scale
+        return scale.low if (level == "accept") == (scale.worse == "higher") else scale.high
+
+    def _level(self, decision: Decision) -> Action:
+        rate = float(self._stored.rate)
+        if decision.escalate:
+            return "escalate"
+        clear = 1 - rate - min(rate, 1 - rate) / 2
+        return "accept" if decision.p is not None and decision.p <= clear else "verify"

@@ -61,7 +61,8 @@ def claimed(ledger: Ledger) -> list[Table]:
     """The tables of all that has been run, however far that is."""
     tables: list[Table] = []
     for m in sorted({samples for _, samples, _, _ in ledger.pieces}):
-        tables += [methods("The claim", ledger, CLAIMED, m), verdict(ledger, "atts", m)]
+        title = "The claim" if not tables else f"The claim at {m} samples"
+        tables += [methods(title, ledger, CLAIMED, m), verdict(ledger, "atts", m)]
     return tables
 
 

@@ -94,9 +94,9 @@ def _method(name: str, pieces: Sequence[Piece], alone: Sequence[Piece]) -> tuple
     return (
         name,
         interval(mean_estimate(list(by_problem(pieces, right).values()), n)),
-        points(difference(alone, pieces, right)),
+        points(difference(alone, pieces, right)) if pieces != alone else "-",
         interval(mean_estimate(list(by_problem(pieces, share).values()), n)),
-        points(difference(alone, pieces, share)),
+        points(difference(alone, pieces, share)) if pieces != alone else "-",
         *(round(value, 1) for value in tokens),
         f"{part:.1%}",
         round(flops(solved) / n / 1e9, 3),

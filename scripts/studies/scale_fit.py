@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
+from typing import Literal, get_args
 
 import anyio
 import torch
@@ -31,6 +32,7 @@ from scripts.studies.scale_live import (
 )
 
 Row = tuple[TableCell, ...]
+Clock = Literal["wall", "processor"]
 
 
 def local_validation(options: Options) -> list[Table]:
@@ -56,15 +58,18 @@ def fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
         cost, error = fit(kinds)
         costs[role] = replace(cost, origin="fitted on this machine")
         coefficients = (1e3 * cost.step, 1e6 * cost.sequence, 1e9 * cost.cached, 1e6 * cost.prefilled)
-        rows.append((role, *coefficients, 1e6 * cost.request, error))
-    columns = ("engine", "a, ms a step", "b, us a sequence", "c, ns a KV token", "d, us a fed token",
-               "us a request", "fit's relative error")  # fmt: skip
+        shares = (_stretch(seen, role, "processor"), _stretch(seen, role, "wall"))
+        rows.append((role, *coefficients, 1e6 * cost.request, *shares, error))
+    columns = (
+        "engine", "a, ms a step", "b, us a sequence", "c, ns a KV token", "d, us a fed token", "us a request",
+        "beside the other, processor", "beside the other, wall", "fit's relative error",
+    )  # fmt: skip
     notes = (
         f"Least squares over {len(pieces_of('draft'))} and {len(pieces_of('target'))} kinds of work (decoding at "
         "several batches and lengths, rollouts that come and go, for the target scoring, too), processor seconds of "
         "the engine's thread, mean of all rounds; no coefficient below 0.",
-        f"Handing a request over costs the event loop {1e6 * _handing(seen):.0f} us. Both engines at work at once take "
-        f"{_stretch(seen):.2f} of the processor seconds that they take one after the other.",
+        f"Handing a request over costs the event loop {1e6 * _handing(seen):.0f} us. Beside the other: how much longer "
+        "the same work takes while the other engine has always something to do.",
     )
     return costs, Table("The embedded pair's costs on this machine", columns, tuple(rows), notes)
 
@@ -80,16 +85,20 @@ def _mean(pieces: Sequence[Piece]) -> Observation:
 def _handing(seen: Seen) -> float:
     """The event loop's processor seconds for one request in pieces whose requests come and go as in a run."""
     kept = [piece for (_, kind), pieces in seen.pieces.items() if _is_busy(kind) for piece in pieces]
-    return sum(piece.loop for piece in kept) / sum(piece.calls for piece in kept)
+    return sum(piece.taken.loop for piece in kept) / sum(piece.calls for piece in kept)
 
 
 def _is_busy(kind: Micro) -> bool:
     return kind.turns > 1 and kind.batch > 2
 
 
-def _stretch(seen: Seen) -> float:
-    pairs = zip(seen.together, seen.alone, strict=True)
-    return max(1.0, median(both.processor / one.processor for both, one in pairs))
+def _stretch(seen: Seen, role: Role, clock: Clock) -> float:
+    """What the other engine's work adds to a step of this one."""
+
+    def took(taken: Taken) -> float:
+        return taken.wall if clock == "wall" else taken.engines[role]
+
+    return max(1.0, median(took(beside) / took(alone) for alone, beside in seen.beside[role]))
 
 
 def predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
@@ -97,7 +106,7 @@ def predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
     rows: list[Row] = []
     errors: dict[str, list[float]] = {"wall": [], "processor": []}
     for live, every in seen.runs.items():
-        guesses = [run_virtual(_predict, live, one, _host(seen, costs, one), seed) for one in every]
+        guesses = [_guess(seen, costs, live, one, seed) for one in every]
         off = _errors(guesses, [one.taken for one in every])
         for kind, values in errors.items():
             values.append(off[kind])
@@ -156,10 +165,16 @@ def _words(errors: Sequence[float]) -> str:
     return f"off by {rms:.1%} (root mean square), {max(map(abs, errors)):.1%} at most"
 
 
-def _host(seen: Seen, costs: Mapping[Role, Cost], one: Run) -> Mapping[Role, Cost]:
+def _guess(seen: Seen, costs: Mapping[Role, Cost], live: Live, one: Run, seed: int) -> Taken:
+    """What the run should have taken: on the wall's clock as the engines get in each other's way there, and so on."""
+    wall, used = (run_virtual(_predict, live, one, _shared(seen, costs, one, clock), seed) for clock in get_args(Clock))
+    return replace(used, wall=wall.wall)
+
+
+def _shared(seen: Seen, costs: Mapping[Role, Cost], one: Run, clock: Clock) -> Mapping[Role, Cost]:
     """The engines beside each other on this machine, their host running the pipelines of this run."""
-    stretch, call = _stretch(seen), one.host + _handing(seen)
-    return {role: shared(cost, stretch, call) for role, cost in costs.items()}
+    call = one.host + _handing(seen)
+    return {role: shared(cost, _stretch(seen, role, clock), call) for role, cost in costs.items()}
 
 
 async def _predict(live: Live, one: Run, costs: Mapping[Role, Cost], seed: int) -> Taken:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import anyio
 import torch
@@ -29,6 +30,7 @@ from scripts.studies.scale_tape import InstantEngine, Tape, TapedEngine, TapedLa
 
 THREADS = Path("/proc/self/task")
 ROLES: tuple[Role, ...] = ("draft", "target")
+_INSTANT = 3  # repeats of a run on engines that answer at once: each is short
 _SIBLINGS = 8  # rollouts of a piece that share a prompt
 
 
@@ -53,6 +55,9 @@ PIECES = (
     *(Micro(*sizes, is_scored=True) for sizes in ((1, 32, 32), (8, 32, 32), (32, 32, 32), (8, 128, 128))),
     *(Micro(*sizes, is_scored=True) for sizes in ((4, 64, 16, 4), (16, 64, 16, 3))),
 )
+
+FOREGROUND = Micro(16, 48, 48)
+"""What each engine does alone and beside the other."""
 
 
 def pieces_of(role: Role) -> tuple[Micro, ...]:
@@ -95,7 +100,7 @@ class Piece:
     """One measured piece of work: what one engine and the event loop did."""
 
     seen: Observation
-    loop: float  # processor seconds of the event loop
+    taken: Taken
     calls: int
 
 
@@ -114,9 +119,9 @@ class Seen:
     """Everything measured, round by round."""
 
     pieces: dict[tuple[Role, Micro], list[Piece]] = field(default_factory=dict[tuple[Role, Micro], list[Piece]])
-    alone: list[Taken] = field(default_factory=list[Taken])  # both engines' work, one after the other
-    together: list[Taken] = field(default_factory=list[Taken])  # and at once
+    beside: dict[Role, list[tuple[Taken, Taken]]] = field(default_factory=dict[Role, list[tuple[Taken, Taken]]])
     runs: dict[Live, list[Run]] = field(default_factory=dict[Live, list[Run]])
+    """`beside`: the same work of an engine while the other rests, and while it is busy."""
 
 
 class Meter:
@@ -178,10 +183,12 @@ async def _live(live: Live, first: int, draft: LocalEngine, target: LocalEngine,
     tape, meter = Tape(), Meter()
     wall = await run(live, first, TapedEngine(draft, "draft", tape), TapedEngine(target, "target", tape), seed)
     taken = meter.read()
-    law, meter = TapedLaw(tape, draft, target), Meter()
-    await run(live, first, InstantEngine("draft", law), InstantEngine("target", law), seed)
-    whole = Taken(wall, taken.engines, taken.loop, taken.waited)
-    return Run(first, whole, law, meter.read().loop / tape.calls)
+    law, hosts = TapedLaw(tape, draft, target), list[float]()
+    for _ in range(_INSTANT):
+        meter = Meter()
+        await run(live, first, InstantEngine("draft", law), InstantEngine("target", law), seed)
+        hosts.append(meter.read().loop / tape.calls)
+    return Run(first, replace(taken, wall=wall), law, median(hosts))
 
 
 async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> Piece:
@@ -197,7 +204,7 @@ async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> 
     calls = piece.batch * piece.turns
     written = after.sampled_tokens - before.sampled_tokens
     steps = after.steps - before.steps
-    return Piece(Observation(steps, written, cached, fed, taken.engines[role], calls), taken.loop, calls)
+    return Piece(Observation(steps, written, cached, fed, taken.engines[role], calls), taken, calls)
 
 
 async def _rollout(engine: LocalEngine, piece: Micro, ids: TokenIds, number: int, seed: int) -> float:
@@ -206,13 +213,13 @@ async def _rollout(engine: LocalEngine, piece: Micro, ids: TokenIds, number: int
     drawn = torch.Generator().manual_seed(seed + number)
     for turn in range(piece.turns):
         swing = (number + turn) % 3 - 1 if piece.turns > 1 else 0
-        count = piece.tokens + swing * piece.tokens // 3
+        size = piece.tokens + swing * piece.tokens // 3
         if piece.is_scored:
-            chunk = tuple(torch.randint(10, engine.spec.vocabulary - 10, (count,), generator=drawn).tolist())
+            chunk = tuple(torch.randint(10, engine.spec.vocabulary - 10, (size,), generator=drawn).tolist())
             await engine.score(ScoreRequest(ids, chunk, rollout=name))
             ids += chunk
         else:
-            request = SampleRequest(ids, count, law, Seed(seed, "piece", number, turn), rollout=name)
+            request = SampleRequest(ids, size, law, Seed(seed, "piece", number, turn), rollout=name)
             done = await engine.sample(request)
             read += len(done.ids) * (len(ids) + (len(done.ids) - 1) / 2)
             ids += done.ids
@@ -229,15 +236,27 @@ def _prompts(engine: LocalEngine, piece: Micro, seed: int) -> list[TokenIds]:
 
 
 async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -> None:
-    """The same amount of work on both engines, one after the other, then at once."""
-    piece = Micro(16, 48, 48)
-    meter = Meter()
+    """The same amount of work on each engine, alone and while the other has always something to do."""
     for role, engine in engines.items():
-        await _observe(engine, role, piece, seed + 17)
-    seen.alone.append(meter.read())
-    meter = Meter()
-    await collect([partial(_observe, engine, role, piece, seed + 31) for role, engine in engines.items()])
-    seen.together.append(meter.read())
+        other, done = engines["target" if role == "draft" else "draft"], anyio.Event()
+        alone = await _observe(engine, role, FOREGROUND, seed + 17)
+        work = [partial(_at_work, engine, role, done, seed + 31), partial(_keep_busy, other, done, seed + 50)]
+        beside, _ = await collect(work)
+        seen.beside.setdefault(role, []).append((alone.taken, beside.taken))
+
+
+async def _at_work(engine: LocalEngine, role: Role, done: anyio.Event, seed: int) -> Piece:
+    found = await _observe(engine, role, FOREGROUND, seed)
+    done.set()
+    return found
+
+
+async def _keep_busy(engine: LocalEngine, done: anyio.Event, seed: int) -> Piece:
+    found = await _observe(engine, "draft", Micro(16, 48, 12), seed)
+    while not done.is_set():
+        seed += 1
+        found = await _observe(engine, "draft", Micro(16, 48, 12), seed)
+    return found
 
 
 async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) -> float:

@@ -100,36 +100,29 @@ class Client:
         :raises EngineTimeout: the deadline passed.
         :raises EngineError: every attempt failed, or the server refused the request for good.
         """
-        with anyio.CancelScope(deadline=self._clock() + self.options.timeout_seconds):
-            return await self._tries(make, read, abort)
-        raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s")
-
-    async def _tries(
-        self, make: Callable[[str], Call], read: Callable[[Any], T], abort: Callable[[str], Call | None]
-    ) -> T:
         attempt = 1
-        while True:
-            try:
-                reply = await self._once(make, abort)
-                return read(self._judge(reply))
-            except EngineError as error:
-                if not error.retryable or attempt == self.options.attempts:
-                    raise
-                wait = error.wait if isinstance(error, Refused) else 0.0
-            self.traffic.retries += 1
-            await anyio.sleep(max(wait, self.options.delay_seconds * 2 ** (attempt - 1) * _spread()))
-            attempt += 1
+        with anyio.CancelScope(deadline=self._clock() + self.options.timeout_seconds):
+            while True:
+                try:
+                    return read(self._judge(await self._once(make, abort)))
+                except EngineError as error:
+                    if not error.retryable or attempt == self.options.attempts:
+                        raise
+                    wait = error.wait if isinstance(error, Refused) else 0.0
+                self.traffic.retries += 1
+                await anyio.sleep(max(wait, self.options.delay_seconds * 2 ** (attempt - 1) * _spread()))
+                attempt += 1
+        raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s")
 
     async def _once(self, make: Callable[[str], Call], abort: Callable[[str], Call | None]) -> Reply:
         self._made += 1
         rid = f"{self._mine}{self._made:016x}"  # of one length: SGLang aborts every id that begins like the one named
-        call = make(rid)
-        body = encode(call.body)
-        headers = {**self._headers, **call.headers} if call.headers else self._headers
-        await self.pace.enter()
+        url, body, headers = self._packed(make(rid))
+        if not self.pace.enter_nowait():
+            await self.pace.enter()
         try:
             self.traffic.attempts += 1
-            return await self._transport.send("POST", self.url + call.path, body, headers)
+            return await self._transport.send("POST", url, body, headers)
         except Lost as lost:
             self.traffic.lost += 1
             if lost.sent:
@@ -140,6 +133,11 @@ class Client:
             raise
         finally:
             self.pace.leave()
+
+    def _packed(self, call: Call) -> tuple[str, bytes, dict[str, str]]:
+        """The call as bytes: thousands wait at once, and what they keep alive the garbage collector visits."""
+        headers = {**self._headers, **call.headers} if call.headers else self._headers
+        return self.url + call.path, encode(call.body), headers
 
     async def _abort(self, call: Call | None) -> None:
         """Tell the server, briefly, that nobody waits; the connection is closed already."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
@@ -25,6 +24,7 @@ from atts.remote.tokenizer import open_tokenizer
 from atts.tasks import clock
 
 T = TypeVar("T")
+R = TypeVar("R", SampleRequest, ScoreRequest)
 _DEFAULTS = RemoteOptions()
 
 
@@ -108,7 +108,7 @@ class RemoteEngine:
         """Continue the ids; see `atts.engine.Engine`."""
         self._admit("sample")
         check_sample(request, self.spec)
-        done = await self._count(partial(self._exchanging().sample, request))
+        done = await self._count(self._exchanging().sample, request)
         self._counts.sampled(request, done)
         return done
 
@@ -116,7 +116,7 @@ class RemoteEngine:
         """Score the suffix; see `atts.engine.Engine`."""
         self._admit("score" if len(request.suffix) != 1 or "rate" not in self.spec.capabilities else "rate")
         check_score(request, self.spec)
-        done = await self._count(partial(self._exchanging().score, request))
+        done = await self._count(self._exchanging().score, request)
         self._counts.scored(request, done)
         return done
 
@@ -185,7 +185,7 @@ class RemoteEngine:
         self._idle_since = self._clock()
         return None
 
-    async def _count(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _count(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
         """Count a request, and be sure before and after that the server is still the one that was opened."""
         counts = self._counts
         counts.requests += 1
@@ -198,7 +198,7 @@ class RemoteEngine:
         try:
             if self._clock() >= self._trusted_until:
                 await self._recheck(self._opened().traffic.lost)
-            done = await work()
+            done = await work(request)
             if (lost := self._opened().traffic.lost) > self._lost_checked:
                 await self._recheck(lost)  # a connection broke meanwhile: who answered?
             return done

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -69,20 +69,22 @@ class Exchange:
         """
         return await self._ratings.of(ids)
 
-    async def _sampled(self, request: SampleRequest) -> tuple[Sampled, int, Ending]:
+    def _sampled(self, request: SampleRequest) -> Awaitable[tuple[Sampled, int, Ending]]:
         """What came, the place where it ends and why; what ends for no reason is asked for again."""
-        dialect, spec, tokenizer = self.dialect, self.spec, self.tokenizer
+        return self.client.ask(partial(self._sampling, request), partial(self._believed, request), self.dialect.abort)
+
+    def _sampling(self, request: SampleRequest, rid: str) -> Call:
+        """The call, the model's own ends among the ids that stop it."""
         wire = SampleRequest(  # `replace` takes as long as writing the JSON
             request.ids, request.max_tokens, request.sampling, request.seed, request.stop,
-            (*request.stop_ids, *spec.end_ids), request.rollout, request.priority,
+            (*request.stop_ids, *self.spec.end_ids), request.rollout, request.priority,
         )  # fmt: skip
+        return self.dialect.sampling(wire, rid)
 
-        def read(reply: Any) -> tuple[Sampled, int, Ending]:
-            sampled = self._read(dialect.sampled, reply, request)
-            check_sampled(sampled, request, spec)
-            return (sampled, *place_of_end(sampled, request, spec, tokenizer))
-
-        return await self.client.ask(partial(dialect.sampling, wire), read, dialect.abort)
+    def _believed(self, request: SampleRequest, reply: Any) -> tuple[Sampled, int, Ending]:
+        sampled = self._read(self.dialect.sampled, reply, request)
+        check_sampled(sampled, request, self.spec)
+        return (sampled, *place_of_end(sampled, request, self.spec, self.tokenizer))
 
     async def _raw(self, sampled: Sampled, request: SampleRequest, place: int) -> tuple[float, ...]:
         """Raw log-probs of the ids that count: as sent where those are raw, else asked for."""

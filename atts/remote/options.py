@@ -59,7 +59,7 @@ class RemoteOptions:
     attempts: int = 3
     delay_seconds: float = 0.25  # before the second attempt; doubles
     in_flight: int = 4096
-    connect_seconds: float = 5.0
+    connect_seconds: float = 10.0  # thousands of connections at once take a busy machine some seconds
     wait_seconds: float = 600.0
     cancel_seconds: float = 2.0  # for telling the server that nobody waits any more
     recheck_seconds: float = 60.0

@@ -33,10 +33,15 @@ class Pace:
         """How many may be in flight now."""
         return max(self._least, int(self._limit))
 
+    def enter_nowait(self) -> bool:
+        """Take a turn if there is one; never before those who wait."""
+        free = not self._waiting and self.in_flight < self.limit
+        self.in_flight += free
+        return free
+
     async def enter(self) -> None:
         """Wait for a turn."""
-        if self.in_flight < self.limit and not self._waiting:
-            self.in_flight += 1
+        if self.enter_nowait():
             return
         turn = anyio.Event()
         self._waiting.append(turn)

@@ -88,10 +88,9 @@ class AiohttpTransport:
         """See `Transport`."""
         library = self._library
         try:
-            async with self._session.request(
-                method, url, data=body, headers=headers, allow_redirects=False
-            ) as response:
-                return Reply(response.status, await response.read(), response.headers.get("Retry-After", ""))
+            response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
+            whole = await response.read()  # gives the connection back, or closes it when it fails or is cancelled
+            return Reply(response.status, whole, response.headers.get("Retry-After", ""))
         except (library.ClientConnectorError, library.ConnectionTimeoutError) as error:
             raise Lost(_words(error), sent=False) from error
         except library.InvalidURL as error:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import anyio
-from aiohttp import ClientSession, TCPConnector, web
+from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
 from atts.core import SampleRequest
 from atts.remote import RemoteEngine, RemoteOptions
@@ -22,6 +22,7 @@ from atts.testing import ToyTokenizer
 from scripts.studies.harness import Options, Spread, Table, say
 
 DELAY_SECONDS = 0.05
+PATIENCE_SECONDS = 300.0  # for connections, too: on a busy machine thousands of them take their time
 TOKENS = 8
 PROMPT = tuple(range(4, 68))
 
@@ -71,7 +72,7 @@ def _rows(in_flight: int, costs: dict[str, list[Cost]]) -> list[tuple[str | int 
 
 async def _ours(url: str, in_flight: int, count: int) -> Cost:
     """As pipelines call it."""
-    options = RemoteOptions(in_flight=in_flight, recheck_seconds=3600)
+    options = RemoteOptions(in_flight=in_flight, connect_seconds=PATIENCE_SECONDS, recheck_seconds=3600)
     async with RemoteEngine(url, dialect="vllm", tokenizer=ToyTokenizer(), options=options) as engine:
         return await _timed(
             lambda number: engine.sample(SampleRequest(PROMPT, TOKENS, seed=Seed(sample=number))), in_flight, count
@@ -79,14 +80,18 @@ async def _ours(url: str, in_flight: int, count: int) -> Cost:
 
 
 async def _bare(url: str, in_flight: int, count: int) -> Cost:
-    """As little as a client can do: the same body out, the JSON in."""
-    body = {"model": "toy", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0}
-    async with ClientSession(connector=TCPConnector(limit=0)) as session:
+    """As one writes it by hand: the same fields out, ids and log-probs in; no limits, retries, checks or aborts."""
+    body = {
+        "model": "toy", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
+        "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 0, "return_token_ids": True, "stop_token_ids": [1],
+    }  # fmt: skip
+    async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(PATIENCE_SECONDS)) as session:
 
-        async def ask(number: int) -> Any:
+        async def ask(number: int) -> tuple[list[int], list[float]]:
             data = json.dumps({**body, "seed": number}).encode()
             async with session.post(url + "/v1/completions", data=data) as reply:
-                return json.loads(await reply.read())
+                choice = json.loads(await reply.read())["choices"][0]
+                return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
         return await _timed(ask, in_flight, count)
 

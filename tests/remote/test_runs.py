@@ -67,23 +67,28 @@ async def test_every_problem_ends_once_while_servers_fail_and_restart(
 ) -> None:
     """A third of the calls fails in some way, a replica is killed and returns: every problem has its outcome, once."""
     todo, servers = plan
-    stop = threading.Event()
+    over = threading.Event()
+    happened: list[str] = []
 
-    def trouble() -> None:
-        time.sleep(0.3)
+    def fail() -> None:
         for number, server in enumerate(servers):
             server.faults = ServerFaults(FAULTS, seed=number)  # type: ignore[arg-type]
-        time.sleep(0.3)
-        servers[2].kill()
-        stop.wait(0.5)
-        servers[2].start()
+
+    def trouble() -> None:
+        for served, what, do in ((1, "failing", fail), (30, "killed", servers[2].kill), (50, "back", servers[2].start)):
+            while servers[1].served < served:
+                if over.wait(0.002):
+                    return
+            do()
+            happened.append(what)
 
     thread = threading.Thread(target=trouble)
     thread.start()
     problems = toy_problems(6, 5)
     result = await evaluate(problems, todo, Session(tmp_path / "run", signals="ignore"))
-    stop.set()
+    over.set()
     thread.join()
+    assert happened == ["failing", "killed", "back"]
     assert Counter(outcome.problem.id for outcome in result.outcomes()) == {problem.id: 1 for problem in problems}
     assert all(outcome.status in ("answered", "unanswered") for outcome in result.outcomes())
     for server in servers:

@@ -246,3 +246,14 @@ class Outcome:
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
     why: str = ""
     usage: Usage = Usage()
+
+
+def was_spared(answer: object, finish: object) -> bool:
+    """Whether nobody knows what a rollout would have answered: the vote no longer needed it, or the run was ended.
+
+    To count it as wrong would make the better method look worse; it is left out of rates of single rollouts.
+
+    >>> was_spared(None, "settled"), was_spared(None, "tokens"), was_spared("7", "settled")
+    (True, False, False)
+    """
+    return answer is None and finish in ("settled", "cancelled")

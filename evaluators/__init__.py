@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from atts.evaluators.metrics.scorecard import Scorecard as Scorecard
     from atts.evaluators.metrics.scorecard import coverage as coverage
     from atts.evaluators.metrics.scorecard import score as score
+    from atts.evaluators.metrics.scorecard import status_of as status_of
     from atts.evaluators.slow.pool import SlowPath as SlowPath
     from atts.evaluators.slow.pool import aequivalent as aequivalent
     from atts.evaluators.slow.process import SlowLimits as SlowLimits
@@ -130,6 +131,7 @@ __all__ = [
     "score",
     "select",
     "single_answer_deviation",
+    "status_of",
     "total_usage",
     "votes",
     "weighted_maj_at_k",
@@ -150,7 +152,7 @@ _NAMES = {
     "metrics.majority": "Votes maj_at_k votes weighted_maj_at_k winners",
     "metrics.paired": "Comparison McNemar align compare_runs mcnemar problems_needed single_answer_deviation",
     "metrics.rates": "Counts avg_at_n count g_pass_at_k mean_g_pass_at_k pass_at_k pass_hat_k rate",
-    "metrics.scorecard": "Coverage SampleStatus Samples Scorecard coverage score",
+    "metrics.scorecard": "Coverage SampleStatus Samples Scorecard coverage score status_of",
     "slow.pool": "SlowPath aequivalent",
     "slow.process": "SlowLimits",
     "verdict": "Limits Status Verdict",

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from atts.api.forecasting import Tokens
     from atts.evaluators import Estimate
     from atts.run import RunResult, Summary
+
+Form = Literal["words", "lines"]
+"""For people, or JSON Lines."""
 
 
 def evaluate(
@@ -85,22 +88,35 @@ def evaluate(
     Example: atts eval math500 --draft hf:Qwen/Qwen3-1.7B --target vllm:http://localhost:8000/Qwen/Qwen3-32B --dry-run
     """
     configuration = configured(context.params, config, pairs)
-    if dry_run:
-        from atts.api import forecast
+    form: Form = "lines" if as_json else "words"
+    raise typer.Exit(foresee(configuration, form) if dry_run else evaluate_and_tell(configuration, shard, form))
 
-        would = forecast(configuration)
-        print(json.dumps(would.as_json()) if as_json else "\n".join(foretell(would, configuration)))
-        return
+
+def foresee(configuration: Configuration, form: Form) -> int:
+    """Say what would run; the exit code."""
+    from atts.api import forecast
+
+    would = forecast(configuration)
+    print(json.dumps(would.as_json()) if form == "lines" else "\n".join(foretell(would, configuration)))
+    return 0
+
+
+def evaluate_and_tell(configuration: Configuration, shard: str | None, form: Form) -> int:
+    """Run it, write its report, say what came of it; the exit code."""
+    show = as_lines if form == "lines" else as_table
     try:
         result = run(configuration, shard)
-        page = write_page(result, configuration)
-        print("\n".join(as_lines(result, configuration, page) if as_json else as_table(result, configuration, page)))
+        print("\n".join(show(result, configuration, write_page(result, configuration))))
     except KeyboardInterrupt:  # one that came before the run listened, or after it had ended
-        print("atts: interrupted: everything done is kept; the same command goes on from here", file=sys.stderr)
-        raise typer.Exit(130) from None
+        return _not_over("interrupted: everything done is kept", 130)
     if result.status != "finished":
-        print(f"atts: {result.status}: {result.why}; the same command goes on from here", file=sys.stderr)
-    raise typer.Exit(result.exit_code)
+        return _not_over(f"{result.status}: {result.why}", result.exit_code)
+    return 0
+
+
+def _not_over(why: str, code: int) -> int:
+    print(f"atts: {why}; the same command goes on from here", file=sys.stderr)
+    return code
 
 
 def run(configuration: Configuration, shard: str | None = None) -> RunResult:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atts.core import Finish
+from atts.core import Finish, was_spared
 from atts.errors import DatasetError, JournalError
 from atts.evaluators.datasets.rows import json_lines
 from atts.journal import (
@@ -87,10 +87,7 @@ class _Tale:
         return Solved(_WORDS[whole.status], share, len(single), costs)
 
     def _speaks(self, sample: int | None, graded: Graded) -> bool:
-        """Nobody knows what a rollout that a settled vote spared would have answered."""
-        if sample is None:
-            return False
-        return graded.answer is not None or self.finishes.get(sample) not in ("settled", "cancelled")
+        return sample is not None and not was_spared(graded.answer, self.finishes.get(sample))
 
 
 def _run(directory: Path) -> Side:
@@ -161,7 +158,11 @@ def _solved(rows: Sequence[Mapping[str, Any]], path: Path) -> Solved | None:
     if not votes:
         return None
     samples = _list(rows[0].get("samples")) if len(rows) == 1 else []
-    known = [value for one in samples if (value := _right(one, path)) is not None and not _spared(one)]
+    known = [
+        value
+        for one in samples
+        if (value := _right(one, path)) is not None and not was_spared(one.get("answer"), one.get("finish"))
+    ]
     mean = math.fsum(votes) / len(votes)
     share = math.fsum(known) / len(known) if known else math.nan if samples else mean
     costs: dict[str, float] = {}
@@ -183,7 +184,3 @@ def _right(row: Mapping[str, Any], path: Path) -> float | None:
     if isinstance(value, bool | int | float) and 0 <= value <= 1:
         return float(value)
     raise DatasetError(str(path), f"{value!r} is no verdict", 'Write "correct": true or false, or a share from 0 to 1')
-
-
-def _spared(row: Mapping[str, Any]) -> bool:
-    return row.get("answer") is None and row.get("finish") in ("settled", "cancelled")

@@ -142,9 +142,11 @@ def _tuple(hint: Any) -> Fit:
     packings = {int: ("u4:",), float: ("f4:", "f8:")}.get(hint)
 
     def read(data: list[Any], texts: Texts) -> tuple[Any, ...]:
-        if all(inner(kind) is None for kind in {*map(type, data)}):
-            return tuple(data)
-        return tuple(_each(inner, part, texts) for part in data)
+        kinds = {*map(type, data)}
+        if len(kinds) > 1:
+            return tuple([_each(inner, part, texts) for part in data])
+        each = inner(kinds.pop()) if kinds else None
+        return tuple(data) if each is None else tuple([each(part, texts) for part in data])
 
     def read_packed(data: str, texts: Texts) -> tuple[Any, ...]:
         text = _read_text(data, texts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atts.core import Outcome, Role, Rollout, Turn
+from atts.core import Outcome, Role, Turn, was_spared
 from atts.errors import JournalError, UsageError
 from atts.evaluators import group
 from atts.journal import (
@@ -131,7 +131,7 @@ def _take(record: Record, outcome: Outcome, graded: Sequence[Graded], seconds: M
     record.written = (record.written[0] + usage.draft_tokens, record.written[1] + usage.target_tokens)
     if None not in verdicts:
         return
-    ended = [rollout for rollout in outcome.rollouts if not _was_spared(rollout)]
+    ended = [rollout for rollout in outcome.rollouts if not was_spared(rollout.answer, rollout.finish)]
     record.spared += len(outcome.rollouts) - len(ended)
     texts = list(dict.fromkeys(rollout.answer for rollout in ended if rollout.answer is not None))
     classes = dict(zip(texts, group(texts, outcome.problem.kind), strict=True))
@@ -148,10 +148,6 @@ def _take(record: Record, outcome: Outcome, graded: Sequence[Graded], seconds: M
     ]
     if lines:
         record.cases.append(Case(outcome.problem.id, tuple(lines), float(verdicts[None] == "correct")))
-
-
-def _was_spared(rollout: Rollout) -> bool:
-    return rollout.answer is None and rollout.finish in ("settled", "cancelled")
 
 
 def _step(turn: Turn, seconds: float) -> Step:

@@ -12,12 +12,12 @@ from atts.evaluators import (
     Comparison,
     Estimate,
     Samples,
-    SampleStatus,
     Scorecard,
     compare_runs,
     group,
     mean_estimate,
     score,
+    status_of,
 )
 from atts.reports.gather import Evidence, Sample, Solved
 from atts.reports.numbers import Baseline, Rate, Spend
@@ -51,7 +51,7 @@ def rates(solved: Sequence[Solved]) -> tuple[tuple[Rate, ...], str]:
     if not samples:
         return (own,), f"{len(with_verdict):,} problems"
     card = score(samples)
-    spared = sum(was_spared(line) for one in with_verdict for line in one.samples)
+    spared = sum(line.is_spared for one in with_verdict for line in one.samples)
     note = f"; {spared:,} rollouts that settled votes spared are left out" if spared else ""
     return (own, *_card_rates(card)), str(card.coverage) + note
 
@@ -66,12 +66,12 @@ def _card_rates(card: Scorecard) -> list[Rate]:
 
 
 def _samples(one: Solved) -> Samples:
-    lines = [line for line in one.samples if not was_spared(line)]
+    lines = [line for line in one.samples if not line.is_spared]
     return Samples(
         one.problem.id,
         tuple(None if line.verdict == "unscored" else line.verdict == "correct" for line in lines),
         labels(lines, one.problem.kind),
-        tuple(_status(line) for line in lines),
+        tuple(status_of(line.answer, line.finish, line.verdict, line.rule) for line in lines),
     )
 
 
@@ -80,19 +80,6 @@ def labels(samples: Sequence[Sample], kind: AnswerKind) -> tuple[int | None, ...
     texts = list(dict.fromkeys(line.answer for line in samples if line.answer is not None))
     classes = dict(zip(texts, group(texts, kind), strict=True))
     return tuple(None if line.answer is None else classes[line.answer] for line in samples)
-
-
-def was_spared(line: Sample) -> bool:
-    """Nobody knows what it would have answered."""
-    return line.answer is None and line.finish in ("settled", "cancelled")
-
-
-def _status(line: Sample) -> SampleStatus:
-    if line.answer is None:
-        return "cut" if line.finish in ("turns", "tokens") else "no answer"
-    if line.verdict == "unscored":
-        return "timeout" if "timeout" in line.rule else "unscored"
-    return "graded"
 
 
 def spend(evidence: Evidence) -> Spend:

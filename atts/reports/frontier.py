@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from atts.evaluators import mean_estimate, score, votes
-from atts.reports.accuracy import accuracy_of, graded, labels, was_spared
+from atts.reports.accuracy import accuracy_of, graded, labels
 from atts.reports.gather import Evidence, Solved
 from atts.reports.numbers import Point
 
@@ -32,7 +32,7 @@ def _fewer_rollouts(solved: Sequence[Solved]) -> list[Point]:
     if not samples:
         return []
     known = {held.problem for held in samples}
-    lines = [line for one in solved if one.problem.id in known for line in one.samples if not was_spared(line)]
+    lines = [line for one in solved if one.problem.id in known for line in one.samples if not line.is_spared]
     target = math.fsum(line.usage.target_tokens for line in lines) / len(lines)
     tokens = math.fsum(line.usage.draft_tokens + line.usage.target_tokens for line in lines) / len(lines)
     points = list[Point]()

@@ -17,6 +17,11 @@ class NodeClock:
         self._clock = RunClock()
         self._zero: float | None = None  # of this session's node clock, by the run's clock
 
+    @property
+    def seconds(self) -> float:
+        """What the run took so far."""
+        return self._clock.seconds
+
     def hear(self, entry: Entry) -> None:
         """Any entry, in order."""
         if isinstance(entry.event, SessionOpened):

@@ -19,7 +19,10 @@ _ADVICE = "Make them anew under these conditions, or take them as they are with 
 def conditions_of(manifest: Manifest) -> dict[str, object]:
     """What scores of a run depend on besides the problems: the models, how they are sampled, how text is cut."""
     found: dict[str, object] = {
-        f"{role}.{name}": spec[name] for role, spec in manifest.engines.items() for name in _SPEC if name in spec
+        f"{role}.{name}": value
+        for role, spec in manifest.engines.items()
+        for name, value in spec.items()
+        if name in _SPEC or name.startswith("probe.")
     }
     held = manifest.configuration.get("policy")
     policy: Mapping[str, Any] = held.value if held is not None and isinstance(held.value, Mapping) else {}

@@ -9,7 +9,7 @@ from operator import add
 from pathlib import Path
 from typing import Literal
 
-from atts.core import Finish, Outcome, Usage
+from atts.core import Finish, Outcome, Usage, was_spared
 from atts.journal import FACTS, JOURNAL, Graded, Manifest, OutcomeReached, read_entries, read_outcomes
 from atts.journal.events import OutcomeStatus, VerdictStatus
 
@@ -27,6 +27,11 @@ class SampleLine:
     answer: str | None = None
     verdict: VerdictStatus | None = None  # None: nobody graded it
     rule: str = ""
+
+    @property
+    def is_spared(self) -> bool:
+        """Nobody knows what it would have answered."""
+        return was_spared(self.answer, self.finish)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from atts.pipelines.votes import Grouper
 from atts.run.result import ProblemLine, SampleLine
 
 if TYPE_CHECKING:
-    from atts.evaluators import Samples, SampleStatus, Scorecard
+    from atts.evaluators import Samples, Scorecard
 
 
 def scorecard(lines: Sequence[ProblemLine], group: Grouper) -> Scorecard:
@@ -32,15 +32,15 @@ def samples(lines: Sequence[ProblemLine], group: Grouper) -> list[Samples]:
     Samples that a settled vote spared are left out: nobody knows what they would have answered. What is left is of
     those that came first, so rates of single samples lean towards the quick; `early_stop="none"` measures without.
     """
-    from atts.evaluators import Samples
+    from atts.evaluators import Samples, status_of
 
-    kept = [(line.problem, [sample for sample in line.samples if not was_spared(sample)]) for line in lines]
+    kept = [(line.problem, [sample for sample in line.samples if not sample.is_spared]) for line in lines]
     return [
         Samples(
             problem,
             tuple(_correct(sample) for sample in ended),
             _labels(ended, group),
-            tuple(_status(sample) for sample in ended),
+            tuple(status_of(sample.answer, sample.finish, sample.verdict, sample.rule) for sample in ended),
         )
         for problem, ended in kept
         if ended and all(sample.verdict is not None for sample in ended)
@@ -56,16 +56,3 @@ def _correct(line: SampleLine) -> bool | None:
     if line.verdict == "unscored":
         return None
     return line.verdict == "correct"
-
-
-def was_spared(line: SampleLine) -> bool:
-    """Nobody knows what it would have answered: the vote no longer needed it, or the run was ended."""
-    return line.answer is None and line.finish in ("settled", "cancelled")
-
-
-def _status(line: SampleLine) -> SampleStatus:
-    if line.answer is None:
-        return "cut" if line.finish in ("turns", "tokens") else "no answer"
-    if line.verdict == "unscored":
-        return "timeout" if "timeout" in line.rule else "unscored"
-    return "graded"

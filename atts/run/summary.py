@@ -10,7 +10,6 @@ from typing import Any
 from atts.core import Usage
 from atts.evaluators import Estimate, mean_estimate
 from atts.run.result import ProblemLine, RunResult
-from atts.run.scoring import was_spared
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def _of_samples(graded: list[ProblemLine]) -> Estimate:
     shares: list[float] = []
     count = 0
     for line in graded:
-        verdicts = [sample.verdict for sample in line.samples if sample.verdict and not was_spared(sample)]
+        verdicts = [sample.verdict for sample in line.samples if sample.verdict and not sample.is_spared]
         count += len(verdicts)
         if verdicts:
             shares.append(sum(verdict == "correct" for verdict in verdicts) / len(verdicts))

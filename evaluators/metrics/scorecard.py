@@ -18,6 +18,19 @@ SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
 """What became of a sample: graded; cut at a limit; ended with no answer; the grader cannot tell, or took too long."""
 
 
+def status_of(answer: str | None, finish: str | None, verdict: str | None, rule: str) -> SampleStatus:
+    """What became of a sample that ended by `finish`; `rule` is what the grader went by.
+
+    >>> status_of(None, "tokens", "wrong", ""), status_of("7", "answer", "unscored", "slow: timeout")
+    ('cut', 'timeout')
+    """
+    if answer is None:
+        return "cut" if finish in ("turns", "tokens") else "no answer"
+    if verdict == "unscored":
+        return "timeout" if "timeout" in rule else "unscored"
+    return "graded"
+
+
 @dataclass(frozen=True, slots=True)
 class Samples:
     """One problem's samples, in any order: right or not (None: unknown), the class each votes for, what became of it.

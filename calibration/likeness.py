@@ -1,4 +1,5 @@
-"""Whether live questions are like stored ones: energy distances, their law found by drawing clean runs."""
+"""Whether live questions are like stored ones: two statistics with different eyes, their law found by drawing clean
+runs."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atts.calibration.mixture import mixture_ratios
 from atts.calibration.samples import Floats, QuestionSample, features, normal_scores
 
 _MOST = 256  # questions of either side that are compared
 _DRAWS = 4_999  # of simulated clean runs
+_GLANCE = 499  # of those, where they leave no doubt
+_DOUBT = 0.1  # the p-value of a glance above which nobody looks closer
 _BEND = 0.5  # weight of squared normal scores beside the scores: wider or narrower laws are told sooner
-_TINY = 1e-12  # equal statistics may differ by rounding
+_DIGITS = 9  # of a statistic that count: equal ones may differ by rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,41 +34,59 @@ class Likeness:
 
 
 def compare(stored: QuestionSample, live: Sequence[Sequence[float]], level: float, seed: int) -> Likeness:
-    """Compare levels and spreads of the latest live questions with those of the stored ones, as whole distributions."""
+    """Compare levels and spreads of the latest live questions with those of the stored ones, as whole distributions.
+
+    By an energy distance, which sees any difference, and a likelihood ratio against a mixture of shifted and stretched
+    laws, which sees those that another model makes sooner.
+    """
     draw = np.random.default_rng([seed, 0x6C696B65])
     latest = live[-_MOST:]
     depth = stored.depth(latest)
     theirs = features(stored.questions[:: -(-len(stored.questions) // _MOST)], depth)
     ours = features(latest, depth)
-    drawn = _drawn(ours, theirs, draw)
+    drawn = _drawn(ours, theirs, _GLANCE, draw)
+    if drawn <= max(_DOUBT, level):
+        drawn = _drawn(ours, theirs, _DRAWS, draw)
     return Likeness(drawn, _exchangeable(ours, theirs, draw) if drawn <= level else 1.0, len(ours))
 
 
-def _drawn(ours: Floats, theirs: Floats, draw: np.random.Generator) -> float:
-    """The share of runs of stored questions, drawn with replacement, that are as far from all of them as ours."""
+def _drawn(ours: Floats, theirs: Floats, draws: int, draw: np.random.Generator) -> float:
+    """The p-value of ours among so many runs of as many of theirs, drawn with replacement."""
     n, k = len(ours), len(theirs)
-    live, stored = (_bent(normal_scores(each, theirs)) for each in (ours, theirs))
-    apart = _distances(stored, stored)
-    found = 2 * _distances(live, stored).mean() - _distances(live, live).mean()
-    at = draw.integers(k, size=(_DRAWS, n)) + k * np.arange(_DRAWS)[:, None]
-    counts = np.bincount(at.ravel(), minlength=_DRAWS * k).reshape(_DRAWS, k) / n  # [draws, k]
-    clean = 2 * counts @ apart.mean(axis=1) - np.einsum("ij,ij->i", counts @ apart, counts)
-    return float((1 + np.sum(clean >= found - _TINY)) / (_DRAWS + 1))
+    at = draw.integers(k, size=(draws, n)) + k * np.arange(draws)[:, None]
+    weights = np.zeros((draws + 1, n + k))
+    weights[0, :n] = 1 / n  # as it is
+    weights[1:, n:] = np.bincount(at.ravel(), minlength=draws * k).reshape(draws, k) / n
+    live, stored = (normal_scores(each, theirs) for each in (ours, theirs))
+    both = np.concatenate([live, stored])
+    apart = _distances(_bent(both))
+    energy = 2 * weights @ apart[:, n:].mean(axis=1) - np.einsum("ij,ij->i", weights @ apart, weights)
+    return _rank(energy, mixture_ratios(both, stored, weights, n))
 
 
 def _exchangeable(ours: Floats, theirs: Floats, draw: np.random.Generator) -> float:
     """The same among all ways to call as many of the questions live: exact when both are draws of one law."""
     n, k = len(ours), len(theirs)
     both = np.concatenate([ours, theirs])
-    apart = _distances(*2 * (_bent(normal_scores(both, both)),))
+    both = normal_scores(both, both)
+    apart = _distances(_bent(both))
     chosen = np.zeros((_DRAWS + 1, n + k))
     chosen[0, :n] = 1  # as it is
     places = np.argpartition(draw.random((_DRAWS, n + k)), n - 1, axis=1)[:, :n]
     np.put_along_axis(chosen[1:], places, 1.0, axis=1)
     inside = np.einsum("ij,ij->i", chosen @ apart, chosen)
     reach, whole = chosen @ apart.sum(axis=1), float(apart.sum())
-    far = 2 * (reach - inside) / (n * k) - inside / n**2 - (whole - 2 * reach + inside) / k**2
-    return float(np.mean(far >= far[0] - _TINY))
+    energy = 2 * (reach - inside) / (n * k) - inside / n**2 - (whole - 2 * reach + inside) / k**2
+    return _rank(energy, mixture_ratios(both, both, chosen / n, n))
+
+
+def _rank(*statistics: Floats) -> float:
+    """The share of runs, the first among them, with as small a harmonic mean of their p-values as the first has."""
+    inverse = np.zeros(len(statistics[0]))
+    for each in statistics:
+        values = np.round(each, _DIGITS)
+        inverse += len(values) / (len(values) - np.searchsorted(np.sort(values), values, "left"))
+    return float(np.mean(inverse >= inverse[0] * (1 - 1e-12)))
 
 
 def _bent(scores: Floats) -> Floats:
@@ -72,5 +94,5 @@ def _bent(scores: Floats) -> Floats:
     return np.concatenate([scores, _BEND * (scores**2 - 1) / np.sqrt(2)], axis=1)
 
 
-def _distances(one: Floats, two: Floats) -> Floats:
-    return np.asarray(np.sqrt(((one[:, None] - two[None]) ** 2).sum(axis=2)), float)
+def _distances(points: Floats) -> Floats:
+    return np.asarray(np.sqrt(((points[:, None] - points[None]) ** 2).sum(axis=2)), float)

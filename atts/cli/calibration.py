@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from atts.calibration.health import Health
     from atts.calibration.replay import Replay
     from atts.calibration.stored import StoredScores
+    from atts.reports.numbers import Calibration
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -143,7 +144,8 @@ def check(
     """Fail (exit code 5) if stored scores are broken, or are not like those of the run they are meant for.
 
     Of a run directory: fail if its realised rate left its band, an alarm went off, or, with --live, the other run was
-    made under other conditions (models, tokenizers, sampling, chunk limits).
+    made under other conditions (models, tokenizers, sampling, chunk limits). The band is what questions that differ as
+    much as these allow; a rate inside it but outside what coins allow is called unclear and does not fail.
 
     Example: atts calibration check runs/first
 
@@ -180,19 +182,29 @@ def check_run(directory: Path, as_json: bool) -> None:
     held = collect(directory, page_bytes=0).report.calibration
     if held is None:
         raise CheckFailed(f"{directory}: its gate decided nothing, so there is nothing to check")
-    last, share = held.moments[-1], held.escalated / held.decisions
     problems = [f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}" for alarm in held.alarms]
-    if held.nominal is not None and not last.low <= share <= last.high:
-        band = f"[{last.low:.3f}, {last.high:.3f}]"
-        problems.insert(0, f"the realised rate {share:.3f} left its band {band} around {held.nominal:g}")
-    facts = {"decisions": held.decisions, "rate": share, "nominal": held.nominal, "low": last.low, "high": last.high}
+    said, facts = _rate_words(held)
+    if facts["standing"] == "left":
+        problems.insert(0, said)
     if as_json:
         print(json.dumps(_plain({"ok": not problems, **facts, "problems": problems, "audit": held.promise.audit})))
     if problems:
         raise CheckFailed(f"{directory}: " + "; ".join(problems))
     if not as_json:
-        asked = "no rate was promised" if held.nominal is None else f"nominal {held.nominal:g}"
-        print(f"{directory}: {share:.3f} of {held.decisions:,} chunks were handed over, {asked}: held; no alarm")
+        print(f"{directory}: {said}; no alarm")
+
+
+def _rate_words(held: Calibration) -> tuple[str, dict[str, Any]]:
+    """What the rate of a run came to, in words and as fields."""
+    from atts.calibration.verdict import judge_rate
+
+    share = held.escalated / held.decisions
+    facts: dict[str, Any] = {"decisions": held.decisions, "rate": share, "nominal": held.nominal}
+    if held.nominal is None:
+        said = f"{share:.3f} of {held.decisions:,} chunks were escalated, no rate was promised"
+        return said, {**facts, "standing": "held"}
+    found = judge_rate(held.nominal, [(group.decisions, group.escalated) for group in held.by_question])
+    return str(found), {**facts, "standing": found.standing, "coin": found.coin, "band": found.band}
 
 
 def _scores(file: str, per_question: int | None, scale: str, conditions: list[str] | None) -> StoredScores:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from atts.calibration.verdict import judge_rate
 from atts.evaluators import Estimate
 from atts.journal import Json
 from atts.reports.accuracy import baseline, method, rates, spend
@@ -121,13 +122,11 @@ def _verdict(
 
 def _rate_point(held: Calibration) -> tuple[Standing, str]:
     share = held.escalated / held.decisions
-    said = f"{share:.3f} of {held.decisions:,} chunks were escalated"
     if held.nominal is None:
-        return "good", f"{said}; no rate was promised"
-    last = held.moments[-1]
-    kept = last.low <= share <= last.high
-    said += f", nominal {held.nominal:g}"
-    return ("good", f"{said}: held") if kept else ("bad", f"{said}: outside [{last.low:.3f}, {last.high:.3f}]")
+        return "good", f"{share:.3f} of {held.decisions:,} chunks were escalated; no rate was promised"
+    found = judge_rate(held.nominal, [(group.decisions, group.escalated) for group in held.by_question])
+    standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
+    return standings[found.standing], str(found)
 
 
 def interval(estimate: Estimate) -> str:

@@ -12,7 +12,7 @@ from scipy import stats
 from atts.calibration import MODES, StoredScores, replay
 from atts.calibration.drift import DriftMonitor, duplicate_share
 from atts.calibration.samples import QuestionSample, features
-from scripts.studies.calibration_data import ARRAY, arrays, arrivals, traces
+from scripts.studies.calibration_data import ARRAY, ORDERS, Records, arrays, arrivals, traces
 from scripts.studies.harness import Cell, Options, Table
 
 SCORES = 300
@@ -28,6 +28,7 @@ def study(options: Options) -> list[Table]:
     tables = [alarms(found, own, options)]
     if options.effort != "quick":
         tables.append(power(found, own, options))
+        tables.append(real(found, {order: arrivals(folder, order) for order in ORDERS}))
         tables.append(rates(found[own], arrivals(folder, "sim")))
     return tables
 
@@ -79,6 +80,27 @@ def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
          "to notice. The other way: runs of that array against this one. Best possible: the likelihood-ratio test of "
          "question levels and spreads at 19 questions and a false-alarm rate of 0.5 %, for someone who knows both laws "
          "(normal ones of the same moments); a monitor knows only one of them, and that from a sample.",),
+    )  # fmt: skip
+
+
+def real(found: dict[str, StoredScores], streams: dict[str, Records]) -> Table:
+    """The recorded run against every array: when it is noticed among scores of all turns, and the rate at the end."""
+    rows = list[tuple[Cell, ...]]()
+    for name, stored in found.items():
+        cells = list[Cell]()
+        for records in streams.values():
+            done = replay(records, rate=0.4, stored=stored)
+            at = done.events[0].scores if done.events else None
+            first = None if at is None else sum(record["turn"] == 0 for record in records[:at])
+            cells += [at, first, done.metrics["overall_error"]]
+        rows.append((name, *cells))
+    columns = [f"{order}: {what}" for order in streams for what in ("alarm after", "of turn 0", "overall error")]
+    return Table(
+        f"The recorded run of {ARRAY} started from every array: alarm after so many scores, question-turn mode",
+        ("loaded calibration", *columns),
+        tuple(rows),
+        ("Later turns have other laws, so only scores of the stored turn, here the first, are compared; the run brings "
+         "its questions one after the other.",),
     )  # fmt: skip
 
 

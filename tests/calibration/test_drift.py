@@ -57,10 +57,10 @@ def test_a_shift_of_a_half_is_noticed_within_300_scores(by: float, array_of: Arr
 
 
 @pytest.mark.parametrize(
-    ("part", "least"), [("4334263d", 20), ("9be0821c", 20), ("7564d923", 20), ("d45c196d", 12), ("1b8761b8", 12)]
+    ("part", "least"), [("4334263d", 20), ("9be0821c", 20), ("d45c196d", 13), ("1b8761b8", 15), ("c0c0a2ea", 17)]
 )
 def test_scores_of_another_model_are_noticed_in_most_runs(part: str, least: int, array_of: ArrayOf) -> None:
-    """Other models and benchmarks, the last two within about one standard deviation: the study prints the power."""
+    """Other models and benchmarks, the last three within about one standard deviation: the study prints the power."""
     hits = sum(noticed_after(array_of(part), array_of(), seed) is not None for seed in range(20))
     assert hits >= least
 

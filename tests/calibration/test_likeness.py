@@ -5,6 +5,7 @@ import pytest
 
 from atts.calibration import StoredScores
 from atts.calibration.likeness import Likeness, compare
+from atts.calibration.mixture import mixture_ratios
 from atts.calibration.samples import Floats, QuestionSample
 
 SIZE = 6
@@ -73,3 +74,43 @@ def test_depth_weighs_many_shallow_questions_against_few_deep_ones() -> None:
     stored = sample(law(np.random.default_rng(5), 50, noise=1.0))
     assert stored.depth([[1.0] * SIZE] * 3 + [[1.0]] * 40) == 1
     assert stored.depth([[1.0] * SIZE] * 12 + [[1.0]]) == SIZE
+
+
+def ratios(moved: Floats, runs: int = 400, count: int = 18) -> tuple[float, float]:
+    """The mean ratio of runs of two correlated standard columns, and of the same once `moved` was added."""
+    draw = np.random.default_rng(6)
+    stored = draw.multivariate_normal([0, 0], [[1, 0.5], [0.5, 1]], size=100)
+    weights = draw.multinomial(count, np.full(100, 0.01), size=runs) / count
+    clean, other = (mixture_ratios(rows, stored, weights, count) for rows in (stored, stored + moved))
+    return float(clean.mean()), float(other.mean())
+
+
+def test_a_mixture_is_unlikely_where_nothing_changed_and_likely_where_something_did() -> None:
+    """Capital that is lost under the stored law, and won under others; soonest where level and spread move together."""
+    clean, together = ratios(np.array([0.8, 0.8]))
+    _, apart = ratios(np.array([0.8, -0.8]))
+    assert clean < 0
+    assert together > 1.5
+    assert apart > together  # against the correlation of the two: farther away, in spite of the prior
+    assert ratios(np.array([0.0, 0.0]))[1] == clean
+
+
+def test_a_mixture_reads_one_column_and_constant_ones() -> None:
+    """Single scores have no spread, and equal scores no width: neither is an error, a move is still seen."""
+    one, same = np.arange(20.0)[:, None] / 6, np.zeros((20, 2))
+    weights = np.full((1, 20), 0.05)
+    assert mixture_ratios(one + 3, one, weights, 20)[0] > 5 > mixture_ratios(one, one, weights, 20)[0]
+    assert mixture_ratios(same + 1, same, weights, 20)[0] > mixture_ratios(same, same, weights, 20)[0]
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_a_near_law_is_seen_in_most_runs_of_eighteen_questions(direction: int) -> None:
+    """Level and spread both half a deviation off, as of another model: neither alone would be seen."""
+    draw = np.random.default_rng(7)
+    stored = law(draw, 80, shift=1.0)
+    level = stored.mean(axis=1).std()
+    found = list[bool]()
+    for _ in range(30):
+        near = law(draw, 18, shift=1.0 + 0.75 * direction * level, noise=0.5 * 1.6**direction)
+        found.append(looked(stored, near, level=0.005).drawn <= 0.005)
+    assert sum(found) >= 24

@@ -1,0 +1,90 @@
+"""Whether a realised rate is the nominal one, where the decisions of a question move together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from atts.calibration.rates import Rate, exact_rate
+from atts.errors import CalibrationInputError
+
+Standing = Literal["held", "unclear", "left"]
+_COIN = 0.95  # inside where that share of fair coins stays, a rate is held
+_CLUSTERED = 0.99  # outside where that share of such questions stays, it is not
+
+
+@dataclass(frozen=True, slots=True)
+class RateVerdict:
+    """A realised rate beside the nominal one.
+
+    `held`: inside `coin`, where 95 % of fair coins stay. `left`: outside `band` as well, where 99 % of runs stay whose
+    questions differ as these do; a run whose gate works is called so once in a hundred times. `unclear`: between.
+    """
+
+    standing: Standing
+    nominal: float
+    share: float
+    decisions: int
+    questions: int
+    coin: tuple[float, float]
+    band: tuple[float, float]
+
+    def __str__(self) -> str:
+        share = f"{self.share:.3f} of {self.decisions:,} chunks were escalated, nominal {self.nominal:g}"
+        if self.standing == "left":
+            return f"{share}: left its band {_span(self.band)}"
+        if self.standing == "unclear":
+            return (
+                f"{share}: too few questions to tell; coins would stay in {_span(self.coin)}, "
+                f"{self.questions:,} questions as different as these in {_span(self.band)}"
+            )
+        few = (self.coin[1] - self.coin[0]) / 2 > min(self.nominal, 1 - self.nominal) / 2
+        return f"{share}{f', so few allow {_span(self.coin)}' if few else ''}: held"
+
+
+def judge_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateVerdict:
+    """Judge the (decisions, escalated) of each question.
+
+    :raises CalibrationInputError: if there is no decision, or one question escalated more than it decided.
+
+    >>> judge_rate(0.2, [(20, 4)] * 10).standing, judge_rate(0.2, [(20, 9)] * 10).standing
+    ('held', 'left')
+    >>> judge_rate(0.2, [(20, 1), (20, 18), (20, 0), (20, 9), (20, 3)]).standing
+    'unclear'
+    """
+    nominal = float(exact_rate(rate))
+    rows = np.array([row for row in questions if row[0]], float).reshape(-1, 2)
+    if not len(rows) or (rows[:, 1] > rows[:, 0]).any() or (rows < 0).any():
+        raise CalibrationInputError(
+            "questions", list(questions)[:5], "(decisions, escalated), some decision among them"
+        )
+    n, share = int(rows[:, 0].sum()), float(rows[:, 1].sum() / rows[:, 0].sum())
+    tail = (1 - _COIN) / 2
+    coin = (float(stats.binom.ppf(tail, n, nominal)) / n, float(stats.binom.isf(tail, n, nominal)) / n)
+    reach = _reach(rows, share, nominal)
+    band = (min(coin[0], max(0.0, nominal - reach)), max(coin[1], min(1.0, nominal + reach)))
+    standing: Standing = "held" if coin[0] <= share <= coin[1] else "unclear" if band[0] <= share <= band[1] else "left"
+    return RateVerdict(standing, nominal, share, n, len(rows), coin, band)
+
+
+def _reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
+    """How far from the nominal rate the share of so few questions that differ so much may be; never nearer than coins.
+
+    The standard error is that of a ratio over questions, the quantile Student's for their number.
+    """
+    count, n = len(rows), float(rows[:, 0].sum())
+    if count < 2:
+        return 1.0
+    apart = rows[:, 1] - share * rows[:, 0]
+    error = math.sqrt(count / (count - 1) * float((apart**2).sum())) / n
+    return float(stats.t.isf((1 - _CLUSTERED) / 2, count - 1)) * max(error, math.sqrt(nominal * (1 - nominal) / n))
+
+
+def _span(ends: tuple[float, float]) -> str:
+    return f"[{ends[0]:.3f}, {ends[1]:.3f}]"

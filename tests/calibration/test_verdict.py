@@ -1,0 +1,47 @@
+"""A realised rate is called held, unclear or left: by coins, and by how much the questions differ."""
+
+import numpy as np
+import pytest
+
+from atts.calibration.verdict import judge_rate
+from atts.errors import CalibrationInputError
+
+
+def runs(draw: np.random.Generator, questions: int, rate: float, alike: float) -> list[tuple[int, int]]:
+    """Twenty decisions a question, each question with a rate of its own around `rate`: the nearer the more alike."""
+    own = draw.beta(rate * alike, (1 - rate) * alike, size=questions)
+    return [(20, int(escalated)) for escalated in draw.binomial(20, own)]
+
+
+@pytest.mark.parametrize(("questions", "alike"), [(6, 3.0), (30, 3.0), (30, 1000.0), (200, 1.0)])
+def test_a_rate_that_is_right_is_rarely_called_left(questions: int, alike: float) -> None:
+    """In about one run of a hundred, however strongly the decisions of a question move together."""
+    draw = np.random.default_rng(0)
+    found = [judge_rate(0.3, runs(draw, questions, 0.3, alike)).standing for _ in range(300)]
+    assert found.count("left") <= 10
+    if alike < 10:
+        assert found.count("unclear") > 60  # coins would have called these wrong
+
+
+@pytest.mark.parametrize(("questions", "alike"), [(30, 1000.0), (200, 3.0)])
+def test_a_wrong_rate_is_called_left_once_there_are_enough_questions(questions: int, alike: float) -> None:
+    """Half as much again as promised, over independent decisions or many questions."""
+    draw = np.random.default_rng(1)
+    found = [judge_rate(0.3, runs(draw, questions, 0.45, alike)).standing for _ in range(50)]
+    assert found.count("left") >= 48
+
+
+def test_few_decisions_say_what_they_allow() -> None:
+    """Held or not is not all there is to say about ten chunks; of a thousand it is."""
+    assert "so few allow [0.000, 0.500]: held" in str(judge_rate(0.2, [(5, 1), (5, 1)]))
+    assert str(judge_rate(0.2, [(50, 10)] * 20)).endswith("nominal 0.2: held")
+    assert judge_rate(0.2, [(10, 10)]).standing == "unclear"  # one question shows nothing about others
+    assert judge_rate(0.2, [(10, 10)] * 6).standing == "left"
+    assert judge_rate(0, [(10, 0)]).standing == "held"
+
+
+@pytest.mark.parametrize("questions", [[], [(0, 0)], [(3, 4)], [(3, -1)]])
+def test_what_is_no_count_is_refused(questions: list[tuple[int, int]]) -> None:
+    """Nothing decided, more escalated than decided, less than nothing."""
+    with pytest.raises(CalibrationInputError):
+        judge_rate(0.2, questions)

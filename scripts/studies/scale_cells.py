@@ -62,8 +62,12 @@ class Cell:
     seed: int = 0
 
     def key(self) -> str:
-        """A name that changes with anything in it."""
-        return blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=8).hexdigest()
+        """A name that changes with anything in it; what came later and is not set leaves it as it was."""
+        fields = asdict(self)
+        for role in ("draft", "target"):
+            if not fields["pair"][role]["request"]:
+                del fields["pair"][role]["request"]
+        return blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     @property
     def places(self) -> int:

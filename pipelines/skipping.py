@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from atts.pipelines.gates import ConformalGate, Features
 from atts.seeds import Seed, uniforms
 
 Row = Sequence[float | None]
+_LESSONS = 8  # times the inverse of alpha: so many labels come first
 
 
 class SkippingGate(ConformalGate):
@@ -25,7 +27,7 @@ class SkippingGate(ConformalGate):
     that of the unclear ones.
     """
 
-    def __init__(self, calibrator: Calibrator, alpha: float = 0.02, audit: float = 0.15) -> None:
+    def __init__(self, calibrator: Calibrator, alpha: float = 0.05, audit: float = 0.15) -> None:
         """:raises CalibrationInputError: for an alpha outside (0, 1), or an audit that is no fraction."""
         if not 0 < audit <= 1:
             raise CalibrationInputError("audit", audit, "a fraction above 0: without it nothing is learnt")
@@ -38,7 +40,7 @@ class SkippingGate(ConformalGate):
     def preview(self, features: Features) -> Decision:
         """Whether the chunk needs a score at all."""
         decision = super().preview(features)
-        row = feature_row(features)
+        row = feature_row(replace(features, draft_logprob=_sureness(features.draft_logprob)))
         if self._teaches(features):
             self._asked[features.question, features.sample, features.turn, decision.issue] = row
             return decision
@@ -58,8 +60,8 @@ class SkippingGate(ConformalGate):
         super().observe(decision, escalated)
 
     def _teaches(self, features: Features) -> bool:
-        """Every chunk until the levels can promise something, then an audit that no evidence has a say in."""
-        if (1 + len(self.learner.before.sets)) * self._alpha <= 1:
+        """Every chunk until the levels promise something worth having, then an audit no evidence has a say in."""
+        if len(self.learner.before.sets) * self._alpha < _LESSONS:
             return True
         name = Seed(
             self._stored.seed, features.question, features.sample, features.turn, "gate", features.attempt, "audit"
@@ -74,5 +76,10 @@ class SkippingGate(ConformalGate):
         rate = float(self._stored.rate)
         if decision.escalate:
             return "escalate"
-        clear = 1 - rate - min(rate, 1 - rate) / 2
+        clear = 1 - rate - min(rate, 1 - rate) / 4
         return "accept" if decision.p is not None and decision.p <= clear else "verify"
+
+
+def _sureness(logprob: float) -> float:
+    """How sure the draft was, on a scale where 0.999 and 0.9999 are as far apart as 0.9 and 0.99."""
+    return -math.log(max(-logprob, 1e-6)) if math.isfinite(logprob) else logprob

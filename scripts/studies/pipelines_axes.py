@@ -20,7 +20,7 @@ _COLUMNS = (
 async def samples_axis(options: Options, pair: Pair, ledger: Ledger) -> Table:
     """m = 1, 2, 4, ... rollouts, every point a run of its own with its own early stop."""
     grid = Grid(options.pick(8, 40, 400), block=options.pick(8, 20, 50))
-    most = options.pick(8, 16, 64)
+    most = options.pick(8, 64, 64)
     sizes = [1 << power for power in range(most.bit_length())]
     for m in sizes:
         await run_grid([with_samples(arm(name), m) for name in METHODS], grid, ledger, pair, "samples axis")

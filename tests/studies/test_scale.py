@@ -28,9 +28,11 @@ def _pair(**changes: Any) -> Any:
     return replace(found, **changes)
 
 
-async def _timed(law: Any, jobs: list[tuple[float, int, int]], room: float = math.inf) -> tuple[list[float], Any]:
+async def _timed(
+    law: Any, jobs: list[tuple[float, int, int]], room: float = math.inf, cost: Any = COST
+) -> tuple[list[float], Any]:
     """Seconds that each job took; a job is (start, ids, tokens to write)."""
-    async with engines.BatchedEngine("draft", law, COST, room) as engine:
+    async with engines.BatchedEngine("draft", law, cost, room) as engine:
 
         async def one(number: int, start: float, ids: int, tokens: int) -> float:
             await anyio.sleep(start)
@@ -50,6 +52,16 @@ def test_one_request_takes_what_the_formula_says(law: Any) -> None:
     steps = sum(COST.seconds(1, fed + done) for done in range(written))
     assert end == pytest.approx(COST.seconds(0, 0, fed) + steps)
     assert load.steps == written + 1
+
+
+def test_a_request_costs_its_step_and_its_host_once_each(law: Any) -> None:
+    """Taking it in makes one step longer; handing it over happens before, one request after the other."""
+    (plain,), _ = run_virtual(_timed, law, [(0.0, 15, 4)])
+    dear = replace(COST, request=0.5, call=3.0)
+    ends, load = run_virtual(_timed, law, [(0.0, 15, 4), (0.0, 15, 4)], math.inf, dear)
+    assert ends[0] == pytest.approx(plain + 0.5 + 3.0)
+    assert ends[1] == pytest.approx(ends[0] + 3.0)
+    assert load.busy == pytest.approx(2 * (plain + 0.5))
 
 
 def test_a_step_serves_the_whole_batch(law: Any) -> None:
@@ -169,4 +181,5 @@ def test_finished_cells_are_not_run_again(law: Any, tmp_path: Path) -> None:
     assert len(again) == 1
     assert again.get(cell) == first
     again.get(replace(cell, samples=3))
-    assert len(cells.Results(law, tmp_path)) == 2
+    again.get(replace(cell, pair=replace(cell.pair, draft=replace(COST, request=1e-3))))
+    assert len(cells.Results(law, tmp_path)) == 3

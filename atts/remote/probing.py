@@ -26,6 +26,16 @@ Answer = Literal["yes", "no", "unknown"]
 Seen = Literal["raw", "processed", "unknown"]
 
 
+class OtherTokenizer(FingerprintError):
+    """The server reads text as other ids than the tokenizer that was given."""
+
+    def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
+        super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
+        seen = f"of {text[:24]!r} the server makes {_few(theirs)}, the tokenizer {_few(ours)}"
+        problem = f"the tokenizer is not that of the model served: {seen}"
+        self.args = (f"engine {engine}: {problem}. Give tokenizer=FOLDER, the folder or hub id of that model",)
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that was looked at: whether it holds, and what was seen."""
@@ -114,8 +124,7 @@ class Prober:
             for text in _TEXTS:
                 theirs, ours = await self._dialect.tokenize(self._client, text), self._tokenizer.encode(text)
                 if theirs != ours:
-                    advice = "Give the tokenizer of the model that is served"
-                    raise FingerprintError("the server's model", [(repr(text[:24]), theirs[:8], ours[:8])], advice)
+                    raise OtherTokenizer(self._client.name, text, theirs, ours)
         except (EngineError, KeyError, TypeError) as error:
             return Finding("tokenizer", "unknown", f"the server does not tokenize for us ({error})")
         return Finding("tokenizer", "yes", f"the server's ids of {len(_TEXTS)} texts are ours")
@@ -269,6 +278,10 @@ def _distance(left: tuple[float, ...], right: list[float] | tuple[float, ...]) -
     if len(left) != len(right):
         return float("inf")
     return max((abs(a - b) for a, b in zip(left, right, strict=True) if a != b), default=0.0)
+
+
+def _few(ids: TokenIds) -> str:
+    return " ".join(map(str, ids[:6])) + " ..." * (len(ids) > 6)
 
 
 def _short(values: tuple[float, ...]) -> str:

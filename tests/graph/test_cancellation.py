@@ -171,7 +171,7 @@ def test_a_disturbance_at_every_step(
     quiet.check(is_empty)
     steps = engine.steps
     assert steps == 3 * 3 * 2 * 2 * 2
-    for step in range(1, steps + 1, 3 if anyio_backend == "trio" else 2):
+    for step in range(1, steps + 1):
         engine.steps = 0
         run = Disturbed(engine, {step: disturbance}, admit)
         run_virtual(run.main, backend=anyio_backend)

@@ -21,6 +21,7 @@ from scripts.studies.pipelines_tables import block_ratios, difference, flops, in
 
 SAMPLES = 8
 _WORTH = 0.05  # share of arithmetic or time that an option must save to replace a default it does not beat in votes
+_ENOUGH = 100  # problems below which no default is changed: intervals of fewer are not to be trusted to a point
 _LOSS = -0.01  # votes it may lose at most, at the lower end of the interval
 
 
@@ -39,7 +40,7 @@ def study(options: Options) -> list[Table]:
 
 async def _study(options: Options) -> list[Table]:
     chosen = choices(options.seed)
-    grid = Grid(options.pick(20, 100, 1000), (options.seed,), 2000, options.pick(10, 25, 50))
+    grid = Grid(options.pick(20, 40, 1000), (options.seed,), 2000, options.pick(10, 25, 50))
     path = None if options.out is None else options.out / f"ablations-{options.effort}.jsonl"
     ledger = Ledger(path)
     default = arm("atts")
@@ -158,14 +159,17 @@ def _verdicts(chosen: Sequence[Choice], ledger: Ledger) -> Table:
     """The mechanical rule, applied."""
     rows: list[tuple[Cell, ...]] = []
     default = ledger.of("atts", SAMPLES)
+    count = len(solved_of(default))
     for choice in chosen:
         words = [(one.name, _verdict(ledger.of(one.name, SAMPLES), default)) for one in choice.options]
         wins = [f"{name}: {word}" for name, word in words if word != "no"]
-        rows.append((choice.name, "; ".join(wins) or "none", "change" if wins else "keep"))
+        change = "change" if count >= _ENOUGH else "ask again with more problems"
+        rows.append((choice.name, "; ".join(wins) or "none", change if wins else "keep"))
     notes = (
         "An option wins where its votes are better (interval above 0) at no more arithmetic, or where it loses less "
         f"than {-100 * _LOSS:g} point (low end) and saves {_WORTH:.0%} of arithmetic or time; else the default stays.",
-        "Several options per choice are looked at: one narrow win among them is weaker evidence than its interval.",
+        f"No default is changed on fewer than {_ENOUGH} problems; here are {count}. Several options per choice are "
+        "looked at: one narrow win among them is weaker evidence than its interval.",
     )
     return Table("Which defaults would change", ("choice", "options that win", "verdict"), tuple(rows), notes)
 

@@ -104,7 +104,7 @@ async def _stored_scripted(seed: int) -> list[float]:
 
 
 async def _embedded(options: Options) -> dict[str, Sum]:
-    count, block = options.pick(12, 60, 500), options.pick(4, 20, 50)
+    count, block = options.pick(12, 40, 500), options.pick(4, 20, 50)
     problems = arithmetic("test", count)
     blocks = [problems[i : i + block] for i in range(0, count, block)]
     found = {case.name: Sum() for case in CASES}

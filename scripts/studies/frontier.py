@@ -38,7 +38,7 @@ def study(options: Options) -> list[Table]:
         options.pick((0.2,), (0.05, 0.1, 0.2, 0.4), (0.05, 0.1, 0.2, 0.4)),
         options.pick((2, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)),
     )
-    count = options.pick(8, 60, 500)
+    count = options.pick(8, 40, 500)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) if options.out is None else options.out / f"frontier-{options.effort}"
         records = [read_record(one) for one in live(count, place, rates, samples, options.seed)]

@@ -85,8 +85,8 @@ class Station:
 
 
 def study(options: Options) -> list[Table]:
-    """Two minutes, five, or an hour; the table of levels, and what was found."""
-    seconds = options.pick(120.0, 300.0, 3600.0)
+    """Two minutes, four, or an hour; the table of levels, and what was found."""
+    seconds = options.pick(120.0, 240.0, 3600.0)
     with tempfile.TemporaryDirectory() as folder:
         tally = anyio.run(soak, Path(folder), seconds, options.seed)
     return tables(tally)

@@ -157,6 +157,9 @@ def main() -> None:
     asked = parser.parse_args()
     text, missing = fill(PAGE.read_text(), read(asked.runs), ROOT / PICTURES)
     PAGE.write_text(text)
+    for picture in (ROOT / PICTURES).glob("*.svg"):
+        if picture.name not in text:  # of a table that is shown no more
+            picture.unlink()
     for words in missing:
         print(f"benchmarks: left as it was: {words}", file=sys.stderr)
 

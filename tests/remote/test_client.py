@@ -1,0 +1,131 @@
+"""The layer that calls: what it does to a server that says too much, that fails, that loses a reply on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from atts.core import Message, SampleRequest
+from atts.errors import EngineUnavailable
+from atts.remote import RemoteEngine
+from atts.remote.jsoning import decode, encode
+from atts.remote.pace import CLEAN_SECONDS, COOL_SECONDS, Pace
+from atts.tasks import task_group
+from atts.testing import ToyTokenizer
+from atts.testing.server_settings import ServerFaults
+from atts.testing.servers import DialectServer
+
+REQUEST = SampleRequest(ToyTokenizer().render([Message("user", "Start at 4. +3. What is the result?")]), 24)
+
+
+class Hands:
+    """A clock that is set by hand."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def filled(most: int, clock: Hands) -> Pace:
+    """A limit with every turn taken."""
+    pace = Pace(most, clock)
+    while pace.enter_nowait():
+        pass
+    assert pace.in_flight == most
+    return pace
+
+
+def test_a_burst_of_refusals_shrinks_the_limit_once_and_quiet_lets_it_grow() -> None:
+    """Each further burst shrinks it more; it grows in little steps, after a quiet time, up to what was set."""
+    clock = Hands()
+    pace = filled(100, clock)
+    for _ in range(30):
+        pace.refused()
+    assert pace.limit == 80
+    clock.now += COOL_SECONDS
+    pace.refused()
+    assert pace.limit == 64
+    pace.answered()
+    assert pace.limit == 64
+    seen = [pace.limit]
+    for _ in range(40):
+        clock.now += COOL_SECONDS if len(seen) == 1 else CLEAN_SECONDS
+        pace.answered()
+        pace.answered()
+        seen.append(pace.limit)
+    assert seen[1] in (67, 68)
+    assert seen[-1] == 100
+    assert all(before <= after <= before * 1.05 + 1 for before, after in zip(seen, seen[1:], strict=False))
+
+
+def test_a_server_error_stops_growth_and_shrinks_nothing() -> None:
+    """Failing is no sign of too much."""
+    clock = Hands()
+    pace = filled(100, clock)
+    pace.refused()
+    clock.now += COOL_SECONDS
+    pace.erred()
+    clock.now += COOL_SECONDS - 1
+    pace.answered()
+    assert pace.limit == 80
+    clock.now += 1
+    pace.answered()
+    assert pace.limit == 84
+
+
+@pytest.mark.anyio
+async def test_turns_go_in_order_and_a_cancelled_waiter_leaves_none_behind() -> None:
+    """Nobody overtakes those who wait, and what a waiter that gave up would have had goes to the next."""
+    pace, order = filled(2, Hands()), list[int]()
+    gives_up = anyio.CancelScope()
+
+    async def wait(number: int, within: anyio.CancelScope) -> None:
+        with within:
+            await pace.enter()
+            order.append(number)
+
+    async with task_group() as group:
+        for number, within in enumerate((gives_up, anyio.CancelScope(), anyio.CancelScope())):
+            group.start_soon(wait, number, within)
+            await anyio.wait_all_tasks_blocked()
+        gives_up.cancel()
+        pace.leave()  # the turn that it would have had
+        assert not pace.enter_nowait()
+        await anyio.wait_all_tasks_blocked()
+        assert order == [1]
+        pace.leave()
+    assert order == [1, 2]
+    assert pace.in_flight == 2
+
+
+@pytest.mark.anyio
+async def test_an_attempt_whose_reply_was_lost_is_aborted_before_the_next(
+    serve: Callable[..., DialectServer], client: Callable[..., RemoteEngine]
+) -> None:
+    """Every one of the attempts has an abort of its own, which the server took; refused connections need none."""
+    server = serve("sglang")
+    async with client(server.url) as remote:
+        for fault, aborts in (("reset", 3), ("500", 0)):
+            before = remote.traffic.aborts, remote.traffic.retries
+            server.faults = ServerFaults({fault: 1.0})  # type: ignore[dict-item]
+            with pytest.raises(EngineUnavailable):
+                await remote.sample(REQUEST)
+            server.faults = ServerFaults()
+            assert remote.traffic.aborts - before[0] == aborts
+            assert remote.traffic.retries - before[1] == 2
+        assert remote.traffic.aborts_failed == 0
+
+
+def test_what_python_servers_send_for_infinity_is_read() -> None:
+    """NaN and -Infinity are no JSON, and some servers send them: whoever reads a number checks it."""
+    found = decode(b'{"a": [NaN, -Infinity, -0.5]}')["a"]
+    assert math.isnan(found[0])
+    assert found[1:] == [-math.inf, -0.5]
+    assert decode(encode({"ids": (1, 2), "text": "é\n"})) == {"ids": [1, 2], "text": "é\n"}
+    for broken in (b'{"a": [1,', b"", b"<html>"):
+        with pytest.raises(ValueError, match=r".+"):
+            decode(broken)

@@ -139,10 +139,15 @@ def _cases(record: Record, grid: Grid) -> Iterator[Case]:
             yield f"vote of {m}", f"{vote} vote", replace(policy, samples=m, vote=vote), None
     for turns in (turns for turns in grid.turns if turns < policy.turns):
         yield f"{turns} turns", "turns", replace(policy, turns=turns), None
-    if record.order:
+    if _is_scored(record):  # without scores no gate has anything to decide on
         for rate in grid.rates:
             for name, gate in _gates(record, rate):
                 yield f"rate {rate:g}", name, policy, gate
+
+
+def _is_scored(record: Record) -> bool:
+    turns = (turn for outcome in record.outcomes for line in outcome.rollouts for turn in line.turns)
+    return any(turn.score is not None for turn in turns)
 
 
 def _gates(record: Record, rate: float) -> Iterable[tuple[str, Gate | RoundGate]]:

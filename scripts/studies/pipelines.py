@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import anyio
 
 from atts.evaluators.arithmetic import problems as arithmetic
+from atts.models import EMBEDDED, path
 from atts.pipelines import PRESETS
 from scripts.studies.harness import Effort, Options, Table, emit, say
 from scripts.studies.machine import look
@@ -34,11 +37,24 @@ def study(options: Options) -> list[Table]:
 def part(name: str, options: Options) -> list[Table]:
     """One part's tables."""
     say(f"pipelines: {name}")
-    return anyio.run(PARTS[name], options)
+    return noted(anyio.run(PARTS[name], options), () if name == "barrier-virtual" else marks())
+
+
+def marks() -> tuple[str, ...]:
+    """What tells the weights of the embedded pair from earlier ones: the first digits of their SHA-256."""
+    return tuple(sha256((path(name) / "model.safetensors").read_bytes()).hexdigest()[:8] for name in EMBEDDED)
+
+
+def noted(tables: Sequence[Table], pair: Sequence[str]) -> list[Table]:
+    """The tables, each with a note on what weights it was measured with."""
+    words = [f"Weights of the pair: {', '.join(pair)}."] if pair else []
+    return [replace(table, notes=(*table.notes, *words)) for table in tables]
 
 
 def _ledger(options: Options, name: str) -> Ledger:
-    return Ledger(None if options.out is None else options.out / f"pipelines-{name}-{options.effort}.jsonl")
+    """What was measured with this pair: another one's is another file."""
+    file = f"pipelines-{name}-{options.effort}-{'-'.join(marks())}.jsonl"
+    return Ledger(None if options.out is None else options.out / file)
 
 
 async def claim(options: Options, only: Sequence[int] = ()) -> list[Table]:
@@ -170,9 +186,11 @@ def main() -> None:
     effort: Effort = asked.effort
     options = Options(effort, asked.seed, asked.out)
     if asked.ledger is not None:
-        return emit("pipelines-claim", claimed(Ledger(asked.ledger)), options, look())
+        pair = asked.ledger.stem.split("-")[-len(EMBEDDED) :]
+        return emit("pipelines-claim", noted(claimed(Ledger(asked.ledger)), pair), options, look())
     for name in asked.parts or PARTS:
-        tables = anyio.run(claim, options, asked.seeds) if name == "claim" else part(name, options)
+        shared_out = name == "claim" and asked.seeds
+        tables = noted(anyio.run(claim, options, asked.seeds), marks()) if shared_out else part(name, options)
         emit(f"pipelines-{name}", tables, options, look())
     return None
 

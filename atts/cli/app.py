@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ import typer
 
 from atts.cli.registry import COMMANDS
 from atts.cli.saying import warnings_said
+from atts.cli.visible import visible
 from atts.errors import ATTSError
 
 EXIT_CODES: dict[int, str] = {
     0: "done",
-    1: "an error of ours; please report it",
+    1: "an error of ours: please report it",
     2: "usage, dataset or calibration input",
     3: "engine",
     4: "run directory or disk",
@@ -102,7 +104,7 @@ def _misunderstood(error: Any) -> int:
 def _failed(text: str, code: int) -> int:
     """The message, unless not even that can be said."""
     try:
-        print(f"atts: {text}", file=sys.stderr, flush=True)
+        print(f"atts: {visible(text)}", file=sys.stderr, flush=True)
     except OSError:
         return code
     return code
@@ -124,9 +126,21 @@ def _say_anything() -> None:
 
 def _attach(app: typer.Typer, name: str, code: Any, words: str) -> None:
     if isinstance(code, typer.Typer):
+        for inner in code.registered_commands:
+            inner.help = flowing(getattr(inner.callback, "__doc__", None) or "")
         app.add_typer(code, name=name, help=words)
     else:
-        app.command(name, help=None if code.__doc__ else words)(code)
+        app.command(name, help=flowing(code.__doc__ or words))(code)
+
+
+def flowing(docstring: str) -> str:
+    """A docstring whose paragraphs may be broken anew, to the width of a terminal instead of the source's.
+
+    >>> flowing("What it does.\\n\\n    More of\\n    that.")
+    'What it does.\\n\\nMore of that.'
+    """
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def _elsewhere() -> None:

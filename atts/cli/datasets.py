@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from atts.cli.visible import visible
 from atts.errors import OptionError
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ def _print_words(found: Dataset, limit: int) -> None:
     for note in found.notes:
         print(f"  note      {note}")
     for problem in found.problems[: max(0, limit)]:
-        print(f"\n{_heading(problem)}\n{problem.text}\n→ {problem.answer or 'no reference answer'}")
+        told = f"{_heading(problem)}\n{problem.text}\n→ {problem.answer or 'no reference answer'}"
+        print(f"\n{visible(told)}")
     if len(found) > limit:
         print(f"({len(found) - limit} more; --limit or --json shows them)", file=sys.stderr)
 

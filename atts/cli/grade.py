@@ -10,6 +10,7 @@ from typing import IO, Annotated, Any, Literal
 
 import typer
 
+from atts.cli.visible import visible
 from atts.errors import DatasetError
 
 
@@ -31,6 +32,7 @@ def grade(
     """Grade answers against references: equal, different or unscored, with the rule that decided.
 
     Example: atts grade answers.jsonl --json
+
     Example: echo '{"gold": "1/2", "answer": "0.5"}' | atts grade -
     """
     from atts.evaluators import SlowLimits, SlowPath, Tally
@@ -50,7 +52,7 @@ def grade(
                 print(json.dumps(each.as_json()))
             else:
                 detail = f" ({each.verdict.detail})" if each.verdict.detail else ""
-                print(f"{each.id:<16}{each.verdict.status:<11}{each.verdict.rule}{detail}")
+                print(visible(f"{each.id:<16}{each.verdict.status:<11}{each.verdict.rule}{detail}"))
     summary = tally.as_json()
     print(json.dumps(summary) if as_json else _words(summary))
 

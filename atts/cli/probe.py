@@ -16,7 +16,8 @@ def probe(
     model: Annotated[str, typer.Option(help="Of several that are served.")] = "",
     tokenizer: Annotated[str, typer.Option(help="Folder or hub id; by default what the server names.")] = "",
     dialect: Annotated[
-        Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "chat"], typer.Option(help="What the server speaks.")
+        Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "chat"],
+        typer.Option(help="What the server speaks: auto, vllm, sglang, llamacpp, ollama or chat.", metavar="DIALECT"),
     ] = "auto",
     need: Annotated[
         Literal["nothing", "sample", "score", "rate"], typer.Option(help="Fail (5) unless it can.")

@@ -26,6 +26,7 @@ from atts.cli.options import (
     Turns,
     configured,
 )
+from atts.cli.visible import visible
 from atts.errors import OptionError, UsageError
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def solve(
 ) -> None:
     """Solve one problem and show the reasoning as it is written.
 
-    Each piece says who wrote it: the draft, whose chunks are accepted or rejected, or the target, which goes on after a
-    rejected chunk. On a terminal they differ in colour as well.
+    Each piece says who wrote it: the draft, whose chunks are accepted or rejected, or the target, which takes over from
+    a rejected chunk. On a terminal they differ in colour as well.
 
     Example: atts solve "Tom has 39 pens. Ann has 12 more pens than Tom. How many pens does Ann have?"
 
@@ -152,12 +153,12 @@ class Story:
         from rich.text import Text
 
         number = f"{sample} " if sample is not None and self._follow is None else ""
-        for line in text.rstrip("\n").split("\n") if text.strip() else [""]:
+        for line in visible(text).rstrip("\n").split("\n") if text.strip() else [""]:
             words = Text(f"{number}{label:<9}", "dim") + Text("│ ", "dim") + Text(line, _STYLES[label])
             self._console.print(words)
 
     def _plain(self, label: str, text: str) -> None:
-        self._console.print(f"{label:<9}  {text}", markup=False)
+        self._console.print(f"{label:<9}  {visible(text)}", markup=False)
 
 
 def _because(decision: Decision) -> str:

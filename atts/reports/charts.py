@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from atts.reports.numbers import Calibration, Drift, Group, Lanes, Point, Timing, Uniformity
+from atts.reports.numbers import Calibration, Drift, Group, Lanes, Timing, Uniformity
 from atts.reports.svg import Axis, Plot
 
 Row = tuple[object, ...]
@@ -22,7 +22,7 @@ class Chart:
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     wide: bool = False
-    legend: tuple[str, ...] = ()  # stages, in their colours
+    legend: tuple[tuple[str, str], ...] = ()  # the class that has the colour, and what it stands for
 
 
 def calibration_charts(held: Calibration) -> list[Chart]:
@@ -150,7 +150,7 @@ def _p_histogram(found: Uniformity) -> Chart:
 
 def _drift(found: Drift) -> Chart:
     low, high = min(*found.path, -1.0), max(*found.path, found.alarm)
-    plot = Plot(Axis(0, found.questions, "questions"), Axis(low * 1.05, high * 1.1, "log10 of capital"))
+    plot = Plot(Axis(0, found.questions, "questions"), Axis(low * 1.05, high * 1.1, "log10 of wealth"))
     marks = [
         plot.line([(0, found.alarm), (found.questions, found.alarm)], "alarm"),
         plot.line([(0, 0), (found.questions, 0)], "nominal"),
@@ -158,51 +158,13 @@ def _drift(found: Drift) -> Chart:
     ]
     said = "reached it" if found.peak >= found.alarm else "stayed below it"
     words = (
-        f"A martingale bets that later questions score otherwise than earlier ones. If they were exchangeable it would "
-        f"ever reach the upper line with probability 1 %. It {said} (peak 10^{found.peak:.2f})."
+        f"A martingale bets that later questions score otherwise than earlier ones. Were they exchangeable, its wealth "
+        f"would ever reach the upper line ({10**found.alarm:,.0f} times the first) with probability 1 %. "
+        f"It {said}: {10 ** min(found.peak, 9):,.1f} times at its peak."
     )
     step = max(1, len(found.path) // 20)
     rows = tuple((n + 1, found.path[n]) for n in range(0, len(found.path), step))
-    return Chart("Drift", words, plot.drawn("Drift martingale", marks), ("questions", "log10 of capital"), rows)
-
-
-def frontier_chart(points: Sequence[Point]) -> Chart:
-    """Accuracy against what the target wrote."""
-    highest = max([point.cost for point in points] + [1e-9])
-    plot = Plot(Axis(0, highest * 1.12, "target tokens per problem"), Axis(0, 1, "accuracy"), 640, 300)
-    marks = [plot.whisker(p.cost, p.accuracy.low, p.accuracy.high, "whisker") for p in points]
-    for kind in ("samples", "turns"):
-        line = sorted((p.cost, p.accuracy.value) for p in points if p.kind == kind)
-        marks.append(plot.line(line, f"thin {kind}") if line else "")
-    for p in points:
-        tip = f"{p.label}: accuracy {p.accuracy.value:.3f}, {p.cost:,.1f} target tokens per problem"
-        marks.append(plot.dot(p.cost, p.accuracy.value, p.kind, tip, 6 if p.kind == "run" else 4))
-    marks += _labels(plot, points, highest)
-    return Chart(
-        "Cost and accuracy",
-        "Whiskers are 95 % intervals over problems. Votes of fewer rollouts are averages over all choices among those "
-        "recorded; fewer turns cut every rollout there; large dots are whole runs, at what they really cost.",
-        plot.drawn("Accuracy against target tokens per problem", marks),
-        ("what", "kind", "target tokens per problem", "all tokens per problem", "accuracy", "from", "to"),
-        tuple((p.label, p.kind, p.cost, p.tokens, p.accuracy.value, p.accuracy.low, p.accuracy.high) for p in points),
-        wide=True,
-    )
-
-
-def _labels(plot: Plot, points: Sequence[Point], highest: float) -> Iterator[str]:
-    """Words beside the points, whole runs first; where they would lie on others the tip and the table have them."""
-    dots = [plot.at(p.cost, p.accuracy.value) for p in points]
-    placed = [(x - 4, x + 4, y) for x, y in dots]  # left, right, height of the middle
-    for p in sorted(points, key=lambda point: point.kind != "run"):
-        across, up = plot.at(p.cost, p.accuracy.value)
-        wide, is_left = 7.0 * len(p.label), p.cost > 0.75 * highest and p.kind != "turns"
-        left, drop = (across - 6 - wide, 0) if is_left else (across + 6, 20 if p.kind == "turns" else 0)
-        middle = up - 11 + drop
-        if any(left < right and left + wide > start and abs(middle - y) < 11 for start, right, y in placed):
-            continue
-        placed.append((left, left + wide, middle))
-        anchor, shift = ("end", -6) if is_left else ("start", 6)
-        yield plot.words(p.cost, p.accuracy.value, p.label, anchor, shift, drop)
+    return Chart("Drift", words, plot.drawn("Drift martingale", marks), ("questions", "log10 of wealth"), rows)
 
 
 def timeline_chart(found: Timing) -> Chart:
@@ -232,7 +194,7 @@ def timeline_chart(found: Timing) -> Chart:
         ("engine", "most at once", "mean in flight", "share of time busy", "longest bubble (s)"),
         rows,
         wide=True,
-        legend=tuple(stage.name for stage in found.stages),
+        legend=tuple((word(stage.name), stage.name) for stage in found.stages),
     )
 
 

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 
-from atts.reports.charts import Chart, calibration_charts, frontier_chart, timeline_chart, word
+from atts.reports.charts import Chart, calibration_charts, timeline_chart
 from atts.reports.collect import Collected
+from atts.reports.frontier_chart import frontier_chart
 from atts.reports.numbers import Report, Standing
 from atts.reports.tables import (
     Cell,
@@ -29,6 +30,7 @@ from atts.reports.tables import (
 )
 
 _BADGE = {"good": "✓", "care": "!", "bad": "✗"}
+_HEADINGS = ("Warnings", "Problems")  # tables that are all there is in a section of their name
 _SAID: dict[Standing, str] = {"good": "nothing against it", "care": "read with care", "bad": "do not rely on it"}
 
 
@@ -77,14 +79,15 @@ def _body(collected: Collected) -> Iterator[str]:
 
 def _header(report: Report) -> str:
     verdict = report.verdict
-    against = [point for point in verdict.points if point[0] != "good"]
-    points = "".join(f"<li>{_badge(standing)} {escape(_sentence(text))}</li>" for standing, text in against)
+    against = [point for point in verdict.points if point[0] != "good" and point[1] not in verdict.line]
+    items = "".join(f"<li>{_badge(standing)} {escape(_sentence(text))}</li>" for standing, text in against)
+    points = f'<ul class="points">{items}</ul>' if items else ""
     ended = "" if report.run.ended == "finished" else f" · {escape(report.run.ended)}"
     when = datetime.fromtimestamp(report.run.created, UTC).strftime("%Y-%m-%d %H:%M UTC") if report.run.created else ""
     return (
         f'<header class="{verdict.standing}"><p class="over">{escape(report.run.directory)} · {when}{ended}</p>'
         f"<h1>{_badge(verdict.standing)} {escape(_sentence(verdict.line))}</h1>"
-        f'<p class="said">Verdict: {_SAID[verdict.standing]}.</p><ul class="points">{points}</ul></header>'
+        f'<p class="said">Verdict: {_SAID[verdict.standing]}.</p>{points}</header>'
     )
 
 
@@ -138,7 +141,11 @@ def _accuracy(report: Report) -> str:
     rates = f"{_table(accuracy_table(report))}<p class='note'>{escape(_sentence(report.coverage))}</p>"
     parts = [f'<div class="pair"><div>{rates}</div><div>{_table(spend_table(report))}</div></div>']
     if report.baselines:
-        parts.append(_table(baseline_table(report)))
+        words = (
+            "Differences and ratios are this run against the other, problem by problem. Problems needed: how many like "
+            "these would show such a difference four times in five."
+        )
+        parts.append(f"{_table(baseline_table(report))}<p class='note'>{words}</p>")
     else:
         parts.append(
             '<p class="note">No other run to compare with: <code>atts report RUN --against OTHER</code> adds paired '
@@ -176,7 +183,7 @@ def _charts(charts: Sequence[Chart]) -> str:
 def _figure(chart: Chart) -> str:
     data = _table(Table("", chart.columns, tuple(tuple(cell(value) for value in row) for row in chart.rows)))
     wide = ' class="wide"' if chart.wide else ""
-    keys = "".join(f'<li><i class="{word(name)}"></i>{escape(name)}</li>' for name in chart.legend)
+    keys = "".join(f'<li><i class="{kind}"></i>{escape(name)}</li>' for kind, name in chart.legend)
     picture = chart.picture + "</div>" + (f'<ul class="legend" aria-label="Colours">{keys}</ul>' if keys else "")
     return (
         f"<figure{wide}><figcaption><b>{escape(chart.title)}</b> {escape(chart.caption)}</figcaption>"
@@ -200,7 +207,8 @@ def _table(table: Table, markup: dict[int, str] | None = None, *, first: bool = 
         head = "".join(f'<th scope="col"><button type="button">{name}</button></th>' for name in names)
     where = 0 if first else len(table.columns) - 1
     rows = "".join(_row(row, (markup or {}).get(place), where) for place, row in enumerate(table.rows))
-    caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
+    kind = ' class="unseen"' if table.title in _HEADINGS else ""
+    caption = f"<caption{kind}>{escape(table.title)}</caption>" if table.title else ""
     named = f' id="{identity}" class="{table.kind}"' if identity else f' class="{table.kind}"'
     label = escape(table.title or "table")
     return (

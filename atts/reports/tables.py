@@ -29,6 +29,15 @@ class Table:
     kind: Literal["rows", "facts"] = "rows"
 
 
+_METRICS = {
+    "turn_rms": "distance from nominal by turn (RMS)",
+    "worst_rolling_500": "largest distance over 500 decisions in a row",
+    "auroc_within_question_turn": "escalated scores worse than kept ones of their turn (AUROC)",
+    "agreement_with_sorted": "decisions as if each turn's scores had been sorted",
+}
+"""What the calibration's own metrics are called here; the others stand in the table by themselves."""
+
+
 def cell(value: object, style: str = "") -> Cell:
     """A value as people read it.
 
@@ -105,12 +114,21 @@ def baseline_table(report: Report) -> Table:
         "tokens ×", "target tokens ×", "seconds ×",
     )  # fmt: skip
     rows = [
-        (b.name, b.method, b.problems, b.other, b.own, b.difference, b.p_value,
-         "no number" if b.problems_needed is None else b.problems_needed, b.token_ratio, b.target_token_ratio,
-         b.second_ratio)
+        (b.name, b.method, b.problems, b.other, b.own, _signed(b.difference), _p(b.p_value),
+         "–" if b.problems_needed is None else b.problems_needed, b.token_ratio, b.target_token_ratio, b.second_ratio)
         for b in report.baselines
     ]  # fmt: skip
-    return Table("Against other runs (ratios: this run over the other)", columns, _rows(*rows))
+    return Table("Against other runs", columns, _rows(*rows))
+
+
+def _signed(found: Estimate) -> Cell:
+    if math.isnan(found.value):
+        return cell(found)
+    return Cell(f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]", found.value)
+
+
+def _p(value: float) -> Cell:
+    return Cell("< 0.001", value) if value < 0.001 else cell(value)
 
 
 def calibration_table(held: Calibration) -> Table:
@@ -130,8 +148,12 @@ def calibration_table(held: Calibration) -> Table:
     if held.p_values is not None:
         found = held.p_values
         rows.append(("p-values: distance from uniform", f"{found.distance:.3f}, band ±{found.band:.3f}"))
-    rows += [(name.replace("_", " "), value) for name, value in held.metrics.items()]
+    rows += [(words, held.metrics[name]) for name, words in _METRICS.items() if _is_known(held.metrics.get(name))]
     return Table("Rate control", ("what", "value"), _rows(*rows), "facts")
+
+
+def _is_known(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
 
 
 def caveat_table(report: Report) -> Table:

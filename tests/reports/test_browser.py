@@ -22,7 +22,7 @@ from atts.journal import (
 )
 from atts.reports import write_report
 
-HOSTILE = "</script><script>window.owned=1</script><img src=x onerror='window.owned=2'><!-- ${1} \u2028 \\"
+HOSTILE = "</script><script>window.owned=1</script><img src=x onerror='window.owned=2'><!-- ${1} \u2028 \\\x1b[2J\u202e"
 CONTRAST = """
 (() => {
   const parse = (text) => (text.match(/[\\d.]+/g) || []).map(Number);
@@ -194,8 +194,11 @@ def _hostile(event: Any) -> Any:
     if isinstance(event, ProblemStarted):
         return replace(event, problem=replace(event.problem, text=HOSTILE + event.problem.text, subject=HOSTILE))
     if isinstance(event, TurnFinished):
-        chunks = tuple(replace(chunk, text=HOSTILE + chunk.text) for chunk in event.turn.chunks)
-        return replace(event, turn=replace(event.turn, chunks=chunks, note=HOSTILE))
+        chunks, discarded = (
+            tuple(replace(chunk, text=HOSTILE + chunk.text) for chunk in held)
+            for held in (event.turn.chunks, event.turn.discarded)
+        )
+        return replace(event, turn=replace(event.turn, chunks=chunks, discarded=discarded, note=HOSTILE))
     if isinstance(event, RolloutFinished):
         return replace(event, answer=HOSTILE, error=HOSTILE)
     if isinstance(event, OutcomeReached):
@@ -204,14 +207,19 @@ def _hostile(event: Any) -> Any:
 
 
 def test_model_output_is_inert(page: Any, run: Path, tmp_path: Path) -> None:
-    """A script that a model wrote, in its reasoning or its answer, is shown as text and never runs."""
+    """A script that a model wrote, kept or discarded, is shown as text and never runs; terminal codes are shown too."""
     _plant(run, tmp_path / "planted", _hostile)
     written = write_report(tmp_path / "planted")
     assert written.read_text().count("</script>") == _scripts(written)
     page.open(written.as_uri() + "#problem-0/0")
     page.wait("document.querySelectorAll('#page .rollout[open] .chunk .text').length > 0")
-    texts = page.run("Array.from(document.querySelectorAll('.rollout[open] .chunk .text'), found => found.textContent)")
-    assert any(text.startswith("</script><script>") for text in texts)
+    page.run("document.querySelectorAll('.rollout').forEach(each => { each.open = true; })")
+    page.wait("document.querySelectorAll('.rollout[open] .chunk.discarded .text').length > 0")
+    for kind in ("kept", "discarded"):
+        found = f"document.querySelectorAll('.rollout[open] .chunk.{kind} .text')"
+        texts = page.run(f"Array.from({found}, each => each.textContent)")
+        assert texts
+        assert all(text.startswith("</script><script>") and "␛[2J\\u202e" in text for text in texts)
     assert page.run("typeof window.owned") == "undefined"
     assert page.run("document.images.length") == 0
     assert page.run("document.querySelector('#problem-table tbody td:nth-child(4)').textContent") == HOSTILE

@@ -4,9 +4,14 @@
   const make = (tag, kind, text) => {
     const node = document.createElement(tag);
     if (kind) node.className = kind;
-    if (text !== undefined && text !== null) node.textContent = text;
+    if (text !== undefined && text !== null) node.textContent = visible(String(text));
     return node;
   };
+  // What a model wrote may hold terminal codes and marks that turn the direction of a line: they are shown, not obeyed.
+  const visible = (text) => text
+    .replace(/[\u0000-\u0008\u000b-\u001f]/g, (found) => String.fromCharCode(0x2400 + found.charCodeAt(0)))
+    .replace(/[\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g,
+      (found) => `\\u${found.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
   // Tables: a click, or Enter on the column's button, sorts; again turns it round.
   const key = (row, place) => {
@@ -52,8 +57,10 @@
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
     return JSON.parse(await new Response(stream).text());
   };
-  const number = (value) =>
-    value === null || value === undefined ? "none" : typeof value === "number" ? String(Number(value.toPrecision(4))) : value;
+  const number = (value) => {
+    if (typeof value !== "number") return value ?? "none";
+    return Math.abs(value) >= 1e6 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  };
   const words = { correct: "right", wrong: "wrong", unscored: "unscored" };
 
   const chunk = ([author, fate, text, tokens, ended]) => {
@@ -98,7 +105,7 @@
     const list = make("ul", "votes");
     for (const [answer, weight] of page.votes) {
       const share = "█".repeat(Math.max(1, Math.round((weight / most) * 12)));
-      list.append(make("li", "text", `${share} ${number(weight)}  ${answer}`));
+      list.append(make("li", "text", `${share} ${number(weight)} for ${answer}`));
     }
     return list;
   };

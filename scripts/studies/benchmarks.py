@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from scripts.studies.harness import Effort, Table, picture_name
+from scripts.studies.machine import pair_mark
 from scripts.studies.summary import summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +25,7 @@ MARK = re.compile(
 )
 
 _WANTED = {"study", "tables", "effort"}
+_ON_THE_PAIR = {"pipelines", "against", "frontier", "ablations", "models", "local", "actors"}
 _NOT_RUN = "*Not run yet.*"
 
 
@@ -129,7 +131,12 @@ def _words(record: Record) -> str:
         f"of one core: copy {m['copy_gib_per_second']:.1f} GiB/s, matrices {m['matrix_gflops']:.0f} GFLOP/s, "
         f"{m['operation_microseconds']:.1f} us per torch operation."
         + (f" It took {record.spent['processor']:.0f} s of processors." if record.spent else "")
+        + (" The embedded pair was an earlier one, or is not recorded." if _is_of_another_pair(record) else "")
     )
+
+
+def _is_of_another_pair(record: Record) -> bool:
+    return record.study in _ON_THE_PAIR and record.machine.get("pair") != pair_mark()
 
 
 def marks(page: str) -> Iterator[tuple[str, str, str]]:

@@ -7,8 +7,10 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 _COPIED = 1 << 26  # bytes: larger than any cache of a small machine
 _MATRIX = 512
@@ -27,6 +29,7 @@ class Machine:
     operation_microseconds: float  # one tiny torch operation: what a step pays per operation whatever its size
     loop_microseconds: float  # one pass of an event loop: what a call pays before any work
     software: str
+    pair: str = ""  # marks of the embedded models' weights: numbers made with others are another pair's
 
     def words(self) -> tuple[str, ...]:
         """The facts as lines."""
@@ -64,7 +67,18 @@ def look(rounds: int = 15) -> Machine:
         1e6 * _loop_seconds(),
         f"Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "numpy", "anyio")),
+        pair_mark(),
     )
+
+
+def pair_mark() -> str:
+    """Four bytes of each embedded model's weights, hashed: who they are."""
+    from atts.models import EMBEDDED, path
+
+    def mark(role: Literal["draft", "target"]) -> str:
+        return blake2b((path(role) / "model.safetensors").read_bytes(), digest_size=4).hexdigest()
+
+    return ", ".join(f"{role} {mark(role)}" for role in EMBEDDED)
 
 
 def _processor() -> str:

@@ -48,7 +48,8 @@ DRAFT_SLOTS, TARGET_SLOTS = 4, 2
 SLOTS = DRAFT_SLOTS + TARGET_SLOTS
 Way = Literal["outside", "die", "refuse"]
 KILLS: tuple[Way, ...] = ("outside", "outside", "die", "die")
-CALLS = "calls.txt"  # every engine call that began: session and key, written before the engine is asked
+CALLS = "calls.txt"  # every engine call that began: process and key, written before the engine is asked
+FULL = "full"  # instead of a key: the disk was full for the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,6 @@ class CountingEngine(ScriptedEngine):
     """A scripted engine that notes each call as it begins."""
 
     notes: int = -1
-    session: int = 0
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Note, then sample."""
@@ -80,7 +80,11 @@ class CountingEngine(ScriptedEngine):
         return await super().score(request)
 
     def _note(self, key: str) -> None:
-        os.write(self.notes, f"{self.session} {key}\n".encode())
+        _tell(self.notes, key)
+
+
+def _tell(notes: int, what: str) -> None:
+    os.write(notes, f"{os.getpid()} {what}\n".encode())
 
 
 class ShortFile:
@@ -88,6 +92,7 @@ class ShortFile:
 
     def __init__(self, path: Path, room: int, then: Literal["die", "refuse"]) -> None:
         self._file = open_append(path)
+        self._calls = os.open(path.with_name(CALLS), os.O_WRONLY | os.O_APPEND)
         self._room = room
         self._then = then
 
@@ -98,6 +103,7 @@ class ShortFile:
         if not self._room and self._then == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if not taken:
+            _tell(self._calls, FULL)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return taken
 
@@ -106,7 +112,10 @@ class ShortFile:
         return self._file.fileno()
 
     def close(self) -> None:
-        """The real file's."""
+        """The real file's, and the list of calls."""
+        if self._calls >= 0:
+            os.close(self._calls)
+            self._calls = -1
         self._file.close()
 
 
@@ -130,7 +139,6 @@ def play(order: Order) -> int:
     latency = Latency(per_sample=0.004, per_score=0.002, jitter=1.0)
     draft, target = CountingEngine("draft", latency=latency), CountingEngine("target", latency=latency)
     draft.notes = target.notes = os.open(directory / CALLS, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    draft.session = target.session = os.getpid()
     plan = Plan(
         draft,
         target,
@@ -313,17 +321,23 @@ def check_calls(directory: Path, interruptions: Literal["none", "some"] = "none"
             recorded.setdefault(entry.session, set()).add(entry.event.key)
         elif isinstance(entry.event, SessionOpened):
             pids[str(entry.event.pid)] = entry.session
-    begun: dict[int, set[str]] = {}
+    begun: dict[str, set[str]] = {}
+    late: dict[str, set[str]] = {}  # begun when the disk was full, before the news had reached everybody
     seen: set[str] = set()
     repeated = 0
     for line in (directory / CALLS).read_text().splitlines():
         pid, key = line.split()
-        begun.setdefault(pids.get(pid, 0), set()).add(key)
+        if key == FULL:
+            late.setdefault(pid, set())
+            continue
+        (late if pid in late else begun).setdefault(pid, set()).add(key)
         repeated += key in seen
         seen.add(key)
-    for session, keys in begun.items():
+    for pid in begun.keys() | late.keys():
+        keys = begun.get(pid, set())
+        session = pids.get(pid, 0)  # none for a process that died before its first line was whole
         earlier = set().union(*(found for number, found in recorded.items() if 0 < number < session))
-        assert not keys & earlier, f"session {session} repeated recorded calls"
+        assert not (keys | late.get(pid, set())) & earlier, f"session {session} repeated recorded calls"
         lost = len(keys - recorded.get(session, set()))
         assert lost <= SLOTS, f"session {session} lost {lost} calls, and only {SLOTS} can have been in flight"
     last = max(recorded, default=0)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 
 import anyio
 
 from atts.evaluators.arithmetic import problems as arithmetic
-from atts.models import EMBEDDED, path
 from atts.pipelines import PRESETS
 from scripts.studies.harness import Effort, Options, Table, emit, say
-from scripts.studies.machine import look
+from scripts.studies.machine import look, pair_mark
 from scripts.studies.pipelines_arms import Grid, Ledger, Pair, run_block, run_grid
 from scripts.studies.pipelines_axes import samples_axis, tokens_axis, turns_axis
 from scripts.studies.pipelines_barrier import live, virtual
@@ -38,23 +36,12 @@ def study(options: Options) -> list[Table]:
 def part(name: str, options: Options) -> list[Table]:
     """One part's tables."""
     say(f"pipelines: {name}")
-    return noted(anyio.run(PARTS[name], options), () if name == "barrier-virtual" else marks())
-
-
-def marks() -> tuple[str, ...]:
-    """What tells the weights of the embedded pair from earlier ones: the first digits of their SHA-256."""
-    return tuple(sha256((path(name) / "model.safetensors").read_bytes()).hexdigest()[:8] for name in EMBEDDED)
-
-
-def noted(tables: Sequence[Table], pair: Sequence[str]) -> list[Table]:
-    """The tables, each with a note on what weights it was measured with."""
-    words = [f"Weights of the pair: {', '.join(pair)}."] if pair else []
-    return [replace(table, notes=(*table.notes, *words)) for table in tables]
+    return anyio.run(PARTS[name], options)
 
 
 def _ledger(options: Options, name: str) -> Ledger:
     """What was measured with this pair: another one's is another file."""
-    file = f"pipelines-{name}-{options.effort}-{'-'.join(marks())}.jsonl"
+    file = f"pipelines-{name}-{options.effort}-{pair_mark().replace(', ', '-').replace(' ', '-')}.jsonl"
     return Ledger(None if options.out is None else options.out / file)
 
 
@@ -189,11 +176,10 @@ def main() -> None:
     effort: Effort = asked.effort
     options = Options(effort, asked.seed, asked.out)
     if asked.ledger is not None:
-        pair = asked.ledger.stem.split("-")[-len(EMBEDDED) :]
-        return emit("pipelines-claim", noted(claimed(Ledger(asked.ledger)), pair), options, look())
+        return emit("pipelines-claim", claimed(Ledger(asked.ledger)), options, look())
     for name in asked.parts or PARTS:
         shared_out = name == "claim" and asked.seeds
-        tables = noted(anyio.run(claim, options, asked.seeds), marks()) if shared_out else part(name, options)
+        tables = anyio.run(claim, options, asked.seeds) if shared_out else part(name, options)
         emit(f"pipelines-{name}", tables, options, look())
     return None
 

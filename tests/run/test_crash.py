@@ -56,7 +56,7 @@ def test_ten_kills(crashing: ModuleType, children: Any, whole: Path, tmp_path: P
     assert sum(crashes.kills for _, crashes in runs) == 10
     assert sum(crashes.full_disks for _, crashes in runs) > 0
     assert sum(crashes.recalled for _, crashes in runs) > 0
-    for directory, crashes in runs:
+    for directory, _ in runs:
         assert crashing.decisions(directory) == crashing.decisions(whole)
         assert crashing.outcomes(directory) == crashing.outcomes(whole)
 

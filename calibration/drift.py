@@ -21,10 +21,10 @@ POLICIES: tuple[Policy, ...] = ("recalibrate", "widen", "escalate", "report")
 Kind = Literal["duplicates", "shift", "martingale"]
 
 _LOOKS = (  # after so many scores, with this share of the false-alarm level
-    *((64, 0.025), (100, 0.025), (160, 0.04), (300, 0.66)),
-    *((300 << doublings, 0.025) for doublings in range(1, 7)),
+    *((64, 0.03), (100, 0.03), (160, 0.04), (300, 0.66)),
+    *((300 << doublings, 0.03) for doublings in range(1, 5)),
 )
-_MARTINGALE = 0.1  # its share
+_MARTINGALE = 0.05  # its share
 _SLACK = 3.5  # an alarm also needs p below so many times its level were the stored questions a sample themselves
 _FEWEST = 4  # live questions at a look, stored ones at all
 _KEPT = 512  # live questions remembered
@@ -67,14 +67,14 @@ class DriftMonitor:
     """Compares the questions of a run with the stored ones, as it goes.
 
     The unit is the question, because scores of one question move together. After 64, 100, 160 and, with two thirds of
-    the level, 300 scores, then at six doublings, the levels and spreads of the latest questions are compared with the
+    the level, 300 scores, then at four doublings, the levels and spreads of the latest questions are compared with the
     stored ones as distributions; between the looks a martingale bets on the smoothed rank of each question among all
     before it. The levels of all looks and of the martingale add up to less than `level`: that bounds the false alarms
     of a whole run whose questions are draws of the stored ones. Where the stored ones are themselves a sample of the
     law that the run draws from, it is at most 3.5 times as much.
     """
 
-    def __init__(self, stored: StoredScores, level: float = 0.008, policy: Policy = "recalibrate") -> None:
+    def __init__(self, stored: StoredScores, level: float = 0.007, policy: Policy = "recalibrate") -> None:
         """:raises OptionError: for an unknown policy.
 
         :raises CalibrationInputError: for a level outside (0, 1).

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from atts.calibration import MODES, Calibrator, Mode
 from scripts.studies.harness import Cell, Options, Table
@@ -35,12 +37,18 @@ def study(options: Options) -> list[Table]:
 
 def measure(mode: Mode, count: int) -> tuple[float, float, float, float, float]:
     """Seconds of `count` pairs of p_value and observe, and of decide and observe by step; peak memory."""
-    import resource
-
     pairs = _run(mode, count, "p_value")
     decides = _run(mode, count, "decide")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return sum(pairs) / len(pairs), sum(decides) / len(decides), decides[0], decides[-1], peak
+    return sum(pairs) / len(pairs), sum(decides) / len(decides), decides[0], decides[-1], _peak()
+
+
+def _peak() -> float:
+    """The most memory this program had, in MB; the kernel's usage record would count its parent's as well."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return math.nan
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    return float(lines["VmHWM"].split()[0]) / 1024
 
 
 def _run(mode: Mode, count: int, verb: str) -> list[float]:

@@ -148,7 +148,9 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
     if _asks_nobody(setup):
         return Tokens(length, 0, 0), words
     drafted = length / (1 + setup.rate)  # with every chunk that is refused, the target writes one of its own
-    return Tokens(drafted, drafted, drafted * setup.rate), words + ", one in so many chunks the target's"
+    return Tokens(
+        drafted, drafted, drafted * setup.rate
+    ), words + f"; {setup.rate:g} of the drafted chunks are taken to be written again by the target"
 
 
 def _earlier(configuration: Configuration) -> Iterator[_Past]:

@@ -284,8 +284,8 @@ def _print_replay(done: Replay) -> None:
 def _print_health(health: Health) -> None:
     print(f"{health.clusters}")
     print(f"  duplicates                  {health.duplicates:.1%}")
-    print(f"  escalate above              {health.threshold:.4f} (rate {health.rate:g})")
-    print(f"  ... at most, 90 % sure      {health.careful_threshold:.4f} (were scores independent)")
+    print(f"  escalate above              {_threshold(health.threshold)} (rate {health.rate:g})")
+    print(f"  ... at most, 90 % sure      {_threshold(health.careful_threshold)} (were scores independent)")
     for words, (low, high) in (
         ("long-run rate, independent", health.long_run),
         ("long-run rate, clustered", health.long_run_clustered),
@@ -293,10 +293,17 @@ def _print_health(health: Health) -> None:
         print(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
     print(f"  half of the questions       SD of the rate on the other half {health.half_split:.3f}")
     for row in health.turns:
-        facts = f"{row.scores:>6} scores, median {row.median:.4f}, escalate above {row.threshold:.4f}"
+        facts = f"{row.scores:>6} scores, median {_threshold(row.median)}, escalate above {_threshold(row.threshold)}"
         print(f"  turn {row.turn:<4}{facts}")
     for warning in health.warnings:
         print(f"warning: {warning}")
+
+
+def _threshold(value: float) -> str:
+    """A score in few letters; there is none above which to escalate where the scores are too few for the rate."""
+    if math.isinf(value):
+        return "none (too few scores)"
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
 def _plain(value: Any) -> Any:

@@ -238,7 +238,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Where does it saturate at cluster scale?",
         _saturation,
         "./scripts/scale",
-        "a fixed amount of work: the longest rollout bounds it; networks and load balancers are not modelled",
+        "virtual time; a fixed evaluation is bounded by its longest rollout; networks and load balancers are not modelled",
     ),
     Claim(
         "How far off is the simulation?",

@@ -75,7 +75,6 @@ CASES = [
     Case("unknown report", f"eval {RUN} --report pdf", USAGE, ("pdf", "html")),
     Case("method contradicted", f"eval {RUN} --method top-b --set barrier=false", USAGE, ("barrier", "top-b")),
     Case("unknown benchmark", "eval math50", USAGE, ("math50", "'math500'")),
-    Case("terminal codes in a name", "eval \x1b[31mred", USAGE, ("␛[31mred",)),
     Case("missing dataset", "eval mine.jsonl", USAGE, ("mine.jsonl",)),
     Case("directory for a dataset", "eval mine.jsonl", USAGE, ("mine.jsonl",), directory("mine.jsonl")),
     Case("missing column", "eval mine.csv", USAGE, ("mine.csv", "column"), text("mine.csv", "a,b\n1,2\n")),

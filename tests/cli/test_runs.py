@@ -337,3 +337,10 @@ def test_nonsense_is_a_line_and_a_code(atts: Atts, words: tuple[str, ...], why: 
     assert said.code in (2, 4)
     assert why in said.err
     assert len(said.err.splitlines()) <= 3
+
+
+def test_terminal_codes_are_shown_not_obeyed(atts: Atts) -> None:
+    """What somebody else wrote cannot clear the screen, ring, or turn a line round."""
+    Path("mine.jsonl").write_text(json.dumps({"question": "2 + 2?\x1b[2J\x07\u202e", "answer": "4"}) + "\n")
+    said = atts("datasets", "show", "mine.jsonl")
+    assert "2 + 2?␛[2J␇\\u202e" in said.out

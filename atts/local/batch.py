@@ -29,6 +29,7 @@ class StepBatch:
     rows: Ints  # [sequences] row of the slot table
     starts: Ints  # [sequences + 1] first token of each sequence
     lengths: Ints  # [sequences] positions known after this step
+    tails: Ints  # [sequences] how many of each one's tokens are wanted: always its last ones
     num_single: int  # sequences at the front that feed exactly one token
     wanted: Ints  # [wanted] tokens whose hidden state the caller asks for
 
@@ -55,4 +56,8 @@ class Model(Protocol):
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
         """Each row's token under the raw law, as `atts.decode.raw_logprobs` has it."""
+        ...
+
+    def score(self, hidden: Tensor, tokens: list[int], ends: list[int]) -> tuple[list[float], Tensor]:
+        """The same from hidden states, never all logits at once; and the logits of the rows `ends`, which rise."""
         ...

@@ -18,8 +18,6 @@ from atts.local.messages import Cancel, Close, Failed, LoopStats, Order, Reply, 
 from atts.local.scheduler import Part, Plan, Scheduler, step_batch
 from atts.local.sequence import Sequence, ending, sampling_sequence, scoring_sequence
 
-_SCORED_LOGITS = 1 << 25
-"""Most logits made at once for scoring: a bound on memory where vocabularies are large."""
 _REPORT_SECONDS = 0.2
 """How stale the counters may get while nothing is finished."""
 
@@ -148,22 +146,22 @@ class StepLoop:
 
     def _score(self, parts: list[Part], hidden: Tensor) -> list[tuple[Part, list[float], Tensor | None]]:
         """Per part: the log-probs of the tokens after its positions, and the logits of a suffix's end when reached."""
-        targets = [_follower(part.sequence, position) for part in parts for position in part.scored_positions]
-        ends: dict[int, Tensor] = {}
-        values: list[float] = []
-        rows = [len(part.scored_positions) for part in parts]
-        last = {sum(rows[: i + 1]) - 1 for i, part in enumerate(parts) if part.stop == len(part.sequence.ids)}
-        size = max(1, _SCORED_LOGITS // self._reading.vocabulary)
-        for at in range(0, len(targets), size):
-            logits = self._model.head(hidden[at : at + size])
-            values += self._model.logprobs(logits, targets[at : at + size])
-            ends.update({row: logits[row - at].clone() for row in last if at <= row < at + size})
-        scored: list[tuple[Part, list[float], Tensor | None]] = []
-        first = 0
-        for part, count in zip(parts, rows, strict=True):
-            scored.append((part, values[first : first + count], ends.get(first + count - 1)))
-            first += count
-        return scored
+        targets: list[int] = []
+        ends: list[int] = []
+        firsts = [0]
+        for part in parts:
+            ids = part.sequence.ids
+            targets += ids[part.scored_positions.start + 1 : part.stop + 1]
+            if part.stop == len(ids):
+                ends.append(len(targets))
+                targets.append(0)  # nothing follows the end, so any will do
+            firsts.append(len(targets))
+        values, kept = self._model.score(hidden, targets, ends)
+        last = dict(zip(ends, kept, strict=True))
+        return [
+            (part, values[first:stop], last.get(stop - 1))
+            for part, first, stop in zip(parts, firsts[:-1], firsts[1:], strict=True)
+        ]
 
     def _share(self, sequence: Sequence, logits: Tensor) -> None:
         """Let siblings start from what was given, without even a forward of its last token."""
@@ -192,12 +190,12 @@ class StepLoop:
             self._stats.free_tokens += 1
         is_done = last is not None
         sequence.logprobs += logprobs[:-1] if is_done else logprobs
-        if any(math.isnan(value) for value in sequence.logprobs):
+        if math.isnan(sum(sequence.logprobs)):
             self._fail(sequence)
         elif last is not None:
             self._scheduler.settle(sequence)
             assert sequence.node is not None, "a running sequence holds a lock"
-            self._scheduler.tree.keep_logits(sequence.node, last)
+            self._scheduler.tree.keep_logits(sequence.node, last.clone())
             self._stats.scored_tokens += len(sequence.logprobs)
             self._replies.append(Scored(sequence.ticket, tuple(sequence.logprobs), sequence.cached_tokens))
             self._scheduler.finish(sequence)
@@ -257,8 +255,3 @@ class StepLoop:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether numpy, torch or a GPU's allocator refused; torch on a CPU says so in words only."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
-def _follower(sequence: Sequence, position: int) -> int:
-    """The token that follows a position; after the last one, any will do."""
-    return sequence.ids[position + 1] if position + 1 < len(sequence.ids) else 0

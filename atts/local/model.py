@@ -14,6 +14,9 @@ from atts.local.batch import Ints, Slots, StepBatch
 from atts.local.loader import LayerWeights, Weights
 from atts.local.shape import Shape
 
+_SCORED_LOGITS = 1 << 25
+"""Most logits made at once for scoring: a bound on memory where vocabularies are large."""
+
 
 class TorchModel:
     """Runs steps with torch; `cache` is [layers, 2, slots, kv_heads, head_dim] and slot 0 is never written."""
@@ -36,6 +39,7 @@ class TorchModel:
         plan = _AttentionPlan(batch, table, self._device)
         slots = self._ints(batch.slots)
         turns = self._turns[self._ints(batch.positions)].unsqueeze(1)  # [tokens, 1, head_dim / 2]
+        wanted = self._ints(batch.wanted)
         x = self._weights.embedding[self._ints(batch.tokens)]
         for index, layer in enumerate(self._weights.layers):
             qkv = F.linear(F.rms_norm(x, (shape.width,), layer.norm, eps), layer.qkv, layer.qkv_bias)
@@ -43,11 +47,14 @@ class TorchModel:
             keys, values = self._cache[index, 0], self._cache[index, 1]
             keys.index_copy_(0, slots, key)
             values.index_copy_(0, slots, value)
-            x = x + F.linear(plan.attend(query, keys, values), layer.out, layer.out_bias)
+            mixed = plan.attend(query, keys, values)
+            if index == shape.layers - 1:  # only the wanted tokens go on from here
+                x, mixed = x[wanted], mixed[wanted]
+            x = x + F.linear(mixed, layer.out, layer.out_bias)
             both = F.linear(F.rms_norm(x, (shape.width,), layer.mlp_norm, eps), layer.gate_up, layer.gate_up_bias)
             gate, up = both.chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
-        return F.rms_norm(x[self._ints(batch.wanted)], (shape.width,), self._weights.norm, eps)
+        return F.rms_norm(x, (shape.width,), self._weights.norm, eps)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
@@ -64,6 +71,20 @@ class TorchModel:
         """Each row's token under the raw law."""
         values: list[float] = raw_logprobs(logits, torch.tensor(tokens, device=logits.device)).tolist()
         return values
+
+    @torch.inference_mode()
+    def score(self, hidden: Tensor, tokens: list[int], ends: list[int]) -> tuple[list[float], Tensor]:
+        """One log-probability a row, and the logits of some."""
+        values: list[float] = []
+        kept = torch.empty(len(ends), self._shape.vocabulary, device=self._device)
+        size = max(1, _SCORED_LOGITS // self._shape.vocabulary)
+        for at in range(0, len(tokens), size):
+            logits = self.head(hidden[at : at + size])
+            values += self.logprobs(logits, tokens[at : at + size])
+            for index, row in enumerate(ends):
+                if at <= row < at + size:
+                    kept[index] = logits[row - at]
+        return values, kept
 
     def _ints(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._device)

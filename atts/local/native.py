@@ -30,6 +30,7 @@ _FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name != "num_single")
 
 
 def _floats(rows: int, columns: int) -> _Floats:
@@ -59,11 +60,17 @@ class _Model(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = [
         *_columns("num_tokens num_sequences num_wanted table_width threads", _INT),
-        *_columns("tokens positions slots rows starts lengths wanted table", _POINTER),
+        *_columns("tokens positions slots rows starts lengths tails wanted table", _POINTER),
         *_columns("x h qkv mixed both hidden scratch", _POINTER),
         ("scratch_floats", _INT),
         ("counters", _POINTER),
     ]
+
+
+class _Scoring(ctypes.Structure):
+    _fields_ = [("model", _POINTER), *_columns("rows num_ends", _INT)] + _columns(
+        "hidden tokens ends logprobs kept logits", _POINTER
+    )
 
 
 class NativeModel:
@@ -87,14 +94,20 @@ class NativeModel:
         self._kept: list[object] = [cache]  # what the C side points into
         self._halves = all(_is_bfloat16(matrix) for matrix in _matrices(weights))
         self._model = self._describe(weights, cache)
-        deepest = max(shape.width, shape.inner, shape.heads * shape.head_dim)
-        floats = library.atts_scratch_floats(shape.head_dim, shape.context_length, deepest)
-        self._scratch_floats = int(floats)
+        self._scratch_floats = int(library.atts_scratch_floats(shape.head_dim, shape.context_length))
+        self._row_block = int(library.atts_row_block())
         self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
         self._draw_scratch = np.empty(shape.vocabulary // 4 + 1, dtype=np.float32)
         self._counters = np.zeros(shape.layers, dtype=np.int32)
         self._room = 0
         self._buffers: dict[str, _Floats] = {}
+        self._logits = np.empty((0, shape.vocabulary), dtype=np.float32)  # of a block of scored rows
+        self._step = _Step(
+            threads=threads,
+            scratch=self._scratch.ctypes.data,
+            scratch_floats=self._scratch_floats,
+            counters=self._counters.ctypes.data,
+        )
 
     @property
     def device_name(self) -> str:
@@ -106,20 +119,12 @@ class NativeModel:
         hidden = np.empty((len(batch.wanted), self._shape.width), dtype=np.float32)
         self._make_room(len(batch.tokens))
         self._counters[:] = 0
-        arrays = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "num_single"}
-        step = _Step(
-            num_tokens=len(batch.tokens),
-            num_sequences=len(batch.rows),
-            num_wanted=len(batch.wanted),
-            table_width=table.shape[1],
-            threads=self._threads,
-            table=table.ctypes.data,
-            hidden=hidden.ctypes.data,
-            scratch=self._scratch.ctypes.data,
-            scratch_floats=self._scratch_floats,
-            counters=self._counters.ctypes.data,
-            **{name: array.ctypes.data for name, array in (arrays | self._buffers).items()},
-        )
+        step = self._step
+        step.num_tokens, step.num_sequences = len(batch.tokens), len(batch.rows)
+        step.num_wanted, step.table_width = len(batch.wanted), table.shape[1]
+        step.table, step.hidden = table.ctypes.data, hidden.ctypes.data
+        for name in _ARRAYS:
+            setattr(step, name, getattr(batch, name).ctypes.data)
         self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(step))
         return torch.from_numpy(hidden)
 
@@ -127,16 +132,32 @@ class NativeModel:
         """Their logits: [wanted, vocabulary] float32."""
         rows = len(hidden)
         logits = torch.empty(rows, self._shape.vocabulary)
-        self._library.atts_head(
-            ctypes.byref(self._model),
-            hidden.data_ptr(),
-            rows,
-            logits.data_ptr(),
-            self._threads,
-            self._scratch.ctypes.data,
-            self._scratch_floats,
-        )
+        model = ctypes.byref(self._model)
+        self._library.atts_head(model, hidden.data_ptr(), rows, logits.data_ptr(), self._threads)
         return logits
+
+    def score(self, hidden: Tensor, tokens: list[int], ends: list[int]) -> tuple[list[float], Tensor]:
+        """One log-probability a row, and the logits of some: a block of rows at a time, still in the caches."""
+        vocabulary = self._shape.vocabulary
+        block = min(len(tokens), self._row_block)
+        if len(self._logits) < block:
+            self._logits = self._allocate(block, vocabulary)
+        wanted, places = np.array(tokens, dtype=np.int64), np.array(ends, dtype=np.int64)
+        logprobs, kept = np.empty(len(tokens), dtype=np.float32), torch.empty(len(ends), vocabulary)
+        scoring = _Scoring(
+            ctypes.addressof(self._model),
+            len(tokens),
+            len(ends),
+            hidden.data_ptr(),
+            wanted.ctypes.data,
+            places.ctypes.data,
+            logprobs.ctypes.data,
+            kept.data_ptr(),
+            self._logits.ctypes.data,
+        )
+        self._library.atts_score(ctypes.byref(scoring), self._threads)
+        values: list[float] = logprobs.tolist()
+        return values, kept
 
     def draw(self, logits: Tensor, laws: Laws, uniforms: list[float]) -> Drawn:
         """One token a row; laws that filter tokens are left to torch."""
@@ -179,8 +200,11 @@ class NativeModel:
             "both": 2 * shape.inner,
         }
         room = max(tokens, self._room + self._room // 4)
+        rows = {"h": min(room, self._row_block), "both": min(room, self._row_block)}
         self._buffers, self._room = {}, 0  # the old ones first go, then the new ones come
-        self._buffers = {name: self._allocate(room, width) for name, width in widths.items()}
+        self._buffers = {name: self._allocate(rows.get(name, room), width) for name, width in widths.items()}
+        for name, buffer in self._buffers.items():
+            setattr(self._step, name, buffer.ctypes.data)
         self._room = room
 
     def _describe(self, weights: Weights, cache: Tensor) -> _Model:
@@ -239,12 +263,14 @@ def native_library(name: str, shape: Shape) -> ctypes.CDLL:
     """
     library = ctypes.CDLL(str(_built(name)))
     library.atts_packed_bytes.restype = library.atts_scratch_floats.restype = library.atts_supports.restype = _INT
+    library.atts_row_block.restype, library.atts_row_block.argtypes = _INT, ()
     library.atts_packed_bytes.argtypes = (_INT, _INT, _INT)
-    library.atts_scratch_floats.argtypes = (_INT, _INT, _INT)
+    library.atts_scratch_floats.argtypes = (_INT, _INT)
     library.atts_supports.argtypes = (_INT,)
     library.atts_pack.argtypes = (_POINTER, _INT, _INT, _INT, _POINTER)
     library.atts_forward.argtypes = (_POINTER, _POINTER)
-    library.atts_head.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _INT)
+    library.atts_head.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _INT)
+    library.atts_score.argtypes, library.atts_score.restype = (_POINTER, _INT), None
     library.atts_draw.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER)
     library.atts_logprobs.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER)
     library.atts_draw.restype = library.atts_logprobs.restype = None

@@ -6,13 +6,14 @@ import heapq
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from atts.local.batch import Slots, StepBatch
 from atts.local.pool import SlotPool
-from atts.local.prefix import PrefixTree
+from atts.local.prefix import Match, PrefixTree
 from atts.local.sequence import Sequence
 
 _RUN = 32  # slots taken at a time while decoding: neighbours in memory are read faster, and calls are few
@@ -139,7 +140,8 @@ class Scheduler:
         singles: list[Part] = []
         longer: list[Part] = []
         ready: list[Sequence] = []
-        budget = max(self._chunk - len(self._running), (self._chunk + 3) // 4)
+        num_decoding = sum(sequence.is_decoding for sequence in self._running)
+        budget = max(self._chunk - num_decoding, (self._chunk + 3) // 4)
         for sequence in self._running.copy():
             if sequence.is_decoding:
                 if sequence.computed < sequence.capacity or self._reserve(sequence, sequence.computed + 1):
@@ -173,28 +175,28 @@ class Scheduler:
             self._waiting and self._rows and len(self._running) < self._chunk and len(deferred) < self._limits.max_batch
         ):
             _, sequence = self._waiting[0]
-            if sequence.is_gone or self._is_worth_waiting(sequence):
+            if sequence.is_gone:
                 heapq.heappop(self._waiting)
-                if not sequence.is_gone:
-                    deferred.append(sequence)
                 continue
-            if not self._enter(sequence):
+            ids = tuple(sequence.ids)
+            found = self._tree.match(ids, min(len(ids), sequence.first_scored))
+            if self._is_worth_waiting(sequence, found):
+                deferred.append(sequence)
+            elif not self._enter(sequence, found):
                 break
             heapq.heappop(self._waiting)
         for sequence in deferred:
             heapq.heappush(self._waiting, (sequence.order, sequence))
 
-    def _enter(self, sequence: Sequence) -> bool:
+    def _enter(self, sequence: Sequence, found: Match) -> bool:
         """Give a waiting request a row and all the cache knows of its ids; False when there is no room for it yet."""
-        ids = tuple(sequence.ids)
-        found = self._tree.match(ids, min(len(ids), sequence.first_scored))
         self._tree.lock(found.node)
         known = found.length
         logits = None
-        if known == min(len(ids), sequence.first_scored):
+        if known == min(len(sequence.ids), sequence.first_scored):
             logits = self._tree.logits(found.node)
             known -= logits is None  # without them the last position must be computed again
-        if not self._fits(len(ids) - known):
+        if not self._fits(len(sequence.ids) - known):
             self._tree.unlock(found.node)
             return False
         sequence.row, sequence.node, sequence.known_logits = self._rows.pop(), found.node, logits
@@ -209,18 +211,19 @@ class Scheduler:
     def _fits(self, count: int) -> bool:
         if not self._running:
             return True
-        promised = sum(max(0, len(s.ids) - s.capacity) + _HEADROOM for s in self._running)
-        return self._pool.free + self._tree.evictable - promised >= count + _HEADROOM
+        room = self._pool.free + self._tree.evictable - count - _HEADROOM
+        most = len(self._running) * (self._limits.context_length + _HEADROOM)
+        if room >= most:  # mostly: then nobody needs to be counted
+            return True
+        return room >= sum(max(0, len(s.ids) - s.capacity) + _HEADROOM for s in self._running)
 
-    def _is_worth_waiting(self, sequence: Sequence) -> bool:
+    def _is_worth_waiting(self, sequence: Sequence, found: Match) -> bool:
         """Whether a running prefill is about to compute a good part of this request's ids."""
-        busy = [s for s in self._running if not s.is_decoding and s.computed < len(s.ids)]
-        if not busy:
+        wanted = found.length + _WORTH_WAITING
+        if wanted > min(len(sequence.ids), sequence.first_scored):
             return False
-        limit = min(len(sequence.ids), sequence.first_scored)
-        known = self._tree.match(tuple(sequence.ids), limit).length
-        wanted = known + _WORTH_WAITING
-        return wanted <= limit and any(s.ids[:wanted] == sequence.ids[:wanted] for s in busy)
+        start = sequence.ids[:wanted]
+        return any(s.ids[:wanted] == start for s in self._running if not s.is_decoding and s.computed < len(s.ids))
 
     def _reserve(self, sequence: Sequence, stop: int) -> bool:
         """See that the row has slots up to `stop`; failing that, the sequence itself gives way."""
@@ -292,14 +295,21 @@ def step_batch(plan: Plan, table: Slots) -> StepBatch:
     np.cumsum(counts, out=starts[1:])
     lengths = np.array([part.stop for part in parts], dtype=np.int64)
     rows = np.array([part.sequence.row for part in parts], dtype=np.int64)
-    tokens = np.array([token for s, start, stop in parts for token in s.ids[start:stop]], dtype=np.int64)
+    fed = chain.from_iterable([s.ids[start:stop] for s, start, stop in parts])
+    tokens = np.fromiter(fed, dtype=np.int64, count=int(starts[-1]))
     positions = np.arange(len(tokens)) - np.repeat(starts[:-1] - lengths + counts, counts)
     slots = table[np.repeat(rows, counts), positions].astype(np.int64)
-    offsets = [first - part.start for part, first in zip(parts, starts.tolist()[:-1], strict=True)]
-    drawn = [offset + part.stop - 1 for part, offset in zip(parts, offsets, strict=True) if part.draws]
-    scored = [offset + at for part, offset in zip(parts, offsets, strict=True) for at in part.scored_positions]
+    drawn: list[int] = []
+    scored: list[int] = []
+    for part, first in zip(parts, starts.tolist()[:-1], strict=True):
+        if part.draws:
+            drawn.append(first + part.stop - part.start - 1)
+        else:
+            at = part.scored_positions
+            scored += range(first + at.start - part.start, first + at.stop - part.start)
     wanted = np.array(drawn + scored, dtype=np.int64)
-    return StepBatch(tokens, positions, slots, rows, starts, lengths, int((counts == 1).sum()), wanted)
+    tails = np.array([1 if part.draws else len(part.scored_positions) for part in parts], dtype=np.int64)
+    return StepBatch(tokens, positions, slots, rows, starts, lengths, tails, int((counts == 1).sum()), wanted)
 
 
 def _decoding_batch(sequences: list[Sequence], table: Slots) -> StepBatch:
@@ -310,4 +320,5 @@ def _decoding_batch(sequences: list[Sequence], table: Slots) -> StepBatch:
     rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
     starts = np.arange(count + 1)
     slots = table[rows, positions].astype(np.int64)
-    return StepBatch(tokens, positions, slots, rows, starts, positions + 1, count, starts[:-1])
+    ones = np.ones(count, dtype=np.int64)
+    return StepBatch(tokens, positions, slots, rows, starts, positions + 1, ones, count, starts[:-1])

@@ -63,7 +63,7 @@ static void soften(float *scores, int64_t length, float *totals) {
   for (int lane = 4; lane < LANES; lane++) most[lane % 4] = most[lane] > most[lane % 4] ? most[lane] : most[lane % 4];
   for (int lane = 4; lane < LANES; lane++) most[lane] = most[lane % 4];
   for (int64_t i = 0; i < padded; i += LANES) {
-    vf p = exponential(load(scores + i) - most);
+    vf p = falling(load(scores + i) - most);
     store(scores + i, p);
     total += p;
   }
@@ -138,86 +138,178 @@ static Bundle bundle(const Kind *kind, int64_t kv, int64_t group, int64_t index)
 
 // ------------------------------------------------------------------------------------------------ many queries
 
-// Up to LANES (query, head) pairs at once, one per lane; keys and values are broadcast.
-static void attend_lanes(const View *view, int64_t dim, const float *turned_query, const int32_t *lane_positions,
-                         int64_t length, float *scratch, float *out /* [dim, LANES] */) {
-  float *weights = scratch;  // [KEYS, LANES]
-  vf most = splat(-INFINITY), total = {0};
-  vi positions = *(const vi *)lane_positions;
-  int64_t least = lane_positions[0];
-  for (int i = 1; i < LANES; i++) least = lane_positions[i] < least ? lane_positions[i] : least;
-  for (int64_t d = 0; d < dim; d++) store(out + d * LANES, (vf){0});
+//
+// One (query, head) pair a lane, one or two vectors of pairs together: keys and values are broadcast, each to all of them.
+
+#define AHEAD 16  // keys, from asking for one to reading it
+#define VECTORS 2  // of pairs at most
+#define PAIRS (VECTORS * LANES)
+#define DEEP (LANES == 16 ? 8 : 4)  // dimensions of the values that stay in registers
+
+#if LANES == 16
+#define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#endif
+
+// rows of a square become its columns
+INLINE void transpose(vf *rows) {
+#if LANES > 4
+  for (int round = 1; round < LANES; round *= 2) {  // zipping the halves log2(LANES) times
+    vf zipped[LANES];
+    UNROLL for (int i = 0; i < LANES / 2; i++) {
+      zipped[2 * i] = __builtin_shufflevector(rows[i], rows[i + LANES / 2], ZIP_LOW);
+      zipped[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + LANES / 2], ZIP_HIGH);
+    }
+    UNROLL for (int i = 0; i < LANES; i++) rows[i] = zipped[i];
+  }
+#else
+  float square[LANES * LANES], turned[LANES * LANES];
+  memcpy(square, rows, sizeof square);
+  for (int i = 0; i < LANES * LANES; i++) turned[i] = square[i % LANES * LANES + i / LANES];
+  memcpy(rows, turned, sizeof turned);
+#endif
+}
+
+// Asks for a row before it is read: rows lie too far apart for the processor to guess the next one
+INLINE void fetch(const float *row, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(row + d);
+}
+
+// out[dim, pairs] of query[dim, pairs], pair i reading the keys up to positions[i]; `length` covers all of them
+INLINE void attend_lanes(const int vectors, const View *view, int64_t dim, const float *query, const int32_t *positions,
+                         int64_t length, float *weights /* [KEYS, pairs] */, float *out) {
+  const int64_t pairs = vectors * LANES;
+  vf most[VECTORS], total[VECTORS];
+  int64_t least = positions[0];
+  for (int64_t i = 1; i < pairs; i++) least = positions[i] < least ? positions[i] : least;
+  UNROLL for (int v = 0; v < vectors; v++) most[v] = splat(-INFINITY), total[v] = (vf){0};
+  for (int64_t at = 0; at < dim * pairs; at += LANES) store(out + at, (vf){0});
   for (int64_t from = 0; from < length; from += KEYS) {
     int64_t count = length - from < KEYS ? length - from : KEYS;
     const int32_t *slots = view->slots + from;
-    vf block = splat(-INFINITY);
-    int64_t j = 0;
-    for (; j < count; j += 4) {
-      const float *k0 = view->keys + slots[j] * view->stride;
-      const float *k1 = view->keys + slots[j + 1 < count ? j + 1 : j] * view->stride;
-      const float *k2 = view->keys + slots[j + 2 < count ? j + 2 : j] * view->stride;
-      const float *k3 = view->keys + slots[j + 3 < count ? j + 3 : j] * view->stride;
-      vf s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
-      for (int64_t d = 0; d < dim; d++) {
-        vf q = load(turned_query + d * LANES);
-        s0 += splat(k0[d]) * q, s1 += splat(k1[d]) * q, s2 += splat(k2[d]) * q, s3 += splat(k3[d]) * q;
-      }
-      vf all[4] = {s0, s1, s2, s3};
+    vf top[VECTORS], shrink[VECTORS];
+    UNROLL for (int v = 0; v < vectors; v++) top[v] = most[v];
+    for (int64_t j = 0; j < count; j += 4) {
+      const float *key[4];
+      vf s[4 * VECTORS];
+      UNROLL for (int i = 0; i < 4; i++) key[i] = view->keys + slots[j + i < count ? j + i : j] * view->stride;
+      UNROLL for (int i = 0; i < 4 * vectors; i++) s[i] = (vf){0};
       for (int64_t i = 0; i < 4 && j + i < count; i++) {
-        vf s = all[i];
-        if (from + j + i > least) {
-          vi at = (int32_t)(from + j + i) - (vi){0};
-          s = pick(at > positions, splat(-INFINITY), s);
+        fetch(view->values + slots[j + i] * view->stride, dim);
+        if (from + j + i + AHEAD < length) fetch(view->keys + slots[j + i + AHEAD] * view->stride, dim);
+      }
+      for (int64_t d = 0; d < dim; d++) {
+        vf q[VECTORS];
+        UNROLL for (int v = 0; v < vectors; v++) q[v] = kept(load(query + d * pairs + v * LANES));
+        UNROLL for (int i = 0; i < 4; i++) {
+          vf k = splat(key[i][d]);
+          UNROLL for (int v = 0; v < vectors; v++) s[i * vectors + v] += k * q[v];
         }
-        store(weights + (j + i) * LANES, s);
-        block = larger(s, block);
+      }
+      UNROLL for (int i = 0; i < 4; i++) {  // beyond the last key, the first of the four stands in and is not read again
+        int32_t at = (int32_t)(from + j + i);
+        UNROLL for (int v = 0; v < vectors; v++) {
+          vf score = s[i * vectors + v];
+          if (at > least) score = pick(at - (vi){0} > *(const vi *)(positions + v * LANES), splat(-INFINITY), score);
+          store(weights + (j + i) * pairs + v * LANES, score);
+          top[v] = larger(score, top[v]);
+        }
       }
     }
-    vf top = larger(most, block);
-    vf shrink = exponential(most - top);
-    most = top;
-    vf added = {0};
-    for (int64_t i = 0; i < count; i++) {
-      vf p = exponential(load(weights + i * LANES) - top);
-      store(weights + i * LANES, p);
-      added += p;
+    UNROLL for (int v = 0; v < vectors; v++) {
+      vf added = {0};
+      for (int64_t i = 0; i < count; i++) {
+        float *weight = weights + i * pairs + v * LANES;
+        vf p = falling(load(weight) - top[v]);
+        store(weight, p);
+        added += p;
+      }
+      shrink[v] = falling(most[v] - top[v]);
+      total[v] = total[v] * shrink[v] + added;
+      most[v] = top[v];
     }
-    total = total * shrink + added;
-    for (int64_t d = 0; d < dim; d += 8) {
-      vf acc[8];
-      UNROLL for (int i = 0; i < 8; i++) acc[i] = load(out + (d + i) * LANES) * shrink;
+    for (int64_t d = 0; d < dim; d += DEEP) {
+      vf acc[DEEP * VECTORS];
+      UNROLL for (int i = 0; i < DEEP * vectors; i++) acc[i] = load(out + d * pairs + i * LANES) * shrink[i % vectors];
       for (int64_t i = 0; i < count; i++) {
         const float *value = view->values + slots[i] * view->stride + d;
-        vf p = load(weights + i * LANES);
-        UNROLL for (int c = 0; c < 8; c++) acc[c] += splat(value[c]) * p;
+        vf p[VECTORS];
+        UNROLL for (int v = 0; v < vectors; v++) p[v] = load(weights + i * pairs + v * LANES);
+        UNROLL for (int c = 0; c < DEEP; c++) {
+          vf one = splat(value[c]);
+          UNROLL for (int v = 0; v < vectors; v++) acc[c * vectors + v] += one * p[v];
+        }
       }
-      UNROLL for (int i = 0; i < 8; i++) store(out + (d + i) * LANES, acc[i]);
+      UNROLL for (int i = 0; i < DEEP * vectors; i++) store(out + d * pairs + i * LANES, acc[i]);
     }
   }
-  for (int64_t d = 0; d < dim; d++) store(out + d * LANES, load(out + d * LANES) / total);
+  for (int64_t d = 0; d < dim; d++)
+    UNROLL for (int v = 0; v < vectors; v++) {
+      float *sums = out + d * pairs + v * LANES;
+      store(sums, load(sums) / total[v]);
+    }
 }
 
-// `count` queries of one sequence that share a kv head, the last of them at position length - 1
+typedef struct {
+  const float *query;
+  float *mixed;
+  int64_t query_row, mixed_row, group, dim;  // floats from token to token, heads of the group
+} Chunk;
+
+INLINE int64_t place(const Chunk *chunk, int64_t pair, int64_t row) {
+  return pair / chunk->group * row + pair % chunk->group * chunk->dim;
+}
+
+// The pairs `from` to `from + lanes` of a chunk whose first token stands at position `start`
+INLINE void attend_pairs(const int vectors, const View *view, const Chunk *chunk, int64_t from, int64_t lanes, int64_t start,
+                         float *scratch) {
+  const int64_t dim = chunk->dim, pairs = vectors * LANES;
+  float *query = scratch, *out = query + dim * pairs, *weights = out + dim * pairs;
+  int32_t positions[PAIRS];
+  for (int64_t lane = 0; lane < pairs; lane++)  // spare lanes repeat the first
+    positions[lane] = (int32_t)(start + (from + (lane < lanes ? lane : 0)) / chunk->group);
+  for (int64_t lane = 0; lane < pairs; lane += LANES) {
+    const float *at[LANES];
+    for (int64_t i = 0; i < LANES; i++) at[i] = chunk->query + place(chunk, from + (lane + i < lanes ? lane + i : 0), chunk->query_row);
+    for (int64_t d = 0; d < dim; d += LANES) {
+      vf square[LANES];
+      UNROLL for (int i = 0; i < LANES; i++) square[i] = load(at[i] + d);
+      transpose(square);
+      UNROLL for (int i = 0; i < LANES; i++) store(query + (d + i) * pairs + lane, square[i]);
+    }
+  }
+  attend_lanes(vectors, view, dim, query, positions, positions[lanes - 1] + 1, weights, out);
+  for (int64_t lane = 0; lane < lanes; lane += LANES) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+      vf square[LANES];
+      UNROLL for (int i = 0; i < LANES; i++) square[i] = load(out + (d + i) * pairs + lane);
+      transpose(square);
+      for (int64_t i = 0; i < LANES && lane + i < lanes; i++)
+        store(chunk->mixed + place(chunk, from + lane + i, chunk->mixed_row) + d, square[i]);
+    }
+  }
+}
+
+static void attend_one_vector(const View *view, const Chunk *chunk, int64_t from, int64_t lanes, int64_t start, float *scratch) {
+  attend_pairs(1, view, chunk, from, lanes, start, scratch);
+}
+
+static void attend_two_vectors(const View *view, const Chunk *chunk, int64_t from, int64_t lanes, int64_t start, float *scratch) {
+  attend_pairs(2, view, chunk, from, lanes, start, scratch);
+}
+
+// `count` queries of one sequence that share a kv head, from token `first` on, the last of them at position length - 1
 static void attend_many(const Model *model, const Step *step, const View *view, int64_t head, int64_t first,
                         int64_t count, int64_t length, float *scratch) {
   int64_t dim = model->head_dim, group = model->heads / model->kv_heads, pairs = count * group;
-  int64_t across = model->heads * dim, row = (model->heads + 2 * model->kv_heads) * dim;
-  float *query = scratch, *out = query + dim * LANES, *rest = out + dim * LANES;
-  for (int64_t from = 0; from < pairs; from += LANES) {
-    int64_t lanes = pairs - from < LANES ? pairs - from : LANES;
-    int32_t positions[LANES];
-    for (int64_t lane = 0; lane < LANES; lane++) {
-      int64_t pair = from + (lane < lanes ? lane : 0);
-      positions[lane] = (int32_t)(length - count + pair / group);
-      const float *q = step->qkv + (first + pair / group) * row + (head * group + pair % group) * dim;
-      for (int64_t d = 0; d < dim; d++) query[d * LANES + lane] = q[d];
-    }
-    attend_lanes(view, dim, query, positions, positions[lanes - 1] + 1, rest, out);
-    for (int64_t lane = 0; lane < lanes; lane++) {
-      int64_t pair = from + lane;
-      float *to = step->mixed + (first + pair / group) * across + (head * group + pair % group) * dim;
-      for (int64_t d = 0; d < dim; d++) to[d] = out[d * LANES + lane];
-    }
+  int64_t across = model->heads * dim, row = (model->heads + 2 * model->kv_heads) * dim, at = head * group * dim;
+  Chunk chunk = {step->qkv + first * row + at, step->mixed + first * across + at, row, across, group, dim};
+  for (int64_t from = 0; from < pairs; from += PAIRS) {
+    int64_t lanes = pairs - from < PAIRS ? pairs - from : PAIRS;
+    (lanes > LANES ? attend_two_vectors : attend_one_vector)(view, &chunk, from, lanes, length - count, scratch);
   }
 }
 
@@ -229,16 +321,17 @@ EXPORT int64_t atts_supports(int64_t head_dim) {
   return 0;
 }
 
-// What one thread needs, for attention over a whole context or a widened panel `deepest` deep
-EXPORT int64_t atts_scratch_floats(int64_t head_dim, int64_t context, int64_t deepest) {
-  int64_t one = 4 * context + LANES, many = 2 * head_dim * LANES + KEYS * LANES, wide = deepest * PANEL;
-  int64_t most = one > many ? one : many;
-  return (most > wide ? most : wide) + LANES;
+// What one thread needs, for attention over a whole context
+EXPORT int64_t atts_scratch_floats(int64_t head_dim, int64_t context) {
+  int64_t one = 4 * context + LANES, many = (2 * head_dim + KEYS) * PAIRS;
+  return (one > many ? one : many) + LANES;
 }
 
-static void attend(const Model *model, const Step *step, const View *all, int64_t sequence, Bundle bundle, float *scratch) {
+// `count` last tokens of a sequence, for the heads of a bundle
+static void attend(const Model *model, const Step *step, const View *all, int64_t sequence, int64_t count, Bundle bundle,
+                   float *scratch) {
   int64_t dim = model->head_dim, group = model->heads / model->kv_heads, across = model->heads * dim;
-  int64_t first = step->starts[sequence], count = step->starts[sequence + 1] - first, length = step->lengths[sequence];
+  int64_t first = step->starts[sequence + 1] - count, length = step->lengths[sequence];
   View view = *all;
   view.slots = step->table + step->rows[sequence] * step->table_width;
   if (count > 1 && count * group * 4 >= LANES) {
@@ -264,11 +357,13 @@ void attention(const Model *model, const Step *step, int64_t layer, int64_t thre
   const Kind *kind = kinds;
   while (kind->dim != model->head_dim) kind++;
   int64_t bundles = num_bundles(kv, group), parts = step->num_sequences >= 2 * threads ? 1 : bundles;
+  const int is_last = layer + 1 == model->layers;  // nobody reads what the others would mix there
   for (;;) {
     int64_t item = __atomic_fetch_add(step->counters + layer, 1, __ATOMIC_RELAXED);
     if (item >= step->num_sequences * parts) return;
-    int64_t each = bundles / parts, from = item % parts * each;
-    for (int64_t index = from; index < from + each; index++)
-      attend(model, step, &all, item / parts, bundle(kind, kv, group, index), scratch);
+    int64_t each = bundles / parts, from = item % parts * each, sequence = item / parts;
+    int64_t count = is_last ? step->tails[sequence] : step->starts[sequence + 1] - step->starts[sequence];
+    for (int64_t index = from; count && index < from + each; index++)
+      attend(model, step, &all, sequence, count, bundle(kind, kv, group, index), scratch);
   }
 }

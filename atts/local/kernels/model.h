@@ -6,6 +6,14 @@
 #include "vectors.h"
 
 #define PANEL (2 * LANES)  // columns of a packed panel
+#if LANES == 16
+#define TILE_ROWS 12
+#elif LANES == 8
+#define TILE_ROWS 6
+#else
+#define TILE_ROWS 8
+#endif
+#define ROW_BLOCK (8 * TILE_ROWS)  // rows that stay in the second-level cache from one product to the next
 #define EXPORT __attribute__((visibility("default")))
 
 typedef struct {
@@ -25,18 +33,35 @@ typedef struct {
 
 typedef struct {
   int64_t num_tokens, num_sequences, num_wanted, table_width, threads;
-  const int64_t *tokens, *positions, *slots, *rows, *starts, *lengths, *wanted;
+  const int64_t *tokens, *positions, *slots, *rows, *starts, *lengths, *tails, *wanted;  // tails: wanted, per sequence
   const int32_t *table;
-  float *x, *h, *qkv, *mixed, *both, *hidden, *scratch;
+  float *x, *h, *qkv, *mixed, *both, *hidden, *scratch;  // h and both hold ROW_BLOCK rows
   int64_t scratch_floats;  // per thread
   int32_t *counters;  // one per layer, zeroed by the caller
 } Step;
 
+typedef struct {
+  const Model *model;
+  int64_t rows, num_ends;
+  const float *hidden;
+  const int64_t *tokens, *ends;  // ends: rows in rising order
+  float *logprobs, *kept, *logits;  // kept: [num_ends, vocabulary]; logits: of ROW_BLOCK rows
+} Scoring;
+
+// Calls `work` once in each of `threads` threads, as number `me` of `all`
+typedef void Work(const void *task, int64_t me, int64_t all);
+void together(int64_t threads, Work *work, const void *task);
+#define BARRIER _Pragma("omp barrier")
+
 // out[m, n] (+)= a[m, k] * weights + bias, rows of a `stride` apart; thread `me` of `threads` does its share of the columns
 void product(int64_t halves, const float *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
-             float *out, const float *bias, int accumulate, int64_t me, int64_t threads, float *wide);
+             float *out, const float *bias, int accumulate, int64_t me, int64_t threads);
 
-// mixed = attention of every token of the step; threads take sequences, or heads of them, as they come
+// logits[rows, vocabulary] of hidden[rows, width]; thread `me` of `threads` makes its share of the columns
+void make_logits(const Model *model, const float *hidden, int64_t rows, float *logits, int64_t me, int64_t threads);
+
+// mixed = attention of every token of the step, in the last layer of those wanted; threads take sequences, or heads of
+// them, as they come
 void attention(const Model *model, const Step *step, int64_t layer, int64_t threads, float *scratch);
 
 #endif

@@ -4,20 +4,6 @@
 
 #include "model.h"
 
-#if LANES == 16
-#define TILE_ROWS 12
-#elif LANES == 8
-#define TILE_ROWS 6
-#else
-#define TILE_ROWS 8
-#endif
-#define ROW_BLOCK (8 * TILE_ROWS)  // rows that stay in the second-level cache while panels pass by
-
-INLINE vf widen(const uint16_t *p) {
-  vu wide = __builtin_convertvector(*(const vh *)p, vu) << 16;
-  return (vf)wide;
-}
-
 // out[rows, columns] (+)= sums + bias
 static void finish(const float *sums, int64_t rows, int64_t width, float *out, int64_t out_stride, const float *bias,
                    int accumulate, int64_t columns) {
@@ -25,10 +11,14 @@ static void finish(const float *sums, int64_t rows, int64_t width, float *out, i
   for (int64_t i = 0; i < rows; i++) {
     const float *from = sums + i * width;
     float *to = out + i * out_stride;
-    if (accumulate && bias) for (int64_t c = 0; c < n; c++) to[c] += from[c] + bias[c];
-    else if (accumulate) for (int64_t c = 0; c < n; c++) to[c] += from[c];
-    else if (bias) for (int64_t c = 0; c < n; c++) to[c] = from[c] + bias[c];
-    else memcpy(to, from, (size_t)n * 4);
+    int64_t c = 0;
+    for (; c + LANES <= n; c += LANES) {
+      vf value = load(from + c);
+      if (bias) value += load(bias + c);
+      if (accumulate) value += load(to + c);
+      store(to + c, value);
+    }
+    for (; c < n; c++) to[c] = (accumulate ? to[c] : 0) + (from[c] + (bias ? bias[c] : 0));
   }
 }
 
@@ -40,9 +30,9 @@ INLINE void tile(const int rows, const int panels, const int halves, const float
   _Pragma("GCC unroll 1") for (int64_t j = 0; j < k; j++) {
     UNROLL for (int p = 0; p < panels; p++) {
       vf left, right;
-      if (halves) {
-        const uint16_t *w = (const uint16_t *)weights + (p * k + j) * PANEL;
-        left = widen(w), right = widen(w + LANES);
+      if (halves) {  // two bfloat16 numbers a word: the left half of the panel low, the right half high
+        vu both = *(const vu *)((const uint32_t *)weights + (p * k + j) * LANES);
+        left = (vf)(both << 16), right = (vf)(both & 0xffff0000u);
       } else {
         const float *w = (const float *)weights + (p * k + j) * PANEL;
         left = load(w), right = load(w + LANES);
@@ -99,24 +89,19 @@ INLINE int64_t balanced(int64_t rows, int64_t most) {
 }
 
 void product(int64_t halves, const float *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
-             float *out, const float *bias, int accumulate, int64_t me, int64_t threads, float *wide) {
+             float *out, const float *bias, int accumulate, int64_t me, int64_t threads) {
   int64_t all = (n + PANEL - 1) / PANEL, first = all * me / threads, last = all * (me + 1) / threads;
   float sums[TILE_ROWS * 2 * PANEL] __attribute__((aligned(64)));
-  const int is_tall = halves && m > 2 * TILE_ROWS;  // then a panel is widened once for many rows
   for (int64_t top = 0; top < m; top += ROW_BLOCK) {
     int64_t block = m - top < ROW_BLOCK ? m - top : ROW_BLOCK, step = balanced(block, TILE_ROWS), panels;
     for (int64_t panel = first; panel < last; panel += panels) {
       panels = step <= 3 ? WIDE_PANELS : step <= 6 ? HALF_PANELS : 1;
-      if (is_tall || last - panel < panels) panels = 1;
+      if (last - panel < panels) panels = 1;
       Tile *const (*table)[2] = panels == 1 ? by_one : panels == WIDE_PANELS ? by_wide : by_half;
       const char *w = (const char *)weights + panel * k * PANEL * (halves ? 2 : 4);
-      if (is_tall) {
-        for (int64_t at = 0; at < k * PANEL; at += LANES) store(wide + at, widen((const uint16_t *)w + at));
-        w = (const char *)wide;
-      }
       for (int64_t i = 0; i < block; i += step) {
         int64_t rows = block - i < step ? block - i : step;
-        table[rows - 1][halves && !is_tall](a + (top + i) * stride, stride, w, k, sums);
+        table[rows - 1][halves](a + (top + i) * stride, stride, w, k, sums);
         finish(sums, rows, panels * PANEL, out + (top + i) * n + panel * PANEL, n, bias ? bias + panel * PANEL : 0,
                accumulate, n - panel * PANEL);
       }
@@ -133,14 +118,15 @@ EXPORT void atts_pack(const float *weights, int64_t n, int64_t k, int64_t halves
   for (int64_t panel = 0; panel * PANEL < n; panel++) {
     for (int64_t j = 0; j < k; j++) {
       for (int64_t c = 0; c < PANEL; c++) {
-        int64_t row = panel * PANEL + c, at = (panel * k + j) * PANEL + c;
+        int64_t row = panel * PANEL + c, at = (panel * k + j) * PANEL;
         float value = row < n ? weights[row * k + j] : 0.0f;
         if (halves) {
           uint32_t bits;
           memcpy(&bits, &value, 4);
-          ((uint16_t *)packed)[at] = (uint16_t)(bits >> 16);
+          uint32_t *word = (uint32_t *)packed + at / 2 + c % LANES;
+          *word = c < LANES ? bits >> 16 : *word | (bits & 0xffff0000u);
         } else {
-          ((float *)packed)[at] = value;
+          ((float *)packed)[at + c] = value;
         }
       }
     }

@@ -8,6 +8,18 @@
 #include <omp.h>
 #endif
 
+void together(int64_t threads, Work *work, const void *task) {
+#ifdef _OPENMP
+  if (threads > 1) {
+#pragma omp parallel num_threads((int)threads)
+    work(task, omp_get_thread_num(), omp_get_num_threads());
+    return;
+  }
+#endif
+  (void)threads;
+  work(task, 0, 1);
+}
+
 INLINE float scale_of(const float *x, int64_t n, float eps) {
   vf total = {0};
   int64_t i = 0;
@@ -22,11 +34,18 @@ static void normed(const float *x, const float *weight, int64_t n, float eps, fl
   for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
+// A head turned to its position, normed first where there is a weight; out may be x
 static void turned(const float *x, const float *weight, const float *cosines, const float *sines, int64_t dim, float eps,
                    float factor, float *out) {
-  int64_t half = dim / 2;
+  int64_t half = dim / 2, i = 0;
   float scale = weight ? scale_of(x, dim, eps) : 1.0f;
-  for (int64_t i = 0; i < half; i++) {
+  for (; i + LANES <= half; i += LANES) {
+    vf a = load(x + i) * splat(scale), b = load(x + i + half) * splat(scale), c = load(cosines + i), s = load(sines + i);
+    if (weight) a *= load(weight + i), b *= load(weight + i + half);
+    store(out + i, (a * c - b * s) * splat(factor));
+    store(out + i + half, (b * c + a * s) * splat(factor));
+  }
+  for (; i < half; i++) {
     float a = x[i] * scale, b = x[i + half] * scale;
     if (weight) a *= weight[i], b *= weight[i + half];
     out[i] = (a * cosines[i] - b * sines[i]) * factor;
@@ -42,8 +61,6 @@ static void gated(const float *both, int64_t inner, float *out) {
   }
   for (; i < inner; i++) out[i] = both[i] / (1.0f + expf(-both[i])) * both[inner + i];
 }
-
-#define BARRIER _Pragma("omp barrier")
 
 static void store_keys(const Model *model, const Step *step, int64_t index, const Layer *layer, int64_t from, int64_t to) {
   int64_t dim = model->head_dim, heads = model->heads, kv = model->kv_heads, half = dim / 2;
@@ -61,60 +78,110 @@ static void store_keys(const Model *model, const Step *step, int64_t index, cons
   }
 }
 
-static void run(const Model *model, const Step *step, int64_t me, int64_t threads) {
-  int64_t m = step->num_tokens, width = model->width, inner = model->inner, halves = model->halves;
-  int64_t across = model->heads * model->head_dim, rows = across + 2 * model->kv_heads * model->head_dim;
-  int64_t from = m * me / threads, to = m * (me + 1) / threads;
-  float *scratch = step->scratch + me * step->scratch_floats;
-  for (int64_t t = from; t < to; t++)
-    memcpy(step->x + t * width, model->embedding + step->tokens[t] * width, (size_t)width * 4);
-  for (int64_t index = 0; index < model->layers; index++) {
-    const Layer *layer = model->layer + index;
-    for (int64_t t = from; t < to; t++) normed(step->x + t * width, layer->norm, width, model->eps, step->h + t * width);
-    BARRIER
-    product(halves, step->h, width, m, width, layer->qkv, rows, step->qkv, layer->qkv_bias, 0, me, threads, scratch);
-    BARRIER
-    store_keys(model, step, index, layer, from, to);
-    BARRIER
-    attention(model, step, index, threads, scratch);
-    BARRIER
-    product(halves, step->mixed, across, m, across, layer->out, width, step->x, layer->out_bias, 1, me, threads, scratch);
-    BARRIER
-    for (int64_t t = from; t < to; t++) normed(step->x + t * width, layer->mlp_norm, width, model->eps, step->h + t * width);
-    BARRIER
-    product(halves, step->h, width, m, width, layer->gate_up, 2 * inner, step->both, layer->gate_up_bias, 0, me, threads, scratch);
-    BARRIER
-    for (int64_t t = from; t < to; t++) gated(step->both + t * 2 * inner, inner, step->both + t * 2 * inner);
-    BARRIER
-    // the gated row lies at the front of its 2 * inner floats
-    product(halves, step->both, 2 * inner, m, inner, layer->down, width, step->x, layer->down_bias, 1, me, threads, scratch);
-    BARRIER
-  }
-  for (int64_t i = step->num_wanted * me / threads; i < step->num_wanted * (me + 1) / threads; i++)
-    normed(step->x + step->wanted[i] * width, model->norm, width, model->eps, step->hidden + i * width);
+typedef struct {
+  const Model *model;
+  const Step *step;
+  int64_t me, threads;
+  float *scratch;
+} Worker;
+
+// Queries, keys and values of `count` tokens from `top` on
+static void prepare(const Worker *w, int64_t index, int64_t top, int64_t count) {
+  const Model *model = w->model;
+  const Step *step = w->step;
+  const Layer *layer = model->layer + index;
+  int64_t width = model->width, row = (model->heads + 2 * model->kv_heads) * model->head_dim;
+  int64_t from = count * w->me / w->threads, to = count * (w->me + 1) / w->threads;
+  for (int64_t t = from; t < to; t++) normed(step->x + (top + t) * width, layer->norm, width, model->eps, step->h + t * width);
+  BARRIER
+  product(model->halves, step->h, width, count, width, layer->qkv, row, step->qkv + top * row, layer->qkv_bias, 0, w->me,
+          w->threads);
+  BARRIER
+  store_keys(model, step, index, layer, top + from, top + to);
 }
 
-EXPORT void atts_forward(const Model *model, const Step *step) {
-#ifdef _OPENMP
-  if (step->threads > 1) {
-#pragma omp parallel num_threads((int)step->threads)
-    run(model, step, omp_get_thread_num(), omp_get_num_threads());
-    return;
+// What attention mixed and the feed-forward block are added to `count` rows of x
+static void complete(const Worker *w, const Layer *layer, const float *mixed, float *x, int64_t count) {
+  const Model *model = w->model;
+  const Step *step = w->step;
+  int64_t width = model->width, inner = model->inner, across = model->heads * model->head_dim;
+  int64_t from = count * w->me / w->threads, to = count * (w->me + 1) / w->threads;
+  product(model->halves, mixed, across, count, across, layer->out, width, x, layer->out_bias, 1, w->me, w->threads);
+  BARRIER
+  for (int64_t t = from; t < to; t++) normed(x + t * width, layer->mlp_norm, width, model->eps, step->h + t * width);
+  BARRIER
+  product(model->halves, step->h, width, count, width, layer->gate_up, 2 * inner, step->both, layer->gate_up_bias, 0, w->me,
+          w->threads);
+  BARRIER
+  for (int64_t t = from; t < to; t++) gated(step->both + t * 2 * inner, inner, step->both + t * 2 * inner);
+  BARRIER
+  // the gated row lies at the front of its 2 * inner floats
+  product(model->halves, step->both, 2 * inner, count, inner, layer->down, width, x, layer->down_bias, 1, w->me, w->threads);
+  BARRIER
+}
+
+// Only the wanted tokens go on from the last attention: side by side in `hidden`, what was mixed for them in `qkv`
+static void gather(const Worker *w, int64_t across) {
+  const Step *step = w->step;
+  int64_t width = w->model->width, count = step->num_wanted;
+  for (int64_t i = count * w->me / w->threads; i < count * (w->me + 1) / w->threads; i++) {
+    memcpy(step->hidden + i * width, step->x + step->wanted[i] * width, (size_t)width * 4);
+    memcpy(step->qkv + i * across, step->mixed + step->wanted[i] * across, (size_t)across * 4);
   }
-#endif
-  run(model, step, 0, 1);
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+typedef struct {
+  const Model *model;
+  const Step *step;
+} Job;
+
+static void run(const void *task, int64_t me, int64_t threads) {
+  const Model *model = ((const Job *)task)->model;
+  const Step *step = ((const Job *)task)->step;
+  int64_t m = step->num_tokens, width = model->width, across = model->heads * model->head_dim;
+  Worker w = {model, step, me, threads, step->scratch + me * step->scratch_floats};
+  for (int64_t t = m * me / threads; t < m * (me + 1) / threads; t++)
+    memcpy(step->x + t * width, model->embedding + step->tokens[t] * width, (size_t)width * 4);
+  BARRIER
+  for (int64_t index = 0; index < model->layers; index++) {
+    const int is_last = index + 1 == model->layers;
+    for (int64_t top = 0; top < m; top += ROW_BLOCK) prepare(&w, index, top, least(ROW_BLOCK, m - top));
+    BARRIER
+    attention(model, step, index, threads, w.scratch);
+    BARRIER
+    if (is_last) gather(&w, across);
+    BARRIER
+    int64_t count = is_last ? step->num_wanted : m;
+    float *x = is_last ? step->hidden : step->x, *mixed = is_last ? step->qkv : step->mixed;
+    for (int64_t top = 0; top < count; top += ROW_BLOCK)
+      complete(&w, model->layer + index, mixed + top * across, x + top * width, least(ROW_BLOCK, count - top));
+  }
+  float *hidden = step->hidden;
+  for (int64_t i = step->num_wanted * me / threads; i < step->num_wanted * (me + 1) / threads; i++)
+    normed(hidden + i * width, model->norm, width, model->eps, hidden + i * width);
+}
+
+EXPORT int64_t atts_row_block(void) { return ROW_BLOCK; }
+
+EXPORT void atts_forward(const Model *model, const Step *step) {
+  Job job = {model, step};
+  together(step->threads, run, &job);
+}
+
+void make_logits(const Model *model, const float *hidden, int64_t rows, float *logits, int64_t me, int64_t threads) {
+  int64_t width = model->width;
+  product(model->halves, hidden, width, rows, width, model->head, model->vocabulary, logits, 0, 0, me, threads);
+}
+
+static void head(const void *task, int64_t me, int64_t all) {
+  const Scoring *logits = task;
+  make_logits(logits->model, logits->hidden, logits->rows, logits->logits, me, all);
 }
 
 // logits[n, vocabulary] of hidden[n, width]
-EXPORT void atts_head(const Model *model, const float *hidden, int64_t n, float *logits, int64_t threads, float *scratch,
-               int64_t scratch_floats) {
-#ifdef _OPENMP
-  if (threads > 1) {
-#pragma omp parallel num_threads((int)threads)
-    product(model->halves, hidden, model->width, n, model->width, model->head, model->vocabulary, logits, 0, 0, omp_get_thread_num(), omp_get_num_threads(),
-            scratch + omp_get_thread_num() * scratch_floats);
-    return;
-  }
-#endif
-  product(model->halves, hidden, model->width, n, model->width, model->head, model->vocabulary, logits, 0, 0, 0, 1, scratch);
+EXPORT void atts_head(const Model *model, const float *hidden, int64_t n, float *logits, int64_t threads) {
+  Scoring task = {.model = model, .rows = n, .hidden = hidden, .logits = logits};
+  together(threads, head, &task);
 }

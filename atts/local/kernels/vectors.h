@@ -8,8 +8,10 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define LANES 16
 #elif defined(__AVX__)
+#include <immintrin.h>
 #define LANES 8
 #else
 #define LANES 4
@@ -19,14 +21,30 @@
 
 typedef float vf __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef uint16_t vh __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 typedef uint32_t vu __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 INLINE vf splat(float a) { return a - (vf){0}; }
 INLINE vf load(const float *p) { return *(const vf *)p; }
+// Stays in a register, where the compiler would rather read it from memory again for every use
+INLINE vf kept(vf v) {
+#if defined(__x86_64__) && LANES > 4
+  __asm__("" : "+v"(v));
+#endif
+  return v;
+}
 INLINE void store(float *p, vf v) { *(vf *)p = v; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-INLINE vf larger(vf a, vf b) { return pick(a > b, a, b); }
+
+// a > b ? a : b, hence b where either is NaN
+INLINE vf larger(vf a, vf b) {
+#if LANES == 16
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return pick(a > b, a, b);
+#endif
+}
 
 INLINE float sum(vf v) {
   float total = 0;
@@ -46,12 +64,10 @@ INLINE float sum(vf v) {
   return total;
 }
 
-// exp to about one unit in the last place; 0 far below, infinity never needed by callers
-INLINE vf exponential(vf x) {
+// exp of numbers not above 88, to about one unit in the last place; below -87.7 it is 0, and NaN stays NaN
+INLINE vf falling(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  vf floor = splat(-87.0f), ceiling = splat(88.0f);
-  vf y = pick(x < floor, floor, x);
-  y = pick(y > ceiling, ceiling, y);
+  vf y = larger(splat(-88.0f), x);
   vf n = y * splat(1.44269504088896341f) + magic;
   vf whole = n - magic;
   vf r = y - whole * splat(0.693359375f);
@@ -63,9 +79,10 @@ INLINE vf exponential(vf x) {
   p = p * r + splat(1.6666665459e-1f);
   p = p * r + splat(5.0000001201e-1f);
   p = p * r * r + r + splat(1.0f);
-  vi bits = ((vi)n - (vi)magic + 127) << 23;
-  vf value = p * (vf)bits;
-  return pick(x < floor, splat(0.0f), value);
+  return p * (vf)(((vi)n - (vi)magic + 127) << 23);  // 2^-127 counts as 0
 }
+
+// exp of anything; callers never need infinity
+INLINE vf exponential(vf x) { return falling(pick(x > splat(88.0f), splat(88.0f), x)); }
 
 #endif

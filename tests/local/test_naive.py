@@ -126,6 +126,32 @@ def test_however_heads_share_keys_the_native_kernel_equals_the_naive_loop(
     compare_with_naive(make_model("llama", **changes), naive, drive, "native")
 
 
+@pytest.mark.parametrize(("heads", "shared", "dim"), [(6, 3, 96), (4, 4, 64), (3, 1, 16)])
+def test_long_chunks_equal_the_naive_loop(
+    heads: int, shared: int, dim: int, make_model: Callable[..., Path], naive: Any, drive: Any
+) -> None:
+    """Several blocks of keys and of queries; wilder weights would blow float32's own noise up to more than 1e-4."""
+    changes = {"num_attention_heads": heads, "num_key_value_heads": shared, "head_dim": dim, "hidden_size": 24 * heads}
+    folder = make_model("llama", **changes, initializer_range=0.1)
+    request = ScoreRequest(ids_of(10, 90), ids_of(11, 70))
+    done = drive(folder, [[Submit(1, request)]], kernel="native", chunk_tokens=512)
+    check(naive(folder), request, done.replies[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_more_threads_change_not_a_bit(family: str, make_model: Callable[..., Path], drive: Any) -> None:
+    """Threads share columns, rows and sequences out; each sum stays in one piece."""
+    folder = make_model(family)
+    score = ScoreRequest(ids_of(2, 40), ids_of(3, 120))
+    orders: list[Order] = [
+        Submit(1, SampleRequest(ids_of(1, 90), 3)),
+        Submit(2, score),
+        Submit(3, SampleRequest((5,), 3)),
+    ]
+    one, two = (drive(folder, [orders], kernel="native", chunk_tokens=200, threads=threads) for threads in (1, 2))
+    assert one.replies == two.replies
+
+
 def compare_with_naive(folder: Path, naive: Any, drive: Any, kernel: str) -> None:
     """Samples and scores of several lengths in one batch."""
     requests: list[SampleRequest | ScoreRequest] = [

@@ -54,7 +54,7 @@ def fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
     costs: dict[Role, Cost] = {}
     rows: list[Row] = []
     for role in ROLES:
-        kinds = [_mean(pieces) for (name, _), pieces in seen.pieces.items() if name == role]
+        kinds = [_typical(pieces) for (name, _), pieces in seen.pieces.items() if name == role]
         cost, error = fit(kinds)
         costs[role] = replace(cost, origin="fitted on this machine")
         coefficients = (1e3 * cost.step, 1e6 * cost.sequence, 1e9 * cost.cached, 1e6 * cost.prefilled)
@@ -67,25 +67,25 @@ def fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
     notes = (
         f"Least squares over {len(pieces_of('draft'))} and {len(pieces_of('target'))} kinds of work (decoding at "
         "several batches and lengths, rollouts that come and go, for the target scoring, too), processor seconds of "
-        "the engine's thread, mean of all rounds; no coefficient below 0.",
+        "the engine's thread, median of all rounds; no coefficient below 0.",
         f"Handing a request over costs the event loop {1e6 * _handing(seen):.0f} us. Beside the other: how much longer "
         "the same work takes while the other engine has always something to do.",
     )
     return costs, Table("The embedded pair's costs on this machine", columns, tuple(rows), notes)
 
 
-def _mean(pieces: Sequence[Piece]) -> Observation:
+def _typical(pieces: Sequence[Piece]) -> Observation:
     every = [piece.seen for piece in pieces]
     return Observation(
         fmean(o.steps for o in every), fmean(o.sequences for o in every), fmean(o.cached for o in every),
-        fmean(o.fed for o in every), fmean(o.seconds for o in every), fmean(o.calls for o in every),
+        fmean(o.fed for o in every), median(o.seconds for o in every), fmean(o.calls for o in every),
     )  # fmt: skip
 
 
 def _handing(seen: Seen) -> float:
     """The event loop's processor seconds for one request in pieces whose requests come and go as in a run."""
     kept = [piece for (_, kind), pieces in seen.pieces.items() if _is_busy(kind) for piece in pieces]
-    return sum(piece.taken.loop for piece in kept) / sum(piece.calls for piece in kept)
+    return median(piece.taken.loop / piece.calls for piece in kept)
 
 
 def _is_busy(kind: Micro) -> bool:

@@ -38,7 +38,7 @@ class RateVerdict:
     def __str__(self) -> str:
         share = f"{self.share:.3f} of {self.decisions:,} chunks were escalated, nominal {self.nominal:g}"
         if self.standing == "left":
-            return f"{share}: left its band {_span(self.band)}"
+            return f"{share}: left its band, outside {_span(self.band)}"
         if self.standing == "unclear":
             return (
                 f"{share}: too few questions to tell; coins would stay in {_span(self.coin)}, "

@@ -130,7 +130,7 @@ def _notes(seen: Seen, errors: Mapping[str, Sequence[float]]) -> tuple[str, ...]
     waited = sum(one.taken.waited for one in runs) / sum(one.taken.wall for one in runs)
     kinds = f"{len(runs)} live runs of {len(seen.runs)} kinds"
     wall = f"wall time {_words(errors['wall'])}" if waited < 0.05 else (
-        f"wall time cannot be judged here: other programs made the runs wait for {waited:.0%} of it "
+        f"wall time cannot be judged here: threads that were ready had to wait for a processor for {waited:.0%} of it "
         f"({_words(errors['wall'])})"
     )  # fmt: skip
     return (

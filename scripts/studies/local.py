@@ -12,6 +12,7 @@ from scripts.studies.harness import Options, Table
 from scripts.studies.local_cache import queue, siblings
 from scripts.studies.local_overlap import overlap
 from scripts.studies.local_scoring import scoring, warm_prefix
+from scripts.studies.local_shares import shares
 from scripts.studies.local_speed import continuous, decoding, overheads
 from scripts.studies.local_subjects import subjects
 from scripts.studies.machine import look
@@ -29,6 +30,7 @@ def study(options: Options) -> list[Table]:
             overheads(found, rates, machine),
             continuous([target, draft], options, portal),
             scoring(found, rates, options, portal),
+            shares([target, draft], options, portal),
             warm_prefix(target, options, portal),
             siblings(target, portal),
             queue(target, options, portal),

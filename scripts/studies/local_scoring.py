@@ -12,8 +12,8 @@ from scripts.studies.harness import Options, Spread, Table, cpu_seconds, say
 from scripts.studies.local_speed import Rates
 from scripts.studies.local_subjects import Subject, engine_on, matrix_seconds, send_all
 
-_CHUNK = 32
-_PREFIX = 128
+CHUNK = 32
+PREFIX = 128
 
 
 def scoring(subjects: list[Subject], rates: Rates, options: Options, portal: BlockingPortal) -> Table:
@@ -26,8 +26,8 @@ def scoring(subjects: list[Subject], rates: Rates, options: Options, portal: Blo
             times: list[float] = []
             with engine_on(portal, subject.folder, threads=1) as engine:
                 for n in range(options.pick(3, 7, 11)):
-                    limits.append(matrix_seconds(subject, batch * _CHUNK, 2))
-                    times.append(_score_seconds(portal, engine, subject, batch, _PREFIX, n))
+                    limits.append(matrix_seconds(subject, batch * CHUNK, 2))
+                    times.append(score_seconds(portal, engine, subject, batch, PREFIX, n))
             rows.append(_scoring_row(subject, batch, min(times), min(limits), rates.get((subject.name, batch))))
     columns = (
         "model",
@@ -42,26 +42,26 @@ def scoring(subjects: list[Subject], rates: Rates, options: Options, portal: Blo
         "Best of several rounds in turn, whole calls through the engine; torch.mm at the same shapes. The work "
         "counted is that of the matrices and of attention over prefix and chunk.",
     )
-    title = f"Scoring {_CHUNK} new tokens on each of several rollouts of {_PREFIX} warm ones"
+    title = f"Scoring {CHUNK} new tokens on each of several rollouts of {PREFIX} warm ones"
     return Table(title, columns, tuple(rows), notes)
 
 
 def _scoring_row(
     subject: Subject, batch: int, seconds: float, bare: float, decoded: float | None
 ) -> tuple[str | int | float | None, ...]:
-    shape, count = subject.shape, batch * _CHUNK
+    shape, count = subject.shape, batch * CHUNK
     flops = 2.0 * shape.matrix_weights * count
-    mixing = 4.0 * count * (_PREFIX + _CHUNK / 2) * shape.layers * shape.heads * shape.head_dim
+    mixing = 4.0 * count * (PREFIX + CHUNK / 2) * shape.layers * shape.heads * shape.head_dim
     rate, limit = (flops + mixing) / seconds / 1e9, flops / bare / 1e9
     ahead = None if decoded is None else count / seconds / decoded
     return subject.name, batch, count / seconds, ahead, rate, limit, rate / limit
 
 
-def _score_seconds(
+def score_seconds(
     portal: BlockingPortal, engine: LocalEngine, subject: Subject, batch: int, prefix: int, seed: int
 ) -> float:
     """Seconds for scoring one new chunk on each of `batch` rollouts whose prefix was scored before."""
-    bodies = subject.prompts(batch, prefix + _CHUNK, seed + 1000)
+    bodies = subject.prompts(batch, prefix + CHUNK, seed + 1000)
     portal.call(send_all, engine, [ScoreRequest(ids[:1], ids[1:prefix]) for ids in bodies])
     requests = [ScoreRequest(ids[:prefix], ids[prefix:]) for ids in bodies]
     gc.collect()
@@ -78,12 +78,12 @@ def warm_prefix(subject: Subject, options: Options, portal: BlockingPortal) -> T
         for n in range(options.pick(3, 9, 15)):
             for prefix in prefixes:
                 before = engine.stats()
-                times[prefix].append(_score_seconds(portal, engine, subject, 8, prefix, 100 * prefix + n))
+                times[prefix].append(score_seconds(portal, engine, subject, 8, prefix, 100 * prefix + n))
                 after = engine.stats()
                 computed = [s.prefilled_tokens + s.scored_tokens for s in (before, after)]
                 fed[prefix] = computed[1] - computed[0] - 8 * prefix  # less the warming up
     costs = {
-        prefix: shape.matrix_weights + 2 * (prefix + _CHUNK / 2) * shape.layers * shape.heads * shape.head_dim
+        prefix: shape.matrix_weights + 2 * (prefix + CHUNK / 2) * shape.layers * shape.heads * shape.head_dim
         for prefix in prefixes
     }
     rows: list[tuple[int | float | str, ...]] = []
@@ -94,7 +94,7 @@ def warm_prefix(subject: Subject, options: Options, portal: BlockingPortal) -> T
     columns = ("warm prefix", "tokens computed", "ms, best", "ms, median", "ms by the cost model", "best over model")
     notes = ("The model: multiplications of the matrices and of attention, scaled to the shortest prefix.",)
     return Table(
-        f"Scoring 8 new chunks of {_CHUNK} tokens as the warm prefix grows ({subject.name})",
+        f"Scoring 8 new chunks of {CHUNK} tokens as the warm prefix grows ({subject.name})",
         columns,
         tuple(rows),
         notes,

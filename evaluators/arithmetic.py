@@ -330,9 +330,10 @@ def _comparison(random: Random, count: int) -> Exercise | None:
     for index in range(relations):
         place = index if not together else random.randint(0, index)  # asked for the last one, every step must matter
         change = _next_operation(random, values[place])
-        relation = _relation(names[index + 1], names[place], item, change)
+        name, other = names[index + 1], names[place]
+        relation = _relation(name, other, item, change)
         told.append(f"{relation}.")
-        steps.append(Step(f"{relation}, so {names[index + 1]} has ", change))
+        steps.append(Step(f"{relation}. {other} has {change.left}, so {name} has ", change))
         values.append(change.value)
     if not together:
         return Exercise("comparison", f"{' '.join(told)} How many {item}s does {names[-1]} have?", tuple(steps))

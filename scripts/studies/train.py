@@ -57,6 +57,9 @@ class Recipe:
 EASY = (("instructions", 0.35), ("expression", 0.35), ("story", 0.7))
 """Kinds whose next operation is simply the next one told are learned first; later there is less of them."""
 
+LEARNED = (("instructions", 0.5), ("story", 0.4), ("variables", 0.5), ("shopping", 0.6))
+"""What the target can do by then; comparisons and long expressions take longest."""
+
 RECIPES: dict[str, Recipe] = {
     "draft": Recipe(
         Shape(64, 3, 1, 1, 96),
@@ -71,14 +74,15 @@ RECIPES: dict[str, Recipe] = {
     # Few errors to correct until solving is learned; then more of them, and the draft's own.
     "target": Recipe(
         Shape(256, 6, 4, 2, 640),
-        steps=2300,
+        steps=2400,
         seed=2,
         stages=(
             Stage(0, Mixture(errors=0.12)),
             Stage(900, Mixture(errors=0.2, kept=EASY)),
             Stage(1400, Mixture(errors=0.25, kept=EASY, drafted=0.15)),
+            Stage(1900, Mixture(errors=0.25, kept=LEARNED, drafted=0.15)),
         ),
-        schedule=((0, 0.02), (49, 1.0), (1300, 1.0), (2300, 0.0)),
+        schedule=((0, 0.02), (49, 1.0), (1300, 1.0), (2400, 0.0)),
         muon_rate=0.01,
         decay=0.1,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -210,11 +211,20 @@ def _wrong_candidate(random: Random, exercise: Exercise, place: int) -> str:
     if draw < 0.15 and place + 1 < len(steps):
         later = steps[place + 1]
         skipped = _valid(Operation(step.operation.left, later.operation.operator, later.operation.right))
-        return replace(later, operation=skipped).text + "\n\n" if skipped else exercise.chunks[place]
+        return _misread(random, later, skipped) if skipped else exercise.chunks[place]
     if draw < 0.6:
         return _slipped(random, step) + "\n\n"
     changed = _other_operation(random, exercise, step.operation)
-    return replace(step, operation=changed).text + "\n\n" if changed else exercise.chunks[place]
+    return _misread(random, step, changed) if changed else exercise.chunks[place]
+
+
+def _misread(random: Random, step: Step, wrong: Operation) -> str:
+    """The step computing something else; what it restates before mostly agrees with that."""
+    before = step.before
+    if random.random() < 0.7:
+        told = {str(step.operation.left): str(wrong.left), str(step.operation.right): str(wrong.right)}
+        before = re.sub(r"\d+", lambda found: told.get(found[0], found[0]), before)
+    return f"{replace(step, before=before, operation=wrong).text}\n\n"
 
 
 def _slip(random: Random, value: int) -> int:

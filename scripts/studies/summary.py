@@ -238,7 +238,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Where does it saturate at cluster scale?",
         _saturation,
         "./scripts/scale",
-        "virtual time; a fixed evaluation is bounded by its longest rollout; networks and load balancers are not modelled",
+        "virtual time; a fixed evaluation is bounded by its longest rollout; no networks, no load balancers",
     ),
     Claim(
         "How far off is the simulation?",

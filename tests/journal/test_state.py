@@ -123,8 +123,8 @@ def test_nodes_and_time_go_on_across_sessions() -> None:
     for at, event in ((0.0, opened), (2.5, node), (0.0, replace(opened, session=2)), (1.5, Warned("w", ""))):
         state.apply(Entry(0, 1, at, 0.0, event))
     assert (state.last_node, state.seconds) == (7, 4.0)
-    for at, event in ((0.0, replace(opened, session=3)), (9.0, SessionClosed("finished"))):
-        state.apply(Entry(0, 1, at, 0.0, event))
+    state.apply(Entry(0, 1, 0.0, 0.0, replace(opened, session=3)))
+    state.apply(Entry(0, 1, 9.0, 0.0, SessionClosed("finished")))
     assert state.seconds == 4.0, "a session that had nothing to do took none of the run's time"
 
 

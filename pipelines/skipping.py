@@ -45,10 +45,11 @@ class SkippingGate(ConformalGate):
             self._asked[features.question, features.sample, features.turn, decision.issue] = row
             return decision
         levels = self.learner.levels(row)
-        if len(levels) > 1 or levels[0] == "verify":
+        only = levels[0] if len(levels) == 1 else "verify"
+        if only == "verify":
             return replace(decision, level="verify", levels=levels)
-        why = f"levels {{{levels[0]}}} by the draft's evidence, not scored"
-        return replace(decision, action=levels[0], level=levels[0], levels=levels, why=why)
+        why = f"levels {{{only}}} by the draft's evidence, not scored"
+        return replace(decision, action=only, level=only, levels=levels, why=why)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Feed the calibrator, and the levels where this chunk teaches."""

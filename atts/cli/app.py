@@ -84,6 +84,8 @@ def _run(words: Sequence[str]) -> int:
             raise stop.__context__ from None
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # typer's own word for Ctrl-C would end with code 1
+            raise error.__cause__ from None
         if not hasattr(error, "format_message"):  # typer's own say what they mean, and where
             raise
         return _misunderstood(error)

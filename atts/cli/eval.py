@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -115,8 +119,22 @@ def evaluate_and_tell(configuration: Configuration, shard: str | None, form: For
 
 
 def _not_over(why: str, code: int) -> int:
-    print(f"atts: {why}; the same command goes on from here", file=sys.stderr)
+    with _uncut():
+        print(f"atts: {why}; the same command goes on from here", file=sys.stderr)
     return code
+
+
+@contextmanager
+def _uncut() -> Generator[None]:
+    """It ends here anyway: one more Ctrl-C may not cut its last words."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run(configuration: Configuration, shard: str | None = None) -> RunResult:

@@ -1,5 +1,4 @@
-"""Whether live questions are like stored ones: two statistics with different eyes, their law found by drawing clean
-runs."""
+"""Whether live questions are like stored ones: two statistics, their joint law found by drawing clean runs."""
 
 from __future__ import annotations
 

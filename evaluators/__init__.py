@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from atts.evaluators.datasets.loading import digest as digest
     from atts.evaluators.datasets.loading import load_dataset as load_dataset
     from atts.evaluators.datasets.loading import overlap as overlap
+    from atts.evaluators.datasets.rows import json_lines as json_lines
     from atts.evaluators.datasets.selection import Selection as Selection
     from atts.evaluators.datasets.selection import select as select
     from atts.evaluators.datasets.sources import BENCHMARKS as BENCHMARKS
@@ -115,6 +116,7 @@ __all__ = [
     "g_pass_at_k",
     "grade",
     "group",
+    "json_lines",
     "latency",
     "load_dataset",
     "maj_at_k",
@@ -142,6 +144,7 @@ _NAMES = {
     "answers.extraction": "Extraction Extractor extract extraction",
     "datasets.columns": "Columns",
     "datasets.loading": "Dataset LoadOptions digest load_dataset overlap",
+    "datasets.rows": "json_lines",
     "datasets.selection": "Selection select",
     "datasets.sources": "BENCHMARKS Benchmark",
     "equivalence.fast": "SecondOpinion equivalent",

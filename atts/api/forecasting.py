@@ -147,10 +147,10 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
         return Tokens(0, 0, length), words
     if _asks_nobody(setup):
         return Tokens(length, 0, 0), words
-    drafted = length / (1 + setup.rate)  # with every chunk that is refused, the target writes one of its own
-    return Tokens(
-        drafted, drafted, drafted * setup.rate
-    ), words + f"; {setup.rate:g} of the drafted chunks are taken to be written again by the target"
+    appended = setup.policy.takeover == "continue"  # then what the target writes comes on top of the draft's chunk
+    drafted = length / (1 + setup.rate) if appended else length
+    words += f"; with {setup.rate:g} of the drafted chunks the target is taken to write one of its own"
+    return Tokens(drafted, drafted, drafted * setup.rate), words
 
 
 def _earlier(configuration: Configuration) -> Iterator[_Past]:

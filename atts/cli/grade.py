@@ -35,9 +35,8 @@ def grade(
 
     Example: echo '{"gold": "1/2", "answer": "0.5"}' | atts grade -
     """
-    from atts.evaluators import SlowLimits, SlowPath, Tally
+    from atts.evaluators import SlowLimits, SlowPath, Tally, json_lines
     from atts.evaluators import grade as graded
-    from atts.evaluators.datasets.rows import json_lines
 
     tally = Tally()
     with ExitStack() as stack:

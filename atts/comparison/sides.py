@@ -11,7 +11,7 @@ from typing import Any
 
 from atts.core import Finish, was_spared
 from atts.errors import DatasetError, JournalError
-from atts.evaluators.datasets.rows import json_lines
+from atts.evaluators import json_lines
 from atts.journal import (
     JOURNAL,
     MANIFEST,

@@ -132,10 +132,8 @@ async def _stored(draft: Engine, target: Engine, problems: Sequence[Problem], po
 
 def _setup(case: Case, policy: Policy, stored: Sequence[float], seed: int) -> Setup:
     own = tuple(stored) if case.method == "published" else ()
-    if case.method in (
-        "published",
-        "paper",
-    ):  # the target goes on after the chunk; a chunk with an answer is judged as well
+    # the target goes on after the chunk; a chunk with an answer is judged as well
+    if case.method in ("published", "paper"):
         policy = replace(policy, takeover="continue", answers="verify", repeats=15)
     return Setup(method=case.method, mode=case.mode, rate=RATE, seed=seed, policy=policy, stored=own, limits={})
 

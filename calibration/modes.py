@@ -19,7 +19,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 class Tuning:
     """The constants of the modes; the defaults were chosen on the even questions of one run, for all rates at once."""
 
-    aci_step: float = 0.02
+    aci_step: float = 0.002  # faster ones even the rate out between phases of a run, where the score should decide
     turn_step: float = 0.01
     tracking_step: float = 0.05  # in mean distances from the median
     tracking_integral: float = 0.5

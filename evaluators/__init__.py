@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from atts.evaluators.metrics.intervals import benchmark_estimate as benchmark_estimate
     from atts.evaluators.metrics.intervals import mean_estimate as mean_estimate
     from atts.evaluators.metrics.intervals import nested_bootstrap as nested_bootstrap
+    from atts.evaluators.metrics.intervals import share_estimate as share_estimate
     from atts.evaluators.metrics.majority import Votes as Votes
     from atts.evaluators.metrics.majority import maj_at_k as maj_at_k
     from atts.evaluators.metrics.majority import votes as votes
@@ -132,6 +133,7 @@ __all__ = [
     "reference",
     "score",
     "select",
+    "share_estimate",
     "single_answer_deviation",
     "status_of",
     "total_usage",
@@ -151,7 +153,7 @@ _NAMES = {
     "equivalence.grouping": "group",
     "grading": "GradedRecord Tally grade reference",
     "metrics.costs": "Cost Latency ModelShape cost latency total_usage",
-    "metrics.intervals": "Estimate bayesian_estimate benchmark_estimate mean_estimate nested_bootstrap",
+    "metrics.intervals": "Estimate bayesian_estimate benchmark_estimate mean_estimate nested_bootstrap share_estimate",
     "metrics.majority": "Votes maj_at_k votes weighted_maj_at_k winners",
     "metrics.paired": "Comparison McNemar align compare_runs mcnemar problems_needed single_answer_deviation",
     "metrics.rates": "Counts avg_at_n count g_pass_at_k mean_g_pass_at_k pass_at_k pass_hat_k rate",

@@ -14,7 +14,7 @@ from atts.api.reporting import directory_of
 from atts.api.setup import CalibrationMode, answers_for, grade
 from atts.core import Chunk, Decision, Outcome, Rollout, Turn
 from atts.errors import JournalError, OptionError
-from atts.evaluators import Estimate, mean_estimate
+from atts.evaluators import Estimate, mean_estimate, share_estimate
 from atts.journal import (
     FACTS,
     JOURNAL,
@@ -269,10 +269,9 @@ def _pairs(
 def _side(
     record: _Record, decisions: Sequence[Decision], answers: Mapping[str, str | None], tokens: tuple[int, ...]
 ) -> Side:
-    shares: dict[str, list[bool]] = {}
-    for decision in decisions:
-        shares.setdefault(decision.question, []).append(decision.escalate)
-    rate = mean_estimate([sum(flags) / len(flags) for flags in shares.values()], len(decisions))
+    asked = Counter(decision.question for decision in decisions)
+    handed = Counter(decision.question for decision in decisions if decision.escalate)
+    rate = share_estimate((handed[question], count) for question, count in asked.items())
     return Side(rate, _accuracy(record, answers), len(decisions), *tokens)
 
 

@@ -38,7 +38,7 @@ class Setup:
     target: str | Engine = "embedded"
     method: str = "atts"
     rate: float = 0.2
-    mode: CalibrationMode = "marginal"  # spends where it helps; "question-turn" holds the rate question by question
+    mode: CalibrationMode = "aci"  # holds the rate over the run, and spends it where it helps
     policy: Policy = DEFAULT_POLICY
     gate: Gate | RoundGate | None = None  # None: the method's own
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run

@@ -21,7 +21,7 @@ Turns = Annotated[int | None, typer.Option(help="Rounds per rollout, at most.", 
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens per rollout, at most.", show_default="512")]
 Mode = Annotated[
     str | None,
-    typer.Option(help="What the rate is held for: marginal, turn, question, ...", show_default="marginal"),
+    typer.Option(help="What the rate is held for: aci (the run), turn, question, ...", show_default="aci"),
 ]
 Scores = Annotated[
     str | None, typer.Option(help="Calibration scores to start from: a file, or a run's directory.", metavar="FILE")

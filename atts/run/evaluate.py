@@ -38,6 +38,7 @@ from atts.journal.events import VerdictStatus
 from atts.pipelines import Context, Learning, RoundGate
 from atts.run.conditions import check_conditions
 from atts.run.gates import AlarmWatch, StepGate, StepLearningGate, StepRoundGate, remind
+from atts.run.handed import Handed
 from atts.run.plan import Grade, Plan
 from atts.run.recorder import Listener, ProblemRecord, Recorder, RunBegun
 from atts.run.result import ProblemLine, RunResult, RunStatus, problem_line
@@ -98,8 +99,10 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | N
         manifest = plan.manifest(problems, session.dataset)
         doubt = "" if plan.stored_under is None else check_conditions(manifest, plan.stored_under, plan.conditions)
         state = RunState("everything" if plan.pace == "recorded" else "open problems")
+        handed = Handed()
+        session = replace(session, listeners=(handed, *session.listeners))
         async with _journal(session, manifest, plan, state) as journal:
-            return await _Run(plan, session, manifest, state, journal).drive(problems, doubt)
+            return await _Run(plan, session, manifest, state, journal, handed).drive(problems, doubt)
 
 
 @asynccontextmanager
@@ -125,13 +128,20 @@ async def _journal(
 
 class _Run:
     def __init__(
-        self, plan: Plan, session: Session, manifest: Manifest, state: RunState, journal: Journal | None
+        self,
+        plan: Plan,
+        session: Session,
+        manifest: Manifest,
+        state: RunState,
+        journal: Journal | None,
+        handed: Handed,
     ) -> None:
         self._plan = plan
         self._session = session
         self._manifest = manifest
         self._state = state
         self._journal = journal
+        self._handed = handed
         self._recorder = Recorder(journal, session.listeners)
         self._graph = Graph(
             rollouts=plan.rollouts,
@@ -254,7 +264,8 @@ class _Run:
         )
         self._recorder.record(reached)
         await self._recorder.saved()
-        return problem_line(reached, tuple(rollout.finish or "cancelled" for rollout in outcome.rollouts), graded)
+        finishes = tuple(rollout.finish or "cancelled" for rollout in outcome.rollouts)
+        return problem_line(reached, finishes, graded, self._handed.of(reached.problem))
 
     def _grade(self, outcome: Outcome) -> list[Graded]:
         """Every rollout's answer and the problem's own, each different text once; runs in a worker thread."""
@@ -273,7 +284,7 @@ class _Run:
 
     def _recalled_line(self, name: str) -> ProblemLine:
         state = self._state
-        return problem_line(state.reached[name], state.finishes[name], state.graded[name])
+        return problem_line(state.reached[name], state.finishes[name], state.graded[name], self._handed.of(name))
 
     def _finished(self, result: ProblemResult[ProblemLine]) -> None:
         if result.error is not None:  # not the pipeline's: that one became an outcome
@@ -283,6 +294,7 @@ class _Run:
             self._keep(result.problem, result.value)
 
     def _keep(self, name: str, line: ProblemLine) -> None:
+        self._handed.forget(name)
         if self._session.keep == "lines":
             self._lines[name] = line
 

@@ -25,6 +25,7 @@ from atts.journal import (
     TurnFinished,
     Warned,
 )
+from atts.run.handed import Handed, judged
 from atts.run.recorder import CallBegun, Heard, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
@@ -83,14 +84,6 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class _Chunks:
-    """What became of one problem's chunks."""
-
-    asked: int = 0
-    escalated: int = 0
-
-
-@dataclass(slots=True)
 class _Speed:
     """Amounts of the last seconds."""
 
@@ -124,7 +117,7 @@ class Progress:
         self._ended: Counter[str] = Counter()  # rollouts of open problems
         self._rollouts_before = 0  # of problems that are over
         self._at: dict[str, Stage] = {}  # by rollout
-        self._chunks: dict[str, _Chunks] = {}
+        self._handed = Handed()
         self._graded: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
         self._nominal: float | None = None
@@ -134,7 +127,7 @@ class Progress:
         self._takes: Mapping[type[Any], Callable[[Any], None]] = {
             RunBegun: self._run_begun, CallBegun: self._call_begun, ProblemStarted: self._problem_started,
             Sampled: self._sampled, Scored: self._scored, CallFailed: self._call_failed, Decided: self._decided,
-            Observed: self._observed, TurnFinished: self._turn,
+            Observed: self._judged, TurnFinished: self._turn,
             RolloutTimed: self._rollout_timed, Graded: self._verdict, OutcomeReached: self._outcome,
             Warned: self._warned, Drifted: self._drifted,
         }  # fmt: skip
@@ -156,9 +149,7 @@ class Progress:
     def snapshot(self) -> Snapshot:
         """The run as it stands."""
         now, begun = self._clock(), self._begun
-        shares = [found.escalated / found.asked for found in self._chunks.values() if found.asked]
-        asked = sum(found.asked for found in self._chunks.values())
-        escalated = sum(found.escalated for found in self._chunks.values())
+        escalated, asked = self._handed.totals
         verdicts = list(self._graded.values())
         stages = Counter(self._at.values())
         return Snapshot(
@@ -174,7 +165,7 @@ class Progress:
             escalated,
             self._counts["forced"],
             self._counts["rejected"],
-            mean_estimate(shares, asked),
+            self._handed.rate,
             self._nominal,
             mean_estimate(verdicts, len(verdicts)),
             len(verdicts),
@@ -238,17 +229,12 @@ class Progress:
     def _decided(self, event: Decided) -> None:
         if event.decision.rate == event.decision.rate:  # not nan
             self._nominal = event.decision.rate
-        if event.asked == "round":  # whose gate is not told what was done
-            self._judged(event.decision.question, event.decision.escalate, event.decision.why)
+        self._judged(event)
 
-    def _observed(self, event: Observed) -> None:
-        self._judged(event.decision.question, event.escalated == "yes", event.decision.why)
-
-    def _judged(self, problem: str, escalated: bool, why: str) -> None:
-        chunks = self._chunks.setdefault(problem, _Chunks())
-        chunks.asked += 1
-        chunks.escalated += escalated
-        self._counts["forced"] += escalated and why.startswith("forced")
+    def _judged(self, event: Decided | Observed) -> None:
+        self._handed.heard(event)
+        for decision, was_handed in judged(event):
+            self._counts["forced"] += was_handed and decision.why.startswith("forced")
 
     def _turn(self, event: TurnFinished) -> None:
         self._counts["rejected"] += len(event.turn.discarded)

@@ -47,10 +47,17 @@ class ProblemLine:
     votes: Mapping[str, float]
     usage: Usage
     why: str = ""
+    judged: int = 0  # chunks, also those of rollouts that were cut
+    handed: int = 0  # of them, to the target
 
 
-def problem_line(reached: OutcomeReached, finishes: Sequence[Finish], graded: Sequence[Graded]) -> ProblemLine:
-    """From what the journal says of a finished problem; of several verdicts the last counts."""
+def problem_line(
+    reached: OutcomeReached, finishes: Sequence[Finish], graded: Sequence[Graded], handed: tuple[int, int]
+) -> ProblemLine:
+    """From what the journal says of a finished problem; of several verdicts the last counts.
+
+    `handed` is how many chunks went to the target, of how many that were judged.
+    """
     of = {event.sample: event for event in graded}
     whole = of.get(None)
     return ProblemLine(
@@ -65,6 +72,8 @@ def problem_line(reached: OutcomeReached, finishes: Sequence[Finish], graded: Se
         reached.votes,
         reached.usage,
         reached.why,
+        handed[1],
+        handed[0],
     )
 
 

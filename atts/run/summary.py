@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 from atts.core import Usage
-from atts.evaluators import Estimate, mean_estimate
+from atts.evaluators import Estimate, mean_estimate, share_estimate
 from atts.run.result import ProblemLine, RunResult
 
 
@@ -16,7 +16,7 @@ from atts.run.result import ProblemLine, RunResult
 class Summary:
     """The numbers of a run; accuracies are undefined where nothing was graded.
 
-    `rate` is of decisions, clustered by problem, the problems weighted alike; `answers` the accuracy of the vote.
+    `rate` is the share of judged chunks that were handed over; `answers` the accuracy of the vote.
     """
 
     problems: int
@@ -42,25 +42,14 @@ class Summary:
 
 
 def summarise(result: RunResult) -> Summary:
-    """Read a run's outcomes once and add up.
-
-    :raises JournalError: its journal cannot be read.
-    """
-    shares: list[float] = []
-    decisions = samples = 0
-    for outcome in result.outcomes():
-        asked = [turn.decision for rollout in outcome.rollouts for turn in rollout.turns if turn.decision]
-        samples += len(outcome.rollouts)
-        decisions += len(asked)
-        if asked:
-            shares.append(sum(decision.escalate for decision in asked) / len(asked))
+    """Add up the lines of a run's problems."""
     graded = [line for line in result.problems if line.verdict is not None]
     return Summary(
         len(result.problems),
-        samples,
+        sum(len(line.samples) for line in result.problems),
         mean_estimate([float(line.verdict == "correct") for line in graded], len(graded)),
         _of_samples(graded),
-        mean_estimate(shares, decisions),
+        share_estimate((line.handed, line.judged) for line in result.problems),
         reduce(add, (line.usage for line in result.problems), Usage()),
         result.seconds,
         sum(line.status == "failed" for line in result.problems),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
@@ -81,6 +81,28 @@ def mean_estimate(
         estimated = n_samples > array.size > 1  # then n is a guess from the problems' spread: t, not the normal
         low, high = wilson_interval(mean, n, _reach(array.size - 1 if estimated else math.inf, level))
     return Estimate(mean, low, high, array.size, n_samples, method, level)
+
+
+def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) -> Estimate:
+    """The share counted of all there were, a pair (counted, of) being a problem's; Wilson, clustered by problem.
+
+    A problem with more of them weighs more, unlike in `mean_estimate`. The interval is that of so many independent
+    ones as would make a ratio of totals vary as much as its residuals do between problems.
+
+    >>> print(share_estimate([(3, 10), (1, 5), (0, 0)]))
+    0.267 [0.006, 0.954] (95 % wilson, 2 problems, 15 samples)
+    """
+    check_level(level)
+    table = np.asarray([pair for pair in counts if pair[1]], dtype=np.float64).reshape(-1, 2)
+    problems, total = len(table), int(table[:, 1].sum())
+    if not total:
+        return undefined_estimate(problems, total, level, "nothing to count")
+    share = float(table[:, 0].sum() / total)
+    residuals = table[:, 0] - share * table[:, 1]
+    variance = float((residuals**2).sum()) / total**2 * problems / (problems - 1) if problems > 1 else math.nan
+    n = effective_n(share, variance, 1, total) if 0 < share < 1 and problems > 1 else problems
+    low, high = wilson_interval(share, n, _reach(problems - 1 if total > problems > 1 else math.inf, level))
+    return Estimate(share, low, high, problems, total, "wilson", level)
 
 
 def benchmark_estimate(

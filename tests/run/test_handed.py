@@ -1,0 +1,65 @@
+"""The share of chunks handed over counts every chunk the gate judged, also in rollouts that were cut."""
+
+from typing import Any
+
+import pytest
+
+from atts.evaluators import share_estimate
+from atts.journal import Observed
+from atts.pipelines import Policy
+from atts.run import Stop
+from atts.run.summary import summarise
+
+
+class Counts:
+    """Stops a run after so many judged chunks."""
+
+    def __init__(self, stop: Stop, after: int) -> None:
+        self._stop, self._left = stop, after
+
+    def recalled(self, event: Any) -> None:
+        """Not its business."""
+
+    def heard(self, event: Any) -> None:
+        """Count down."""
+        self._left -= isinstance(event, Observed)
+        if not self._left:
+            self._stop.request()
+
+
+def _plan(world: Any) -> Any:
+    policy = Policy(samples=8, max_tokens=200, early_stop="certain", takeover="replace")
+    return world.plan(gate=world.online(), policy=policy)
+
+
+def test_the_summary_counts_what_the_gate_was_told(world: Any) -> None:
+    """Rollouts end early here while the target writes for them: those chunks were handed over all the same."""
+    result = world.run(_plan(world), world.session(), problems=12)
+    told = [event for event in world.events() if isinstance(event, Observed)]
+    turns = [turn for outcome in result.outcomes() for rollout in outcome.rollouts for turn in rollout.turns]
+    assert len(told) > sum(turn.decision is not None for turn in turns), "some judged chunk never became a turn"
+    rate = summarise(result).rate
+    assert rate.n_samples == len(told)
+    assert rate.value == pytest.approx(sum(event.escalated == "yes" for event in told) / len(told))
+
+
+def test_it_is_the_same_in_memory_and_after_an_interruption(world: Any) -> None:
+    """Earlier sessions count, once."""
+    whole = summarise(world.run(_plan(world), world.session(None), problems=12)).rate
+    stop = Stop()
+    world.run(_plan(world), world.session("cut", stop=stop, listeners=[Counts(stop, 60)]), problems=12)
+    resumed = world.run(_plan(world), world.session("cut"), problems=12)
+    told = [event for event in world.events("cut") if isinstance(event, Observed)]
+    assert resumed.sessions == 2
+    assert summarise(resumed).rate.n_samples == len(told)
+    assert whole.n_samples > 60
+
+
+def test_problems_without_a_judged_chunk_do_not_count() -> None:
+    """A share of nothing is undefined; problems alike give the pooled share's own interval."""
+    assert share_estimate([(0, 0)]).note
+    assert share_estimate([(1, 4), (0, 0), (3, 4)]).n_problems == 2
+    even = share_estimate([(2, 10)] * 50)
+    uneven = share_estimate([(10, 10)] * 10 + [(0, 10)] * 40)
+    assert even.value == uneven.value == 0.2
+    assert uneven.high - uneven.low > 2 * (even.high - even.low)

@@ -101,8 +101,9 @@ class StepLoop:
         hidden = None
         if plan.decoding or plan.parts:
             hidden = self._model.forward(step_batch(plan, self._scheduler.table), self._scheduler.table)
-        starting = [part.sequence for part in plan.parts if part.draws]
-        scoring = [part for part in plan.parts if part.scored_positions]
+        asked = [part for part in plan.parts if part.wanted < part.stop]
+        starting = [part.sequence for part in asked if not part.sequence.is_scoring]
+        scoring = [part for part in asked if part.sequence.is_scoring]
         count = len(plan.decoding) + len(starting)
         logits = self._drawing_logits(plan.ready, hidden, count)
         sequences = plan.ready + plan.decoding + starting
@@ -118,6 +119,7 @@ class StepLoop:
                 if index >= len(sequences) - len(starting) and not math.isnan(logprob):
                     self._share(sequences[index], logits[index])
                 self._grow(sequences[index], token, logprob)
+        self._score_firsts(scoring)
         for part, logprobs, last in scored:
             self._note_scores(part, logprobs, last)
 
@@ -151,7 +153,7 @@ class StepLoop:
         firsts = [0]
         for part in parts:
             ids = part.sequence.ids
-            targets += ids[part.scored_positions.start + 1 : part.stop + 1]
+            targets += ids[part.wanted + 1 : part.stop + 1]
             if part.stop == len(ids):
                 ends.append(len(targets))
                 targets.append(0)  # nothing follows the end, so any will do
@@ -183,11 +185,22 @@ class StepLoop:
             self._replies.append(Sampled(sequence.ticket, ids, ended, tuple(sequence.logprobs), sequence.cached_tokens))
             self._scheduler.finish(sequence)
 
+    def _score_firsts(self, parts: list[Part]) -> None:
+        """Suffixes that begin where the cache remembers logits have their first token scored by those."""
+        known = [
+            (part.sequence, part.sequence.known_logits)
+            for part in parts
+            if part.start == part.sequence.first_scored and part.sequence.known_logits is not None
+        ]
+        if known:
+            tokens = [sequence.ids[sequence.first_scored] for sequence, _ in known]
+            values = self._model.logprobs(torch.stack([logits for _, logits in known]), tokens)
+            for (sequence, _), value in zip(known, values, strict=True):
+                sequence.logprobs.append(value)
+            self._stats.free_tokens += len(known)
+
     def _note_scores(self, part: Part, logprobs: list[float], last: Tensor | None) -> None:
         sequence = part.sequence
-        if part.start == sequence.first_scored and sequence.known_logits is not None:
-            sequence.logprobs += self._model.logprobs(sequence.known_logits.unsqueeze(0), [sequence.ids[part.start]])
-            self._stats.free_tokens += 1
         is_done = last is not None
         sequence.logprobs += logprobs[:-1] if is_done else logprobs
         if math.isnan(sum(sequence.logprobs)):
@@ -223,7 +236,7 @@ class StepLoop:
         stats.step_sequences += plan.size
         stats.largest_batch = max(stats.largest_batch, plan.size)
         stats.free_tokens += len(plan.ready)
-        for sequence, start, stop in plan.parts:
+        for sequence, start, stop, _ in plan.parts:
             fed = max(0, min(stop, sequence.first_scored) - start)
             stats.prefilled_tokens += fed - (not sequence.is_scoring and bool(sequence.logprobs))
         for sequence in self._scheduler.admitted:

@@ -33,6 +33,11 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name != "num_single")
 
 
+def _address(array: NDArray[Any]) -> int:
+    """What `array.ctypes.data` says, in half the time: a small step asks for a dozen."""
+    return torch.from_numpy(array).data_ptr()
+
+
 def _floats(rows: int, columns: int) -> _Floats:
     return np.empty((rows, columns), dtype=np.float32)
 
@@ -122,9 +127,9 @@ class NativeModel:
         step = self._step
         step.num_tokens, step.num_sequences = len(batch.tokens), len(batch.rows)
         step.num_wanted, step.table_width = len(batch.wanted), table.shape[1]
-        step.table, step.hidden = table.ctypes.data, hidden.ctypes.data
+        step.table, step.hidden = _address(table), _address(hidden)
         for name in _ARRAYS:
-            setattr(step, name, getattr(batch, name).ctypes.data)
+            setattr(step, name, _address(getattr(batch, name)))
         self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(step))
         return torch.from_numpy(hidden)
 
@@ -149,11 +154,11 @@ class NativeModel:
             len(tokens),
             len(ends),
             hidden.data_ptr(),
-            wanted.ctypes.data,
-            places.ctypes.data,
-            logprobs.ctypes.data,
+            _address(wanted),
+            _address(places),
+            _address(logprobs),
             kept.data_ptr(),
-            self._logits.ctypes.data,
+            _address(self._logits),
         )
         self._library.atts_score(ctypes.byref(scoring), self._threads)
         values: list[float] = logprobs.tolist()
@@ -171,10 +176,10 @@ class NativeModel:
             rows,
             vocabulary,
             laws.temperature.data_ptr(),
-            numbers.ctypes.data,
+            _address(numbers),
             tokens.data_ptr(),
             logprobs.data_ptr(),
-            self._draw_scratch.ctypes.data,
+            _address(self._draw_scratch),
         )
         return Drawn(tokens, logprobs)
 
@@ -182,7 +187,7 @@ class NativeModel:
         """Each row's token under the raw law."""
         rows, vocabulary = logits.shape
         wanted, logprobs = np.array(tokens, dtype=np.int64), np.empty(rows, dtype=np.float32)
-        self._library.atts_logprobs(logits.data_ptr(), rows, vocabulary, wanted.ctypes.data, logprobs.ctypes.data)
+        self._library.atts_logprobs(logits.data_ptr(), rows, vocabulary, _address(wanted), _address(logprobs))
         values: list[float] = logprobs.tolist()
         return values
 

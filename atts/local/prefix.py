@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -19,13 +20,13 @@ class Node:
     ids: TokenIds
     slots: Slots
     parent: Node | None
+    end: int  # how many tokens a sequence that ends here has
     children: dict[int, Node] = field(default_factory=dict[int, "Node"])
     locks: int = 0  # sequences that read through this node
     used: int = 0  # when it was last of use
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The longest known prefix of some ids: the node where it ends and the slots along the way."""
 
     node: Node
@@ -47,7 +48,7 @@ class PrefixTree:
     """
 
     def __init__(self, max_logits: int) -> None:
-        self._root = Node((), _NO_SLOTS, None, locks=1)
+        self._root = Node((), _NO_SLOTS, None, 0, locks=1)
         self._clock = 0
         self._held = self._locked = 0
         self._logits: OrderedDict[int, tuple[Node, Tensor]] = OrderedDict()
@@ -65,8 +66,11 @@ class PrefixTree:
 
     def match(self, ids: TokenIds, limit: int) -> Match:
         """What is known of the first `limit` ids; splits a node where the match ends inside it."""
+        return self._walk(self._root, ids, limit)
+
+    def _walk(self, node: Node, ids: TokenIds, limit: int) -> Match:
         self._clock += 1
-        node, at, runs = self._root, 0, list[Slots]()
+        at, runs = 0, list[Slots]()
         while at < limit:
             child = node.children.get(ids[at])
             if child is None:
@@ -77,26 +81,28 @@ class PrefixTree:
             child.used = self._clock
             runs.append(child.slots)
             node, at = child, at + shared
-        return Match(node, np.concatenate(runs) if runs else _NO_SLOTS)
+        return Match(node, np.concatenate(runs) if len(runs) > 1 else runs[0] if runs else _NO_SLOTS)
 
-    def insert(self, ids: TokenIds, slots: Slots) -> Match:
+    def insert(self, ids: TokenIds, slots: Slots, after: Node | None = None) -> Match:
         """Make `ids` known: the node where they end, and the slots of the part that was known before.
 
+        They follow those of `after`, where it is given: then nothing before it is looked at again.
         The tree takes the other slots over; the caller reads the known part from the tree's slots and frees its own.
         """
-        found = self.match(ids, len(ids))
+        found = self._walk(after or self._root, ids, len(ids))
         known = found.length
         if known == len(ids):
             return found
-        leaf = Node(ids[known:], slots[known:].copy(), found.node, used=self._clock)
+        leaf = Node(ids[known:], slots[known:].copy(), found.node, found.node.end + len(ids) - known, used=self._clock)
         found.node.children[ids[known]] = leaf
         self._held += len(leaf.slots)
         return Match(leaf, found.slots)
 
-    def lock(self, node: Node) -> None:
-        """Keep this node and all before it."""
+    def lock(self, node: Node, after: Node | None = None) -> None:
+        """Keep this node and all before it; who has `after` locked already may name it, and move that lock so."""
         step: Node | None = node
-        while step is not None:
+        while step is not after:
+            assert step is not None, "the node to lock does not follow the one that is locked"
             if step.locks == 0:
                 self._locked += len(step.slots)
             step.locks += 1
@@ -159,7 +165,14 @@ class PrefixTree:
     def _split(self, child: Node, at: int) -> Node:
         """Cut a node in two; the lower part stays the same object, so locks on it and its logits stay right."""
         assert child.parent is not None, "the root has no ids to cut"
-        upper = Node(child.ids[:at], child.slots[:at].copy(), child.parent, locks=child.locks, used=child.used)
+        upper = Node(
+            child.ids[:at],
+            child.slots[:at].copy(),
+            child.parent,
+            child.end - len(child.ids) + at,
+            locks=child.locks,
+            used=child.used,
+        )
         child.parent.children[child.ids[0]] = upper
         upper.children[child.ids[at]] = child
         child.ids, child.slots, child.parent = child.ids[at:], child.slots[at:].copy(), upper

@@ -27,18 +27,7 @@ class Part(NamedTuple):
     sequence: Sequence
     start: int
     stop: int
-
-    @property
-    def draws(self) -> bool:
-        """Whether a token is drawn after it."""
-        return not self.sequence.is_scoring and self.stop == len(self.sequence.ids)
-
-    @property
-    def scored_positions(self) -> range:
-        """Positions whose logits score the token that follows, or are kept for who goes on from the end."""
-        if not self.sequence.is_scoring:
-            return range(0)
-        return range(max(self.start, self.sequence.first_scored - 1), self.stop)
+    wanted: int  # positions from here on are drawn after, score what follows them, or are kept for who goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +129,7 @@ class Scheduler:
         singles: list[Part] = []
         longer: list[Part] = []
         ready: list[Sequence] = []
-        num_decoding = sum(sequence.is_decoding for sequence in self._running)
+        num_decoding = sum([sequence.is_decoding for sequence in self._running])
         budget = max(self._chunk - num_decoding, (self._chunk + 3) // 4)
         for sequence in self._running.copy():
             if sequence.is_decoding:
@@ -153,20 +142,26 @@ class Scheduler:
             else:
                 stop = min(len(sequence.ids), sequence.computed + budget)
                 if stop > sequence.computed and self._reserve(sequence, stop):
-                    part = Part(sequence, sequence.computed, stop)
-                    budget -= stop - sequence.computed
-                    (singles if part.stop - part.start == 1 else longer).append(part)
+                    start = sequence.computed
+                    budget -= stop - start
+                    (singles if stop - start == 1 else longer).append(
+                        Part(sequence, start, stop, _wanted(sequence, stop))
+                    )
         return Plan(decoding, singles + longer, ready)
 
     def settle(self, sequence: Sequence) -> None:
         """Share what is computed of this sequence with all others, and read what they computed alike."""
-        row = self.table[sequence.row]
-        found = self._tree.insert(tuple(sequence.ids[: sequence.computed]), row[: sequence.computed])
-        assert sequence.node is not None, "a running sequence holds a lock"
-        self._tree.lock(found.node)
-        self._tree.unlock(sequence.node)
-        self._pool.give([row[sequence.owned : found.length]] if found.length > sequence.owned else [])
-        row[: found.length] = found.slots
+        row, node, owned = self.table[sequence.row], sequence.node, sequence.owned
+        assert node is not None, "a running sequence holds a lock"
+        found = self._tree.insert(
+            tuple(sequence.ids[node.end : sequence.computed]), row[node.end : sequence.computed], node
+        )
+        self._tree.lock(found.node, node)
+        known = node.end + found.length
+        if known > owned:
+            self._pool.give([row[owned:known]])
+            row[owned : node.end] = node.slots[len(node.slots) - (node.end - owned) :]
+            row[node.end : known] = found.slots
         sequence.node, sequence.owned = found.node, sequence.computed
 
     def _admit(self) -> None:
@@ -205,7 +200,10 @@ class Scheduler:
         if not sequence.was_admitted:
             sequence.was_admitted, sequence.cached_tokens = True, known
             self.admitted.append(sequence)
-        insort(self._running, sequence, key=lambda other: other.order)
+        if self._running and sequence.order < self._running[-1].order:
+            insort(self._running, sequence, key=lambda other: other.order)
+        else:
+            self._running.append(sequence)
         return True
 
     def _fits(self, count: int) -> bool:
@@ -241,11 +239,10 @@ class Scheduler:
         return True
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
+        if count <= self._pool.free:
+            return True
         for victim in self._victims(sequence):
-            missing = count - self._pool.free
-            if missing <= 0:
-                return True
-            self.evict(missing)
+            self.evict(count - self._pool.free)
             if self._pool.free >= count:
                 return True
             if victim is not None:
@@ -285,31 +282,34 @@ class Scheduler:
         sequence.computed = sequence.owned = sequence.capacity = 0
 
 
+def _wanted(sequence: Sequence, stop: int) -> int:
+    """The first position before `stop` whose hidden state anybody asks for; `stop` when none is."""
+    if sequence.is_scoring:
+        return min(stop, max(sequence.computed, sequence.first_scored - 1))
+    return stop - (stop == len(sequence.ids))
+
+
 def step_batch(plan: Plan, table: Slots) -> StepBatch:
     """The plan as arrays; wanted are the tokens that are drawn after, decoding ones first, then those that score."""
     if not plan.parts:
         return _decoding_batch(plan.decoding, table)
-    parts = [*[Part(s, s.computed, len(s.ids)) for s in plan.decoding], *plan.parts]
-    counts = np.array([part.stop - part.start for part in parts], dtype=np.int64)
+    parts = [*[Part(s, s.computed, len(s.ids), s.computed) for s in plan.decoding], *plan.parts]
+    ids = chain.from_iterable([s.ids[start:stop] for s, start, stop, _ in parts])
+    numbers = [(s.row, start, stop, wanted, s.is_scoring) for s, start, stop, wanted in parts]
+    rows, begins, lengths, wanted, is_scoring = np.array(numbers, dtype=np.int64).T.copy()
+    counts, tails = lengths - begins, lengths - wanted
     starts = np.zeros(len(parts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=starts[1:])
-    lengths = np.array([part.stop for part in parts], dtype=np.int64)
-    rows = np.array([part.sequence.row for part in parts], dtype=np.int64)
-    fed = chain.from_iterable([s.ids[start:stop] for s, start, stop in parts])
-    tokens = np.fromiter(fed, dtype=np.int64, count=int(starts[-1]))
-    positions = np.arange(len(tokens)) - np.repeat(starts[:-1] - lengths + counts, counts)
-    slots = table[np.repeat(rows, counts), positions].astype(np.int64)
-    drawn: list[int] = []
-    scored: list[int] = []
-    for part, first in zip(parts, starts.tolist()[:-1], strict=True):
-        if part.draws:
-            drawn.append(first + part.stop - part.start - 1)
-        else:
-            at = part.scored_positions
-            scored += range(first + at.start - part.start, first + at.stop - part.start)
-    wanted = np.array(drawn + scored, dtype=np.int64)
-    tails = np.array([1 if part.draws else len(part.scored_positions) for part in parts], dtype=np.int64)
-    return StepBatch(tokens, positions, slots, rows, starts, lengths, tails, int((counts == 1).sum()), wanted)
+    counts.cumsum(out=starts[1:])
+    tokens = np.fromiter(ids, dtype=np.int64, count=int(starts[-1]))
+    positions = np.arange(len(tokens)) + (begins - starts[:-1]).repeat(counts)
+    slots = table.take((rows * table.shape[1]).repeat(counts) + positions).astype(np.int64)
+    drawn = starts[1:][(is_scoring == 0) & (tails > 0)] - 1
+    scores = tails * is_scoring
+    scored = np.arange(scores.sum()) + (starts[1:] - scores.cumsum()).repeat(scores)
+    num_single = int((counts == 1).sum())
+    return StepBatch(
+        tokens, positions, slots, rows, starts, lengths, tails, num_single, np.concatenate([drawn, scored])
+    )
 
 
 def _decoding_batch(sequences: list[Sequence], table: Slots) -> StepBatch:

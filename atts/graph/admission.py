@@ -9,6 +9,9 @@ import anyio
 
 from atts.errors import OptionError
 
+# How much may wait, per rollout in flight, for what is no engine's work, such as grading.
+CONCLUDING_PER_PLACE = 4
+
 
 class Gang(Protocol):
     """Rollouts that were submitted together and may be started."""
@@ -32,16 +35,18 @@ class Admission:
     """Places for rollouts in flight.
 
     Waiting rollouts are started in the order of (priority, problem, submission). The next problem is opened only when
-    no rollout waits and a place is free, so what is open stays in proportion to what is in flight.
+    no rollout waits and a place is free, and not while too many that ended wait for what comes after them: so what is
+    open stays in proportion to what is in flight, and whoever is slower than the engines holds them back.
     """
 
-    __slots__ = ("_queue", "_rooms", "_submitted", "in_flight", "open", "opening", "places")
+    __slots__ = ("_queue", "_rooms", "_submitted", "concluding", "in_flight", "open", "opening", "places")
 
     def __init__(self, places: int) -> None:
         if places < 1:
             raise OptionError("rollouts", f"{places} in flight would admit nothing; give at least 1")
         self.places = places
         self.in_flight = 0
+        self.concluding = 0  # rollouts that ended, of problems that wait for something else than engines
         self.open = 0  # problems
         self.opening = 0  # of these, how many have not submitted a rollout yet: each counts as one rollout
         self._queue: list[tuple[int, int, int, Gang]] = []
@@ -88,6 +93,8 @@ class Admission:
     def has_room(self) -> bool:
         """Whether another problem should be opened now."""
         if self.in_flight + self.opening >= self.places or self.open >= 2 * self.places:
+            return False
+        if self.concluding >= CONCLUDING_PER_PLACE * self.places:
             return False
         return not any(gang.unstarted for *_, gang in self._queue)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import anyio
@@ -36,6 +37,21 @@ class ProblemScope(Caller):
         """End this problem: its function, its rollouts, their calls; nothing of any other."""
         self.why = self.why or why
         self.cancel_scope.cancel()
+
+    @contextmanager
+    def concluding(self, rollouts: int) -> Generator[None]:
+        """While so many ended rollouts of this problem wait for something slower than engines, such as a grader.
+
+        No problem is opened while more of them wait, over all problems, than a few for every place: what cannot be
+        concluded at the speed of the engines is not piled up.
+        """
+        admission = self.run.admission
+        admission.concluding += rollouts
+        try:
+            yield
+        finally:
+            admission.concluding -= rollouts
+            admission.dispatch()
 
     async def rollouts(
         self,

@@ -227,7 +227,7 @@ class _Run:
         outcome = await self._attempt(problem, context, scope)
         if self._state.is_over(problem.id):
             return self._recalled_line(problem.id)  # it was over before, and is only lived through again
-        with self._session.stop.counted():
+        with self._session.stop.counted(), scope.concluding(len(outcome.rollouts)):
             line = await self._conclude(outcome, record)
         if self._session.directory is None and self._session.keep == "lines":
             self._kept.append(outcome)

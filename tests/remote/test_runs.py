@@ -93,8 +93,9 @@ async def test_every_problem_ends_once_while_servers_fail_and_restart(
     assert all(outcome.status in ("answered", "unanswered") for outcome in result.outcomes())
     for server in servers:
         server.faults = ServerFaults()
-    await anyio.sleep(0.1)
-    assert [server.running for server in servers] == [0, 0, 0]
+    with anyio.fail_after(20):
+        while any(server.running for server in servers):  # noqa: ASYNC110
+            await anyio.sleep(0.01)
 
 
 @pytest.mark.anyio
@@ -107,7 +108,7 @@ async def test_a_run_that_is_stopped_leaves_servers_idle(plan: tuple[Plan, list[
             while not any(server.calls for server in servers[1:]) or not any(server.running for server in servers):  # noqa: ASYNC110
                 await anyio.sleep(0.002)
         group.cancel_scope.cancel()
-    with anyio.fail_after(3):
+    with anyio.fail_after(20):
         while any(server.running for server in servers):  # noqa: ASYNC110
             await anyio.sleep(0.01)
 
@@ -181,7 +182,7 @@ async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
         with pytest.raises(UnsupportedByEngine, match="refused the API key.*ATTS_API_KEY") as refused:
             await evaluate(toy_problems(40, 5), todo, Session(signals="ignore"))
     assert "secret" not in str(refused.value)
-    with anyio.fail_after(3):
+    with anyio.fail_after(20):
         while server.running:  # noqa: ASYNC110
             await anyio.sleep(0.01)
 
@@ -203,7 +204,9 @@ def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) ->
     finally:
         run.kill()
     assert run.returncode == 130, (out, said)
-    time.sleep(0.1)
+    deadline = time.monotonic() + 20
+    while server.running and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert server.running == 0
 
 

@@ -62,6 +62,7 @@ class Order:
     room: int | None = None  # bytes this session can write into its journal
     then: Literal["die", "refuse"] = "die"  # at the first byte beyond: SIGKILL in mid-write, or no space left
     signals: Literal["heed", "ignore"] = "ignore"
+    slowness: float = 1.0  # of the engines: time for whoever wants to meet this child at work
 
 
 class CountingEngine(ScriptedEngine):
@@ -136,7 +137,8 @@ def play(order: Order) -> int:
     """One child: evaluate, whatever is there already, and say how it went."""
     directory = Path(order.directory)
     directory.mkdir(parents=True, exist_ok=True)
-    latency = Latency(per_sample=0.004, per_score=0.002, jitter=1.0)
+    slowness = order.slowness
+    latency = Latency(per_sample=0.004 * slowness, per_score=0.002 * slowness, jitter=1.0)
     draft, target = CountingEngine("draft", latency=latency), CountingEngine("target", latency=latency)
     draft.notes = target.notes = os.open(directory / CALLS, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     plan = Plan(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,7 +64,7 @@ def test_ten_kills(crashing: ModuleType, children: Any, whole: Path, tmp_path: P
 
 def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_path: Path) -> None:
     """While one process runs, another one ends at once with the documented exit code; the first is not disturbed."""
-    child = children.start(crashing.Order(str(tmp_path)))
+    child = children.start(crashing.Order(str(tmp_path), slowness=4.0))
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or not journal.stat().st_size:
         time.sleep(0.001)
@@ -81,7 +82,7 @@ def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_pa
 def test_ctrl_c(crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, times: int) -> None:
     """Once: calls in flight finish and are saved. Twice: they are dropped. Either way 130, and the run can go on."""
     order = crashing.Order(str(tmp_path), signals="heed")
-    child = children.start(order)
+    child = children.start(replace(order, slowness=8.0))  # it must not be done before it hears of it
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or journal.stat().st_size < 20_000:
         time.sleep(0.001)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +25,7 @@ from atts.journal import (
     Graded,
     NodeFinished,
     OutcomeReached,
+    ProblemStarted,
     ProblemTimed,
     RolloutTimed,
     Sampled,
@@ -307,7 +310,7 @@ async def one_call(problem: Problem, policy: Policy, context: Context, scope: Pr
         context.listener.turned(grown, grown.turns[0])
         return grown
 
-    results = await scope.rollouts(rollout, 2)
+    results = await scope.rollouts(rollout, policy.samples)
     return Outcome(problem, tuple(result.value for result in results if result.value), None, status="unanswered")
 
 
@@ -394,14 +397,52 @@ def _is_ours(kind: type) -> bool:
 
 
 def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
-    """With the journal on and nothing kept, what lives after 200 problems is what lived after 20: those in flight."""
+    """With the journal on and nothing kept, what lives after 200 problems is what lived after 20: those in flight.
+
+    How many wait for a thread or for the disk at these two moments is the machine's business: up to sixteen problems.
+    Kept for good, even one value in two problems would be 90 more.
+    """
     problems = (Problem(f"p{number}", f"Start at {number % 90}. +1. What is the result?") for number in range(220))
     census = Census("p20", "p200")
     gc.collect()
     before = sum(type(thing) is Problem for thing in gc.get_objects())  # other tests keep theirs
     plan = world.plan(pipeline=one_call, rollouts=8, draft=ScriptedEngine("draft"), limits={"draft": Limit(4)})
+    plan = replace(plan, policy=replace(plan.policy, samples=2))
     world.run(plan, world.session(keep="nothing", dataset="stream", listeners=[census]), problems)
     early, late = census.counts
-    growth = {name: late[name] - early[name] for name in late if late[name] > early[name] + 8}
-    assert not growth
-    assert late["atts.core.Problem"] - before < 30
+    assert not {name: late[name] - early[name] for name in late if late[name] >= early[name] + 90}
+    assert late["atts.core.Problem"] - before < 90
+
+
+class Crowd(Diary):
+    """Counts the problems that were begun and are not over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = self.most = 0
+
+    def heard(self, event: Heard) -> None:
+        """Forget it, after counting."""
+        self.open += isinstance(event, ProblemStarted) - isinstance(event, OutcomeReached)
+        self.most = max(self.most, self.open)
+
+
+def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
+    """What waits for its grading is in proportion to what may be in flight, however far the engines could run ahead."""
+    one_at_a_time = threading.Lock()
+    usual = world.plan(rollouts=4, draft=ScriptedEngine("draft"))
+
+    def slow(answer: str, problem: Problem) -> Any:
+        with one_at_a_time:
+            time.sleep(0.02)
+        return usual.grade(answer, problem)
+
+    async def answering(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+        outcome = await one_call(problem, policy, context, scope)
+        return replace(outcome, answer="0", status="answered")
+
+    crowd = Crowd()
+    plan = replace(usual, pipeline=answering, grade=slow, policy=replace(usual.policy, samples=8))
+    result = world.run(plan, world.session(listeners=[crowd]), problems=24)
+    assert len(result.problems) == 24
+    assert crowd.most <= 4  # by their number alone eight might be open

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -115,19 +115,23 @@ class Tracking:
     term.
 
     After a decision it moves by step * scale * (escalated - rate), and `integral` leans it against the sum of all
-    errors, saturating with it. `scale` is the mean distance from the median of the first `warm` scores, then fixed;
-    before, the nominal rate decides. For scores that stay within b of each other |realised - rate| <= (b / (step *
-    scale) + 1) / T.
+    errors, saturating with it. It starts from the first `warm` scores: at their quantile, with their mean distance from
+    the median as scale; before, the nominal rate decides. Once the mean distance of all scores is over twice the scale
+    (first turns may score much alike), it becomes the scale. While one scale counts, for scores that stay within b of
+    each other, the sum of errors moves by at most b / (step * scale) + 1.
     """
 
-    __slots__ = ("_first", "_integral", "_owed", "_rate", "_scale", "_step", "_threshold", "_warm")
+    __slots__ = ("_distance", "_integral", "_last", "_middle", "_owed", "_rate", "_scale", "_seen", "_step",
+                 "_threshold", "_warm")  # fmt: skip
 
     def __init__(self, rate: float, step: float, integral: float = 0.0, warm: int = 20) -> None:
         if not 0 < step < math.inf:
             raise CalibrationInputError("step", step, "a positive number")
         self._rate, self._step, self._integral, self._warm = rate, step, integral, warm
-        self._first = list[float]()
+        self._last = deque[float](maxlen=warm)
         self._threshold = self._scale = self._owed = 0.0
+        self._middle = self._distance = 0.0  # the first median, and the sum of all distances from it
+        self._seen = 0
 
     def level(self, badness: float, question: str, turn: int) -> float:
         if not self._scale or not 0 < self._rate < 1:
@@ -139,31 +143,52 @@ class Tracking:
         self._owed += self._rate - escalated
         if self._scale:
             self._threshold += self._step * self._scale * (escalated - self._rate)
-        elif badness is not None and math.isfinite(badness):
-            insort(self._first, badness)
-            if len(self._first) >= self._warm:
-                self._start()
+        if badness is None or not math.isfinite(badness):
+            return
+        self._last.append(badness)
+        self._seen += 1
+        if self._scale:
+            self._distance += abs(badness - self._middle)
+            if self._distance > 2 * self._scale * self._seen:
+                self._scale = self._distance / self._seen
+        elif len(self._last) == self._warm:  # as long as they are all equal, wait for another
+            self._start()
 
     def _start(self) -> None:
-        middle = self._first[len(self._first) // 2]
-        self._scale = math.fsum(abs(score - middle) for score in self._first) / len(self._first)
-        self._threshold = self._first[min(len(self._first) - 1, int((1 - self._rate) * len(self._first)))]
-        self._first = self._first[1:] if not self._scale else []  # equal scores so far: wait for another
+        ordered = sorted(self._last)
+        self._middle = ordered[self._warm // 2]
+        self._scale = math.fsum(abs(score - self._middle) for score in ordered) / self._warm
+        self._distance = self._scale * self._seen
+        self._threshold = ordered[min(self._warm - 1, int((1 - self._rate) * self._warm))]
 
     def state(self) -> dict[str, Any]:
-        return {"first": self._first, "threshold": self._threshold, "scale": self._scale, "owed": self._owed}
+        sums = {"middle": self._middle, "distance": self._distance, "seen": self._seen}
+        return {
+            "last": list(self._last),
+            "threshold": self._threshold,
+            "scale": self._scale,
+            "owed": self._owed,
+            **sums,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._first = [float(score) for score in state["first"]]
+        self._last = deque(map(float, state["last"]), maxlen=self._warm)
         self._threshold, self._scale = float(state["threshold"]), float(state["scale"])
-        self._owed = float(state["owed"])
+        self._owed, self._middle = float(state["owed"]), float(state["middle"])
+        self._distance, self._seen = float(state["distance"]), int(state["seen"])
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        self._owed += state["owed"]
+        owed = self._owed + state["owed"]
         if not self._scale:
-            self._threshold, self._scale = float(state["threshold"]), float(state["scale"])
+            before = list(self._last)
+            self.restore(state)
+            self._last.extendleft(reversed(before[: self._warm - len(self._last)]))
         elif state["scale"]:
             self._threshold = (self._threshold + state["threshold"]) / 2
+            self._scale = max(self._scale, float(state["scale"]))
+            self._distance += state["distance"]
+            self._seen += int(state["seen"])
+        self._owed = owed
 
 
 class Feedback:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from atts.calibration.likeness import compare
 from atts.calibration.martingale import SimpleJumper
 from atts.calibration.ranks import Ranks
+from atts.calibration.repeats import Repeats, copied
 from atts.calibration.samples import QuestionSample
 from atts.calibration.stored import StoredScores
 from atts.errors import CalibrationInputError, OptionError
@@ -21,10 +20,11 @@ POLICIES: tuple[Policy, ...] = ("recalibrate", "widen", "escalate", "report")
 Kind = Literal["duplicates", "shift", "martingale"]
 
 _LOOKS = (  # after so many scores, with this share of the false-alarm level
-    *((64, 0.03), (100, 0.03), (160, 0.04), (300, 0.66)),
-    *((300 << doublings, 0.03) for doublings in range(1, 5)),
+    *((64, 0.03), (100, 0.03), (160, 0.03), (300, 0.77)),
+    *((600, 0.03), (1500, 0.03), (4800, 0.03)),
 )
-_MARTINGALE = 0.05  # its share
+_COPIED = 0.003  # the share of each look for repeats in the stored questions that live ones do not show
+_MARTINGALE = 0.029  # its share
 _SLACK = 3.5  # an alarm also needs p below so many times its level were the stored questions a sample themselves
 _FEWEST = 4  # live questions at a look, stored ones at all
 _KEPT = 512  # live questions remembered
@@ -46,32 +46,18 @@ class DriftEvent:
         return asdict(self)
 
 
-def duplicate_share(stored: StoredScores) -> float:
-    """The share of stored scores that repeat another one of the same question exactly; 0 for scores on a coarse grid.
-
-    Perplexities of sampled text are practically never equal, so a few per cent mean draws that were copied or
-    re-used. A score that is a mark out of ten ties by nature: where most values survive rounding to three decimals
-    nothing is said.
-    """
-    values = np.asarray(stored.badness, float)
-    finite = values[np.isfinite(values)]
-    raw = np.asarray(stored.scores, float)
-    raw = raw[np.isfinite(raw)]
-    if not len(finite) or float(np.mean(raw == np.round(raw, 3))) > 0.5:
-        return 0.0
-    pairs = set(zip(stored.questions, stored.badness, strict=True)) if stored.clustered else set(stored.badness)
-    return 1 - len(pairs) / len(stored.badness)
-
-
 class DriftMonitor:
     """Compares the questions of a run with the stored ones, as it goes.
 
-    The unit is the question, because scores of one question move together. After 64, 100, 160 and, with two thirds of
-    the level, 300 scores, then at four doublings, the levels and spreads of the latest questions are compared with the
-    stored ones as distributions; between the looks a martingale bets on the smoothed rank of each question among all
-    before it. The levels of all looks and of the martingale add up to less than `level`: that bounds the false alarms
+    The unit is the question, because scores of one question move together. After 64, 100, 160 and, with three quarters
+    of the level, 300 scores, then 600, 1,500 and 4,800, the levels and spreads of the latest questions are compared
+    with the stored ones as distributions; between the looks a martingale bets on the smoothed rank of each question
+    among all before it. The levels of all looks and of the martingale add up to `level`: that bounds the false alarms
     of a whole run whose questions are draws of the stored ones. Where the stored ones are themselves a sample of the
     law that the run draws from, it is at most 3.5 times as much.
+
+    Repeated scores that no sampling explains are an alarm at once. Those that siblings may have written alike are one
+    if the siblings of the run do not.
     """
 
     def __init__(self, stored: StoredScores, level: float = 0.007, policy: Policy = "recalibrate") -> None:
@@ -92,9 +78,9 @@ class DriftMonitor:
         self._scores = self._seen = self._looks = 0
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
-        share = duplicate_share(stored)
-        if share > 0.02:
-            self._alarm("duplicates", 0.0, f"{share:.0%} of the stored scores repeat another one of their question")
+        self._repeats = Repeats.of(stored)
+        if self._repeats.fault:
+            self._alarm("duplicates", 0.0, self._repeats.fault)
 
     @property
     def watching(self) -> bool:
@@ -128,6 +114,11 @@ class DriftMonitor:
             self._look()
         return self.events[-1] if self.events else None
 
+    def judge_alone(self) -> None:
+        """Alarm on repeats that only the scores of a run could explain, where there will be no run."""
+        if self.watching and self._repeats.doubt:
+            self._alarm("duplicates", 1.0, self._repeats.doubt)
+
     def _bet(self, mean: float, theta: float) -> None:
         below, equal = self._ranked.counts(mean)
         self._martingale.update((below + theta * (1 + equal)) / (len(self._ranked) + 1))
@@ -137,8 +128,13 @@ class DriftMonitor:
             self._alarm("martingale", p, "the questions' scores have moved away from those before them")
 
     def _look(self) -> None:
+        live = list(self._live.values())
+        p = copied(self._reference, live) if self._repeats.doubt else 1.0
+        if p <= self.level * _COPIED:
+            share = f"{self._repeats.within:.0%} of the stored scores repeat another one of their question"
+            return self._alarm("duplicates", p, f"{share}, those of the run do not: draws that were copied")
         level = self.level * _LOOKS[self._looks][1]
-        found = compare(self._reference, list(self._live.values()), level, self._looks)
+        found = compare(self._reference, live, level, self._looks)
         self._looks += 1
         if found.drawn <= level and found.exchangeable <= _SLACK * level:
             message = f"the scores of {found.questions} questions are not distributed like the stored ones"

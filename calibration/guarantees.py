@@ -111,8 +111,9 @@ def _tracking(facts: Facts) -> tuple[str, str]:
     return (
         f"for any sequence of scores within b of each other, b counted in mean distances from the median of the first "
         f"ones, the realised rate of T decisions is within (b / {step:g} + {_lean(facts):g}) / T of {facts.rate:g}",
-        "scores without bound; d decisions in flight add d / T; it says nothing about one chunk, one question or one "
-        "turn",
+        "scores without bound, or first ones so much alike that the unit had to be made larger later, by twice or "
+        "more, where every unit adds a bound of its own; d decisions in flight add d / T; it says nothing about one "
+        "chunk, one question or one turn",
     )
 
 

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
 from atts.calibration.conformal import coverage_interval, pac_threshold, split_rank, split_threshold
-from atts.calibration.drift import DriftMonitor, duplicate_share
+from atts.calibration.drift import DriftMonitor
 from atts.calibration.rates import Rate, exact_rate
+from atts.calibration.repeats import Repeats
 from atts.calibration.stored import StoredScores
 from atts.errors import CalibrationInputError
 
@@ -30,13 +31,13 @@ class TurnHealth:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Size, clustering, duplicates and thresholds of stored scores at one rate."""
+    """Size, clustering, repeats and thresholds of stored scores at one rate."""
 
     rate: float
     scores: int
     clusters: ClusterSummary
     infinite: int
-    duplicates: float  # share of scores that repeat another of their question
+    repeats: Repeats
     threshold: float  # split conformal: escalate above it
     careful_threshold: float  # PAC: at most the rate with probability 0.9 over the scores, were they independent
     long_run: tuple[float, float]  # where the long-run rate of the threshold is, were the scores independent (90 %)
@@ -48,8 +49,10 @@ class Health:
     def warnings(self) -> tuple[str, ...]:
         """What should stop or worry the reader."""
         found = list[str]()
-        if self.duplicates > 0.02:
-            found.append(f"{self.duplicates:.0%} of the scores repeat another one of their question: broken draws")
+        if self.repeats.fault:
+            found.append(self.repeats.fault)
+        if self.repeats.doubt:
+            found.append(f"{self.repeats.doubt}; `atts calibration check --live RUN` tells which")
         if self.infinite:
             found.append(f"{self.infinite} scores are infinite")
         if math.isinf(self.threshold):
@@ -77,7 +80,7 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
         len(stored),
         summary,
         int(np.isinf(badness).sum()),
-        duplicate_share(stored),
+        Repeats.of(stored),
         _score_at(stored, split_threshold(badness, rate)),
         _score_at(stored, pac_threshold(badness, rate, 0.1)),
         _long_run(len(stored), rate),
@@ -87,9 +90,15 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
     )
 
 
-def first_alarm(stored: StoredScores, live: StoredScores) -> DriftMonitor:
-    """A drift monitor of the stored scores that has watched the live ones in order."""
+def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> DriftMonitor:
+    """A drift monitor of the stored scores that has watched the live ones in order.
+
+    Without live ones, repeats that those could explain count as a fault: nobody else will look.
+    """
     monitor = DriftMonitor(stored, policy="report")
+    if live is None:
+        monitor.judge_alone()
+        return monitor
     for badness, question, turn in zip(live.badness, live.questions, live.turns, strict=True):
         if not monitor.watching:
             break

@@ -82,12 +82,12 @@ def _exchangeable(ours: Floats, theirs: Floats, draw: np.random.Generator) -> fl
 
 
 def _rank(*statistics: Floats) -> float:
-    """The share of runs, the first among them, with as small a harmonic mean of their p-values as the first has."""
-    inverse = np.zeros(len(statistics[0]))
+    """The share of runs, the first among them, with as small a product of their p-values as the first has."""
+    surprise = np.zeros(len(statistics[0]))
     for each in statistics:
         values = np.round(each, _DIGITS)
-        inverse += len(values) / (len(values) - np.searchsorted(np.sort(values), values, "left"))
-    return float(np.mean(inverse >= inverse[0] * (1 - 1e-12)))
+        surprise -= np.log(1 - np.searchsorted(np.sort(values), values, "left") / len(values))
+    return float(np.mean(surprise >= surprise[0] - 1e-9))
 
 
 def _bent(scores: Floats) -> Floats:

@@ -119,7 +119,7 @@ def fit(
 def report(
     file: Source, rate: Rate = 0.4, per_question: PerQuestion = None, scale: Scale = "perplexity", as_json: Json = False
 ) -> None:
-    """Say what stored scores can promise: size, clustering, duplicates, thresholds, and how certain those are.
+    """Say what stored scores can promise: size, clustering, repeats, thresholds, and how certain those are.
 
     Example: atts calibration report ppls_math500.npy --per-question 16 --rate 0.4
     """
@@ -152,7 +152,7 @@ def check(
     Example: atts calibration check scores.json --live runs/first
     """
     from atts.calibration.health import examine, first_alarm
-    from atts.calibration.stored import StoredScores, check_fingerprint
+    from atts.calibration.stored import check_fingerprint
 
     if file != "-" and Path(file).is_dir() and live is None:
         return check_run(Path(file), as_json)
@@ -161,12 +161,13 @@ def check(
     other = stored if live is None else _scores(str(live), None, scale, None)
     if live is not None and stored.fingerprint and other.fingerprint:
         check_fingerprint(file, stored.fingerprint, other.fingerprint)
-    monitor = first_alarm(stored, other if live is not None else StoredScores.of((), scale=stored.scale))
+    monitor = first_alarm(stored, None if live is None else other)
     events = [event.state() for event in monitor.events]
     if as_json:
         print(json.dumps(_plain({"ok": not events, "events": events, "warnings": health.warnings})))
     if events:
-        raise CheckFailed(f"{file}: {events[0]['message']} (noticed after {events[0]['scores']} scores)")
+        noticed = f" (noticed after {events[0]['scores']} scores)" if live is not None else ""
+        raise CheckFailed(f"{file}: {events[0]['message']}{noticed}")
     if not as_json:
         watched = f", {len(other)} live scores watched" if live is not None else ""
         print(f"{file}: nothing found against it ({len(stored)} scores{watched})")
@@ -283,7 +284,8 @@ def _print_replay(done: Replay) -> None:
 
 def _print_health(health: Health) -> None:
     print(f"{health.clusters}")
-    print(f"  duplicates                  {health.duplicates:.1%}")
+    print(f"  repeats in their question   {health.repeats.within:.1%}")
+    print(f"  repeats in another one      {health.repeats.across:.1%}")
     print(f"  escalate above              {_threshold(health.threshold)} (rate {health.rate:g})")
     print(f"  ... at most, 90 % sure      {_threshold(health.careful_threshold)} (were scores independent)")
     for words, (low, high) in (

@@ -10,7 +10,8 @@ import numpy as np
 from scipy import stats
 
 from atts.calibration import MODES, StoredScores, replay
-from atts.calibration.drift import DriftMonitor, duplicate_share
+from atts.calibration.drift import DriftMonitor
+from atts.calibration.repeats import Repeats
 from atts.calibration.samples import QuestionSample, features
 from scripts.studies.calibration_data import ARRAY, ORDERS, Records, arrays, arrivals, traces
 from scripts.studies.harness import Cell, Options, Table
@@ -71,10 +72,10 @@ def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
         back = [_after(found[own], stored, seed) for seed in range(runs)]
         shares = (sum(after is not None for after in each) / runs for each in (seen, back))
         effect, best = _effect(stored, found[own]), _oracle(stored, found[own])
-        rows.append((name, len(stored), f"{duplicate_share(stored):.0%}", effect, *shares, best))
+        rows.append((name, len(stored), f"{Repeats.of(stored).within:.0%}", effect, *shares, best))
     return Table(
         f"Share of {runs} runs of {own} that notice another array within {SCORES} scores",
-        ("loaded calibration", "scores", "duplicates", "difference of question levels (SD)", "noticed", "the other way",
+        ("loaded calibration", "scores", "repeats", "difference of question levels (SD)", "noticed", "the other way",
          "best possible"),
         tuple(rows),
         ("The two MATH arrays of the same models, and the one published under another name, are the same law: nothing "

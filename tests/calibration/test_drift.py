@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from atts.calibration import Calibrator, StoredScores
-from atts.calibration.drift import DriftMonitor, duplicate_share
+from atts.calibration.drift import DriftMonitor
 from atts.calibration.martingale import SimpleJumper
 from atts.errors import CalibrationInputError, OptionError
 
@@ -63,21 +63,6 @@ def test_scores_of_another_model_are_noticed_in_most_runs(part: str, least: int,
     """Other models and benchmarks, the last three within about one standard deviation: the study prints the power."""
     hits = sum(noticed_after(array_of(part), array_of(), seed) is not None for seed in range(20))
     assert hits >= least
-
-
-def test_duplicated_draws_are_noticed_before_the_first_score(array_of: ArrayOf) -> None:
-    """A published array with 12 % repeated draws, and a good one with a quarter of its draws copied."""
-    assert duplicate_share(array_of("e0abbf88")) == pytest.approx(1 - 212 / 240)
-    good = array_of().scores
-    copied = StoredScores.of([good[at - (at % 4 == 1)] for at in range(1600)], 16)
-    assert DriftMonitor(copied).events[0].kind == "duplicates"
-    assert not DriftMonitor(array_of()).events
-
-
-def test_scores_on_a_coarse_grid_are_not_called_duplicates() -> None:
-    """Marks out of ten tie by nature."""
-    marks = [1.0 + (k * 7 % 10) / 2 for k in range(400)]
-    assert duplicate_share(StoredScores.of(marks, 16)) == 0
 
 
 def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:

@@ -347,3 +347,15 @@ def test_a_mismatched_fingerprint_is_refused() -> None:
     for other in ({"model": "QwQ-32B", "temperature": 0.6}, {"model": "QwQ-32B"}, {}):
         with pytest.raises(FingerprintError, match="temperature"):
             Calibrator(0.4, stored=stored, fingerprint=other)
+
+
+def test_tracking_outgrows_first_scores_that_are_much_alike() -> None:
+    """First turns that score nearly alike must not set the unit of all later steps; stopped and restored as well."""
+    draw = random.Random(4)
+    alike, apart = [1 + draw.random() / 1e4 for _ in range(30)], [1 + draw.expovariate(0.5) for _ in range(3000)]
+    done = play(Calibrator(0.2, "tracking"), [*alike, *apart])
+    assert sum(done[30:]) == pytest.approx(600, abs=100)
+    assert sum(done[1030:]) == pytest.approx(400, abs=40)
+    half = Calibrator(0.2, "tracking")
+    first = play(half, [*alike, *apart[:400]])
+    assert first + play(Calibrator.restored(half.state()), apart[400:]) == done

@@ -13,6 +13,7 @@ import pytest
 from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay
 from atts.calibration.health import examine
 from atts.calibration.metrics import METRICS
+from atts.calibration.modes import DEFAULTS
 from atts.cli.app import run
 from atts.errors import CalibrationInputError
 
@@ -109,7 +110,7 @@ def test_every_mode_words_its_promise_with_its_numbers(mode: Mode) -> None:
         assert "64 stored" in done.guarantee
         assert "4 questions" in done.voided_by
     if mode == "aci":
-        assert f"{(0.65 + 0.02) / 0.02:.2f} / T" in done.guarantee
+        assert f"{(0.65 + DEFAULTS.aci_step) / DEFAULTS.aci_step:.2f} / T" in done.guarantee
     if mode in ("question", "question-turn"):
         assert "5 / n" in done.guarantee
 
@@ -175,7 +176,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     assert Calibrator.load(tmp_path / "c.json", fingerprint={"model": "m"}).p_value(99.0) > 0.99
     report = json.loads(atts("report", saved, "--json").stdout)
     assert report["clusters"]["clusters"] == 40
-    assert report["duplicates"] == 0
+    assert report["repeats"]["within"] == 0
     assert any("worth about" in warning for warning in report["warnings"])
     assert "escalate above" in atts("report", saved).stdout
     assert atts("check", saved).returncode == 0

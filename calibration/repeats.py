@@ -1,0 +1,87 @@
+"""Scores that are exactly equal: siblings that wrote the same chunk, or draws that were copied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from atts.calibration.samples import QuestionSample
+from atts.calibration.stored import StoredScores
+
+FEW = 0.02  # a share of repeats up to which nothing is said
+_CERTAIN = 1e-6  # as near to the end of the scale, chunks that were certain meet without being copied
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Which share of stored scores repeats another one, and where; all 0 for scores on a coarse grid, which tie anyway.
+
+    Siblings that wrote the same chunk have the same score, which is no fault: they are one draw for the purposes of
+    certainty, and the effective number of scores counts them so. The same score in two questions has no such reason.
+    """
+
+    within: float  # repeats of another score of the same question; of any other where questions are not known
+    across: float  # scores that another question has as well
+    spared: float  # questions that repeat nothing
+    clustered: bool
+
+    @classmethod
+    def of(cls, stored: StoredScores) -> Repeats:
+        """Counts; a score that is a mark out of ten ties by nature, so nothing is said where most are round."""
+        raw = np.asarray(stored.scores, float)
+        raw = raw[np.isfinite(raw)]
+        if not len(raw) or float(np.mean(raw == np.round(raw, 3))) > 0.5:
+            return cls(0.0, 0.0, 1.0, stored.clustered)
+        total = len(stored.badness)
+        if not stored.clustered:
+            return cls(1 - len(set(stored.badness)) / total, 0.0, 1.0, False)
+        counts = Counter(zip(stored.questions, stored.badness, strict=True))
+        holders = Counter(badness for _, badness in counts)
+        across = sum(n for (_, badness), n in counts.items() if holders[badness] > 1 and abs(badness) > _CERTAIN)
+        repeating = {question for (question, _), n in counts.items() if n > 1}
+        spared = 1 - len(repeating) / len(set(stored.questions))
+        return cls(1 - len(counts) / total, across / total, spared, True)
+
+    @property
+    def fault(self) -> str:
+        """What no sampling explains, in words; empty where there is nothing of the kind.
+
+        Where a law leads siblings to the same words it does so in most questions. Repeats in most questions may be
+        that, so only live questions can tell (`copied`).
+        """
+        if self.across > FEW:
+            return (
+                f"{self.across:.0%} of the stored scores occur in another question as well: no two chunks score alike"
+            )
+        if self.within > FEW and not self.clustered:
+            return f"{self.within:.0%} of the stored scores repeat another one, and their questions are not known"
+        if self.within > FEW and self.spared >= 0.5:
+            few = f"{1 - self.spared:.0%} of the questions"
+            return f"{self.within:.0%} of the stored scores are repeats, all in {few}: draws that were copied"
+        return ""
+
+    @property
+    def doubt(self) -> str:
+        """What may be a fault, or siblings that wrote the same chunk; empty where few scores repeat."""
+        if self.fault or self.within <= FEW:
+            return ""
+        return (
+            f"{self.within:.0%} of the scores repeat another one of their question: siblings that wrote the same "
+            "chunk, which is no fault, or copied draws"
+        )
+
+
+def copied(stored: QuestionSample, live: Sequence[Sequence[float]]) -> float:
+    """The p-value of live questions that repeat nothing, were they draws of stored ones of which so many do repeat.
+
+    Binomial, with one more stored question that repeats nothing than there is; 1 where live siblings are too few.
+    """
+    depth = stored.depth(live)
+    theirs = [len(set(scores[:depth])) == depth for scores in stored.questions if len(scores) >= depth]
+    ours = [len(set(scores[:depth])) == depth for scores in live if len(scores) >= depth]
+    spared = (sum(theirs) + 1) / (len(theirs) + 1)
+    return float(stats.binom.sf(sum(ours) - 1, len(ours), spared))

@@ -63,6 +63,7 @@ class Line:
         self._asked_again_at = 0  # characters: an answer before the last "wait" no longer ends the rollout
         self._earlier: str | None = None
         self._ahead: Chunk | None = None
+        self._loose = 0  # tokens written that have neither entered a turn nor been discarded by one
         self._read: tuple[str, str | None] = ("", None)  # the last text that was looked through, and its answer
         self._ids_after: tuple[Turn, ...] | None = None  # the turns that `_ids` belong to
         self._ids: dict[Role, TokenIds] = {}
@@ -96,6 +97,7 @@ class Line:
         """Forget what was written ahead: its prefix is not what entered the rollout."""
         if self._ahead is not None:
             self.count(Usage(wasted_tokens=self._ahead.tokens))
+            self._loose = max(0, self._loose - self._ahead.tokens)
         self._ahead = None
 
     async def write(self, role: Role, pending: Sequence[Chunk], attempt: int = 0, turn: int | None = None) -> Chunk:
@@ -158,6 +160,7 @@ class Line:
         self.siblings.rollouts[self.rollout.sample] = self.rollout
 
     def _conclude(self) -> None:
+        self._loose = 0 if self._ahead is None else self._ahead.tokens
         finish, answer, why = self._ending()
         if finish in ("answer", "end") and self.waits_left and self.room_left() > 1:
             self._wait(answer)
@@ -246,10 +249,16 @@ class Line:
 
     def _spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
         new, read = len(completion.ids), max(0, len(request.ids) - completion.cached_tokens)
+        self._loose += new
         if role == "draft":
             self.count(Usage(draft_tokens=new, draft_prefill_tokens=read, calls=1))
         else:
             self.count(Usage(target_tokens=new, target_prefill_tokens=read, calls=1))
+
+    def waste_unfinished(self) -> None:
+        """Nobody wants any more what was written since the last whole turn."""
+        self.count(Usage(wasted_tokens=self._loose))
+        self._ahead, self._loose = None, 0
 
     def count(self, usage: Usage) -> None:
         """Add to what this rollout cost."""

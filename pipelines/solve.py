@@ -68,9 +68,12 @@ def teach(gate: Learning, outcome: Outcome, siblings: Siblings, context: Context
 
 
 async def run_line(line: Line) -> Rollout:
-    """Turns until the rollout ends."""
-    while line.rollout.finish is None:
-        await turn(line)
+    """Turns until the rollout ends; one that is cut short leaves its whole turns, and what the last one cost."""
+    try:
+        while line.rollout.finish is None:
+            await turn(line)
+    finally:
+        line.waste_unfinished()
         line.scope.save(line.rollout)
     return line.rollout
 

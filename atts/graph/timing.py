@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,9 +22,15 @@ class StageTime:
     queue: float = 0.0  # for a slot
     compute: float = 0.0
 
-    def __add__(self, node: Node) -> StageTime:
-        """With one more node."""
-        return StageTime(self.nodes + 1, self.wait + node.wait, self.queue + node.queue, self.compute + node.compute)
+    @classmethod
+    def of(cls, nodes: Sequence[Node]) -> StageTime:
+        """These nodes' sums."""
+        wait = queue = compute = 0.0
+        for node in nodes:
+            wait += node.queued - node.ready
+            queue += node.started - node.queued
+            compute += node.ended - node.started
+        return cls(len(nodes), wait, queue, compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +81,13 @@ def measure(nodes: Iterable[Node], *, compute_bound: Collection[str] = COMPUTE_B
     (4.0, 3.0, 0.5, 0.0)
     """
     found = sorted(nodes)  # by id: a node has a higher id than those it waited for
-    stages: dict[str, StageTime] = {}
+    by_stage: dict[str, list[Node]] = {}
     busy: dict[str, float] = {}
     for node in found:
-        stages[node.stage] = stages.get(node.stage, StageTime()) + node
+        by_stage.setdefault(node.stage, []).append(node)
         if node.engine:
-            busy[node.engine] = busy.get(node.engine, 0.0) + node.compute
+            busy[node.engine] = busy.get(node.engine, 0.0) + (node.ended - node.started)
+    stages = {stage: StageTime.of(nodes) for stage, nodes in by_stage.items()}
     arithmetic = math.fsum(time.compute for stage, time in stages.items() if stage in compute_bound)
     return Timing(
         seconds=max((n.ended for n in found), default=0.0) - min((n.ready for n in found), default=0.0),
@@ -98,10 +105,11 @@ def _longest_chain(nodes: list[Node]) -> Path:
     before: dict[int, int] = {}
     for node in nodes:
         known = [other for other in node.after if other in ends]
-        last = max(known, key=ends.__getitem__, default=None)
-        ends[node.id] = node.compute + (0.0 if last is None else ends[last])
-        if last is not None:
-            before[node.id] = last
+        if known:
+            before[node.id] = last = known[0] if len(known) == 1 else max(known, key=ends.__getitem__)
+            ends[node.id] = node.ended - node.started + ends[last]
+        else:
+            ends[node.id] = node.ended - node.started
     if not ends:
         return Path(0.0, ())
     chain = [max(ends, key=ends.__getitem__)]

@@ -33,7 +33,15 @@ def decoder(hint: Any) -> Read:
 
     It takes the data over and may change it. It raises ValueError for data that is not of the type.
     """
-    fit = _fit(hint)
+    return _reading(_fit(hint))
+
+
+def fields_decoder(kind: type) -> Read:
+    """The same for a dataclass of which only the fields are wanted: checked, read, left in their dictionary."""
+    return _reading(_only(dict, _dataclass_reader(kind, lambda data: data), "an object"))
+
+
+def _reading(fit: Fit) -> Read:
 
     def decode(data: Any, texts: Texts) -> Any:
         read = fit(type(data))
@@ -44,7 +52,7 @@ def decoder(hint: Any) -> Read:
 
 def _fit(hint: Any) -> Fit:
     if is_dataclass(hint):
-        return _only(dict, _dataclass_reader(hint), "an object")
+        return _only(dict, _dataclass_reader(hint, lambda data: hint(**data)), "an object")
     if hint in _PLAIN:
         return _PLAIN[hint]
     origin, arguments = get_origin(hint), get_args(hint)
@@ -60,8 +68,8 @@ def _fit(hint: Any) -> Fit:
     return _only(dict, _mapping_reader(_fit(arguments[1])), "an object")
 
 
-def _dataclass_reader(kind: Any) -> Read:
-    """Field by field, with a plan made when a shape is first met."""
+def _dataclass_reader(kind: Any, make: Callable[[dict[str, Any]], Any]) -> Read:
+    """Field by field, with a plan made when a shape is first met; `make` has the last word."""
     hints = get_type_hints(kind)
     fits = {field.name: _fit(hints[field.name]) for field in fields(kind)}
     needed = [field.name for field in fields(kind) if default(field) is MISSING]
@@ -78,13 +86,14 @@ def _dataclass_reader(kind: Any) -> Read:
 
     def decode(data: dict[str, Any], texts: Texts) -> Any:
         shape = (*data, *map(type, data.values()))
-        if shape not in plans:
-            plans[shape] = plan(data)
-        for name, read in plans[shape]:
+        reads = plans.get(shape)  # asked once: a tuple's hash is counted anew each time
+        if reads is None:
+            reads = plans[shape] = plan(data)
+        for name, read in reads:
             data[name] = read(data[name], texts)
         if shares and data[_IDS[0]] == data.get(_IDS[1]):
             data[_IDS[1]] = data[_IDS[0]]  # a shared tokenizer: one tuple, as when it was written
-        return kind(**data)
+        return make(data)
 
     return decode
 

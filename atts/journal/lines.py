@@ -18,12 +18,15 @@ from typing import Any, BinaryIO
 
 from atts.errors import JournalCorrupt, JournalVersion
 from atts.journal.codec import Encoder, Texts, encoder
-from atts.journal.decoding import Read, decoder
+from atts.journal.decoding import Read, decoder, fields_decoder
 from atts.journal.events import KINDS, SCHEMA, Entry, Event, SessionOpened
 from atts.journal.files import storage
 
 _ESCAPED = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _WORDS: Mapping[type[Event], str] = MappingProxyType({kind: word for word, kind in KINDS.items()})
+
+Plain = Mapping[type[Event], Callable[[float, dict[str, Any]], None]]
+"""What takes the lines of some kinds as they stand: the run's clock, and their fields but those left at defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +66,24 @@ class LineWriter:
 
 
 def read_entries(
-    path: Path, on_end: Callable[[Tail], None] | None = None, kinds: Collection[type[Event]] | None = None
+    path: Path,
+    on_end: Callable[[Tail], None] | None = None,
+    kinds: Collection[type[Event]] | None = None,
+    plain: Plain = MappingProxyType({}),
 ) -> Iterator[Entry]:
     """Every event of a journal in order, without holding more than a line and the latest texts.
 
     The last line may be torn (its process was killed while writing): it does not count. `on_end` learns where the
     whole lines end. With `kinds` only such events are given out: other lines are checked, not decoded. A set of them
-    may change while reading.
+    may change while reading. Lines of a kind in `plain` are checked and handed to its function, in their turn, instead
+    of being given out: making no value of each is worth it where there is one for every engine call.
 
     :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
     :raises JournalVersion: a newer version wrote it.
     :raises StorageError: the file cannot be read.
     """
     with storage(path), path.open("rb") as file:
-        reader = _Reader(path, kinds)
+        reader = _Reader(path, kinds, plain)
         yield from reader.entries(file)
     if on_end is not None:
         on_end(reader.tail)
@@ -91,10 +98,11 @@ _number = decoder(float)
 
 
 class _Reader:
-    def __init__(self, path: Path, kinds: Collection[type[Event]] | None) -> None:
+    def __init__(self, path: Path, kinds: Collection[type[Event]] | None, plain: Plain) -> None:
         self._path = path
         self._texts = Texts()
-        self._decoders: dict[str, Read] = {word: decoder(kind) for word, kind in KINDS.items()}
+        self._decoders: dict[str, Read] = {word: decoder(kind) for word, kind in KINDS.items() if kind not in plain}
+        self._plain = {_WORDS[kind]: (fields_decoder(kind), take) for kind, take in plain.items()}
         self._kinds = kinds
         self._line = self._session = self._length = 0
 
@@ -108,7 +116,7 @@ class _Reader:
         for line in file:
             try:
                 check(line)
-                entry = None if self._is_passed_over(line) else self._entry(line)
+                entry = None if self._kinds is not None and self._is_passed_over(line) else self._entry(line)
             except ValueError as error:
                 if file.read(1):
                     raise self._corrupt(str(error)) from error
@@ -120,8 +128,9 @@ class _Reader:
 
     def _is_passed_over(self, line: bytes) -> bool:
         """Whether nobody asked for this event; texts it refers to count as used, as they did when it was written."""
-        found = _HEAD.match(line) if self._kinds is not None and self._line else None
-        if self._kinds is None or found is None or found[2] not in _PASSED or _PASSED[found[2]] in self._kinds:
+        found = _HEAD.match(line) if self._line else None
+        kind = None if found is None else _PASSED.get(found[2])
+        if found is None or kind is None or self._kinds is None or kind in self._kinds:
             return False
         self._count(int(found[1]))
         if b'"@' in line:
@@ -138,11 +147,15 @@ class _Reader:
         if word == "text":
             self._texts.learn(str(fields.get("id")), str(fields.get("text")))
             return None
-        if word not in self._decoders:
-            raise ValueError(f"it is of an unknown kind {word!r}")
         at, wall = fields.pop("at", None), fields.pop("wall", None)
         if type(at) is not float or type(wall) is not float:
             at, wall = _number(at, self._texts), _number(wall, self._texts)
+        if word in self._plain:
+            read, take = self._plain[word]
+            take(at, read(fields, self._texts))
+            return None
+        if word not in self._decoders:
+            raise ValueError(f"it is of an unknown kind {word!r}")
         event = self._decoders[word](fields, self._texts)
         if word == "session-opened":
             self._session = event.session

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +36,7 @@ from atts.journal import (
     read_entries,
 )
 from atts.journal.events import VerdictStatus
-from atts.reports.nodes import NodeClock
+from atts.reports.nodes import NodeClock, is_live
 from atts.reports.pages import Pages
 
 AUDIT = 4000
@@ -130,22 +128,9 @@ def gather(directory: Path, page_bytes: int) -> Evidence:
         raise JournalError(directory, "there is no run here", "Give the directory of `atts eval --out DIRECTORY`")
     evidence = Evidence(directory, manifest, Pages(page_bytes, manifest.problems or 0))
     reading = _Reading(evidence)
-    with _no_collection():
-        for entry in read_entries(directory / JOURNAL, kinds=reading.wanted):
-            reading.take(entry)
+    for entry in read_entries(directory / JOURNAL, kinds=reading.wanted, plain=reading.plain):
+        reading.take(entry)
     return reading.close()
-
-
-@contextmanager
-def _no_collection() -> Generator[None]:
-    """Nothing that is read holds a cycle, and looking for one over and over takes a tenth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _Reading:
@@ -158,15 +143,15 @@ class _Reading:
         self._takers: dict[type[Event], Callable[[Any, float], None]] = {
             SessionOpened: self._opened,
             ProblemStarted: lambda event, _: evidence.started.append(event.problem.id),
-            NodeFinished: self._node,
             Decided: self._decided,
-            Observed: self._observed,
             CallFailed: lambda event, _: evidence.failed_calls.update((event.error,)),
             Warned: lambda event, _: evidence.warned.append(event),
             Drifted: lambda event, _: evidence.drifted.append(event),
             ProblemTimed: lambda event, _: self._seconds.update({event.problem: event.ended - event.started}),
         }
-        self.wanted = {*FACTS, *self._takers}
+        # there are more of these than of all else together: no event is made of them, their fields will do
+        self.plain = {NodeFinished: self._node, Observed: self._observed}
+        self.wanted = {*FACTS, *self._takers, *self.plain}
 
     def take(self, entry: Entry) -> None:
         """One entry, in order; the state hears of facts only, for all the rest costs time and changes no outcome."""
@@ -188,17 +173,19 @@ class _Reading:
         if event.session in self._firsts:
             found.parts.append(len(found.steps))
 
-    def _node(self, event: NodeFinished, at: float) -> None:
-        if event.source == "live" and event.status != "cancelled":
-            self._evidence.nodes.append(self._clock.node(event, at))
+    def _node(self, at: float, line: Mapping[str, Any]) -> None:
+        self._clock.tick(at)
+        if is_live(line) and line.get("status") != "cancelled":
+            self._evidence.nodes.append(self._clock.node(at, line))
 
     def _decided(self, event: Decided, at: float) -> None:
         if event.decision.action != "verify":
             self._evidence.steps.append(Asked("decided", event.decision, event.decision.escalate))
 
-    def _observed(self, event: Observed, at: float) -> None:
+    def _observed(self, at: float, line: Mapping[str, Any]) -> None:
+        self._clock.tick(at)
         steps = self._evidence.steps
-        steps.append(Asked("observed", event.decision, event.escalated == "yes"))
+        steps.append(Asked("observed", line["decision"], line["escalated"] == "yes"))
         if len(steps) >= AUDIT:
             self.wanted.discard(Decided)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from atts.errors import JournalError
 from atts.graph import Node
@@ -28,28 +29,43 @@ class NodeClock:
             self._zero = None
         self._clock.hear(entry)
 
-    def node(self, event: NodeFinished, at: float) -> Node:
-        """The node of an entry that was heard, `at` its moment in the session."""
+    def tick(self, at: float) -> None:
+        """The moment of a line of this session."""
+        self._clock.seconds = self._clock.before + at
+
+    def node(self, at: float, line: Mapping[str, Any]) -> Node:
+        """The node of a line's fields, `at` its moment in the session."""
+        ended: float = line["ended"]
         if self._zero is None:
-            self._zero = event.ended - at
+            self._zero = ended - at
         shift = self._clock.before - self._zero
         return Node(
-            event.node, event.stage, event.engine, event.problem, event.sample, event.turn, event.attempt,
-            event.status, event.ready + shift, event.queued + shift, event.started + shift, event.ended + shift,
-            event.after, event.tokens,
+            line["node"], line["stage"], line["engine"], line["problem"], line["sample"], line["turn"],
+            line.get("attempt", 0), line.get("status", "done"), line["ready"] + shift, line["queued"] + shift,
+            line["started"] + shift, ended + shift, line.get("after", ()), line.get("tokens", 0),
         )  # fmt: skip
 
 
-def read_nodes(directory: Path) -> Iterator[Node]:
-    """Every node that did work in a run, alive or over; recalled ones stand for work that is there already.
+def is_live(line: Mapping[str, Any]) -> bool:
+    """Whether the node did its work in this session; a recalled one stands for work that is there already."""
+    return bool(line.get("source", "live") == "live")
+
+
+def read_nodes(directory: Path) -> list[Node]:
+    """Every node that did work in a run, alive or over, once.
 
     :raises JournalError: there is no run, or it cannot be read.
     """
     path = directory / JOURNAL
     if not path.exists():
         raise JournalError(directory, "there is no run here", "Give the directory of `atts eval --out DIRECTORY`")
-    clock = NodeClock()
-    for entry in read_entries(path, kinds=(SessionOpened, SessionClosed, NodeFinished)):
+    clock, found = NodeClock(), list[Node]()
+
+    def take(at: float, line: Mapping[str, Any]) -> None:
+        clock.tick(at)
+        if is_live(line):
+            found.append(clock.node(at, line))
+
+    for entry in read_entries(path, kinds=(SessionOpened, SessionClosed, NodeFinished), plain={NodeFinished: take}):
         clock.hear(entry)
-        if isinstance(entry.event, NodeFinished) and entry.event.source == "live":
-            yield clock.node(entry.event, entry.at)
+    return found

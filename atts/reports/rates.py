@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
@@ -64,7 +65,8 @@ def calibration(evidence: Evidence) -> Calibration | None:
 def _nominal(done: Sequence[Asked]) -> float | None:
     """The rate most decisions name; a gate without one names nan."""
     named = [step.decision.rate for step in done if math.isfinite(step.decision.rate)]
-    return max(set(named), key=named.count) if named else None
+    counts = Counter(named)
+    return max(counts, key=counts.__getitem__) if counts else None
 
 
 def _groups(done: Sequence[Asked], key: object) -> dict[Hashable, list[bool]]:

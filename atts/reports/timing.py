@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,11 +42,11 @@ def timing(nodes: Sequence[Node]) -> Timing | None:
 
 
 def _lanes(engine: str, nodes: Sequence[Node], begin: float, seconds: float) -> Lanes:
-    starts = np.array([node.started - begin for node in nodes])
-    ends = np.array([node.ended - begin for node in nodes])
-    queued = np.array([node.queued - begin for node in nodes])
+    numbers, queued_at, started, ended = (np.array(column) for column in _columns(nodes))
+    order = np.lexsort((numbers, started))
+    queued, starts, ends = queued_at - begin, started - begin, ended - begin
     idle = _gaps(starts, ends, seconds)
-    segments, lanes, peak = _segments(nodes, begin, seconds)
+    peak = _peak(started[order], ended[order])
     return Lanes(
         engine,
         peak,
@@ -55,8 +55,17 @@ def _lanes(engine: str, nodes: Sequence[Node], begin: float, seconds: float) -> 
         max(idle, default=0.0),
         _occupancy(starts, ends, seconds),
         _occupancy(queued, starts, seconds),
-        lanes,
-        segments,
+        min(peak, _LANES),
+        _segments([nodes[place] for place in order], begin, seconds),
+    )
+
+
+def _columns(nodes: Sequence[Node]) -> tuple[list[int], list[float], list[float], list[float]]:
+    return (
+        [node.id for node in nodes],
+        [node.queued for node in nodes],
+        [node.started for node in nodes],
+        [node.ended for node in nodes],
     )
 
 
@@ -85,22 +94,24 @@ def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
     return [float(gap) for gap in following - reached if gap > 0]
 
 
-def _segments(
-    nodes: Sequence[Node], begin: float, seconds: float
-) -> tuple[tuple[tuple[int, str, float, float], ...], int, int]:
-    """Calls on the lowest free lane; of each lane, neighbours of one stage within a pixel become one segment."""
-    free: list[int] = []
-    busy: list[tuple[float, int]] = []
-    count, pixel = 0, seconds / _PIXELS
+def _segments(nodes: Sequence[Node], begin: float, seconds: float) -> tuple[tuple[int, str, float, float], ...]:
+    """Calls, in order of their starts, on the lowest free lane; of each lane, neighbours of one stage within a pixel
+    become one segment.
+
+    Lanes beyond those drawn are nobody's concern: a call goes there when these are busy.
+    """
+    pixel = seconds / _PIXELS
     drawn: list[tuple[int, str, float, float]] = []
     last: dict[int, int] = {}
-    for node in sorted(nodes, key=lambda node: (node.started, node.id)):
-        while busy and busy[0][0] <= node.started:
-            heappush(free, heappop(busy)[1])
-        lane = heappop(free) if free else count
-        count = max(count, lane + 1)
-        heappush(busy, (node.ended, lane))
-        if lane >= _LANES or node.ended <= node.started:
+    until = [-math.inf] * _LANES
+    soonest = -math.inf
+    for node in nodes:
+        if soonest > node.started:
+            continue
+        lane = next(lane for lane, end in enumerate(until) if end <= node.started)
+        until[lane] = node.ended
+        soonest = min(until)
+        if node.ended <= node.started:
             continue
         start, end = node.started - begin, node.ended - begin
         before = drawn[last[lane]] if lane in last else None
@@ -109,4 +120,17 @@ def _segments(
         else:
             last[lane] = len(drawn)
             drawn.append((lane, node.stage, start, end))
-    return tuple(drawn), min(count, _LANES), count
+    return tuple(drawn)
+
+
+def _peak(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
+    """The most calls at once, given in order of their starts; a call ends before the next of that moment starts.
+
+    >>> _peak(np.array([0.0, 1.0, 1.0, 2.0]), np.array([2.0, 1.0, 3.0, 3.0]))
+    2
+    """
+    over = np.searchsorted(np.sort(ends), starts, "right")
+    # among those are calls without length that start at this very moment, but later in line: not over yet
+    instant = np.concatenate([[0], np.cumsum(starts == ends)])
+    later = instant[np.searchsorted(starts, starts, "right")] - instant[:-1]
+    return int((np.arange(1, len(starts) + 1) - over + later).max())

@@ -14,7 +14,7 @@ import pytest
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
 from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
-from atts.journal import JOURNAL, MANIFEST, Decided, NodeFinished, Observed, read_entries
+from atts.journal import JOURNAL, MANIFEST, Decided, NodeFinished, Observed, Sampled, Scored, read_entries
 from atts.pipelines import Policy
 from atts.reports import collect, strict
 from atts.testing import toy_problems
@@ -344,3 +344,18 @@ def test_terminal_codes_are_shown_not_obeyed(atts: Atts) -> None:
     Path("mine.jsonl").write_text(json.dumps({"question": "2 + 2?\x1b[2J\x07\u202e", "answer": "4"}) + "\n")
     said = atts("datasets", "show", "mine.jsonl")
     assert "2 + 2?␛[2J␇\\u202e" in said.out
+
+
+def test_what_was_written_is_what_was_paid_for(tmp_path: Path) -> None:
+    """A rollout that a settled vote cut short paid for its unfinished turn too: progress and result count alike."""
+    setup = Setup(draft="scripted", target="scripted", seed=3, policy=Policy(samples=6))
+    result = evaluate_sync(toy_problems(6), setup, directory=tmp_path / "run")
+    written = dict.fromkeys(("draft", "target", "scored"), 0)
+    for entry in read_entries(tmp_path / "run" / JOURNAL, kinds=(Sampled, Scored)):
+        if isinstance(entry.event, Sampled):
+            written[entry.event.role] += len(entry.event.completion.ids)
+        elif isinstance(entry.event, Scored):
+            written["scored"] += len(entry.event.scores.logprobs)
+    usage = result.usage
+    assert any(sample.finish == "settled" for line in result.problems for sample in line.samples)
+    assert written == {"draft": usage.draft_tokens, "target": usage.target_tokens, "scored": usage.scored_tokens}

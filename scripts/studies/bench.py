@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.studies.harness import Effort, Options, Table, emit, say
 from scripts.studies.machine import look
+from scripts.studies.series import Series, Step
 
 STUDIES = {
     "graph": "overhead and scaling of the task graph",
@@ -21,6 +23,15 @@ STUDIES = {
     "models": "the embedded pair: accuracy, voting, recovery, cost",
     "pipelines": "accuracy, tokens and time of every policy",
     "pipelines-claim": "of these the claim alone: the policy beside the target",
+    "pipelines-choice": "which policy to claim, on problems that nothing is claimed on",
+    "pipelines-rates": "how the rate is kept, live, by three gates",
+    "pipelines-methods": "every baseline",
+    "pipelines-axes": "votes against samples, turns and tokens",
+    "pipelines-time": "latency and throughput beside the target alone",
+    "pipelines-barrier": "what waiting costs, live",
+    "pipelines-barrier-virtual": "what waiting costs, in virtual time",
+    "pipelines-ordinal": "the gate of ordered levels",
+    "pipelines-certified": "a certificate, earned and kept",
     "actors": "the embedded evaluation in Ray actors, one and two, beside this process",
     "remote": "requests a second to servers, beside a bare aiohttp loop",
     "against": "the published implementation and transformers' own loops, same work",
@@ -31,23 +42,41 @@ STUDIES = {
     "journal": "speed and memory of the event log",
     "crash": "runs killed again and again, two hundred times with --full",
 }
-_QUICK = ("graph", "calibration", "models", "pipelines-claim", "against", "scale", "journal")
-"""What `quick` runs: one table of each kind of claim, in under five minutes."""
+_QUICK = {
+    "graph": 30, "calibration": 30, "models": 30, "pipelines-claim": 20, "against": 40, "scale": 60, "journal": 10,
+}  # fmt: skip
+"""What `quick` runs, and about how many seconds each takes: one table of each kind of claim, in under five minutes."""
+_ALL = {
+    "graph": 200, "calibration": 320, "grading": 100, "local": 300, "models": 150, "pipelines-claim": 80,
+    "pipelines-choice": 30, "pipelines-rates": 75, "pipelines-methods": 170, "pipelines-axes": 40,
+    "pipelines-time": 60, "pipelines-barrier": 40, "pipelines-barrier-virtual": 30, "pipelines-ordinal": 40,
+    "pipelines-certified": 30, "actors": 60, "remote": 90, "against": 120, "frontier": 110, "ablations": 190,
+    "scale": 200, "soak": 120, "journal": 30, "crash": 60,
+}  # fmt: skip
+"""What `all` runs, likewise: 45 minutes on two quiet cores."""
+_SMALLEST = {
+    "pipelines-choice", "pipelines-axes", "pipelines-ordinal", "pipelines-certified", "ablations", "soak",
+}  # fmt: skip
+"""Of these `all` runs the quick grids: the default ones take longest, and decide no more. --full is full for all."""
 
 
 def main() -> None:
     """Parse, run in the order asked, each study in a process of its own when there are several."""
     asked = _parse()
     effort: Effort = "full" if asked.full else "quick" if asked.quick or "quick" in asked.studies else "default"
-    names = _named(asked.studies)
-    options = Options(effort, asked.seed, asked.out)
-    if len(names) == 1:
-        return run(names[0], options)
+    steps = planned(asked.studies, effort)
+    if len(steps) == 1:
+        return run(steps[0].name, Options(effort, asked.seed, asked.out))
     began = Spent()
-    failed = [name for name in names if not _run_apart(name, options)]
-    say(f"bench: {len(names)} studies: {began.words()}")
+    series = Series(steps, asked.seed, asked.out)
+    try:
+        failed = series.run(lambda step: _run_apart(step.name, Options(step.effort, asked.seed, asked.out)))
+    except KeyboardInterrupt:
+        say(f"bench: interrupted; {series.words()}" + ("; the same command goes on" if asked.out else ""))
+        sys.exit(130)
+    say(f"bench: {len(steps)} studies: {began.words()}")
     if failed:
-        sys.exit(f"bench: failed: {', '.join(failed)}")
+        sys.exit(f"bench: failed: {', '.join(failed)}; the same command tries these again")
     return None
 
 
@@ -99,12 +128,13 @@ def _run_apart(name: str, options: Options) -> bool:
     return subprocess.run(command, check=False).returncode == 0
 
 
-def _named(asked: list[str]) -> list[str]:
-    if "all" in asked:
-        return [name for name in STUDIES if "-" not in name]
-    if "quick" in asked:
-        return list(_QUICK)
-    return list(dict.fromkeys(asked))
+def planned(asked: list[str], effort: Effort) -> list[Step]:
+    """The steps that these words ask for, each once, with about the seconds they take."""
+    names = [*_ALL] if "all" in asked else [*_QUICK] if "quick" in asked else list(dict.fromkeys(asked))
+    small = _SMALLEST if "all" in asked and effort == "default" else ()
+    efforts: list[Effort] = ["quick" if name in small else effort for name in names]
+    seconds: Mapping[str, int] = {"quick": _QUICK, "default": _ALL, "full": {}}[effort]
+    return [Step(name, at, float(seconds.get(name, 0))) for name, at in zip(names, efforts, strict=True)]
 
 
 def _parse() -> argparse.Namespace:

@@ -1,0 +1,71 @@
+"""A series of studies: in order, told how far it is, and never done twice because it was cut off."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+bench = pytest.importorskip("scripts.studies.bench", reason="needs a checkout")
+series = pytest.importorskip("scripts.studies.series", reason="needs a checkout")
+
+STEPS = [series.Step(name, "quick", 60.0) for name in ("a", "b", "c")]
+
+
+def _run(folder: Path | None, fails: str = "", steps: Any = STEPS, seed: int = 0) -> tuple[list[str], list[str]]:
+    """What was worked on, and what failed; a step that `fails` raises as Ctrl-C does when it is named in capitals."""
+    worked: list[str] = []
+
+    def work(step: Any) -> bool:
+        if step.name.upper() in fails:
+            raise KeyboardInterrupt
+        worked.append(step.name)
+        return step.name not in fails
+
+    try:
+        failed = series.Series(steps, seed, folder).run(work)
+    except KeyboardInterrupt:
+        failed = ["interrupted"]
+    return worked, failed
+
+
+def test_what_an_interrupted_series_has_done_is_kept(tmp_path: Path) -> None:
+    """The same command goes on; once all is done, the next one begins anew."""
+    assert _run(tmp_path, "B") == (["a"], ["interrupted"])
+    assert _run(tmp_path, "C") == (["b"], ["interrupted"])
+    assert _run(tmp_path) == (["c"], [])
+    assert _run(tmp_path) == (["a", "b", "c"], [])
+
+
+def test_what_failed_is_tried_again_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """One study that fails costs the others nothing."""
+    assert _run(tmp_path, "b") == (["a", "b", "c"], ["b"])
+    assert _run(tmp_path) == (["b"], [])
+
+
+def test_another_series_takes_nothing_over(tmp_path: Path) -> None:
+    """Other steps, another effort or another seed are other work; without a folder nothing is remembered."""
+    _run(tmp_path, "B")
+    assert _run(tmp_path, "b", seed=1) == (["a", "b", "c"], ["b"])
+    other = [series.Step(step.name, "default", step.seconds) for step in STEPS]
+    assert _run(tmp_path, steps=other)[0] == ["a", "b", "c"]
+    assert [_run(None, "B"), _run(None)] == [(["a"], ["interrupted"]), (["a", "b", "c"], [])]
+
+
+def test_the_rest_is_estimated_from_the_pace_so_far() -> None:
+    """Twice as slow as planned means twice as long; where nothing is planned nothing is promised."""
+    one = series.Series(STEPS, 0, None)
+    assert one.words() == "0 of 3 done, about 3 min to go"
+    one.done["a"] = 120.0
+    assert one.words() == "1 of 3 done, about 4 min to go"
+    assert series.Series([series.Step("a", "full", 0.0)], 0, None).words() == "0 of 1 done"
+
+
+def test_all_and_quick_run_known_studies_each_once() -> None:
+    """`all` leaves out none but what it runs in parts, and its plan fits an hour."""
+    everything, quick = bench.planned(["all"], "default"), bench.planned(["quick"], "quick")
+    names = [step.name for step in everything]
+    assert len(names) == len(set(names))
+    assert set(names) == set(bench.STUDIES) - {"pipelines"}
+    assert sum(step.seconds for step in everything) < 50 * 60
+    assert sum(step.seconds for step in quick) < 5 * 60
+    assert {step.effort for step in bench.planned(["all"], "full")} == {"full"}

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from atts.errors import OutOfMemory, UnsupportedByEngine
 from atts.local.batch import Model
+from atts.local.compiling import native_library
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import Reading, StepLoop
 from atts.local.messages import Opened, Report
 from atts.local.model import TorchModel
-from atts.local.native import NativeModel, native_library
+from atts.local.native import NativeModel
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Limits, Scheduler
 from atts.local.shape import Shape

@@ -1,17 +1,10 @@
-"""The same forward in C for float32 on a CPU: built on first use where a compiler is at hand, never required."""
+"""The same forward in C, for float32 on a CPU."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.decode import Drawn, Laws, sample
-from atts.errors import UnsupportedByEngine
 from atts.local.batch import Slots, StepBatch
 from atts.local.loader import LayerWeights, Weights
 from atts.local.shape import Shape
 
-_SOURCES = Path(__file__).with_name("kernels")
-_FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -259,81 +249,6 @@ class NativeModel:
         self._library.atts_pack(matrix.data_ptr(), rows, columns, int(self._halves), packed.data_ptr())
         self._kept.append(packed)
         return packed.data_ptr()
-
-
-def native_library(name: str, shape: Shape) -> ctypes.CDLL:
-    """The compiled kernels, from the cache of earlier builds or built now.
-
-    :raises UnsupportedByEngine: no compiler, a failed build, or a head size the kernels do not know.
-    """
-    library = ctypes.CDLL(str(_built(name)))
-    library.atts_packed_bytes.restype = library.atts_scratch_floats.restype = library.atts_supports.restype = _INT
-    library.atts_row_block.restype, library.atts_row_block.argtypes = _INT, ()
-    library.atts_packed_bytes.argtypes = (_INT, _INT, _INT)
-    library.atts_scratch_floats.argtypes = (_INT, _INT)
-    library.atts_supports.argtypes = (_INT,)
-    library.atts_pack.argtypes = (_POINTER, _INT, _INT, _INT, _POINTER)
-    library.atts_forward.argtypes = (_POINTER, _POINTER)
-    library.atts_head.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _INT)
-    library.atts_score.argtypes, library.atts_score.restype = (_POINTER, _INT), None
-    library.atts_draw.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER)
-    library.atts_logprobs.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER)
-    library.atts_draw.restype = library.atts_logprobs.restype = None
-    library.atts_pack.restype = library.atts_forward.restype = library.atts_head.restype = None
-    if not library.atts_supports(shape.head_dim):
-        raise UnsupportedByEngine(name, f"the native kernels do not know head dimension {shape.head_dim}", "Use torch")
-    return library
-
-
-def _built(name: str) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise UnsupportedByEngine(name, "no C compiler for the native kernels", "Install gcc, or use kernel='torch'")
-    folder = _cache_folder()
-    path = folder / f"kernels-{_mark(compiler)}.so"
-    if path.is_file():
-        return path
-    problem, sources = "", [str(source) for source in sorted(_SOURCES.glob("*.c"))]
-    for extra in _variants():
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
-            made = Path(file.name)
-        command = [compiler, *_FLAGS, *extra[0], "-o", str(made), *sources, *extra[1], "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            made.replace(path)
-            return path
-        made.unlink()
-        problem = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-    raise UnsupportedByEngine(name, f"the native kernels do not build ({problem})", "Use kernel='torch'")
-
-
-def _variants() -> Sequence[tuple[Sequence[str], Sequence[str]]]:
-    """Compiler and linker flags to try: with threads and this processor's instructions, then with less."""
-    tuned = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
-    # torch brings its own OpenMP; a second one in the process would make a second set of waiting threads
-    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    threads = [((tuned, "-fopenmp"), ("-nostdlib", str(bundled[0]), "-lc"))] if bundled else []
-    return [*threads, ((tuned, "-fopenmp"), ()), ((tuned,), ()), ((), ())]
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "atts"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="atts-"))
-    return folder
-
-
-def _mark(compiler: str) -> str:
-    """Names a build: the source, the flags, the compiler and the processor it was tuned for."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    sources = [source.read_text(encoding="utf-8") for source in sorted(_SOURCES.iterdir())]
-    text = repr((sources, _FLAGS, _variants(), compiler, os.stat(compiler).st_mtime, processor))
-    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _matrices(weights: Weights) -> list[Tensor]:

@@ -48,7 +48,7 @@ def queue(subject: Subject, options: Options, portal: BlockingPortal) -> Table:
     """1,000 rollouts at once, a third of them left by their callers at random times, several times over."""
     rows: list[tuple[int | float, ...]] = []
     with unending(subject) as folder, engine_on(portal, folder, kv_tokens=8_000, max_batch=64, threads=1) as engine:
-        for number in range(options.pick(2, 3, 5)):
+        for number in range(options.pick(2, 3, 4)):
             say(f"1,000 queued rollouts, wave {number + 1}")
             order: list[int] = []
             before = portal.call(_settled, engine)

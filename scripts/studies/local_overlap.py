@@ -40,7 +40,7 @@ def overlap(target: Subject, draft: Subject, options: Options, portal: BlockingP
             for other in _OTHERS:
                 arms[f"{worker}: {other} and draft"] = partial(_together, [works["draft decoding"], works[other]])
         calm = Calm()
-        seen = interleaved(arms, options.pick(2, 5, 9))
+        seen = interleaved(arms, options.pick(2, 5, 7))
     return [_pairs(seen, disturbed(calm)), _beside_python(seen, disturbed(calm))]
 
 
@@ -78,7 +78,7 @@ def _works(
 ) -> dict[str, Work]:
     """What each engine does in one round, about equally long."""
     targets, drafts = Fresh(target[0], 16, options.seed + 2), Fresh(draft[0], 64, options.seed + 1)
-    tokens = options.pick(48, 96, 128)
+    tokens = options.pick(48, 96, 96)
 
     def drafting() -> Future[int]:
         return portal.start_task_soon(send_all, draft[1], drafts.requests(2 * tokens))

@@ -26,7 +26,7 @@ def scoring(subjects: list[Subject], rates: Rates, options: Options, portal: Blo
             limits: list[float] = []
             times: list[float] = []
             with engine_on(portal, subject.folder, threads=1) as engine:
-                for n in range(options.pick(3, 7, 11)):
+                for n in range(min(subject.most_rounds, options.pick(3, 7, 11))):
                     limits.append(matrix_seconds(subject, batch * CHUNK, 2))
                     times.append(score_seconds(portal, engine, subject, batch, PREFIX, n))
             rows.append(_scoring_row(subject, batch, min(times), min(limits), rates.get((subject.name, batch))))
@@ -40,8 +40,8 @@ def scoring(subjects: list[Subject], rates: Rates, options: Options, portal: Blo
         "share of the matrix rate",
     )
     notes = (
-        "Best of several rounds in turn, whole calls through the engine; torch.mm at the same shapes. The work "
-        "counted is that of the matrices and of attention over prefix and chunk.",
+        "Best of several rounds in turn, whole calls through the engine as the caller's event loop sees them; torch.mm "
+        "at the same shapes. The work counted is that of the matrices and of attention over prefix and chunk.",
     )
     title = f"Scoring {CHUNK} new tokens on each of several rollouts of {PREFIX} warm ones"
     return Table(title, columns, tuple(rows), notes)

@@ -93,7 +93,7 @@ def _race(subject: Subject, batch: int, options: Options, portal: BlockingPortal
             "generate first": partial(fresh.theirs, 1),
             "torch": partial(fresh.ours, portal, plain, tokens),
         }
-        seen = interleaved(arms, 2 if "200M" in subject.name else options.pick(2, 3, 5))
+        seen = interleaved(arms, min(subject.most_rounds, options.pick(2, 3, 5)))
     for side in ("native", "generate"):
         seen[f"{side} decode"] = [all_ - first for all_, first in zip(seen[side], seen[f"{side} first"], strict=True)]
     return seen
@@ -133,7 +133,7 @@ def overheads(subjects: list[Subject], rates: Rates, machine: Machine) -> Table:
 def continuous(subjects: list[Subject], options: Options, portal: BlockingPortal) -> Table:
     """Against transformers' own continuous batching, requests that come all at once."""
     rows: list[tuple[str | int | float, ...]] = []
-    count, tokens = options.pick(16, 32, 64), options.pick(16, 32, 64)
+    count = tokens = options.pick(16, 32, 32)
     for subject in subjects:
         say(f"continuous batching {subject.name}")
         fresh = Fresh(subject, count, options.seed + 7, wall_seconds)

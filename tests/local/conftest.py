@@ -102,6 +102,48 @@ class Naive:
         rows = range(len(prefix) - 1, len(prefix) + len(suffix) - 1)
         return [float(law[row, token]) for row, token in zip(rows, suffix, strict=True)]
 
+    @torch.inference_mode()
+    def exact_scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
+        """The same in float64 from the embedding to the law, for models without biases and norms of heads.
+
+        Written out, for transformers computes norms and softmax in float32 whatever the model's type is.
+        """
+        config, weights = self.model.config, {name: w.double() for name, w in self.model.state_dict().items()}
+        ids, width, group = prefix + suffix, config.head_dim, config.num_attention_heads // config.num_key_value_heads
+        frequencies = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
+        angles = torch.outer(torch.arange(len(ids)).float(), frequencies).repeat(1, 2).double()
+        mask = torch.full((len(ids), len(ids)), -torch.inf, dtype=torch.float64).triu(1)
+
+        def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+            return (
+                x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[f"model.{name}.weight"]
+            )
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            low, high = x.chunk(2, -1)
+            return x * angles.cos() + torch.cat([-high, low], -1) * angles.sin()
+
+        def heads(x: torch.Tensor, name: str, times: int) -> torch.Tensor:
+            rows = (x @ weights[name].T).view(len(ids), -1, width).transpose(0, 1)
+            return rows.repeat_interleave(times, 0)
+
+        x = weights["model.embed_tokens.weight"][list(ids)]
+        for layer in range(config.num_hidden_layers):
+            own = f"model.layers.{layer}"
+            h = normed(x, f"layers.{layer}.input_layernorm")
+            query, key = (
+                turned(heads(h, f"{own}.self_attn.q_proj.weight", 1)),
+                turned(heads(h, f"{own}.self_attn.k_proj.weight", group)),
+            )
+            looks = (query @ key.mT / width**0.5 + mask).softmax(-1)
+            mixed = looks @ heads(h, f"{own}.self_attn.v_proj.weight", group)
+            x = x + mixed.transpose(0, 1).flatten(1) @ weights[f"{own}.self_attn.o_proj.weight"].T
+            h = normed(x, f"layers.{layer}.post_attention_layernorm")
+            gate, up, down = (weights[f"{own}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            x = x + (torch.nn.functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
+        law = (normed(x, "norm") @ weights["lm_head.weight"].T).log_softmax(-1)
+        return [float(law[row - 1, ids[row]]) for row in range(len(prefix), len(ids))]
+
     def agrees(self, prompt: tuple[int, ...], ids: tuple[int, ...], gap: float = 1e-4) -> bool:
         """Whether greedy decoding may write `ids`: the best token everywhere, either of two closer than `gap`."""
         rows = self.logits(prompt + ids)[len(prompt) - 1 : -1]

@@ -1,0 +1,114 @@
+"""Builds the C kernels on first use where a compiler is at hand; they are never required."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from atts.errors import UnsupportedByEngine
+from atts.local.shape import Shape
+
+Tuning = Literal["native", "avx2", "generic"]
+"""Whose instructions the compiler may use: all of this processor's, AVX2's, those every one of its kind has."""
+_SOURCES = Path(__file__).with_name("kernels")
+_FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+def tunings() -> tuple[Tuning, ...]:
+    """Those whose code this processor can run; engines use the first, tests all of them."""
+    has_avx2 = {"avx2", "fma"} <= set(_processor().split())
+    return ("native", "avx2", "generic") if has_avx2 else ("native", "generic")
+
+
+def native_library(name: str, shape: Shape, tuning: Tuning = "native") -> ctypes.CDLL:
+    """The compiled kernels, from the cache of earlier builds or built now.
+
+    :raises UnsupportedByEngine: no compiler, a failed build, a head size the kernels do not know, or a foreign tuning.
+    """
+    if tuning not in tunings():
+        known = ", ".join(tunings())
+        raise UnsupportedByEngine(name, f"this processor cannot run kernels tuned for {tuning}", f"It can: {known}")
+    library = ctypes.CDLL(str(_built(name, tuning)))
+    library.atts_packed_bytes.restype = library.atts_scratch_floats.restype = library.atts_supports.restype = _INT
+    library.atts_row_block.restype, library.atts_row_block.argtypes = _INT, ()
+    library.atts_packed_bytes.argtypes = (_INT, _INT, _INT)
+    library.atts_scratch_floats.argtypes = (_INT, _INT)
+    library.atts_supports.argtypes = (_INT,)
+    library.atts_pack.argtypes = (_POINTER, _INT, _INT, _INT, _POINTER)
+    library.atts_forward.argtypes = (_POINTER, _POINTER)
+    library.atts_head.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _INT)
+    library.atts_score.argtypes, library.atts_score.restype = (_POINTER, _INT), None
+    library.atts_draw.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER)
+    library.atts_logprobs.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER)
+    library.atts_draw.restype = library.atts_logprobs.restype = None
+    library.atts_pack.restype = library.atts_forward.restype = library.atts_head.restype = None
+    if not library.atts_supports(shape.head_dim):
+        raise UnsupportedByEngine(name, f"the native kernels do not know head dimension {shape.head_dim}", "Use torch")
+    return library
+
+
+def _built(name: str, tuning: Tuning) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise UnsupportedByEngine(name, "no C compiler for the native kernels", "Install gcc, or use kernel='torch'")
+    folder = _cache_folder()
+    path = folder / f"kernels-{_mark(compiler, tuning)}.so"
+    if path.is_file():
+        return path
+    problem, sources = "", [str(source) for source in sorted(_SOURCES.glob("*.c"))]
+    for extra in _variants(tuning):
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
+            made = Path(file.name)
+        command = [compiler, *_FLAGS, *extra[0], "-o", str(made), *sources, *extra[1], "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            made.replace(path)
+            return path
+        made.unlink()
+        problem = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+    raise UnsupportedByEngine(name, f"the native kernels do not build ({problem})", "Use kernel='torch'")
+
+
+def _variants(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
+    """Compiler and linker flags to try: with threads and the instructions asked for, then with less."""
+    native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    tuned = {"native": (native,), "avx2": ("-mavx2", "-mfma"), "generic": ()}[tuning]
+    # torch brings its own OpenMP; a second one in the process would make a second set of waiting threads
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    threads = [((*tuned, "-fopenmp"), ("-nostdlib", str(bundled[0]), "-lc"))] if bundled else []
+    return [*threads, ((*tuned, "-fopenmp"), ()), (tuned, ()), ((), ())]
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root) / "atts"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="atts-"))
+    return folder
+
+
+def _mark(compiler: str, tuning: Tuning) -> str:
+    """Names a build: the source, the flags, the compiler and the processor it was tuned for."""
+    sources = [source.read_text(encoding="utf-8") for source in sorted(_SOURCES.iterdir())]
+    text = repr((sources, _FLAGS, _variants(tuning), compiler, os.stat(compiler).st_mtime, _processor()))
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _processor() -> str:
+    """The instruction sets it knows, where the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

@@ -52,7 +52,8 @@ def _reading(fit: Fit) -> Read:
 
 def _fit(hint: Any) -> Fit:
     if is_dataclass(hint):
-        return _only(dict, _dataclass_reader(hint, lambda data: hint(**data)), "an object")
+        kind: Any = hint
+        return _only(dict, _dataclass_reader(kind, lambda data: kind(**data)), "an object")
     if hint in _PLAIN:
         return _PLAIN[hint]
     origin, arguments = get_origin(hint), get_args(hint)

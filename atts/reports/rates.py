@@ -14,7 +14,7 @@ from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
 from atts.calibration.martingale import SimpleJumper
 from atts.calibration.metrics import rate_metrics
 from atts.core import Decision
-from atts.evaluators import mean_estimate
+from atts.evaluators import share_estimate
 from atts.reports.gather import Asked, Evidence
 from atts.reports.numbers import Alarm, Calibration, Drift, Group, Moment, Uniformity
 from atts.reports.promises import promise
@@ -45,7 +45,7 @@ def calibration(evidence: Evidence) -> Calibration | None:
         sum(step.escalated for step in done),
         sum(step.decision.why.startswith("forced") for step in done),
         len(by_question),
-        mean_estimate(shares, len(done)),
+        share_estimate((sum(flags), len(flags)) for flags in by_question.values()),
         _banded(_groups(done, lambda decision: decision.turn), nominal, "turn "),
         _banded(by_question, nominal),
         rms,
@@ -149,7 +149,7 @@ def _uniformity(done: Sequence[Asked]) -> Uniformity | None:
         n,
         effective,
         float(max(above.max(), below.max())),
-        math.sqrt(math.log(2 / (1 - LEVEL)) / (2 * max(1.0, effective))),
+        min(1.0, math.sqrt(math.log(2 / (1 - LEVEL)) / (2 * max(1.0, effective)))),
         tuple(int(count) for count in np.histogram(values, _BINS, (0, 1))[0]),
         tuple((float(p), float(np.searchsorted(values, p, "right") / n)) for p in grid),
     )

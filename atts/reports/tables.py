@@ -111,7 +111,7 @@ def baseline_table(report: Report) -> Table:
     """This run beside others, paired by problem."""
     columns = (
         "other run", "method", "problems", "its accuracy", "this run's", "difference", "p", "problems needed",
-        "tokens ×", "target tokens ×", "seconds ×",
+        "tokens ×", "target tokens ×", "seconds of the run ×",
     )  # fmt: skip
     rows = [
         (b.name, b.method, b.problems, b.other, b.own, _signed(b.difference), _p(b.p_value),
@@ -135,8 +135,7 @@ def calibration_table(held: Calibration) -> Table:
     """The rate and its company in numbers."""
     rows: list[tuple[object, object]] = [
         ("nominal rate", "none" if held.nominal is None else cell(held.nominal, "g")),
-        ("realised rate, all decisions", held.escalated / held.decisions),
-        ("realised rate, problems alike", held.rate),
+        ("realised rate", held.rate),
         ("decisions", held.decisions),
         ("questions", held.questions),
         ("forced without a score", held.forced),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, reduce
@@ -11,7 +12,7 @@ from typing import Any
 
 from atts.api import answers_for
 from atts.core import Role, Usage
-from atts.evaluators import Dataset, Estimate, Samples, compare_runs, mean_estimate, score
+from atts.evaluators import Dataset, Estimate, Samples, compare_runs, score, share_estimate
 from atts.run import ProblemLine, RunResult, samples
 from scripts.studies.harness import Cell, Spread, Table
 from scripts.studies.pairs import Pair, Published
@@ -53,14 +54,12 @@ class Measured:
 
     @cached_property
     def rate(self) -> Estimate:
-        """The share of decisions that went to the target, problems weighted alike."""
-        asked: dict[str, list[bool]] = {}
-        for run in self.runs:
-            for outcome in run.outcomes():
-                turns = [turn.decision for line in outcome.rollouts for turn in line.turns if turn.decision]
-                asked.setdefault(outcome.problem.id, []).extend(decision.escalate for decision in turns)
-        shares = [sum(made) / len(made) for made in asked.values() if made]
-        return mean_estimate(shares, sum(map(len, asked.values())))
+        """The share of judged chunks that went to the target."""
+        handed, asked = Counter[str](), Counter[str]()
+        for line in (line for run in self.runs for line in run.problems):
+            handed[line.problem] += line.handed
+            asked[line.problem] += line.judged
+        return share_estimate((handed[problem], count) for problem, count in asked.items())
 
     @property
     def usage(self) -> Usage:

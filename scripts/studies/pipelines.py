@@ -24,7 +24,7 @@ from scripts.studies.pipelines_tables import control, methods, verdict
 from scripts.studies.pipelines_time import time_study
 
 CLAIMED = {"target-only": RATE, "atts": 0.19}
-"""The default policy, its rate such that what the target writes stays below a fifth: at 0.2 it is a little more."""
+"""The default policy, its rate such that what the target writes stays below a fifth: at 0.2 it is about that."""
 Part = Callable[[Options], Awaitable[list[Table]]]
 
 
@@ -80,14 +80,14 @@ async def choice(options: Options) -> list[Table]:
 
 
 async def rates(options: Options) -> list[Table]:
-    """How the rate is kept, live, by a gate that promises it question by question and by one that spends at will."""
+    """How the rate is kept, live, by gates that promise it for the run, for each question, and for like scores only."""
     grid = Grid(options.pick(20, 100, 1000), (0,), 1000, options.pick(20, 50, 50))
     ledger = _ledger(options, "rates")
     nominal = options.pick((0.2,), (0.2,), (0.1, 0.2, 0.4))
     arms = [
         arm(f"{mode} at {rate:g}", "atts", mode=mode, rate=rate, takeover="replace", early_stop="none")
         for rate in nominal
-        for mode in ("question-turn", "marginal")
+        for mode in ("aci", "question-turn", "marginal")
     ]
     async with Pair() as pair:
         await run_grid(arms, grid, ledger, pair, "rates")

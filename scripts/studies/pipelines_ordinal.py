@@ -115,10 +115,10 @@ class Taught:
 
 async def ordinal_study(options: Options, pair: Pair, samples: int = 8) -> list[Table]:
     """The gates of ordered levels beside the conformal one at the same rate, block by block in turn."""
-    grid = Grid(options.pick(20, 150, 1000), block=options.pick(20, 50, 50))
+    grid = Grid(options.pick(20, 150, 600), block=options.pick(20, 50, 50))
     found = [problem for shard in grid.shards() for problem in shard]
     lessons = await _lessons(options.pick(20, 100, 400), pair, samples, options.seed)
-    score_alphas = options.pick((0.05,), (0.05, 0.1), (0.01, 0.02, 0.05, 0.1))
+    score_alphas = options.pick((0.05,), (0.05, 0.1), (0.02, 0.05, 0.1))
     chosen = [*(Taught("score", alpha) for alpha in score_alphas), Taught("gold", 0.1), Taught("vote", 0.1)]
     gates = {one: _gate(one, lessons, options.seed) for one in chosen}
     plain = ConformalGate(Calibrator(RATE, Setup().mode, seed=options.seed))

@@ -27,10 +27,11 @@ class ClusterSummary:
     effective: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.scores} scores in {self.clusters} questions, intraclass correlation {self.icc:.2f}, "
-            f"worth about {self.effective:.0f} independent ones"
-        )
+        scores = f"{self.scores} score{'s' * (self.scores != 1)}"
+        questions = f"{self.clusters} question{'s' * (self.clusters != 1)}"
+        icc = "unknown" if math.isnan(self.icc) else f"{self.icc:.2f}"
+        worth = f"worth about {self.effective:.0f} independent one{'s' * (round(self.effective) != 1)}"
+        return f"{scores} in {questions}, intraclass correlation {icc}, {worth}"
 
 
 def by_cluster(scores: Scores, labels: Sequence[Hashable]) -> dict[Hashable, NDArray[np.float64]]:

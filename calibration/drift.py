@@ -117,7 +117,7 @@ class DriftMonitor:
     def judge_alone(self) -> None:
         """Alarm on repeats that only the scores of a run could explain, where there will be no run."""
         if self.watching and self._repeats.doubt:
-            self._alarm("duplicates", 1.0, self._repeats.doubt)
+            self._alarm("duplicates", 1.0, f"{self._repeats.doubt}; the scores of a run would tell (--live)")
 
     def _bet(self, mean: float, theta: float) -> None:
         below, equal = self._ranked.counts(mean)

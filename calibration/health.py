@@ -53,10 +53,12 @@ class Health:
             found.append(self.repeats.fault)
         if self.repeats.doubt:
             found.append(f"{self.repeats.doubt}; `atts calibration check --live RUN` tells which")
+        if not self.repeats.clustered:
+            found.append("the questions of the scores are not known: counted as independent, which they rarely are")
         if self.infinite:
-            found.append(f"{self.infinite} scores are infinite")
-        if math.isinf(self.threshold):
-            found.append(f"{self.scores} scores are too few for rate {self.rate:g}: nothing would escalate")
+            found.append(f"infinite scores: {self.infinite}")
+        if math.isinf(self.threshold) and self.rate:
+            found.append(f"too few scores ({self.scores}) for rate {self.rate:g}: nothing would escalate")
         if self.clusters.effective < 0.5 * self.scores:
             found.append(f"{self.clusters}: the threshold is far less certain than {self.scores} scores suggest")
         if len(self.turns) == 1 and self.scores:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from numbers import Integral
 from typing import Any
 
 from atts.calibration.drift import DriftEvent, Policy
@@ -13,7 +12,7 @@ from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import DEFAULTS, Mode, Tuning
 from atts.calibration.online import Calibrator
 from atts.calibration.scale import PERPLEXITY, Scale
-from atts.calibration.stored import StoredScores
+from atts.calibration.stored import StoredScores, whole_number
 from atts.core import Decision
 from atts.errors import CalibrationInputError
 
@@ -85,8 +84,12 @@ def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> D
         question, turn, score = record["question"], record["turn"], record["score"]
     except KeyError as missing:
         raise CalibrationInputError(f"record {number}", dict(record), f"a field {missing}") from None
-    for name in ("turn", "sample", "issue"):
-        value = record.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 0):
-            raise CalibrationInputError(f"{name} of record {number}", value, "a whole number from 0")
-    return calibrator.decide(score, str(question), int(turn), record.get("sample"), record.get("issue"))
+    counts = {name: record.get(name) for name in ("sample", "issue") if record.get(name) is not None}
+    for name, value in {"turn": turn, **counts}.items():
+        whole_number(f"{name} of record {number}", value)
+    try:
+        return calibrator.decide(score, str(question), int(turn), **counts)
+    except CalibrationInputError as problem:
+        if problem.what != "score":
+            raise
+        raise CalibrationInputError(f"score of record {number}", score, calibrator.scale.domain) from None

@@ -35,33 +35,33 @@ class Scale:
         if self.measure == "log" and self.low <= 0:
             raise CalibrationInputError("score domain", (self.low, self.high), "low > 0 for a logarithmic measure")
 
-    def badness(self, score: object) -> float:
+    def badness(self, score: object, what: str = "score") -> float:
         """The score on the scale everything here is computed on: larger is worse, never NaN, infinite only if the
         score is.
 
-        :raises CalibrationInputError: if it is not a number, is NaN, or lies outside the domain.
+        :raises CalibrationInputError: naming it as `what`, if it is not a number, is NaN, or lies outside the domain.
 
         >>> PERPLEXITY.badness(1.0), LOG_PROB.badness(-2.5)
         (0.0, 2.5)
         """
         if isinstance(score, (bool, str, bytes)):
-            raise CalibrationInputError("score", score, f"a number, {self.domain}")
+            raise CalibrationInputError(what, score, f"a number, {self.domain}")
         try:
             value = float(score)  # type: ignore[arg-type]  # any real number, numpy's included
         except (TypeError, ValueError, OverflowError):
-            raise CalibrationInputError("score", score, f"a number, {self.domain}") from None
+            raise CalibrationInputError(what, score, f"a number, {self.domain}") from None
         if not self.low <= value <= self.high:
-            value = self._within_rounding(value)
+            value = self._within_rounding(value, what)
         if self.measure == "log":
             value = math.log(value)
         return value if self.worse == "higher" else -value
 
-    def _within_rounding(self, value: float) -> float:
+    def _within_rounding(self, value: float, what: str) -> float:
         if self.low - _SLACK <= value < self.low:
             return self.low
         if self.high < value <= self.high + _SLACK:
             return self.high
-        raise CalibrationInputError("score", value, self.domain)
+        raise CalibrationInputError(what, value, self.domain)
 
     @property
     def domain(self) -> str:

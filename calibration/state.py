@@ -29,9 +29,8 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
         temporary.replace(path)
     except OSError as problem:
         temporary.unlink(missing_ok=True)
-        raise StorageError(
-            path, f"the calibration cannot be written ({problem})", "Free space, or name another"
-        ) from None
+        advice = "Free space, or name another" if path.parent.is_dir() else "Make its folder first, or name another"
+        raise StorageError(path, f"the calibration cannot be written ({problem.strerror})", advice) from None
 
 
 def read_state(path: Path) -> dict[str, Any]:

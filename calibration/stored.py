@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ class StoredScores:
         if not len(self.scores) == len(self.questions) == len(self.turns):
             sizes = (len(self.scores), len(self.questions), len(self.turns))
             raise CalibrationInputError("stored scores", sizes, "a question and a turn for each")
-        object.__setattr__(self, "badness", tuple(map(self.scale.badness, self.scores)))
+        made = (self.scale.badness(score, f"score {number}") for number, score in enumerate(self.scores, 1))
+        object.__setattr__(self, "badness", tuple(made))
 
     @classmethod
     def of(
@@ -63,7 +65,7 @@ class StoredScores:
     ) -> StoredScores:
         """Records {"score"} with optional "question" and "turn".
 
-        :raises CalibrationInputError: if a record has no score.
+        :raises CalibrationInputError: if a record has no score, or an impossible turn.
         """
         rows = list(records)
         for number, row in enumerate(rows, 1):
@@ -72,7 +74,7 @@ class StoredScores:
         return cls(
             tuple(row["score"] for row in rows),
             tuple(str(row.get("question", "")) for row in rows),
-            tuple(int(row.get("turn", 0)) for row in rows),
+            tuple(whole_number(f"turn of record {number}", row.get("turn", 0)) for number, row in enumerate(rows, 1)),
             scale,
             dict(fingerprint or {}),
         )
@@ -108,6 +110,16 @@ class StoredScores:
         return cls(scores, tuple(state["questions"]), tuple(state["turns"]), scale, dict(state["fingerprint"]))
 
 
+def whole_number(what: str, value: object) -> int:
+    """A count from 0.
+
+    :raises CalibrationInputError: naming it as `what`, if it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise CalibrationInputError(what, value, "a whole number from 0")
+    return int(value)
+
+
 def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Refuse a state made under other conditions: every field that either side names must be equal.
 
@@ -135,7 +147,10 @@ def read_scores(
     """
     if path.suffix == ".npy":
         return StoredScores.of(_read_array(path), per_question, scale, fingerprint)
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise CalibrationInputError(str(path), "not text", "JSON Lines, a .npy array or JSON") from None
     if path.suffix == ".json":
         return _read_mapping(path, text, scale, fingerprint)
     return StoredScores.from_records(parse_lines(text.splitlines(), str(path)), scale, fingerprint)
@@ -163,8 +178,8 @@ def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
 def _read_array(path: Path) -> Sequence[float]:
     try:
         array = np.load(path, allow_pickle=False)
-    except ValueError as problem:
-        raise CalibrationInputError(str(path), str(problem), "an array of numbers") from None
+    except (ValueError, EOFError):
+        raise CalibrationInputError(str(path), "no array of plain numbers", "one row of numbers") from None
     if array.ndim != 1 or array.dtype.kind not in "fiu":
         raise CalibrationInputError(str(path), f"{array.dtype} of shape {array.shape}", "one row of numbers")
     return [float(value) for value in array]
@@ -177,6 +192,8 @@ def _read_mapping(path: Path, text: str, scale: Scale, fingerprint: Mapping[str,
         raise CalibrationInputError(str(path), str(problem), "JSON {question: [scores]}") from None
     if isinstance(table, dict) and table.get("kind") == "atts scores":
         return StoredScores.restore(read_state(path))
+    if isinstance(table, dict) and table.get("kind") == "atts calibrator":
+        raise CalibrationInputError(str(path), "a fitted calibrator", "scores, as those it was fitted from")
     if not isinstance(table, dict) or not all(isinstance(scores, list) for scores in table.values()):
         raise CalibrationInputError(str(path), type(table).__name__, "JSON {question: [scores]}")
     records = [{"question": name, "score": score} for name, scores in table.items() for score in scores]

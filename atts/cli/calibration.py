@@ -57,7 +57,7 @@ def replay(
     from atts.calibration.replay import replay as decide
     from atts.calibration.scale import scale_named
 
-    records = _records(file)
+    records = _records(file, per_question, scale)
     start = () if stored is None else _scores(str(stored), per_question, scale, None)
     options: dict[str, Any] = {"mode": mode, "seed": seed, "scale": scale_named(scale), "stored": start}
     done = decide(records, rate, drift=drift, window=window, decay=decay, **options)  # type: ignore[arg-type]  # checked there
@@ -219,28 +219,34 @@ def _scores(file: str, per_question: int | None, scale: str, conditions: list[st
         found = scores_of(file)
         return found if not fingerprint else replace_fields(found, fingerprint={**found.fingerprint, **fingerprint})
     if file == "-":
-        return StoredScores.from_records(_records(file), scale_named(scale), fingerprint)
+        return StoredScores.from_records(_records(file, None, scale), scale_named(scale), fingerprint)
     try:
-        return read_scores(Path(file), per_question, scale_named(scale), fingerprint)
+        stored = read_scores(Path(file), per_question, scale_named(scale), fingerprint)
     except OSError as problem:
         raise CalibrationInputError("scores", file, f"a file that can be read ({problem.strerror})") from None
+    if not len(stored):
+        raise CalibrationInputError(f"number of scores in {file}", 0, "at least one")
+    return stored
 
 
-def _records(file: str) -> list[dict[str, Any]]:
+def _records(file: str, per_question: int | None, scale: str) -> list[dict[str, Any]]:
     from atts.calibration.stored import parse_lines
 
-    if file != "-" and Path(file).is_dir():
-        from atts.api import scores_of
-
-        found = scores_of(file)
+    if file != "-" and (Path(file).is_dir() or Path(file).suffix in (".npy", ".json")):
+        found = _scores(file, per_question, scale, None)
         rows = zip(found.scores, found.questions, found.turns, strict=True)
         return [{"score": score, "question": question, "turn": turn} for score, question, turn in rows]
 
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise CalibrationInputError("records", file, f"a text file that can be read ({problem})") from None
-    return parse_lines(text.splitlines(), "stdin" if file == "-" else file)
+    except OSError as problem:
+        raise CalibrationInputError("records", file, f"a file that can be read ({problem.strerror})") from None
+    except UnicodeDecodeError:
+        raise CalibrationInputError(file, "not text", "JSON Lines, a .npy array or JSON") from None
+    records = parse_lines(text.splitlines(), "stdin" if file == "-" else file)
+    if not records:
+        raise CalibrationInputError(f"number of records in {'stdin' if file == '-' else file}", 0, "at least one")
+    return records
 
 
 def _conditions(pairs: list[str]) -> dict[str, object]:
@@ -283,8 +289,8 @@ def _print_replay(done: Replay) -> None:
 
 
 def _print_health(health: Health) -> None:
-    print(f"{health.clusters}")
-    print(f"  repeats in their question   {health.repeats.within:.1%}")
+    print(health.clusters if health.repeats.clustered else f"{health.scores} scores whose questions are not known")
+    print(f"  {'repeats in their question' if health.repeats.clustered else 'repeats':<28}{health.repeats.within:.1%}")
     print(f"  repeats in another one      {health.repeats.across:.1%}")
     print(f"  escalate above              {_threshold(health.threshold)} (rate {health.rate:g})")
     print(f"  ... at most, 90 % sure      {_threshold(health.careful_threshold)} (were scores independent)")
@@ -293,7 +299,8 @@ def _print_health(health: Health) -> None:
         ("long-run rate, clustered", health.long_run_clustered),
     ):
         print(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
-    print(f"  half of the questions       SD of the rate on the other half {health.half_split:.3f}")
+    if not math.isnan(health.half_split):
+        print(f"  half of the questions       SD of the rate on the other half {health.half_split:.3f}")
     for row in health.turns:
         facts = f"{row.scores:>6} scores, median {_threshold(row.median)}, escalate above {_threshold(row.threshold)}"
         print(f"  turn {row.turn:<4}{facts}")
@@ -304,7 +311,7 @@ def _print_health(health: Health) -> None:
 def _threshold(value: float) -> str:
     """A score in few letters; there is none above which to escalate where the scores are too few for the rate."""
     if math.isinf(value):
-        return "none (too few scores)"
+        return "none"
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 

@@ -14,6 +14,7 @@ from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay
 from atts.calibration.health import examine
 from atts.calibration.metrics import METRICS
 from atts.calibration.modes import DEFAULTS
+from atts.calibration.stored import read_scores
 from atts.cli.app import run
 from atts.errors import CalibrationInputError
 
@@ -156,6 +157,53 @@ def test_replay_command_refuses_bad_input_in_words(words: tuple[str, ...], text:
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"score": 1.2, "turn": "a"}', "turn of record 3"),
+        ('{"score": 1.2, "turn": 1.7}', "turn of record 3"),
+        ('{"score": 1.2, "turn": -1}', "turn of record 3"),
+        ('{"score": NaN}', "score 3 is nan"),
+        ('{"ppl": 1.2}', "record 3"),
+    ],
+)
+def test_stored_records_name_the_one_that_is_wrong(line: str, said: str, tmp_path: Path) -> None:
+    """Nothing rounded or cast silently."""
+    file = tmp_path / "scores.jsonl"
+    file.write_text('{"score": 1.5}\n{"score": 1.6}\n' + line)
+    with pytest.raises(CalibrationInputError, match=said):
+        read_scores(file)
+
+
+def test_a_bad_score_in_a_stream_is_named_by_its_record() -> None:
+    """One among many lines can be found."""
+    with pytest.raises(CalibrationInputError, match="score of record 41 is nan"):
+        replay([*FEW, {"question": 1, "turn": 0, "score": float("nan")}], rate=0.4)
+
+
+def test_files_that_hold_no_scores_are_refused_in_words(tmp_path: Path, atts: Atts) -> None:
+    """Empty, not text, no numbers, a calibrator instead of scores, a folder that is not there."""
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "broken.npy").write_text("hello")
+    (tmp_path / "calibrator.json").write_text('{"kind": "atts calibrator"}')
+    (tmp_path / "good.jsonl").write_text('{"score": 1.5, "question": 1, "turn": 0}')
+    for words, said in {
+        "replay empty.jsonl": "number of records",
+        "report empty.jsonl": "number of scores",
+        "report binary.jsonl": "not text",
+        "report broken.npy": "no array of plain numbers",
+        "report calibrator.json": "a fitted calibrator",
+        "import good.jsonl --out absent/scores.json": "Make its folder",
+    }.items():
+        command, name, *more = words.split()
+        more = [str(tmp_path / word) if "/" in word else word for word in more]
+        done = atts(command, str(tmp_path / name), *more)
+        assert said in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.returncode in (2, 4)
 
 
 def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -> None:

@@ -15,6 +15,7 @@ from atts.evaluators import mean_estimate
 from atts.pipelines import Chunking, ConformalGate, ExploringGate, RandomGate, ScoreRule
 from atts.pipelines.policy import Takeover
 from scripts.studies.harness import Cell, Options, Table
+from scripts.studies.machine import pair_name
 from scripts.studies.pipelines_arms import Arm, Grid, Ledger, Pair, Piece, run_grid
 from scripts.studies.pipelines_policies import RATE, arm, with_policy
 from scripts.studies.pipelines_tables import block_ratios, difference, flops, interval, points, right, solved_of
@@ -41,7 +42,7 @@ def study(options: Options) -> list[Table]:
 async def _study(options: Options) -> list[Table]:
     chosen = choices(options.seed)
     grid = Grid(options.pick(20, 40, 1000), (options.seed,), 2000, options.pick(10, 25, 50))
-    path = None if options.out is None else options.out / f"ablations-{options.effort}.jsonl"
+    path = None if options.out is None else options.out / f"ablations-{options.effort}-{pair_name()}.jsonl"
     ledger = Ledger(path)
     default = arm("atts")
     async with Pair() as pair:

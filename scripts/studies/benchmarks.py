@@ -25,7 +25,7 @@ MARK = re.compile(
 )
 
 _WANTED = {"study", "tables", "effort"}
-_ON_THE_PAIR = {"pipelines", "against", "frontier", "ablations", "models", "local", "actors"}
+_ON_THE_PAIR = {"pipelines", "against", "frontier", "ablations", "models", "local", "actors", "scale"}
 _NOT_RUN = "*Not run yet.*"
 
 

@@ -16,6 +16,7 @@ from anyio.lowlevel import checkpoint
 
 from atts.graph import Graph, Limit, Node, ProblemScope, Recording, RolloutScope, Sink
 from atts.journal import JournalOptions, Manifest, NodeFinished, open_journal
+from scripts.studies.graph_work import conserved
 from scripts.studies.harness import Options, Spread, Table, cpu_seconds, interleaved, ratio, say
 
 SAMPLES = 16
@@ -33,17 +34,18 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One workload: how many rollouts, on how many slots."""
+    """One workload: how many rollouts, on how many slots, how many of them in flight."""
 
     backend: str
     rollouts: int
     draft: int
     target: int
+    places: int = IN_FLIGHT
 
 
 def study(options: Options) -> list[Table]:
-    """Overhead and flatness, then memory with a journal."""
-    return [_overhead(options), _flatness(options), _memory(options)]
+    """Overhead and flatness, memory with a journal, then the conservation of work."""
+    return [_overhead(options), _flatness(options), _memory(options), *conserved()]
 
 
 async def answer(turn: int) -> int:
@@ -64,13 +66,13 @@ async def with_graph(load: Load, sink: Sink | None) -> None:
         await scope.rollouts(rollout, SAMPLES)
 
     limits = {"draft": Limit(load.draft), "target": Limit(load.target)}
-    graph = Graph(rollouts=IN_FLIGHT, limits=limits, sink=sink)
+    graph = Graph(rollouts=load.places, limits=limits, sink=sink)
     await graph.drive(_problems(load.rollouts), solve, lambda result: None)
 
 
 async def by_hand(load: Load, keep: Callable[[tuple[object, ...]], object]) -> None:
     """The same work with anyio's tasks and limiters, and time stamps around every call."""
-    places = anyio.CapacityLimiter(IN_FLIGHT)
+    places = anyio.CapacityLimiter(load.places)
     limits = {"draft": anyio.CapacityLimiter(load.draft), "target": anyio.CapacityLimiter(load.target)}
 
     async def call(stage: str, engine: str, problem: str, sample: int, turn: int) -> None:
@@ -128,8 +130,9 @@ def _overhead(options: Options) -> Table:
 def _flatness(options: Options) -> Table:
     sizes = options.pick((1_000, 10_000), (1_000, 10_000, 30_000), (1_000, 10_000, 100_000))
     rows: list[tuple[str | int | float, ...]] = []
-    for draft, target in ((IN_FLIGHT, IN_FLIGHT), (256, 64)):
-        loads = [Load("asyncio", size, draft, target) for size in sizes]
+    for places, draft, target in ((IN_FLIGHT, IN_FLIGHT, IN_FLIGHT), (IN_FLIGHT, 256, 64), (IN_FLIGHT // 4, 64, 16)):
+        every = sizes if places == IN_FLIGHT else sizes[:2]
+        loads = [Load("asyncio", size, draft, target, places) for size in every]
         say(f"flatness: {loads}")
         arms: dict[str, Callable[[], float]] = {}
         for load in loads:
@@ -140,10 +143,11 @@ def _flatness(options: Options) -> Table:
             graph, hand = f"graph {load.rollouts}", f"hand {load.rollouts}"
             cells = [str(Spread.of(values[arm])) for arm in (graph, hand)]
             growth = [str(ratio(values, arm, f"{arm.split()[0]} {sizes[0]}")) for arm in (graph, hand)]
-            rows.append((f"{draft}/{target}", load.rollouts, *cells, *growth))
+            rows.append((places, f"{draft}/{target}", load.rollouts, *cells, *growth))
     return Table(
         "CPU microseconds per rollout as the number of rollouts grows, everything recorded in memory",
         (
+            "in flight",
             "slots draft/target",
             "rollouts",
             "graph",
@@ -152,7 +156,10 @@ def _flatness(options: Options) -> Table:
             "hand / its smallest",
         ),
         tuple(rows),
-        ("The smallest size never leaves the start-up wave: all its rollouts are in flight at once.",),
+        (
+            f"With {IN_FLIGHT} in flight the smallest size is a single wave: all its rollouts start at once, in order.",
+            f"With {IN_FLIGHT // 4} in flight it is four waves, and what grows is growth with the number of rollouts.",
+        ),
     )
 
 

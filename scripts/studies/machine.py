@@ -81,6 +81,11 @@ def pair_mark() -> str:
     return ", ".join(f"{role} {mark(role)}" for role in EMBEDDED)
 
 
+def pair_name() -> str:
+    """The same for the name of a file: what was measured with another pair is another file."""
+    return pair_mark().replace(", ", "-").replace(" ", "-")
+
+
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     found = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

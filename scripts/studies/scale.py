@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from scripts.studies.charts import Chart
 from scripts.studies.harness import Cell as TableCell
 from scripts.studies.harness import Options, Table, say
+from scripts.studies.machine import pair_name
 from scripts.studies.scale_cells import Cell, Method, Results, run_cell
 from scripts.studies.scale_costs import PAIRS, Cost, Pair
 from scripts.studies.scale_fit import local_validation
@@ -35,10 +36,10 @@ def study(options: Options) -> list[Table]:
 
 
 def _validated(options: Options) -> list[Table]:
-    """The fit and its validation, now or from before."""
+    """The fit and its validation, now or from before with this embedded pair."""
     if options.out is None:
         return local_validation(options)
-    file = options.out / f"scale-validation-{options.effort}.json"
+    file = options.out / f"scale-validation-{options.effort}-{pair_name()}.json"
     if file.exists():
         say(f"scale: the validation is there already; delete {file} to repeat it")
         return [Table.read(fields) for fields in json.loads(file.read_text())]

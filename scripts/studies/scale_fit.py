@@ -15,6 +15,7 @@ from atts.core import Role
 from atts.testing import run_virtual
 from scripts.studies.harness import Cell as TableCell
 from scripts.studies.harness import Options, Table, say
+from scripts.studies.machine import pair_mark
 from scripts.studies.scale_costs import Cost, Observation, fit, shared
 from scripts.studies.scale_engine import BatchedEngine, Host
 from scripts.studies.scale_live import (
@@ -135,9 +136,9 @@ def _notes(seen: Seen, errors: Mapping[str, Sequence[float]]) -> tuple[str, ...]
     )  # fmt: skip
     return (
         f"{kinds}: processor time {_words(errors['processor'])} (bar: 10 %); {wall}.",
-        f"{next(iter(seen.runs)).problems} problems a run, none twice; seconds are means of the runs, errors those of "
-        "the totals: predicted over measured, less one. Draft, target, event loop: the same error of each thread. "
-        "Waited: how long one of the threads was ready and had no processor, of the wall time.",
+        f"Embedded pair: {pair_mark()}. {next(iter(seen.runs)).problems} problems a run, none twice; seconds are means "
+        "of the runs, errors those of the totals: predicted over measured, less one. Draft, target, event loop: the "
+        "same error of each thread. Waited: how long one of the threads was ready and had no processor, of the wall.",
         "Fitted to processor seconds of pieces of work: no run was used, but for what the same pipelines cost the "
         "event loop on engines that answer at once. Elsewhere: calls that the simulated run asked for where the live "
         "one had none, so that a similar chunk stood in.",

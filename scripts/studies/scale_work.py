@@ -52,10 +52,14 @@ class Library:
 
 def find_library() -> Library:
     """The recorded run where its data is at hand, else a synthetic one that says so."""
-    for folder in (Path("shared/data"), Path("../shared/data")):
-        if (folder / TRACES).is_file():
-            return read_library(folder / TRACES)
-    return synthetic_library()
+    traces = find_traces()
+    return synthetic_library() if traces is None else read_library(traces)
+
+
+def find_traces() -> Path | None:
+    """The file of recorded runs where it is at hand."""
+    places = (folder / TRACES for folder in (Path("shared/data"), Path("../shared/data")))
+    return next((place for place in places if place.is_file()), None)
 
 
 def read_library(path: Path, run: str = "ct0") -> Library:

@@ -1,0 +1,102 @@
+"""Whether anything waits while it could run: recorded rollouts in virtual time, beside the same work with a barrier."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from atts.graph import Admit, Graph, Limit, ProblemScope, Recording, RolloutScope, Timing, measure
+from atts.testing import run_virtual
+from scripts.studies.harness import Cell, Table, say
+from scripts.studies.scale_work import find_traces
+
+SLOTS = {"draft": 16, "target": 4}
+SAMPLES = 16
+_RUN = "ct0"
+Stage = tuple[str, str, int, float]
+"""Stage, engine, turn, seconds."""
+Questions = Mapping[str, Sequence[Sequence[Stage]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One of the record."""
+
+    id: str
+
+
+def conserved() -> list[Table]:
+    """The table, or none where the recorded traces are not at hand."""
+    traces = find_traces()
+    if traces is None:
+        say("graph: the recorded traces are not at hand: nothing is said of the conservation of work")
+        return []
+    questions = recorded(traces)
+    ways: Sequence[tuple[str, Admit, int]] = (
+        ("as they come, 32 in flight", "each", 32),
+        ("as they come, 16 in flight", "each", 16),
+        ("question by question: the barrier", "together", 16),
+    )
+    found = {name: run_virtual(partial(replayed, questions, admit, places)) for name, admit, places in ways}
+    ours, timing = found[ways[0][0]]
+    bound = timing.lower_bound(SLOTS)
+    rows: list[tuple[Cell, ...]] = []
+    for name, (seconds, timing) in found.items():
+        idle = 1 - timing.busy_share("target", SLOTS["target"])
+        rows.append((name, seconds, seconds / bound, seconds / ours, idle, timing.sibling_seconds))
+    columns = (
+        "admission", "virtual s", "of the least possible (bar: 1.03)", "of the first (bar: 1.35 with a barrier)",
+        "target slots idle", "s waiting for siblings",
+    )  # fmt: skip
+    notes = (
+        f"{sum(map(len, questions.values()))} recorded rollouts of {len(questions)} questions; slots: {SLOTS['draft']} "
+        f"of the draft, {SLOTS['target']} of the target; first come first served.",
+        "The least possible: work per slot of the busiest engine, or the longest rollout, whichever is longer.",
+    )
+    return [Table("Work conservation on recorded rollouts, virtual time", columns, tuple(rows), notes)]
+
+
+def recorded(path: Path, run: str = _RUN) -> Questions:
+    """The stages of every rollout of a run, with durations fitted to it."""
+    questions: dict[str, list[list[Stage]]] = {}
+    with gzip.open(path, "rt") as lines:
+        for record in map(json.loads, lines):
+            if record["run"] == run:
+                questions.setdefault(str(record["question_id"]), []).append(_stages(record["turns"]))
+    return questions
+
+
+def _stages(turns: Sequence[Mapping[str, Any]]) -> list[Stage]:
+    stages: list[Stage] = []
+    for turn in turns:
+        number = turn["turn"]
+        stages.append(("draft", "draft", number, 0.1943 + 0.002420 * turn["draft_chars"]))
+        if turn["ppl"] is not None:
+            stages.append(("score", "target", number, 0.1499))
+        if turn["escalated"]:
+            stages.append(("escalate", "target", number, 0.2139 + 0.004994 * turn["target_chars"]))
+    return stages
+
+
+async def replayed(questions: Questions, admit: Admit, rollouts: int) -> tuple[float, Timing]:
+    """The seconds, and where they went, when the graph runs the recorded stages."""
+    recording = Recording()
+    graph = Graph(rollouts=rollouts, limits={name: Limit(n) for name, n in SLOTS.items()}, sink=recording)
+
+    async def solve(question: Question, scope: ProblemScope) -> None:
+        async def rollout(line: RolloutScope[None]) -> None:
+            for stage, engine, turn, seconds in questions[question.id][line.sample]:
+                await line.call(stage, anyio.sleep, seconds, engine=engine, turn=turn)
+
+        await scope.rollouts(rollout, SAMPLES, admit=admit)
+
+    began = anyio.current_time()
+    await graph.drive([Question(name) for name in questions], solve, lambda result: None)
+    return anyio.current_time() - began, measure(recording.nodes())

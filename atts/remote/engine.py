@@ -189,17 +189,17 @@ class RemoteEngine:
         """Count a request, and be sure before and after that the server is still the one that was opened."""
         counts = self._counts
         counts.requests += 1
+        now, traffic = self._clock(), self._opened().traffic
         if not counts.in_flight:
-            self._busy_since = self._clock()
-            self._trusted_until = min(
-                self._trusted_until, self._idle_since + self.options.idle_seconds
-            )  # it may be another by now
+            self._busy_since = now
+            if now - self._idle_since >= self.options.idle_seconds:
+                self._trusted_until = now  # it may be another by now
         counts.in_flight += 1
         try:
-            if self._clock() >= self._trusted_until:
-                await self._recheck(self._opened().traffic.lost)
+            if now >= self._trusted_until:
+                await self._recheck(traffic.lost)
             done = await work(request)
-            if (lost := self._opened().traffic.lost) > self._lost_checked:
+            if (lost := traffic.lost) > self._lost_checked:
                 await self._recheck(lost)  # a connection broke meanwhile: who answered?
             return done
         except anyio.get_cancelled_exc_class():

@@ -14,7 +14,7 @@ def check_sampled(sampled: Sampled, request: SampleRequest, spec: EngineSpec) ->
     :raises BadReply: they cannot.
     """
     ids, flaw = sampled.ids, ""
-    known = [value for value in sampled.logprobs if value is not None]
+    wrong = [value for value in sampled.logprobs if value is not None and not -1e6 < value <= 1e-4]  # nan is, too
     if not ids:
         flaw = "it wrote nothing"
     elif len(ids) > request.max_tokens:
@@ -23,7 +23,7 @@ def check_sampled(sampled: Sampled, request: SampleRequest, spec: EngineSpec) ->
         flaw = f"an id outside 0..{spec.vocabulary - 1} came back"
     elif len(sampled.logprobs) != len(ids) and (sampled.logprobs or spec.logprobs != "none"):
         flaw = f"{len(sampled.logprobs)} log-probabilities came with {len(ids)} ids"
-    elif not all(-1e6 < value <= 1e-4 for value in known):  # false for nan, too
+    elif wrong:
         flaw = "a log-probability is above 0 or not a number"
     if flaw:
         raise BadReply(spec.name, flaw)
@@ -41,13 +41,10 @@ def place_of_end(
     """
     ids = sampled.ids
     found: list[tuple[int, Ending]] = []
-    for place, token in enumerate(ids, start=1):
-        if token in spec.end_ids:
-            found.append((place, "end"))
-            break
-        if token in request.stop_ids:
-            found.append((place, "delimiter"))
-            break
+    if not {*spec.end_ids, *request.stop_ids}.isdisjoint(ids):
+        places = (place for place, token in enumerate(ids) if token in spec.end_ids or token in request.stop_ids)
+        first = next(places)
+        found.append((first + 1, "end" if ids[first] in spec.end_ids else "delimiter"))
     stopped = _stop_place(ids[: found[0][0]] if found else ids, request.stop, tokenizer)
     if stopped and (not found or stopped < found[0][0]):
         return stopped, "delimiter"
@@ -81,5 +78,5 @@ def settle(
 ) -> Completion:
     """The completion, cut where it ends."""
     ids = sampled.ids[:place]
-    text = tokenizer.decode([token for token in ids if token not in spec.end_ids])
+    text = tokenizer.decode(ids[:-1] if ended == "end" else ids)  # an end token is the last one
     return Completion(ids, text, ended, logprobs[:place], sampled.cached_tokens)

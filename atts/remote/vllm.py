@@ -72,7 +72,7 @@ class VllmDialect:
         }
         if request.stop:
             body |= {"stop": request.stop, "include_stop_str_in_output": True}
-        return Call("/v1/completions", body | self._priority(request.priority), {"X-Request-Id": rid})
+        return Call("/v1/completions", body | self._priority(request.priority), self._named(rid))
 
     def sampled(self, reply: Any, request: SampleRequest) -> Sampled:
         """See `Dialect`."""
@@ -80,7 +80,7 @@ class VllmDialect:
         ids = choice.get("token_ids")
         if ids is None:
             raise EngineError("vllm", "it returns no token ids", "It must be 0.10.2 or newer")
-        logprobs = tuple(float(value) for value in choice["logprobs"]["token_logprobs"])
+        logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
         return Sampled(tuple(ids), logprobs, finish_of(choice["finish_reason"]), _cached(reply))
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
@@ -89,7 +89,7 @@ class VllmDialect:
         if not self._scale_out:
             body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
             head: dict[str, Any] = {"model": self._model}
-            return Call("/v1/completions", head | body | self._priority(request.priority), {"X-Request-Id": rid})
+            return Call("/v1/completions", head | body | self._priority(request.priority))
         sampling = {
             "max_tokens": 1,
             "temperature": 0,
@@ -122,6 +122,10 @@ class VllmDialect:
     async def running(self, client: Client) -> int | None:
         """See `Dialect`."""
         return await in_queue(client, "vllm:num_requests_running", "vllm:num_requests_waiting")
+
+    def _named(self, rid: str) -> dict[str, str]:
+        """The header that names a request, where it can be aborted by its name; it outlives gateways."""
+        return {"X-Request-Id": rid} if self._scale_out else {}
 
     def _priority(self, priority: int) -> dict[str, int]:
         return priority_field(priority, self._priorities, "lower")

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Mapping
 from typing import Any
+from uuid import uuid4
 
 from atts.core import Completion, SampleRequest, Sampling, TokenIds
 from atts.seeds import Seed
@@ -44,7 +45,7 @@ async def completions(
 ) -> Any:
     """POST /v1/completions: one prompt of ids, sampled; scored as well when prompt log-probs are asked for."""
     _check_model(floor, body)
-    rid = f"cmpl-{headers.get('X-Request-Id', 'none')}-0"
+    rid = f"cmpl-{headers.get('X-Request-Id') or uuid4().hex}-0"
     ids, limit = tuple(body["prompt"]), int(body.get("max_tokens", 16))
     _check_room(floor, ids, limit)
     choice: dict[str, Any] = {"index": 0, "prompt_logprobs": None}

@@ -28,7 +28,7 @@ from atts.errors import (
 from atts.remote import Key, RemoteEngine, RemoteOptions
 from atts.seeds import Seed
 from atts.tasks import collect, task_group
-from atts.testing import ScriptedEngine, ToyTokenizer
+from atts.testing import Latency, ScriptedEngine, ToyTokenizer
 from atts.testing.server_settings import ServerFaults, ServerQuirks
 from atts.testing.servers import DialectServer
 
@@ -191,6 +191,17 @@ async def test_the_same_server_may_come_back(serve: Serve, client: Connect) -> N
         want = await remote.sample(REQUEST)
         server.restart()
         assert (await remote.sample(REQUEST)).ids == want.ids
+
+
+@pytest.mark.anyio
+async def test_steady_work_is_no_silence(serve: Serve, client: Connect) -> None:
+    """Calls one after the other are not interrupted by questions about who answers, however long they go on."""
+    server = serve("vllm", lambda: ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.03)))
+    async with client(server.url, options=RemoteOptions(idle_seconds=1.0)) as remote:
+        before = len(server.calls)
+        for _ in range(4):
+            await remote.sample(replace(REQUEST, max_tokens=10))
+        assert len(server.calls) == before + 4
 
 
 @pytest.mark.anyio

@@ -27,10 +27,10 @@ class ClusterSummary:
     effective: float
 
     def __str__(self) -> str:
-        scores = f"{self.scores} score{'s' * (self.scores != 1)}"
-        questions = f"{self.clusters} question{'s' * (self.clusters != 1)}"
+        scores = f"{self.scores:,} score{'s' * (self.scores != 1)}"
+        questions = f"{self.clusters:,} question{'s' * (self.clusters != 1)}"
         icc = "unknown" if math.isnan(self.icc) else f"{self.icc:.2f}"
-        worth = f"worth about {self.effective:.0f} independent one{'s' * (round(self.effective) != 1)}"
+        worth = f"worth about {self.effective:,.0f} independent one{'s' * (round(self.effective) != 1)}"
         return f"{scores} in {questions}, intraclass correlation {icc}, {worth}"
 
 

@@ -52,13 +52,13 @@ def _realised(facts: Facts) -> str:
     if not facts.decided:
         return "No decision yet."
     share = facts.escalated / facts.decided
-    return f"So far {facts.escalated} of {facts.decided} decisions escalated ({share:.4f}, nominal {facts.rate:g})."
+    return f"So far {facts.escalated:,} of {facts.decided:,} decisions escalated ({share:.4f}, nominal {facts.rate:g})."
 
 
 def _split(facts: Facts) -> tuple[str, str]:
     return (
-        f"a new score exchangeable with the {len(facts.stored)} stored ones escalates with probability {facts.rate:g}, "
-        f"over the draw of both; {_draw(facts)}",
+        f"a new score exchangeable with the {len(facts.stored):,} stored ones escalates with probability "
+        f"{facts.rate:g}, over the draw of both; {_draw(facts)}",
         "drift of any kind (later turns, other questions, another model or temperature); scores that arrive because "
         "they finished early; decisions that change the scores to come" + _clustering(facts),
     )
@@ -70,7 +70,7 @@ def _draw(facts: Facts) -> str:
     effective = max(1, int(summary.effective if summary else len(facts.stored)))
     k = min(effective, max(1, split_rank(effective, facts.rate)))
     low, high = coverage_interval(effective, k)
-    worth = f"worth about {effective}" if summary else f"{effective} if independent"
+    worth = f"worth about {effective:,}" if summary else f"{effective:,} if independent"
     return f"for these stored scores ({worth}) its long-run rate is in [{1 - high:.3f}, {1 - low:.3f}] (90 %)"
 
 
@@ -79,7 +79,7 @@ def _marginal(facts: Facts) -> tuple[str, str]:
     spread = 1.96 * math.sqrt(facts.rate * (1 - facts.rate) / decisions)
     return (
         f"if all scores are exchangeable, every decision escalates with probability exactly {facts.rate:g}, whatever "
-        f"the others did, so the realised rate of {decisions} decisions is within {spread:.3f} of it (95 %)",
+        f"the others did, so the realised rate of {decisions:,} decisions is within {spread:.3f} of it (95 %)",
         "scores that cluster by question, drift with the turn or arrive in an order of completion: then only the grand "
         "average is near, and no question, turn or stretch of the run" + _clustering(facts),
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from scripts.studies.charts import draw
 from scripts.studies.harness import Effort, Table, picture_name
 from scripts.studies.machine import pair_mark
 from scripts.studies.summary import summary
@@ -31,10 +31,10 @@ _NOT_RUN = "*Not run yet.*"
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A table, and the file its chart is in."""
+    """A table, and the name of its chart's file."""
 
     table: Table
-    picture: Path
+    picture: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ def read(folder: Path) -> dict[str, Record]:
     written = [(path, json.loads(path.read_text())) for path in folder.rglob("*.json")]
     studies = [(path, fields) for path, fields in written if isinstance(fields, dict) and _WANTED <= fields.keys()]
     efforts = get_args(Effort)
-    for path, fields in sorted(studies, key=lambda one: (efforts.index(one[1]["effort"]), one[0].stat().st_mtime)):
+    for _, fields in sorted(studies, key=lambda one: (efforts.index(one[1]["effort"]), one[0].stat().st_mtime)):
         name = str(fields["study"])
         study = name.split("-")[0]
         made = {
-            table["title"]: Kept(Table.read(table), path.parent / picture_name(name, number))
+            table["title"]: Kept(Table.read(table), picture_name(name, number))
             for number, table in enumerate(fields["tables"])
         }
         older = found[study].kept if study in found else {}
@@ -120,8 +120,8 @@ def _part(found: re.Match[str], records: Mapping[str, Record], pictures: Path | 
         return f"**{table.title}**\n\n{body}"
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(one.picture, pictures / one.picture.name)
-    return f"**{table.title}**\n\n{body}\n\n![{table.title}]({PICTURES.as_posix()}/{one.picture.name})"
+        (pictures / one.picture).write_text(draw(table.title, table.chart, table.columns, table.rows))
+    return f"**{table.title}**\n\n{body}\n\n![{table.title}]({PICTURES.as_posix()}/{one.picture})"
 
 
 def _words(record: Record) -> str:

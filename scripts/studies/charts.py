@@ -164,5 +164,5 @@ def _with_legend(svg: str, names: Sequence[str]) -> str:
 
 
 def _colours(number: int) -> str:
-    colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)]
+    colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number % len(_DASHES)]
     return f".line.s{number}{{stroke:{colour};stroke-dasharray:{dash or 0}}}.dot.s{number}{{fill:{colour}}}"

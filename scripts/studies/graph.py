@@ -105,7 +105,8 @@ def _problems(rollouts: int) -> Iterator[Named]:
 def _microseconds(work: Callable[[], Awaitable[None]], load: Load) -> float:
     """Processor time per rollout, in microseconds."""
     gc.collect()
-    return 1e6 * cpu_seconds(lambda: anyio.run(work, backend=load.backend)) / load.rollouts
+    seconds = cpu_seconds(lambda: anyio.run(work, backend=load.backend))
+    return 1e6 * seconds / (load.rollouts // SAMPLES * SAMPLES)
 
 
 def _overhead(options: Options) -> Table:

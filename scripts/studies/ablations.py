@@ -41,7 +41,7 @@ def study(options: Options) -> list[Table]:
 
 async def _study(options: Options) -> list[Table]:
     chosen = choices(options.seed)
-    grid = Grid(options.pick(20, 40, 1000), (options.seed,), 2000, options.pick(10, 25, 50))
+    grid = Grid(options.pick(20, _ENOUGH, 1000), (options.seed,), 2000, options.pick(10, 25, 50))
     path = None if options.out is None else options.out / f"ablations-{options.effort}-{pair_name()}.jsonl"
     ledger = Ledger(path)
     default = arm("atts")

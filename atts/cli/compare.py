@@ -21,8 +21,9 @@ _COSTS = {
     "draft_tokens": "draft tokens",
     "scored_tokens": "scored tokens",
     "target_tokens": "target tokens",
-    "seconds": "seconds",
+    "seconds": "seconds it took",
 }
+_MANY = 100_000  # problems; nobody has more, and a difference that wants them is none
 
 
 def compare(first: Run, second: Run, as_json: Json = False) -> None:
@@ -68,6 +69,10 @@ def _table(found: Compared) -> list[str]:
         ratio = "first took none" if math.isinf(cost.ratio) else "none in either" if math.isnan(cost.ratio) else ""
         ratio = ratio or f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
         lines.append(f"{_COSTS[cost.name]:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
+    if any(cost.name == "seconds" for cost in found.costs):
+        lines.append(
+            "Seconds a problem took are its latency: problems run side by side, a run is shorter than their sum."
+        )
     return [*lines, "Brackets are 95 % intervals over problems."]
 
 
@@ -80,5 +85,6 @@ def _accuracy(name: str, found: Comparison) -> list[str]:
         f"{'':16}better on {found.better}, worse on {found.worse}, equal on {found.tied}",
     ]
     if found.problems_needed:
-        lines.append(f"{'':16}{found.problems_needed:,} problems like these would show such a difference 4 times in 5")
+        needed = f"{found.problems_needed:,}" if found.problems_needed <= _MANY else f"more than {_MANY:,}"
+        lines.append(f"{'':16}{needed} problems like these would show such a difference 4 times in 5")
     return lines

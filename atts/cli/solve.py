@@ -63,7 +63,7 @@ def solve(
     Each piece says who wrote it: the draft, whose chunks are accepted or rejected, or the target, which takes over from
     a rejected chunk. On a terminal they differ in colour as well.
 
-    Example: atts solve "Tom has 39 pens. Ann has 12 more pens than Tom. How many pens does Ann have?"
+    Example: atts solve "What is (17 + 25) * 3?"
 
     Example: atts solve - --samples 4 --json < problem.txt
     """
@@ -154,15 +154,14 @@ class Story:
 
         number = f"{sample} " if sample is not None and self._follow is None else ""
         for line in visible(text).rstrip("\n").split("\n") if text.strip() else [""]:
-            words = Text(f"{number}{label:<9}", "dim") + Text("│ ", "dim") + Text(line, _STYLES[label])
-            self._console.print(words)
+            self._console.print(Text.assemble((f"{number}{label:<9}│ ", "dim"), (line, _STYLES[label])))
 
     def _plain(self, label: str, text: str) -> None:
         self._console.print(f"{label:<9}  {visible(text)}", markup=False)
 
 
 def _because(decision: Decision) -> str:
-    score = "" if decision.score is None else f"score {decision.score:.3f}"
+    score = "" if decision.score is None else f"score {decision.score:{'.3f' if decision.score < 1000 else '.3g'}}"
     return ", ".join(part for part in (score, decision.why) if part)
 
 

@@ -37,7 +37,7 @@ def calibration_charts(held: Calibration) -> list[Chart]:
 
 def _by_turn(held: Calibration) -> Chart:
     shown = held.turns[:24]
-    plot = Plot(Axis(-0.5, len(shown) - 0.5, "turn"), _share_axis(shown, held.nominal))
+    plot = Plot(Axis(-0.5, len(shown) - 0.5, "turn", values="whole"), _share_axis(shown, held.nominal))
     marks = [
         plot.band([n - 0.5, n + 0.5], [g.low, g.low], [g.high, g.high]) for n, g in enumerate(shown) if held.nominal
     ]
@@ -73,7 +73,7 @@ def _share_axis(groups: Sequence[Group], nominal: float | None) -> Axis:
 def _by_question(held: Calibration) -> Chart:
     """Sorted dots, the coin's band beside each: a rule that ignores the question would fill it."""
     ordered = sorted(held.by_question, key=lambda group: (group.share, group.name))
-    plot = Plot(Axis(0, max(1, len(ordered)), "questions, by rate"), _share_axis(ordered, held.nominal))
+    plot = Plot(Axis(0, max(1, len(ordered)), "questions, by rate", values="whole"), _share_axis(ordered, held.nominal))
     marks = list[str]()
     if held.nominal is not None:
         marks.append(plot.line([(0, held.nominal), (len(ordered), held.nominal)], "nominal"))
@@ -92,7 +92,7 @@ def _over_time(held: Calibration) -> Chart:
     moments = held.moments
     shares = [moment.share for moment in moments] + [m.rolling for m in moments if m.rolling is not None]
     top = max([*shares, 2 * (held.nominal or 0.0), 0.1]) * 1.08
-    plot = Plot(Axis(0, held.decisions, "decisions"), Axis(0, min(1.0, top), "share escalated"))
+    plot = Plot(Axis(0, held.decisions, "decisions", values="whole"), Axis(0, min(1.0, top), "share escalated"))
     marks = list[str]()
     if held.nominal is not None:
         marks.append(plot.band([m.decisions for m in moments], [m.low for m in moments], [m.high for m in moments]))
@@ -150,7 +150,7 @@ def _p_histogram(found: Uniformity) -> Chart:
 
 def _drift(found: Drift) -> Chart:
     low, high = min(*found.path, -1.0), max(*found.path, found.alarm)
-    plot = Plot(Axis(0, found.questions, "questions"), Axis(low * 1.05, high * 1.1, "log10 of wealth"))
+    plot = Plot(Axis(0, found.questions, "questions", values="whole"), Axis(low * 1.05, high * 1.1, "log10 of wealth"))
     marks = [
         plot.line([(0, found.alarm), (found.questions, found.alarm)], "alarm"),
         plot.line([(0, 0), (found.questions, 0)], "nominal"),

@@ -126,11 +126,9 @@ def _verdict(
 ) -> Verdict:
     points: list[tuple[Standing, str]] = []
     if accuracy:
-        points.append(
-            ("good", f"the vote is right on {interval(accuracy[0].estimate)} of {len(evidence.solved)} problems")
-        )
+        points.append(("good", f"the vote is right on {interval(accuracy[0].estimate)} of {_problems(evidence)}"))
     else:
-        points.append(("care", f"{len(evidence.solved)} problems, none graded: there is no reference answer"))
+        points.append(("care", f"{_problems(evidence)}, none graded: there is no reference answer"))
     if not math.isnan(cost.target_share):
         points.append(("good", f"the target wrote {cost.target_share:.1%} of {_tokens(cost):,} tokens"))
     if held is not None:
@@ -140,6 +138,11 @@ def _verdict(
     standings = {standing for standing, _ in points}
     standing: Standing = "bad" if "bad" in standings else "care" if "care" in standings else "good"
     return Verdict(standing, "; ".join(text for _, text in points[:3]), tuple(points))
+
+
+def _problems(evidence: Evidence) -> str:
+    count = len(evidence.solved)
+    return f"{count:,} problem{'s' * (count != 1)}"
 
 
 def _rate_point(held: Calibration) -> tuple[Standing, str]:

@@ -13,7 +13,7 @@ _LEGEND = (
     ("samples", "votes of fewer rollouts"),
     ("turns", "every rollout cut after so many turns"),
 )
-_LETTER, _LINE = 6.6, 13.0  # pixels
+_LETTER, _LINE, _CLOSE = 6.6, 13.0, 30.0  # pixels
 _PLACES = ((8, 4), (8, -9), (8, 17), (-8, 4), (-8, -9), (-8, 17), (8, -22), (-8, -22), (8, 30), (-8, 30))
 """Where words may stand, the best first: how far right of the point (negative: they end left of it), how far below."""
 
@@ -54,13 +54,20 @@ def _labels(plot: Plot, points: Sequence[Point]) -> Iterator[str]:
     for p in _by_weight(points):
         across, up = plot.at(p.cost, p.accuracy.value)
         wide = _LETTER * len(p.label)
-        for right, below in _PLACES:
+        for right, below in _places((across, up), dots):
             left = across + right if right > 0 else across + right - wide
             box = (left, left + wide, up + below - _LINE + 3, up + below + 3)
             if _is_free(box, taken, plot):
                 taken.append(box)
                 yield plot.words(p.cost, p.accuracy.value, p.label, "start" if right > 0 else "end", right, below + 7)
                 break
+
+
+def _places(own: tuple[float, float], dots: Sequence[tuple[float, float]]) -> Sequence[tuple[int, int]]:
+    """Words stand on the side where no close point is, or they would seem to be that one's."""
+    close = [dot for dot in dots if dot != own and abs(dot[0] - own[0]) < _CLOSE and abs(dot[1] - own[1]) < _CLOSE]
+    is_left = bool(close) and all(dot[0] > own[0] for dot in close)
+    return sorted(_PLACES, key=lambda place: place[0] > 0) if is_left else _PLACES
 
 
 def _by_weight(points: Sequence[Point]) -> list[Point]:

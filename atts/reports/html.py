@@ -31,7 +31,11 @@ from atts.reports.tables import (
 
 _BADGE = {"good": "✓", "care": "!", "bad": "✗"}
 _HEADINGS = ("Warnings", "Problems")  # tables that are all there is in a section of their name
-_SAID: dict[Standing, str] = {"good": "nothing against it", "care": "read with care", "bad": "do not rely on it"}
+_SAID: dict[Standing, str] = {
+    "good": "nothing against it",
+    "care": "read with care",
+    "bad": "do not rely on it before you know why",
+}
 
 
 def render_html(collected: Collected) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 WIDTH, HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 44
@@ -19,14 +20,21 @@ class Axis:
     high: float
     label: str
     style: str = ""  # a format for the ticks; empty: what %g says
+    values: Literal["any", "whole"] = "any"  # there is no turn 2.5
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Round values inside the axis, about so many."""
+        """Round values inside the axis, about so many.
+
+        >>> Axis(0, 11, "turn", values="whole").ticks(), Axis(0, 3, "turn", values="whole").ticks()
+        ([0.0, 5.0, 10.0], [0.0, 1.0, 2.0, 3.0])
+        """
         if not self.high > self.low:
             return [self.low]
-        rough = (self.high - self.low) / about
+        whole = self.values == "whole"
+        rough = max((self.high - self.low) / about, 1.0 if whole else 0.0)
         power = 10.0 ** math.floor(math.log10(rough))
-        step = next(power * unit for unit in (1, 2, 2.5, 5, 10) if power * unit >= rough * 0.999)
+        units = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
+        step = next(power * unit for unit in units if power * unit >= rough * 0.999)
         first = math.ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 

@@ -202,6 +202,32 @@ def test_problems_are_opened_when_there_is_room(virtually: Virtually[None]) -> N
     assert pulled < 16
 
 
+def test_problems_that_conclude_slowly_hold_back_the_next(virtually: Virtually[int]) -> None:
+    """Whatever comes after the rollouts and is slower than they are: four rollouts for every place wait, no more."""
+
+    async def main() -> int:
+        waiting = most = 0
+
+        async def solve(problem: Named, scope: ProblemScope) -> None:
+            nonlocal waiting, most
+
+            async def rollout(line: RolloutScope[None]) -> None:
+                await line.call("draft", anyio.sleep, 1.0)
+
+            await scope.rollouts(rollout, 4)
+            with scope.concluding(4):
+                waiting += 1
+                most = max(most, waiting)
+                await anyio.sleep(100.0)
+                waiting -= 1
+
+        results = await Graph(rollouts=4).run(problems(12), solve)
+        assert [result.status for result in results] == ["done"] * 12
+        return most
+
+    assert virtually(main) == 4 + 1  # the last one was in flight; by their number alone eight might be open
+
+
 def test_places_go_to_older_problems_first_and_priority_before_that(virtually: Virtually[list[str]]) -> None:
     """With one place, rollouts run by problem and sample, but urgent ones overtake those that wait."""
 

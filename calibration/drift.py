@@ -19,10 +19,12 @@ Policy = Literal["recalibrate", "widen", "escalate", "report"]
 POLICIES: tuple[Policy, ...] = ("recalibrate", "widen", "escalate", "report")
 Kind = Literal["duplicates", "shift", "martingale"]
 
-_LOOKS = (  # after so many scores, with this share of the false-alarm level
-    *((64, 0.03), (100, 0.03), (160, 0.03), (300, 0.77)),
+_MAIN = 300
+_LOOKS = (  # after so many scores of the stored turn, with this share of the false-alarm level
+    *((64, 0.03), (100, 0.03), (160, 0.03), (_MAIN, 0.767)),
     *((600, 0.03), (1500, 0.03), (4800, 0.03)),
 )
+_EARLY = 0.2  # of the share of the main look, spent on the 300th score of all where other turns are among them
 _COPIED = 0.003  # the share of each look for repeats in the stored questions that live ones do not show
 _MARTINGALE = 0.029  # its share
 _SLACK = 3.5  # an alarm also needs p below so many times its level were the stored questions a sample themselves
@@ -50,11 +52,12 @@ class DriftMonitor:
     """Compares the questions of a run with the stored ones, as it goes.
 
     The unit is the question, because scores of one question move together. After 64, 100, 160 and, with three quarters
-    of the level, 300 scores, then 600, 1,500 and 4,800, the levels and spreads of the latest questions are compared
-    with the stored ones as distributions; between the looks a martingale bets on the smoothed rank of each question
-    among all before it. The levels of all looks and of the martingale add up to `level`: that bounds the false alarms
-    of a whole run whose questions are draws of the stored ones. Where the stored ones are themselves a sample of the
-    law that the run draws from, it is at most 3.5 times as much.
+    of the level, 300 scores of the stored turn, then 600, 1,500 and 4,800, and after 300 scores of all turns, the
+    levels and spreads of the latest questions are compared with the stored ones as distributions; between the looks a
+    martingale bets on the smoothed rank of each question among all before it. The levels of all looks and of the
+    martingale add up to `level`: that bounds the false alarms of a whole run whose questions are draws of the stored
+    ones. Where the stored ones are themselves a sample of the law that the run draws from, it is at most 3.5 times as
+    much.
 
     Repeated scores that no sampling explains are an alarm at once. Those that siblings may have written alike are one
     if the siblings of the run do not.
@@ -98,8 +101,15 @@ class DriftMonitor:
         `theta` is a uniform of this chunk, for ties among questions.
         """
         self._scores += 1
-        if turn != self._turn or not math.isfinite(badness) or not self.watching:
+        if not self.watching:
             return None
+        if turn == self._turn and math.isfinite(badness):
+            self._take(badness, question, theta)
+        if not self.alarmed and len(self._live) >= _FEWEST:
+            self._look_if_due()
+        return self.events[-1] if self.events else None
+
+    def _take(self, badness: float, question: str, theta: float) -> None:
         self._seen += 1
         key = question or f"chunk {self._scores}"  # a chunk of no question is a question of its own
         scores = self._live.setdefault(key, [])
@@ -109,10 +119,16 @@ class DriftMonitor:
                 self._bet(math.fsum(scores) / len(scores), theta)
         if len(self._live) > _KEPT:
             del self._live[next(iter(self._live))]
-        is_due = self._looks < len(_LOOKS) and self._seen >= _LOOKS[self._looks][0]
-        if is_due and not self.alarmed and len(self._live) >= _FEWEST:
-            self._look()
-        return self.events[-1] if self.events else None
+
+    def _look_if_due(self) -> None:
+        scores, share = _LOOKS[self._looks] if self._looks < len(_LOOKS) else (math.inf, 0.0)
+        is_due = self._seen >= scores
+        share = (share - (_EARLY if scores == _MAIN < self._scores else 0.0)) if is_due else 0.0
+        if self._scores == _MAIN:
+            share = max(share, _EARLY)
+        if share:
+            self._look(self.level * share)
+        self._looks += is_due
 
     def judge_alone(self) -> None:
         """Alarm on repeats that only the scores of a run could explain, where there will be no run."""
@@ -127,15 +143,13 @@ class DriftMonitor:
             p = math.exp(-self._martingale.log_peak)
             self._alarm("martingale", p, "the questions' scores have moved away from those before them")
 
-    def _look(self) -> None:
+    def _look(self, level: float) -> None:
         live = list(self._live.values())
         p = copied(self._reference, live) if self._repeats.doubt else 1.0
         if p <= self.level * _COPIED:
             share = f"{self._repeats.within:.0%} of the stored scores repeat another one of their question"
             return self._alarm("duplicates", p, f"{share}, those of the run do not: draws that were copied")
-        level = self.level * _LOOKS[self._looks][1]
         found = compare(self._reference, live, level, self._looks)
-        self._looks += 1
         if found.drawn <= level and found.exchangeable <= _SLACK * level:
             message = f"the scores of {found.questions} questions are not distributed like the stored ones"
             self._alarm("shift", found.drawn, message)

@@ -65,6 +65,18 @@ def test_scores_of_another_model_are_noticed_in_most_runs(part: str, least: int,
     assert hits >= least
 
 
+@pytest.mark.parametrize(("part", "after"), [("67acab3f", 300), ("7564d923", 300), ("4334263d", 230), ("", None)])
+def test_a_real_stream_is_told_from_another_array_by_its_first_300_scores_of_all_turns(
+    part: str, after: int | None, arrivals: dict[str, list[dict[str, Any]]], array_of: ArrayOf
+) -> None:
+    """Of these only eighty are of the stored turn; the run's own array is left alone."""
+    for records in arrivals.values():
+        monitor = DriftMonitor(array_of(part) if part else array_of())
+        for record in records[:300]:
+            monitor.observe(math.log(record["score"]), str(record["question"]), record["turn"])
+        assert [event.scores for event in monitor.events] == ([after] if after else [])
+
+
 def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
     """Uniform p-values: a 1/20 alarm in at most 5 % of runs; a change is found in about 50 steps."""
     draw = np.random.default_rng(0)

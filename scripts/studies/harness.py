@@ -81,7 +81,18 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}] n={self.n}"
+        median, low, high = (figure(value, 3) for value in (self.median, self.low, self.high))
+        return f"{median} [{low}, {high}] n={self.n}"
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """A number with the digits that count; large ones in full, as people write them.
+
+    >>> figure(0.123456), figure(11_151.7), figure(2713.4, 3), figure(9999.7)
+    ('0.1235', '11,150', '2,710', '10,000')
+    """
+    rounded = f"{value:.{digits}g}"
+    return f"{float(rounded):,.0f}" if math.isfinite(value) and "e+" in rounded else rounded
 
 
 def interleaved(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
@@ -185,5 +196,5 @@ def _picture(study: str, number: int, table: Table) -> str:
 
 def _text(cell: Cell) -> str:
     if isinstance(cell, float):
-        return f"{cell:.4g}" if math.isfinite(cell) else "-"
+        return figure(cell) if math.isfinite(cell) else "-"
     return "-" if cell is None else str(cell).replace("|", "\\|")

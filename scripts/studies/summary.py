@@ -111,7 +111,7 @@ def _machine(studies: Studies) -> str:
 
 def _served(studies: Studies) -> str:
     row = rows(table(studies, "remote", "Throughput"), client="atts")[-1]
-    rate, share = (float(str(row[name]).split()[0]) for name in ("requests/s", "of aiohttp"))
+    rate, share = (float(str(row[name]).split()[0].replace(",", "")) for name in ("requests/s", "of aiohttp"))
     return (
         f"a server is sent {_n(rate)} requests/s at {row['in flight']} in flight, {share:.0%} of a bare aiohttp loop's"
     )

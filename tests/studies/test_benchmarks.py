@@ -76,6 +76,14 @@ def test_numbers_of_another_embedded_pair_are_called_so(tmp_path: Path) -> None:
         assert ("earlier one" in text) is is_told
 
 
+def test_large_numbers_are_written_as_people_write_them() -> None:
+    """With the digits that count and no powers of ten, also where rounding adds a digit."""
+    assert [harness.figure(value) for value in (0.123456, 11_151.7, 9999.7, 1e-6)] == [
+        "0.1235", "11,150", "10,000", "1e-06"
+    ]  # fmt: skip
+    assert str(harness.Spread.of([2710.2, 2400.0, 3345.1])) == "2,710 [2,400, 3,350] n=3"
+
+
 def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
     """Well-formed, named, every series drawn once with all its points."""
     _emit(tmp_path, ((1, 2.0, "a"), (2, 4.0, "a"), (1, 3.0, "b <&>"), (4, None, "b <&>"), (0, 1.0, "a")))

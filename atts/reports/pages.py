@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from atts.core import Chunk, Outcome, Rollout, Turn
+from atts.core import Chunk, Outcome, Rollout, Turn, was_spared
 from atts.journal import Graded
 from atts.reports.strict import strict
 
@@ -95,7 +95,8 @@ def _rollout(rollout: Rollout, flags: tuple[str, ...], verdict: Graded | None, l
         "n": rollout.sample,
         "finish": rollout.finish or "cancelled",
         "answer": rollout.answer,
-        "verdict": verdict.status if verdict else None,
+        # nobody knows what a rollout that was spared would have answered: its verdict is no word about it
+        "verdict": verdict.status if verdict and not was_spared(rollout.answer, rollout.finish) else None,
         "rule": verdict.rule if verdict else "",
         "error": rollout.error,
         "flags": flags,

@@ -62,6 +62,10 @@
     return Math.abs(value) >= 1e6 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
   };
   const words = { correct: "right", wrong: "wrong", unscored: "unscored" };
+  const ends = {
+    answer: "ended with its answer", end: "ended without an answer", turns: "cut at the limit of turns",
+    tokens: "cut at the limit of tokens", settled: "spared: the vote was settled", cancelled: "cancelled",
+  };
 
   const chunk = ([author, fate, text, tokens, ended]) => {
     const node = make("div", `chunk ${author} ${fate}`);
@@ -86,7 +90,7 @@
     const said = each.verdict ? ` · ${words[each.verdict]}` : "";
     const answer = each.answer === null ? "no answer" : `answer ${each.answer}`;
     const flags = each.flags.length ? ` · ⚑ ${each.flags.join(", ")}` : "";
-    const summary = `Rollout ${each.n}: ${answer}${said} · ended by ${each.finish} · ${each.turns.length} turns · ` +
+    const summary = `Rollout ${each.n}: ${answer}${said} · ${ends[each.finish] || each.finish} · ${each.turns.length} turns · ` +
       `${each.draft} draft, ${each.target} target tokens${flags}`;
     node.append(make("summary", "", summary));
     node.dataset.n = each.n;

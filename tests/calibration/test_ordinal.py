@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 
 from atts.calibration import Calibrator
+from atts.calibration.modes import Tuning
 from atts.calibration.ordinal import LEVELS, Balance, OrdinalModel, fit_ordinal
 from atts.calibration.ordinal_gate import FEATURES, OrdinalGate, OrdinalLearner, feature_row, level_of, rank_class
 from atts.calibration.ordinal_sets import LevelSets, entry_mass, nested_windows, shortest_window
@@ -247,7 +248,7 @@ def test_the_gate_skips_verifies_or_hands_over() -> None:
 
 def test_every_decision_of_the_gate_counts_for_the_rate() -> None:
     """Half of the chunks skip verification, and the realised rate still comes to .3 by the others."""
-    calibrator, draw = Calibrator(0.3, "aci"), random.Random(1)
+    calibrator, draw = Calibrator(0.3, "aci", tuning=Tuning(aci_step=0.02)), random.Random(1)
     gate = OrdinalGate(calibrator, learned())
     for k in range(3000):
         unclear = draw.random() < 0.5

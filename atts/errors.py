@@ -125,12 +125,14 @@ class OutOfMemory(EngineError):
 class ContextOverflow(EngineError):
     """The request needs more tokens than the model's context holds."""
 
-    def __init__(self, engine: str, needed: int, context_length: int) -> None:
-        super().__init__(
-            engine,
-            f"the request needs {needed} tokens, the context holds {context_length}",
-            "Lower the token limit or the number of turns",
-        )
+    def __init__(
+        self,
+        engine: str,
+        needed: int,
+        context_length: int,
+        advice: str = "Lower the token limit or the number of turns",
+    ) -> None:
+        super().__init__(engine, f"the request needs {needed} tokens, the context holds {context_length}", advice)
         self.needed = needed
         self.context_length = context_length
 

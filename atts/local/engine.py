@@ -13,7 +13,7 @@ import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
-from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OptionError, OutOfMemory
+from atts.errors import ContextOverflow, EngineError, EngineUnavailable, ModelLoadError, OptionError, OutOfMemory
 from atts.local.build import Blueprint
 from atts.local.messages import Cancel, Failed, LoopStats, Opened, Reply, Report, Sampled, Scored, Submit
 from atts.local.shape import Shape, read_shape
@@ -79,7 +79,10 @@ class LocalEngine:
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids; see `atts.engine.Engine.sample`."""
         opened = self._require()
-        check_sample(request, opened.spec)
+        try:
+            check_sample(request, opened.spec)
+        except ContextOverflow as error:
+            raise opened.explained(error) from None
         reply = await opened.ask(request)
         assert isinstance(reply, Sampled), "a sampling request is answered by a sample"
         is_closed = reply.ended == "end" and reply.ids[-1] in opened.spec.end_ids
@@ -89,7 +92,10 @@ class LocalEngine:
     async def score(self, request: ScoreRequest) -> Scores:
         """Log-probabilities of the suffix; see `atts.engine.Engine.score`."""
         opened = self._require()
-        check_score(request, opened.spec)
+        try:
+            check_score(request, opened.spec)
+        except ContextOverflow as error:
+            raise opened.explained(error) from None
         reply = await opened.ask(request)
         assert isinstance(reply, Scored), "a scoring request is answered by scores"
         return Scores(reply.logprobs, reply.cached_tokens)
@@ -152,6 +158,7 @@ class _Open:
 
     spec: EngineSpec
     tokenizer: ModelTokenizer
+    _context: int  # the model's own; the cache may hold less
     kv_tokens: int
     kernel: str
 
@@ -170,6 +177,7 @@ class _Open:
         opened = await anyio.to_thread.run_sync(self._worker.open, plan, self._tell)
         self.tokenizer, self.kv_tokens, self.kernel = tokenizer, opened.kv_tokens, opened.kernel
         self.spec = _spec(self._name, label, plan, opened, tokenizer.digest)
+        self._context = plan.shape.context_length
 
     async def ask(self, request: SampleRequest | ScoreRequest) -> Reply:
         """Send a request and wait for its reply; leaving early cancels it."""
@@ -189,6 +197,13 @@ class _Open:
         if isinstance(waiter.reply, Failed):
             raise self._error(waiter.reply)
         return waiter.reply
+
+    def explained(self, error: ContextOverflow) -> ContextOverflow:
+        """The same error, saying so where the model could take the request and only the cache is too small."""
+        if error.needed > self._context:
+            return error
+        advice = f"The model itself could take {self._context}: raise kv_tokens, which is {self.kv_tokens}"
+        return ContextOverflow(self._name, error.needed, error.context_length, advice)
 
     def stats(self) -> EngineStats:
         """Counters so far, in the terms every engine shares."""

@@ -15,6 +15,9 @@ from torch import Tensor
 from atts.errors import ModelLoadError, OutOfMemory
 from atts.local.shape import Shape
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What weights come in; smaller numbers mean nothing without the scales that some other format keeps beside them."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -106,6 +109,10 @@ class _Reader:
             raise ModelLoadError(self._name, f"{self._folder} lacks the weight {key!r}: foreign or incomplete files")
         handle, full = self._where[key]
         tensor: Tensor = handle.get_tensor(full)
+        if tensor.dtype not in _FLOATS:
+            problem = f"weight {key!r} is of type {str(tensor.dtype).removeprefix('torch.')}"
+            advice = "Use the unquantised checkpoint, or serve this one with vLLM"
+            raise ModelLoadError(self._name, problem, advice)
         if tuple(tensor.shape) != size:
             problem = f"weight {key!r} has shape {tuple(tensor.shape)}, config.json says {size}"
             raise ModelLoadError(self._name, problem, "Configuration and weights belong to different models")

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 _ROPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on the length at hand
 
 
@@ -83,7 +91,15 @@ def _config(folder: Path, name: str) -> Any:
         raise ModelLoadError(name, f"{folder} holds no config.json", "Name a folder written by save_pretrained")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        StrictDataclassError,
+    ) as error:
         raise ModelLoadError(name, f"config.json cannot be read as a model configuration ({error})") from error
 
 
@@ -98,6 +114,11 @@ def _refuse_foreign(config: Any, name: str) -> None:
         raise ModelLoadError(name, "its weights are quantised", "Use the unquantised checkpoint, or serve it with vLLM")
     if config.hidden_act != "silu":
         raise ModelLoadError(name, f"its activation {config.hidden_act!r} is not supported (only silu)")
+    for size in _SIZES:
+        if getattr(config, size) < 1:
+            raise ModelLoadError(
+                name, f"its {size} is {getattr(config, size)}, expected at least 1", "Check config.json"
+            )
     _refuse_foreign_attention(config, name)
 
 

@@ -108,16 +108,16 @@ class Naive:
 
         Written out, for transformers computes norms and softmax in float32 whatever the model's type is.
         """
-        config, weights = self.model.config, {name: w.double() for name, w in self.model.state_dict().items()}
+        config = self.model.config
+        weights: dict[str, torch.Tensor] = {name: w.double() for name, w in self.model.state_dict().items()}
         ids, width, group = prefix + suffix, config.head_dim, config.num_attention_heads // config.num_key_value_heads
         frequencies = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
         angles = torch.outer(torch.arange(len(ids)).float(), frequencies).repeat(1, 2).double()
         mask = torch.full((len(ids), len(ids)), -torch.inf, dtype=torch.float64).triu(1)
 
         def normed(x: torch.Tensor, name: str) -> torch.Tensor:
-            return (
-                x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[f"model.{name}.weight"]
-            )
+            scale = (x.square().mean(-1, keepdim=True) + float(config.rms_norm_eps)).sqrt()
+            return x / scale * weights[f"model.{name}.weight"]
 
         def turned(x: torch.Tensor) -> torch.Tensor:
             low, high = x.chunk(2, -1)

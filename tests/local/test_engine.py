@@ -17,7 +17,15 @@ import pytest
 import torch
 
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest
-from atts.errors import ATTSError, EngineError, EngineUnavailable, ModelLoadError, OptionError, OutOfMemory
+from atts.errors import (
+    ATTSError,
+    ContextOverflow,
+    EngineError,
+    EngineUnavailable,
+    ModelLoadError,
+    OptionError,
+    OutOfMemory,
+)
 from atts.local import LocalEngine, LocalOptions
 from atts.testing import check_engine
 from atts.tokenizing import ModelTokenizer
@@ -174,6 +182,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "impossible config": (_edit(num_attention_heads=7), "cannot be read as a model configuration"),
     "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "index.json cannot be read"),
     "broken ends": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json cannot be read"),
+    "no heads": (_edit(num_attention_heads=0), "cannot be read as a model configuration"),
+    "layers below none": (_edit(num_hidden_layers=-1), "num_hidden_layers is -1"),
+    "unheard-of type": (_edit(dtype="float99", torch_dtype="float99"), "cannot be read as a model configuration"),
+    "whole numbers for weights": (
+        _weights(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int8)})),
+        "is of type int8",
+    ),
     "quantised": (_edit(quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),
 }
 
@@ -241,6 +256,19 @@ def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
     with pytest.raises((OutOfMemory, ModelLoadError)) as caught:
         anyio.run(_enter, huge)
     assert "fit" in str(caught.value)
+
+
+@pytest.mark.anyio
+async def test_a_request_only_the_cache_is_too_small_for_is_told_so(make_model: Make) -> None:
+    """The advice is to raise kv_tokens where the model could take it, and not where it could not."""
+    async with LocalEngine(make_model("llama"), options=LocalOptions(kv_tokens=10)) as engine:
+        with pytest.raises(
+            ContextOverflow, match=r"context holds 10\. The model itself could take 256: raise kv_tokens"
+        ):
+            await engine.sample(SampleRequest((5,) * 20, 4))
+        with pytest.raises(ContextOverflow, match="Lower the token limit"):
+            await engine.score(ScoreRequest((5,) * 250, (6,) * 50))
+        assert len((await engine.sample(SampleRequest((5, 6), 4, Sampling(0)))).ids) <= 4
 
 
 async def _enter(folder: Path) -> None:

@@ -150,7 +150,10 @@ class _Reading:
             ProblemTimed: lambda event, _: self._seconds.update({event.problem: event.ended - event.started}),
         }
         # there are more of these than of all else together: no event is made of them, their fields will do
-        self.plain = {NodeFinished: self._node, Observed: self._observed}
+        self.plain: dict[type[Event], Callable[[float, Mapping[str, Any]], None]] = {
+            NodeFinished: self._node,
+            Observed: self._observed,
+        }
         self.wanted = {*FACTS, *self._takers, *self.plain}
 
     def take(self, entry: Entry) -> None:

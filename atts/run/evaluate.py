@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 
 from atts import tasks
-from atts.core import Outcome, Problem
+from atts.core import Finish, Outcome, Problem
 from atts.errors import DatasetError, OptionError
 from atts.graph import Graph, ProblemResult, ProblemScope
 from atts.journal import (
@@ -264,7 +264,7 @@ class _Run:
         )
         self._recorder.record(reached)
         await self._recorder.saved()
-        finishes = tuple(rollout.finish or "cancelled" for rollout in outcome.rollouts)
+        finishes: list[Finish] = [rollout.finish or "cancelled" for rollout in outcome.rollouts]
         return problem_line(reached, finishes, graded, self._handed.of(reached.problem))
 
     def _grade(self, outcome: Outcome) -> list[Graded]:

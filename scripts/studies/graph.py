@@ -162,8 +162,9 @@ def _flatness(options: Options) -> Table:
         ),
         tuple(rows),
         (
-            f"With {IN_FLIGHT} in flight the smallest size is over while its queues still fill: the same calls, probably "
-            "cheaper for touching less memory. The collector of garbage explains a part: without it growth is smaller.",
+            f"With {IN_FLIGHT} in flight the smallest size is over while its queues still fill: the same calls, "
+            "probably cheaper for touching less memory. The collector of garbage explains a part: without it, it grows "
+            "less.",
             f"With {IN_FLIGHT // 4} in flight it is four waves, and what grows is growth with the number of rollouts.",
         ),
     )

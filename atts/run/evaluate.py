@@ -226,7 +226,8 @@ class _Run:
         context = self._context(Keeper(self._recorder, recorded, self._session.stop, self._plan.pace), record)
         outcome = await self._attempt(problem, context, scope)
         if self._state.is_over(problem.id):
-            return self._recalled_line(problem.id)  # it was over before, and is only lived through again
+            # it was over before, and is only lived through again
+            return self._lines.get(problem.id) or self._recalled_line(problem.id)
         with self._session.stop.counted(), scope.concluding(len(outcome.rollouts)):
             line = await self._conclude(outcome, record)
         if self._session.directory is None and self._session.keep == "lines":
@@ -294,7 +295,8 @@ class _Run:
             self._keep(result.problem, result.value)
 
     def _keep(self, name: str, line: ProblemLine) -> None:
-        self._handed.forget(name)
+        if line.status != "failed":  # that one goes on
+            self._handed.forget(name)
         if self._session.keep == "lines":
             self._lines[name] = line
 

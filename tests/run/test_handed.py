@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+from atts.core import Outcome, Problem
 from atts.evaluators import share_estimate
+from atts.graph import ProblemScope
 from atts.journal import Observed
-from atts.pipelines import Policy
+from atts.pipelines import Context, Policy, solve
 from atts.run import Stop
 from atts.run.summary import summarise
 
@@ -27,9 +29,17 @@ class Counts:
             self._stop.request()
 
 
+POLICY = Policy(samples=8, max_tokens=200, early_stop="certain", takeover="replace")
+
+
 def _plan(world: Any) -> Any:
-    policy = Policy(samples=8, max_tokens=200, early_stop="certain", takeover="replace")
-    return world.plan(gate=world.online(), policy=policy)
+    return world.plan(gate=world.online(), policy=POLICY)
+
+
+async def _failing_late(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    """Everything is done and paid for, then lost."""
+    await solve(problem, policy, context, scope)
+    raise ValueError("lost at the last moment")
 
 
 def test_the_summary_counts_what_the_gate_was_told(world: Any) -> None:
@@ -53,6 +63,16 @@ def test_it_is_the_same_in_memory_and_after_an_interruption(world: Any) -> None:
     assert resumed.sessions == 2
     assert summarise(resumed).rate.n_samples == len(told)
     assert whole.n_samples > 60
+
+
+def test_a_problem_that_failed_and_goes_on_keeps_its_count(world: Any) -> None:
+    """What was judged before the failure counts in the session that does better."""
+    broken = world.plan(gate=world.online(), policy=POLICY, pipeline=_failing_late)
+    world.run(broken, world.session(), problems=3)
+    resumed = world.run(_plan(world), world.session(), problems=3)
+    told = [event for event in world.events() if isinstance(event, Observed)]
+    assert [line.status for line in resumed.problems] == ["answered"] * 3
+    assert summarise(resumed).rate.n_samples == len(told) > 0
 
 
 def test_problems_without_a_judged_chunk_do_not_count() -> None:

@@ -31,6 +31,7 @@ from atts.cli.options import (
     Turns,
     configured,
 )
+from atts.errors import EngineError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,6 +116,9 @@ def evaluate_and_tell(configuration: Configuration, shard: str | None, form: For
         return _not_over("interrupted: everything done is kept", 130)
     if result.status != "finished":
         return _not_over(f"{result.status}: {result.why}", result.exit_code)
+    if failed := [line.why for line in result.problems if line.status == "failed"]:
+        text = f"{len(failed)} of {len(result.problems)} problems failed, as in {failed[0]}"
+        return _not_over(text, EngineError.exit_code if len(failed) == len(result.problems) else 0)
     return 0
 
 

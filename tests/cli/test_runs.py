@@ -15,6 +15,7 @@ from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge,
 from atts.calibration import Calibrator
 from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
 from atts.journal import JOURNAL, MANIFEST, Decided, NodeFinished, Observed, Sampled, Scored, read_entries
+from atts.models import path as model_path
 from atts.pipelines import Policy
 from atts.reports import collect, strict
 from atts.testing import toy_problems
@@ -136,6 +137,16 @@ def _bent(journal: bytes) -> bytes:
         body = line[:-19].replace(b'"escalated":"no"', b'"escalated":"yes"')
         found.append(b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body)))
     return b"".join(found)
+
+
+def test_a_run_of_which_nothing_came_says_why(atts: Atts) -> None:
+    """Every problem failed: an engine's exit code, and the reason of one; the results are printed all the same."""
+    engine = f"hf:{model_path('draft')}?kv_tokens=40"
+    run = ("eval", "arithmetic[:2]", "--draft", engine, "--target", engine, "--report", "none", "--out", "run")
+    said = atts(*run)
+    assert said.code == 3
+    assert "2 of 2 problems failed, as in ContextOverflow: engine draft" in said.err
+    assert "answers right" in said.out
 
 
 def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:

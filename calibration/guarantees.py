@@ -87,7 +87,8 @@ def _marginal(facts: Facts) -> tuple[str, str]:
 
 def _aci(facts: Facts) -> tuple[str, str]:
     bound = _bound(facts, facts.tuning.aci_step)
-    now = f", so here within {bound / facts.decided:.4f}" if facts.decided else ""
+    empty = f", a promise from decision {math.ceil(bound):,} on"
+    now = f", so here within {bound / facts.decided:.4f}" if facts.decided > bound else empty
     return (
         f"for ANY sequence of scores the realised rate of T decisions is within {bound:.2f} / T of {facts.rate:g}{now}",
         "nothing about the scores; but d decisions in flight add d / T, decisions overruled without being observed "

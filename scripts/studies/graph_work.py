@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from atts.graph import Admit, Graph, Limit, ProblemScope, Recording, RolloutScope, Timing, measure
+from atts.graph import Admit, Graph, Limit, ProblemScope, Recording, RolloutScope, measure
 from atts.testing import run_virtual
 from scripts.studies.harness import Cell, Table, say
 from scripts.studies.scale_work import find_traces
@@ -45,10 +45,11 @@ def conserved() -> list[Table]:
         ("question by question: the barrier", "together", 16),
     )
     found = {name: run_virtual(partial(replayed, questions, admit, places)) for name, admit, places in ways}
-    ours, timing = found[ways[0][0]]
-    bound = timing.lower_bound(SLOTS)
+    ours, recording = found[ways[0][0]]
+    bound = measure(recording.nodes()).lower_bound(SLOTS)
     rows: list[tuple[Cell, ...]] = []
-    for name, (seconds, timing) in found.items():
+    for name, (seconds, recording) in found.items():
+        timing = measure(recording.nodes())
         idle = 1 - timing.busy_share("target", SLOTS["target"])
         rows.append((name, seconds, seconds / bound, seconds / ours, idle, timing.sibling_seconds))
     columns = (
@@ -85,8 +86,8 @@ def _stages(turns: Sequence[Mapping[str, Any]]) -> list[Stage]:
     return stages
 
 
-async def replayed(questions: Questions, admit: Admit, rollouts: int) -> tuple[float, Timing]:
-    """The seconds, and where they went, when the graph runs the recorded stages."""
+async def replayed(questions: Questions, admit: Admit, rollouts: int) -> tuple[float, Recording]:
+    """The seconds, and every node, when the graph runs the recorded stages on the slots they had."""
     recording = Recording()
     graph = Graph(rollouts=rollouts, limits={name: Limit(n) for name, n in SLOTS.items()}, sink=recording)
 
@@ -99,4 +100,4 @@ async def replayed(questions: Questions, admit: Admit, rollouts: int) -> tuple[f
 
     began = anyio.current_time()
     await graph.drive([Question(name) for name in questions], solve, lambda result: None)
-    return anyio.current_time() - began, measure(recording.nodes())
+    return anyio.current_time() - began, recording

@@ -1,11 +1,8 @@
-"""An engine that can be watched, and the real rollouts the graph is measured on."""
+"""An engine that can be watched, problems by the number, and virtual time."""
 
-import gzip
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 import pytest
@@ -88,30 +85,3 @@ def is_empty() -> Callable[[Graph], bool]:
         return not any(held)
 
     return check
-
-
-Stage = tuple[str, str, int, float]
-"""Stage, engine, turn, seconds."""
-
-
-@pytest.fixture(scope="session")
-def real_rollouts(shared_data: Path) -> dict[str, list[list[Stage]]]:
-    """By question and sample, the stages of run ct0 with the durations fitted to it (16 draft, 4 target slots)."""
-    questions: dict[str, list[list[Stage]]] = {}
-    with gzip.open(shared_data / "traces" / "draft_target.jsonl.gz", "rt") as lines:
-        for record in map(json.loads, lines):
-            if record["run"] == "ct0":
-                questions.setdefault(str(record["question_id"]), []).append(_stages(record["turns"]))
-    return questions
-
-
-def _stages(turns: list[dict[str, Any]]) -> list[Stage]:
-    stages: list[Stage] = []
-    for turn in turns:
-        number = turn["turn"]
-        stages.append(("draft", "draft", number, 0.1943 + 0.002420 * turn["draft_chars"]))
-        if turn["ppl"] is not None:
-            stages.append(("score", "target", number, 0.1499))
-        if turn["escalated"]:
-            stages.append(("escalate", "target", number, 0.2139 + 0.004994 * turn["target_chars"]))
-    return stages

@@ -558,11 +558,11 @@ def test_a_call_that_can_never_fit_fails_alone(virtually: Virtually[None], is_em
 # rounds and edges
 
 
-def test_rounds_wait_for_exactly_their_members(virtually: Virtually[None]) -> None:
+def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> None:
     """Each round gives every member's value; the next node waited for all nodes of the round and for nothing else."""
     recording = Recording()
 
-    async def main() -> None:
+    async def main() -> float:
         async def solve(problem: Named, scope: ProblemScope) -> list[list[dict[int, int]] | None]:
             async def rollout(line: RolloutScope[list[dict[int, int]]]) -> list[dict[int, int]]:
                 seen: list[dict[int, int]] = []
@@ -573,11 +573,13 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[None]) -> No
 
             return [result.value for result in await scope.rollouts(rollout, 3, admit="together")]
 
-        (result,) = await Graph(rollouts=3, sink=recording).run(problems(1), solve)
+        graph = Graph(rollouts=3, sink=recording)
+        (result,) = await graph.run(problems(1), solve)
         first, second, third = {0: 0, 1: 10, 2: 20}, {1: 11, 2: 21}, {2: 22}
         assert result.value == [[first], [first, second], [first, second, third]]
+        return graph.stats().sibling_seconds
 
-    virtually(main)
+    counted = virtually(main)
     drafts = {(n.sample, n.turn): n for n in recording.nodes() if n.stage == "draft"}
     assert {key: set(n.after) for key, n in drafts.items()} == {
         (0, 0): set(),
@@ -590,7 +592,7 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[None]) -> No
     waited = {span.sample: span.waited for span in recording.rollouts}
     # sample 0: two seconds in the round, then six until the last one ended; and so on
     assert waited == {0: 2.0 + 6.0, 1: 1.0 + 1.0 + 3.0, 2: 0.0}
-    assert measure(recording.nodes()).sibling_seconds == sum(waited.values())
+    assert measure(recording.nodes()).sibling_seconds == counted == sum(waited.values())
 
 
 def test_who_leaves_a_meeting_early_is_not_in_its_values(virtually: Virtually[None]) -> None:

@@ -87,6 +87,7 @@ class OpenProblem:
                 if isinstance(event, Sampled):
                     self._hints[event.sample] = event.rollout
             case Decided(decision) | Observed(decision):
+                self._settle(self._hints.get(decision.sample, ""))
                 self.gate.setdefault((decision.sample, decision.turn), deque()).append(event)
             case Taught():
                 self.taught.add((event.sample, event.turn, event.attempt))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,14 +142,14 @@ class ProblemRecord:
         """Record the turn, and the rollout before its first."""
         self._start(rollout)
         self._turns[rollout.sample] = turn.index + 1
-        recalled = self._recalled.get(rollout.sample, deque[Turn]())
+        recalled = self._recalled.get(rollout.sample)
         if recalled and _timeless(recalled[0]) == _timeless(turn):
             recalled.popleft()
             return
         if recalled:
-            recalled.clear()
             text = f"turn {turn.index} came out otherwise than in an earlier session, whose turn it replaces"
             self._recorder.record(Warned("recall-differs", text, self._problem, rollout.sample))
+            self._tell_again(rollout, turn.index)
         self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))
 
     def finished(self, outcome: Outcome) -> None:
@@ -159,6 +158,7 @@ class ProblemRecord:
             self._start(rollout)
             for turn in rollout.turns[self._turns.get(rollout.sample, 0) :]:
                 self.turned(rollout, turn)
+            self._tell_again(rollout, len(rollout.turns))
             self._recorder.record(
                 RolloutFinished(
                     self._problem,
@@ -170,6 +170,12 @@ class ProblemRecord:
                     rollout.error,
                 )
             )
+
+    def _tell_again(self, rollout: Rollout, end: int) -> None:
+        """Turns before `end` that an earlier session got past, tried anew and so replaced: here that did not happen."""
+        left = self._recalled.pop(rollout.sample, ())
+        for turn in rollout.turns[min((turn.index for turn in left), default=end) : end]:
+            self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))
 
     def _start(self, rollout: Rollout) -> None:
         if rollout.sample not in self._started:

@@ -95,12 +95,13 @@ def test_steps_are_found_again(story: list[Event]) -> None:
 
 
 def test_a_failure_stands_once_the_rollout_went_on(story: list[Event]) -> None:
-    """By another step of the same line of work, or by the end of its turn; never by a sibling's step."""
+    """By another step of the same line of work, a word about it, or the end of its turn; never by a sibling's step."""
     prompt, turn = story[1], story[2]
+    forced = Observed(Decision("escalate", 0.4, "p0", why="forced: not scored"), "yes")
     other = replace(SAMPLED, rollout="p0/1", sample=1, key="c")
     assert "b" not in open_problem(story, [SAMPLED, REFUSED]).calls
     assert "b" not in open_problem(story, [SAMPLED, REFUSED, other]).calls
-    for after in ([SAMPLED], [prompt, turn]):
+    for after in ([SAMPLED], [forced], [prompt, turn]):
         assert list(open_problem(story, [SAMPLED, REFUSED, REFUSED, *after]).calls["b"]) == [REFUSED, REFUSED]
 
 

@@ -220,12 +220,12 @@ def test_asked_to_end(world: Any, outcomes: Outcomes, backend: Backend, times: i
             stop.request()
 
     diary = Diary(ask)
-    draft = ScriptedEngine("draft", latency=world.quick)
+    engines = {role: ScriptedEngine(role, latency=world.quick) for role in ("draft", "target")}
     session = world.session(listeners=[diary], stop=stop)
-    result = world.run(world.plan(draft=draft), session, backend=backend)
+    result = world.run(world.plan(**engines), session, backend=backend)
     assert (result.status, result.exit_code) == ("interrupted", 130)
     assert world.events()[-1] == SessionClosed("interrupted", "asked to end")
-    cancelled = draft.stats().cancelled
+    cancelled = sum(engine.stats().cancelled for engine in engines.values())
     assert (cancelled > 0) == (times == 2)
     again = world.run(world.plan(), world.session(), backend=backend)
     assert (again.status, again.exit_code) == ("finished", 0)
@@ -295,6 +295,31 @@ def test_recalled_turns_that_differ_are_told(world: Any) -> None:
         world.run(world.plan(pipeline=pipeline), world.session(), problems=1)
     world.run(world.plan(pipeline=pipeline), world.session(), problems=1)
     assert [event.code for event in world.events() if isinstance(event, Warned)] == ["recall-differs"]
+
+
+@pytest.mark.parametrize("again", ["0a", "0a 0b", "0a 1x", "0a 0x", "0a 1c", "0a 0b 1d 1x", ""])
+def test_an_attempt_an_earlier_session_gave_up_may_stand(world: Any, again: str) -> None:
+    """Then it tried turn 0 anew; whatever this session comes to, the journal tells these turns and no mixture."""
+    chunk = Chunk("draft", "x", (1,), (1,), "end")
+    sessions = iter(["0a 0b 1d", again])
+    seen: list[Outcome] = []
+
+    async def pipeline(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+        said = next(sessions)
+        rollout = Rollout(problem.id, 0, Prompt((1,), (1,)))
+        for report in said.split():
+            turn = Turn(int(report[0]), (chunk,), note=report[1:])
+            rollout = replace(rollout, turns=(*rollout.turns[: turn.index], turn))
+            context.listener.turned(rollout, turn)
+        if not seen and said != again:
+            raise OptionError("x", "ends the run")
+        seen.append(Outcome(problem, (replace(rollout, finish="settled"),), None))
+        return seen[0]
+
+    with pytest.raises(OptionError, match="ends the run"):
+        world.run(world.plan(pipeline=pipeline), world.session(), problems=1)
+    result = world.run(world.plan(pipeline=pipeline), world.session(), problems=1)
+    assert list(result.outcomes()) == seen
 
 
 async def one_call(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from atts.errors import OutOfMemory, UnsupportedByEngine
+from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.batch import Model
 from atts.local.compiling import native_library
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import Reading, StepLoop
-from atts.local.messages import Opened, Report
+from atts.local.messages import Blueprint, Opened, Report
 from atts.local.model import TorchModel
 from atts.local.native import NativeModel
 from atts.local.prefix import PrefixTree
@@ -31,23 +27,6 @@ _SMALL_MODEL = 10_000_000
 """Weights below which a second thread costs more in waiting than it computes, unless the machine is idle."""
 
 
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """All that is needed to build one engine's loop; small enough to send to a process."""
-
-    name: str
-    folder: Path
-    shape: Shape
-    pieces: tuple[bytes, ...]
-    device: str
-    dtype: Literal["float32", "bfloat16"]
-    kernel: Literal["auto", "torch", "native"]
-    kv_tokens: int | None
-    max_batch: int
-    chunk_tokens: int
-    threads: int | None
-
-
 MakeModel = Callable[[Blueprint, Weights, Tensor], Model]
 
 
@@ -59,7 +38,7 @@ def build_loop(
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
     """
-    device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    device, dtype = _device(plan), getattr(torch, plan.dtype)
     weights = load_weights(plan.folder, plan.shape, dtype, device, plan.name)
     cache = allocate_cache(plan, dtype, device)
     model = (make_model or _model)(plan, weights, cache)
@@ -68,6 +47,14 @@ def build_loop(
     tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * plan.shape.vocabulary))))
     reading = Reading(plan.shape.vocabulary, plan.pieces, frozenset(plan.shape.end_ids))
     return StepLoop(model, Scheduler(limits, tree), reading, tell), Opened(kv_tokens, model.device_name)
+
+
+def _device(plan: Blueprint) -> torch.device:
+    has_cuda = plan.device != "cpu" and torch.cuda.is_available()
+    if plan.device == "cuda" and not has_cuda:
+        advice = "Use device='cpu', or a torch build with CUDA"
+        raise ModelLoadError(plan.name, "there is no usable CUDA device", advice)
+    return torch.device("cuda" if has_cuda else "cpu")
 
 
 def _model(plan: Blueprint, weights: Weights, cache: Tensor) -> Model:

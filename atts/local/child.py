@@ -9,8 +9,8 @@ import threading
 from typing import IO
 
 from atts.errors import EngineError, ModelLoadError, OutOfMemory
-from atts.local.build import Blueprint, build_loop, set_threads
-from atts.local.messages import Close, Failed, FailureKind, Report
+from atts.local.build import build_loop, set_threads
+from atts.local.messages import Blueprint, Close, Failed, FailureKind, Report
 from atts.local.worker import Mailbox, broken, write
 
 

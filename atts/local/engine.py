@@ -14,17 +14,27 @@ import anyio
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
 from atts.errors import ContextOverflow, EngineError, EngineUnavailable, ModelLoadError, OptionError, OutOfMemory
-from atts.local.build import Blueprint
-from atts.local.messages import Cancel, Failed, LoopStats, Opened, Reply, Report, Sampled, Scored, Submit
+from atts.local.messages import (
+    Blueprint,
+    Cancel,
+    Device,
+    Dtype,
+    Failed,
+    Kernel,
+    LoopStats,
+    Opened,
+    Reply,
+    Report,
+    Sampled,
+    Scored,
+    Submit,
+)
 from atts.local.shape import Shape, read_shape
 from atts.local.worker import ProcessWorker, ThreadWorker, Worker
 from atts.tasks import soon
 from atts.tokenizing import TEXT_FILES, ModelTokenizer, find_folder
 
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["float32", "bfloat16"]
 Place = Literal["thread", "process"]
-Kernel = Literal["auto", "torch", "native"]
 _KIND = "local 0.1"
 
 
@@ -34,7 +44,7 @@ class LocalOptions:
 
     device: Device = "auto"  # CUDA where there is one
     dtype: Dtype = "float32"
-    worker: Place = "thread"  # a process of its own overlaps better with other engines, and starts slower
+    worker: Place = "process"  # overlaps with other engines and a busy caller; a thread opens at once
     kernel: Kernel = "auto"  # native where it can be built and fits the model, else torch
     kv_tokens: int | None = None  # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
     max_batch: int = 256  # sequences in one step
@@ -173,8 +183,12 @@ class _Open:
 
     async def load(self, model: str, options: LocalOptions) -> None:
         """Find, check and load the model, away from the event loop."""
-        plan, tokenizer, label = await anyio.to_thread.run_sync(_prepare, model, self._name, options)
-        opened = await anyio.to_thread.run_sync(self._worker.open, plan, self._tell)
+        try:
+            plan, tokenizer, label = await anyio.to_thread.run_sync(_prepare, model, self._name, options)
+            opened = await anyio.to_thread.run_sync(self._worker.open, plan, self._tell)
+        except BaseException:
+            self._worker.close()
+            raise
         self.tokenizer, self.kv_tokens, self.kernel = tokenizer, opened.kv_tokens, opened.kernel
         self.spec = _spec(self._name, label, plan, opened, tokenizer.digest)
         self._context = plan.shape.context_length
@@ -249,7 +263,7 @@ def _prepare(model: str, name: str, options: LocalOptions) -> tuple[Blueprint, M
         folder=folder,
         shape=shape,
         pieces=tokenizer.pieces,
-        device=_device(options.device, name),
+        device=options.device,
         dtype=options.dtype,
         kernel=options.kernel,
         kv_tokens=options.kv_tokens,
@@ -259,14 +273,6 @@ def _prepare(model: str, name: str, options: LocalOptions) -> tuple[Blueprint, M
     )
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_weights_mark(folder)}"
     return plan, tokenizer, label
-
-
-def _device(wanted: Device, name: str) -> str:
-    import torch
-
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ModelLoadError(name, "there is no usable CUDA device", "Use device='cpu', or a torch build with CUDA")
-    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _weights_mark(folder: Path) -> str:

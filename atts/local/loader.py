@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory
-from atts.local.shape import Shape
+from atts.local.shape import Shape, read_config
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What weights come in; smaller numbers mean nothing without the scales that some other format keeps beside them."""
@@ -39,12 +39,14 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a model's weights."""
+    """All of a model's weights, and how far each position turns."""
 
     embedding: Tensor  # [vocabulary, width]
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor  # [vocabulary, width]; the embedding itself when tied
+    frequencies: Tensor  # [head_dim / 2] float32, of the rotary embedding, on the CPU
+    rope_scale: float  # multiplies cosines and sines
 
 
 def load_weights(folder: Path, shape: Shape, dtype: torch.dtype, device: torch.device, name: str) -> Weights:
@@ -55,18 +57,29 @@ def load_weights(folder: Path, shape: Shape, dtype: torch.dtype, device: torch.d
     """
     try:
         with ExitStack() as stack:
-            return _fuse(_Reader(folder, dtype, device, name, stack), shape)
+            return _fuse(_Reader(folder, dtype, device, name, stack), shape, *_frequencies(folder, shape, name))
     except (torch.OutOfMemoryError, MemoryError) as error:
         advice = "Use a smaller model, bfloat16, or another device"
         raise OutOfMemory(name, f"the weights do not fit into memory on {device}", advice) from error
 
 
-def _fuse(read: _Reader, shape: Shape) -> Weights:
+def _fuse(read: _Reader, shape: Shape, frequencies: Tensor, scale: float) -> Weights:
     embedding = read("embed_tokens.weight", shape.vocabulary, shape.width)
     layers = tuple(_layer(read, shape, f"layers.{index}.") for index in range(shape.layers))
     norm = read("norm.weight", shape.width)
     head = embedding if shape.ties_embeddings else read("lm_head.weight", shape.vocabulary, shape.width)
-    return Weights(embedding, layers, norm, head)
+    return Weights(embedding, layers, norm, head, frequencies, scale)
+
+
+def _frequencies(folder: Path, shape: Shape, name: str) -> tuple[Tensor, float]:
+    if shape.rope == "default":
+        exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        frequencies, scale = 1.0 / (shape.theta**exponent), 1.0
+    else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies, scale = ROPE_INIT_FUNCTIONS[shape.rope](read_config(folder, name), torch.device("cpu"))
+    return frequencies.float(), float(scale)
 
 
 def _layer(read: _Reader, shape: Shape, at: str) -> LayerWeights:

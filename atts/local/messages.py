@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from atts.core import Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineCounters
+from atts.local.shape import Shape
 
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+Kernel = Literal["auto", "torch", "native"]
 FailureKind = Literal["broken", "load", "memory", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """The first message: all that is needed to build one engine's loop."""
+
+    name: str
+    folder: Path
+    shape: Shape
+    pieces: tuple[bytes, ...]
+    device: Device
+    dtype: Dtype
+    kernel: Kernel
+    kv_tokens: int | None
+    max_batch: int
+    chunk_tokens: int
+    threads: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class TorchModel:
         self._shape, self._cache = shape, cache
         self._device, self._dtype = cache.device, cache.dtype
         self._weights = replace(weights, layers=tuple(_paired(layer, shape) for layer in weights.layers))
-        self._turns = _rotations(shape).to(self._device)
+        self._turns = _rotations(shape, weights).to(self._device)
 
     @property
     def device_name(self) -> str:
@@ -100,10 +100,10 @@ class TorchModel:
         return _turned(query, turns), _turned(key, turns), value
 
 
-def _rotations(shape: Shape) -> Tensor:
+def _rotations(shape: Shape, weights: Weights) -> Tensor:
     """The rotary embedding as unit complex numbers, [context, head_dim / 2]."""
-    angles = torch.outer(torch.arange(shape.context_length, dtype=torch.float32), shape.frequencies)
-    return torch.polar(torch.full_like(angles, shape.rope_scale), angles)
+    angles = torch.outer(torch.arange(shape.context_length, dtype=torch.float32), weights.frequencies)
+    return torch.polar(torch.full_like(angles, weights.rope_scale), angles)
 
 
 def _turned(rows: Tensor, turns: Tensor) -> Tensor:

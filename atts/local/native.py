@@ -204,7 +204,7 @@ class NativeModel:
 
     def _describe(self, weights: Weights, cache: Tensor) -> _Model:
         shape = self._shape
-        angles = torch.outer(torch.arange(shape.context_length, dtype=torch.float32), shape.frequencies)
+        angles = torch.outer(torch.arange(shape.context_length, dtype=torch.float32), weights.frequencies)
         layers = (_Layer * shape.layers)(*[self._layer(layer) for layer in weights.layers])
         self._kept.append(layers)
         return _Model(
@@ -219,8 +219,8 @@ class NativeModel:
             eps=shape.eps,
             embedding=self._keep(weights.embedding),
             norm=self._keep(weights.norm),
-            cosines=self._keep(angles.cos() * shape.rope_scale),
-            sines=self._keep(angles.sin() * shape.rope_scale),
+            cosines=self._keep(angles.cos() * weights.rope_scale),
+            sines=self._keep(angles.sin() * weights.rope_scale),
             head=self._pack(weights.head),
             layer=ctypes.addressof(layers),
             cache=cache.data_ptr(),

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from atts.core import TokenIds
 from atts.errors import ModelLoadError
 from atts.tokenizing import read_end_ids
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = (
@@ -39,8 +36,8 @@ class Shape:
     vocabulary: int
     context_length: int
     eps: float
-    frequencies: Tensor  # [head_dim / 2] float32, of the rotary embedding
-    rope_scale: float  # multiplies cosines and sines
+    rope: str  # the kind of rotary embedding
+    theta: float  # its base
     ties_embeddings: bool
     end_ids: TokenIds
 
@@ -61,9 +58,8 @@ def read_shape(folder: Path, name: str) -> Shape:
 
     :raises ModelLoadError: no readable configuration, a family or an attention we do not compute.
     """
-    config = _config(folder, name)
+    config = read_config(folder, name)
     _refuse_foreign(config, name)
-    frequencies, scale = _rope(config, name)
     heads = config.num_attention_heads
     return Shape(
         family=config.model_type,
@@ -76,14 +72,18 @@ def read_shape(folder: Path, name: str) -> Shape:
         vocabulary=config.vocab_size,
         context_length=_context(config),
         eps=config.rms_norm_eps,
-        frequencies=frequencies,
-        rope_scale=scale,
+        rope=_rope(config, name),
+        theta=config.rope_parameters["rope_theta"],
         ties_embeddings=bool(config.tie_word_embeddings),
         end_ids=read_end_ids(folder, name, config.eos_token_id),
     )
 
 
-def _config(folder: Path, name: str) -> Any:
+def read_config(folder: Path, name: str) -> Any:
+    """The configuration of the model in `folder`, as transformers has it.
+
+    :raises ModelLoadError: there is none that can be read.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -149,17 +149,9 @@ def _context(config: Any) -> int:
     return int(min(config.max_position_embeddings, window or config.max_position_embeddings))
 
 
-def _rope(config: Any, name: str) -> tuple[Tensor, float]:
-    import torch
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = config.rope_parameters
-    kind = parameters.get("rope_type", "default")
+def _rope(config: Any, name: str) -> str:
+    kind = str(config.rope_parameters.get("rope_type", "default"))
     if kind not in _ROPES:
         advice = f"Supported: {', '.join(_ROPES)}"
         raise ModelLoadError(name, f"its rotary embedding of type {kind!r} is not supported", advice)
-    if kind == "default":
-        exponent = torch.arange(0, _head_dim(config), 2, dtype=torch.float32) / _head_dim(config)
-        return 1.0 / (parameters["rope_theta"] ** exponent), 1.0
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return frequencies.float(), float(scale)
+    return kind

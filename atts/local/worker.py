@@ -13,8 +13,7 @@ from contextlib import suppress
 from typing import IO, Protocol
 
 from atts.errors import EngineError, ModelLoadError, OutOfMemory
-from atts.local.build import Blueprint, build_loop, set_threads
-from atts.local.messages import Close, Failed, Opened, Order, Report
+from atts.local.messages import Blueprint, Close, Failed, Opened, Order, Report
 
 _CLOSE_SECONDS = 10.0
 Tell = Callable[[Report], None]
@@ -68,6 +67,8 @@ class ThreadWorker:
 
     def open(self, plan: Blueprint, tell: Tell) -> Opened:
         """Load the model here, then start the thread."""
+        from atts.local.build import build_loop, set_threads  # torch is for whoever computes
+
         loop, opened = build_loop(plan, tell)
 
         def run() -> None:
@@ -100,18 +101,22 @@ class ProcessWorker:
     """
 
     def __init__(self) -> None:
+        """Start the child: it imports torch while the caller still reads tokenizer and configuration."""
         self._outbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._process: subprocess.Popen[bytes] | None = None
         self._threads: list[threading.Thread] = []
-
-    def open(self, plan: Blueprint, tell: Tell) -> Opened:
-        """Start the child, send it the blueprint, wait for its answer."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-m", "atts.local.child"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        # A group of its own: Ctrl-C is for the caller, who may want the calls in flight to finish.
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0
+        )
+
+    def open(self, plan: Blueprint, tell: Tell) -> Opened:
+        """Send the child the blueprint and wait for its answer."""
+        process = self._process
+        assert process is not None, "opened once, before it is closed"
         assert process.stdin is not None, "asked for a pipe"
         assert process.stdout is not None, "asked for a pipe"
-        self._process = process
         try:
             write(process.stdin, plan)
             answer = pickle.load(process.stdout)
@@ -119,7 +124,6 @@ class ProcessWorker:
             self._end(process)
             raise EngineError(plan.name, f"its process died while loading (exit code {process.returncode})") from error
         if isinstance(answer, Failed):
-            self._end(process)
             kind = {"load": ModelLoadError, "memory": OutOfMemory}.get(answer.kind, EngineError)
             raise kind(plan.name, answer.problem, answer.advice)
         assert isinstance(answer, Opened), "a child answers the blueprint with Opened or Failed"
@@ -136,7 +140,10 @@ class ProcessWorker:
         process, self._process = self._process, None
         if process is None:
             return
-        self._outbox.put(Close())
+        if self._threads:
+            self._outbox.put(Close())
+        else:  # nothing was loaded, nothing is lost
+            process.kill()
         self._end(process)
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)

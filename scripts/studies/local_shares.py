@@ -11,10 +11,10 @@ from torch import Tensor
 from atts.core import ScoreRequest
 from atts.decode import Drawn, Laws
 from atts.local.batch import Model, Slots, StepBatch
-from atts.local.build import Blueprint, build_loop
+from atts.local.build import build_loop
 from atts.local.compiling import native_library
 from atts.local.loader import Weights
-from atts.local.messages import Close, Order, Submit
+from atts.local.messages import Blueprint, Close, Order, Submit
 from atts.local.native import NativeModel
 from atts.tokenizing import ModelTokenizer
 from scripts.studies.harness import Options, Table, say

@@ -137,7 +137,8 @@ async def _scripted(stack: AsyncExitStack, drift: Drift) -> Station:
 
 
 async def _embedded(stack: AsyncExitStack) -> Station:
-    options = LocalOptions(kv_tokens=_CACHE)  # small: full after a few runs, so that what grows later is a leak
+    # A small cache is full after a few runs, so that what grows later is a leak; in threads it is this process that grows.
+    options = LocalOptions(worker="thread", kv_tokens=_CACHE)
     models = tuple(LocalEngine(path(role), name=role, options=options) for role in EMBEDDED)
     draft, target = [
         await stack.enter_async_context(FaultyEngine(model, Faults({"dropped": 0.01}))) for model in models

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from atts.local import LoopStats
-from atts.local.build import Blueprint, MakeModel, build_loop
-from atts.local.messages import Close, Order, Reply, Report
+from atts.local.build import MakeModel, build_loop
+from atts.local.messages import Blueprint, Close, Order, Reply, Report
 from atts.local.shape import read_shape
 from atts.tokenizing import ModelTokenizer
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
-from atts.local.build import Blueprint, MakeModel
+from atts.local.build import MakeModel
 from atts.local.compiling import native_library
 from atts.local.loader import Weights
 from atts.local.loop import is_out_of_memory
-from atts.local.messages import Cancel, Order, Submit
+from atts.local.messages import Blueprint, Cancel, Order, Submit
 from atts.local.native import NativeModel
 from atts.local.pool import SlotPool
 from atts.local.prefix import PrefixTree

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,11 +32,13 @@ from atts.testing import check_engine
 from atts.tokenizing import ModelTokenizer
 
 Make = Callable[..., Path]
+HERE = LocalOptions(worker="thread")
+"""Opens at once, which tests that are not about processes do often."""
 
 
 @pytest.mark.anyio
 async def test_the_engine_keeps_every_promise(make_model: Make) -> None:
-    """The conformance suite that ships with the protocol, with the kernel users get."""
+    """The conformance suite that ships with the protocol, with the kernel and the worker users get."""
     folder = make_model("llama")
     await check_engine(lambda: LocalEngine(folder, name="local", options=LocalOptions(kv_tokens=8192)))
 
@@ -57,7 +60,7 @@ async def test_every_worker_and_kernel_keeps_every_promise(
 async def test_cancelling_frees_the_work(make_model: Make) -> None:
     """A cancelled call leaves nothing in flight and nothing locked; the engine goes on."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
-    async with LocalEngine(folder, options=LocalOptions(kv_tokens=100_000)) as engine:
+    async with LocalEngine(folder, options=replace(HERE, kv_tokens=100_000)) as engine:
         with anyio.move_on_after(0.2) as scope:
             await engine.sample(SampleRequest((5, 6, 7), 90_000))
         assert scope.cancelled_caught
@@ -72,8 +75,8 @@ async def test_cancelling_frees_the_work(make_model: Make) -> None:
 async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_told(make_model: Make) -> None:
     """Two engines with different settings side by side; killing one is EngineUnavailable for its callers only."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
-    apart = LocalEngine(folder, name="apart", options=LocalOptions(worker="process", kv_tokens=100_000))
-    beside = LocalEngine(folder, options=LocalOptions(chunk_tokens=5, kv_tokens=100_000))
+    apart = LocalEngine(folder, name="apart", options=LocalOptions(kv_tokens=100_000))
+    beside = LocalEngine(folder, options=replace(HERE, chunk_tokens=5, kv_tokens=100_000))
     async with apart, beside:
         request = SampleRequest((5, 6, 7), 30, Sampling(0.8))
         assert (await apart.sample(request)).ids == (await beside.sample(request)).ids
@@ -93,12 +96,18 @@ def _loop_process() -> int:
 
 
 SCRIPT = """
+import signal
+
 import anyio
 from atts.core import SampleRequest
-from atts.local import LocalEngine, LocalOptions
+from atts.local import LocalEngine
 
 async def main():
-    async with LocalEngine({folder!r}, options=LocalOptions(worker="process")) as engine:
+    async with LocalEngine({folder!r}) as engine:
+        with anyio.open_signal_receiver(signal.SIGINT) as asked:
+            print("open", flush=True)
+            async for _ in asked:
+                break
         print(len((await engine.sample(SampleRequest((5, 6), 3))).ids))
 
 anyio.run(main)
@@ -106,12 +115,20 @@ anyio.run(main)
 
 
 def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Path) -> None:
-    """No `if __name__ == "__main__"` is asked for, and nothing is left behind."""
+    """No `__main__` guard is asked for; Ctrl-C, which all of a terminal hears, is the script's business alone."""
     folder = make_model("llama", eos_token_id=None)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(folder=str(folder)))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().strip() == "open"
+            os.killpg(process.pid, signal.SIGINT)
+            said, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, said.strip()) == (0, "3")
 
 
 @pytest.mark.anyio
@@ -193,14 +210,16 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_a_model_that_cannot_be_used_is_refused_in_words(what: str, make_model: Make, tmp_path: Path) -> None:
-    """Which model, what is wrong, what to do; never a traceback of a library."""
+@pytest.mark.parametrize(("what", "worker"), [*((what, "thread") for what in BAD), ("whole numbers for weights", "process")])
+def test_a_model_that_cannot_be_used_is_refused_in_words(
+    what: str, worker: Literal["thread", "process"], make_model: Make, tmp_path: Path
+) -> None:
+    """Which model, what is wrong, what to do; never a traceback of a library, also from another process."""
     change, words = BAD[what]
     folder = _broken(tmp_path / "model", make_model("llama"), change)
 
     async def enter() -> None:
-        async with LocalEngine(folder, name="the model"):
+        async with LocalEngine(folder, name="the model", options=LocalOptions(worker=worker)):
             pass
 
     with pytest.raises(ModelLoadError, match="engine the model: ") as caught:
@@ -233,7 +252,7 @@ async def test_logits_that_are_not_numbers_fail_the_request_alone(
         tensors["model.embed_tokens.weight"][7] = torch.nan
 
     folder = _broken(tmp_path / "model", make_model("llama", tie_word_embeddings=False), _weights(poison))
-    async with LocalEngine(folder, options=LocalOptions(kernel=kernel)) as engine:
+    async with LocalEngine(folder, options=replace(HERE, kernel=kernel)) as engine:
         with pytest.raises(EngineError, match="NaN"):
             await engine.score(ScoreRequest((5, 7, 8), (9, 10)))
         with pytest.raises(EngineError, match="NaN"):
@@ -247,7 +266,7 @@ def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
     folder = make_model("llama")
 
     async def size(tokens: int) -> int:
-        async with LocalEngine(folder, options=LocalOptions(kv_tokens=tokens)) as engine:
+        async with LocalEngine(folder, options=replace(HERE, kv_tokens=tokens)) as engine:
             await engine.sample(SampleRequest((5, 6), 2))
             return engine.kv_tokens
 
@@ -261,7 +280,7 @@ def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:
 @pytest.mark.anyio
 async def test_a_request_only_the_cache_is_too_small_for_is_told_so(make_model: Make) -> None:
     """The advice is to raise kv_tokens where the model could take it, and not where it could not."""
-    async with LocalEngine(make_model("llama"), options=LocalOptions(kv_tokens=10)) as engine:
+    async with LocalEngine(make_model("llama"), options=replace(HERE, kv_tokens=10)) as engine:
         with pytest.raises(
             ContextOverflow, match=r"context holds 10\. The model itself could take 256: raise kv_tokens"
         ):
@@ -272,7 +291,7 @@ async def test_a_request_only_the_cache_is_too_small_for_is_told_so(make_model: 
 
 
 async def _enter(folder: Path) -> None:
-    async with LocalEngine(folder):
+    async with LocalEngine(folder, options=HERE):
         pass
 
 
@@ -289,5 +308,5 @@ def test_unknown_and_impossible_options_are_errors(make_model: Make) -> None:
 
 
 async def _enter_on_cuda(folder: Path) -> None:
-    async with LocalEngine(folder, options=LocalOptions(device="cuda")):
+    async with LocalEngine(folder, options=replace(HERE, device="cuda")):
         pass

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
-from atts.local.build import Blueprint, MakeModel
+from atts.local.build import MakeModel
 from atts.local.compiling import Tuning, native_library, tunings
 from atts.local.loader import Weights
-from atts.local.messages import Cancel, Order, Sampled, Scored, Submit
+from atts.local.messages import Blueprint, Cancel, Order, Sampled, Scored, Submit
 from atts.local.native import NativeModel
 from atts.local.shape import read_shape
 

@@ -15,12 +15,13 @@ from atts.pipelines import FixedGate, Gate, RandomGate, ThresholdGate
 from atts.run import Session, evaluate
 
 pytest.importorskip("torch", reason="the embedded models run on torch")
-from atts.local import LocalEngine
-from atts.models import path
+from atts.local import LocalEngine, LocalOptions
+from atts.models import EMBEDDED, path
 
 Texts = dict[tuple[str, int], TokenIds]
 ALL_OVER = ThresholdGate(0.0)  # every chunk is scored, and every score is too bad
 ALL_KEPT = ThresholdGate(float("inf"))  # every chunk is scored, and none is
+HERE = LocalOptions(worker="thread")  # opened often
 
 
 def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:
@@ -30,8 +31,9 @@ def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:
     setup = replace(base, method=method, gate=gate, policy=policy, seed=11)
 
     async def main() -> list[Outcome]:
-        async with LocalEngine(path("draft"), name="draft") as draft, LocalEngine(path("target"), name="target") as big:
-            plan = setup.plan(draft, big)
+        draft, target = (LocalEngine(path(role), name=role, options=HERE) for role in EMBEDDED)
+        async with draft, target:
+            plan = setup.plan(draft, target)
             return list((await evaluate(problems("test", 6), plan, Session(engines="are open", signals="ignore"))).kept)
 
     outcomes = anyio.run(main)

@@ -215,10 +215,11 @@ def test_the_probe_command_describes_a_server_of_the_embedded_model(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A real model and its real tokenizer behind the dialect; --need fails what cannot."""
-    from atts.local import LocalEngine
+    from atts.local import LocalEngine, LocalOptions
     from atts.models import path
 
-    server = serve("llamacpp", lambda: LocalEngine(path("draft"), name="draft"))
+    options = LocalOptions(worker="thread")
+    server = serve("llamacpp", lambda: LocalEngine(path("draft"), name="draft", options=options))
     words = ["probe", server.url, "--tokenizer", str(path("draft"))]
     assert command([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor

@@ -95,7 +95,7 @@ def _random(folder: Path, width: int, layers: int, inner: int) -> Path:
 @contextmanager
 def engine_on(portal: BlockingPortal, folder: Path, **changes: Any) -> Generator[LocalEngine]:
     """An open engine, used from this thread through the portal; in a thread, beside what it is compared with."""
-    options = LocalOptions(**{"worker": "thread", **changes})
+    options = replace(LocalOptions(worker="thread"), **changes)
     with portal.wrap_async_context_manager(LocalEngine(folder, options=options)) as engine:
         yield engine
 

@@ -137,7 +137,7 @@ async def _scripted(stack: AsyncExitStack, drift: Drift) -> Station:
 
 
 async def _embedded(stack: AsyncExitStack) -> Station:
-    # A small cache is full after a few runs, so that what grows later is a leak; in threads it is this process that grows.
+    # A small cache is soon full, so that what grows later is a leak; with threads it is this process that grows.
     options = LocalOptions(worker="thread", kv_tokens=_CACHE)
     models = tuple(LocalEngine(path(role), name=role, options=options) for role in EMBEDDED)
     draft, target = [

@@ -210,7 +210,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("what", "worker"), [*((what, "thread") for what in BAD), ("whole numbers for weights", "process")])
+@pytest.mark.parametrize(
+    ("what", "worker"), [*((what, "thread") for what in BAD), ("whole numbers for weights", "process")]
+)
 def test_a_model_that_cannot_be_used_is_refused_in_words(
     what: str, worker: Literal["thread", "process"], make_model: Make, tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def check_engine_words(name: str) -> tuple[str, str]:
 
 def _on_ray(words: str, role: Role) -> Engine:
     """The engine of these words in actors; settings that are Ray's are taken out of them."""
+    from atts.local import LocalOptions
     from atts.remote import RayEngine, RayOptions
 
     inner, _, settings = words.partition("?")
@@ -90,7 +91,8 @@ def _on_ray(words: str, role: Role) -> Engine:
     if rest := urlencode([(name, value) for name, value in found if name not in known]):
         inner = f"{inner}?{rest}"
     check_engine_words(inner)
-    return RayEngine(partial(build_engine, inner, role), name=role, options=options)
+    here = LocalOptions(worker="thread")  # an actor is a process of its own already
+    return RayEngine(partial(build_engine, inner, role, here), name=role, options=options)
 
 
 def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:

@@ -43,7 +43,7 @@ def study(options: Options) -> list[Table]:
         return [Table("Ray actors", COLUMNS, (), ("Not measured: Ray is not installed (pip install 'atts[ray]').",))]
     problems = load_problems(f"arithmetic[:{options.pick(4, 16, 48)}]")
     arms: dict[str, Arm] = {
-        "this process": lambda role: build_engine(f"embedded:{role}?threads=1", role),
+        "this process": lambda role: build_engine(f"embedded:{role}?threads=1&worker=thread", role),
         "1 actor each": lambda role: build_engine(f"ray:embedded:{role}?threads=1&actors=1&cpus=0.5", role),
         "2 actors each": lambda role: build_engine(f"ray:embedded:{role}?threads=1&actors=2&cpus=0.25", role),
     }

@@ -109,7 +109,7 @@ async def _embedded(options: Options) -> dict[str, Sum]:
     blocks = [problems[i : i + block] for i in range(0, count, block)]
     found = {case.name: Sum() for case in CASES}
     base = replace(Setup().policy, samples=8, early_stop="none")
-    async with Pair() as pair:
+    async with Pair(worker="thread") as pair:  # whose processor time is this process's
         draft, target = pair.draft, pair.targets[1]
         stored = await _stored(draft, target, arithmetic("calibration", options.pick(8, 30, 60)), base)
         setups = {case: _setup(case, base, stored, options.seed + number) for number, case in enumerate(CASES)}
@@ -226,7 +226,7 @@ async def _alone(count: int, samples: int, rounds: int, arms: dict[str, list[flo
     theirs: Any = AutoModelForCausalLM.from_pretrained(model_path("target"), dtype=torch.float32).eval()
     small: Any = AutoModelForCausalLM.from_pretrained(model_path("draft"), dtype=torch.float32).eval()
     policy = replace(Setup().policy, samples=samples, early_stop="none", max_tokens=256)
-    async with Pair() as pair:
+    async with Pair(worker="thread") as pair:  # whose processor time is this process's
         target = pair.targets[1]
         for number in range(-1, rounds):
             say(f"against: target-only, round {number + 1} of {rounds}")

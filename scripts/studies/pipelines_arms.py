@@ -147,8 +147,9 @@ def _solved(record: dict[str, Any]) -> Solved:
 class Pair:
     """The embedded engines, open; the target once per number of threads that an arm asks for."""
 
-    def __init__(self, threads: Iterable[int] = (1,), kv_tokens: int | None = None) -> None:
-        options = LocalOptions() if kv_tokens is None else LocalOptions(kv_tokens=kv_tokens)
+    def __init__(self, threads: Iterable[int] = (1,), **changes: Any) -> None:
+        """`changes` are those of `LocalOptions`."""
+        options = replace(LocalOptions(), **changes)
         self._stack = AsyncExitStack()
         self.draft: Engine = LocalEngine(model_path("draft"), name="draft", options=options)
         self.targets: dict[int, Engine] = {

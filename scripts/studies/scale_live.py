@@ -20,7 +20,7 @@ from atts.core import Problem, Role, SampleRequest, Sampling, ScoreRequest, Toke
 from atts.engine import Engine
 from atts.evaluators.arithmetic import problems as arithmetic
 from atts.graph import Graph, ProblemScope
-from atts.local import LocalEngine
+from atts.local import LocalEngine, LocalOptions
 from atts.pipelines import Context, Material, Policy, preset, solve
 from atts.seeds import Seed
 from atts.tasks import collect
@@ -160,7 +160,8 @@ def _threads() -> dict[str, tuple[float, float]]:
 async def measure(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
     """Rounds of all pieces and all runs, in turn, each on texts that no cache has met."""
     seen = Seen()
-    async with build_engine("embedded", "draft") as draft, build_engine("embedded", "target") as target:
+    here = LocalOptions(worker="thread")
+    async with build_engine("embedded", "draft", here) as draft, build_engine("embedded", "target", here) as target:
         assert isinstance(draft, LocalEngine)
         assert isinstance(target, LocalEngine)
         engines: dict[Role, LocalEngine] = {"draft": draft, "target": target}

@@ -15,7 +15,7 @@ from atts.calibration.certificate import Candidate, Certificate, certify
 from atts.calibration.drift import DriftEvent, DriftMonitor, Policy
 from atts.calibration.health import Health, examine
 from atts.calibration.metrics import rate_metrics
-from atts.calibration.modes import MODES, Mode
+from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
 from atts.calibration.ordinal import LEVELS, OrdinalModel, fit_ordinal
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row, level_of, rank_class
@@ -31,6 +31,7 @@ __all__ = [
     "Calibrator",
     "Candidate",
     "Certificate",
+    "DEFAULTS",
     "DriftEvent",
     "DriftMonitor",
     "GroupBudget",
@@ -51,6 +52,7 @@ __all__ = [
     "Scale",
     "StoredScores",
     "TokenBucket",
+    "Tuning",
     "capped",
     "certify",
     "examine",

@@ -15,11 +15,15 @@ Mode = Literal["split", "marginal", "aci", "tracking", "turn", "question", "ques
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
+_PROBLEM_STEP = 0.016
+"""Slower ones leave short runs off their rate; faster ones even it out between problems, where the score decides."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """The constants of the modes; the defaults were chosen on the even questions of one run, for all rates at once."""
 
-    aci_step: float = 0.002  # faster ones even the rate out between phases of a run, where the score should decide
+    aci_step: float = 0.002  # for 8 rollouts a problem; see `for_rollouts`
     turn_step: float = 0.01
     tracking_step: float = 0.05  # in mean distances from the median
     tracking_integral: float = 0.5
@@ -32,6 +36,15 @@ class Tuning:
     shrinkage: float = 1.0  # scores the mean of all questions is worth in a question's level
     residuals: float = 20.0  # scores the turn's pool is worth beside the question's own residuals
     siblings: float = 24.0  # and beside the scores of the same question and turn
+
+    @classmethod
+    def for_rollouts(cls, samples: int) -> Tuning:
+        """The defaults where so many rollouts of a problem are judged: they share one problem's step.
+
+        Siblings find much the same things hard. Were each to move the threshold by a step of its own, a hard problem
+        with many rollouts would raise it while it is still being solved, and go without what the score says it needs.
+        """
+        return cls(aci_step=_PROBLEM_STEP / max(1, samples))
 
 
 DEFAULTS = Tuning()

@@ -77,7 +77,7 @@ class Calibrator:
             raise CalibrationInputError("stored scores", 0, 'at least one for mode "split", which learns nothing live')
         self.decided = self.escalated = 0
         self._options = {"drift": drift, "window": window, "decay": decay, "hold": hold}
-        self._tuning = tuning
+        self.tuning = tuning
         self._nominal = float(self.rate)
         self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
         self._order = IssueOrder(hold)
@@ -203,7 +203,7 @@ class Calibrator:
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") * 2.0**-56
 
     def _facts(self) -> Facts:
-        return Facts(self._nominal, self.stored, self.decided, self.escalated, self._tuning, self.events)
+        return Facts(self._nominal, self.stored, self.decided, self.escalated, self.tuning, self.events)
 
     def state(self) -> dict[str, Any]:
         """Everything that decides what comes next, as JSON: restored, the same stream gets the same decisions."""
@@ -215,7 +215,7 @@ class Calibrator:
             "seed": self.seed,
             "fingerprint": self.fingerprint,
             "options": self._options,
-            "tuning": asdict(self._tuning),
+            "tuning": asdict(self.tuning),
             "stored": self.stored.state(),
             "decided": self.decided,
             "escalated": self.escalated,

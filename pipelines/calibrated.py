@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from atts.calibration import Calibrator, Candidate, Certificate, Mode, StoredScores, certify, lost_answers
+from atts.calibration import (
+    DEFAULTS,
+    Calibrator,
+    Candidate,
+    Certificate,
+    Mode,
+    StoredScores,
+    Tuning,
+    certify,
+    lost_answers,
+)
 from atts.core import Outcome
 from atts.errors import CalibrationInputError
 from atts.pipelines.gates import ConformalGate
@@ -32,7 +42,12 @@ def frozen_gate(rate: float, stored: StoredScores, seed: int = 0) -> ConformalGa
 
 
 def warming_gate(
-    scores: int, rate: float, mode: Mode = "question-turn", seed: int = 0, meanwhile: Meanwhile = "accept"
+    scores: int,
+    rate: float,
+    mode: Mode = "question-turn",
+    seed: int = 0,
+    meanwhile: Meanwhile = "accept",
+    tuning: Tuning = DEFAULTS,
 ) -> WarmingGate:
     """A conformal gate whose stored scores are the first ones of its own run.
 
@@ -43,7 +58,7 @@ def warming_gate(
         stored = StoredScores(
             tuple(one.score for one in found), tuple(one.question for one in found), tuple(one.turn for one in found)
         )
-        return ConformalGate(Calibrator(rate, mode, stored=stored, seed=seed))
+        return ConformalGate(Calibrator(rate, mode, stored=stored, seed=seed, tuning=tuning))
 
     return WarmingGate(scores, make, meanwhile)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from atts.calibration import Calibrator, Mode
+from atts.calibration import DEFAULTS, Calibrator, Mode, Tuning
 from atts.errors import OptionError
 from atts.pipelines.calibrated import warming_gate
 from atts.pipelines.gates import (
@@ -39,6 +39,7 @@ class Material:
     stored: Sequence[float] = ()
     warmup: int = 0
     mode: Mode = "question-turn"
+    tuning: Tuning = DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def preset(name: str) -> Preset:
 
 def _conformal(material: Material) -> Gate:
     if material.warmup:
-        return warming_gate(material.warmup, material.rate, material.mode, material.seed)
+        return warming_gate(material.warmup, material.rate, material.mode, material.seed, tuning=material.tuning)
     if material.calibrator is None:
         raise OptionError("calibrator", "the conformal gate needs one, such as atts.calibration.Calibrator(rate)")
     return ConformalGate(material.calibrator)

@@ -156,9 +156,11 @@ def _lived_through(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
 
 
 def setup_of(manifest: Manifest) -> Setup:
-    """The setup of a run, as far as its gate goes: method, rate, mode, stored scores, seed."""
+    """The setup of a run, as far as its gate goes: method, rate, mode, stored scores, seed, samples."""
     settings: dict[str, Any] = {name: held.value for name, held in manifest.configuration.items()}
+    samples = (settings.get("policy") or {}).get("samples", 1)
     words: dict[str, Any] = {"seed": manifest.seed, "stored": tuple(settings.get("stored") or ())}
+    words["policy"] = replace(Setup().policy, samples=samples)
     return Setup(**words, **{name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings})
 
 

@@ -73,7 +73,7 @@ class Setup:
             self.seed,
             self.rollouts,
             self.limits,
-            configuration=self._configuration(calibrator.stored.scores),
+            configuration=self._configuration(calibrator),
             settings=describe(self),
             alarms=lambda: calibrator.events,
             stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
@@ -86,20 +86,22 @@ class Setup:
         :raises OptionError: an unknown method or mode, or a method that needs what is not there.
         :raises CalibrationInputError: stored scores that are none.
         """
-        from atts.calibration import Calibrator
+        from atts.calibration import Calibrator, Tuning
 
         chosen = preset(self.method)
-        calibrator = Calibrator(self.rate, self.mode, seed=self.seed, stored=self.stored)
-        material = Material(self.rate, self.seed, calibrator, calibrator.stored.scores, self.warmup, self.mode)
+        tuning = Tuning.for_rollouts(self.policy.samples)
+        calibrator = Calibrator(self.rate, self.mode, seed=self.seed, stored=self.stored, tuning=tuning)
+        material = Material(self.rate, self.seed, calibrator, calibrator.stored.scores, self.warmup, self.mode, tuning)
         return self.gate if self.gate is not None else chosen.gate(material), calibrator
 
-    def _configuration(self, stored: Sequence[float]) -> dict[str, Setting]:
+    def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
         """What decides the gate's behaviour: a resume must find it unchanged."""
         words: dict[str, Json] = {
             "method": self.method,
             "rate": self.rate,
             "mode": self.mode,
-            "stored": list(stored),
+            "stored": list(calibrator.stored.scores),
+            **({"aci_step": calibrator.tuning.aci_step} if self.mode == "aci" else {}),
             **({"warmup": self.warmup} if self.warmup else {}),
         }
         return {name: Setting(value, "setup") for name, value in words.items()}

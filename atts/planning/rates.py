@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from atts.calibration import Calibrator, Mode
+from atts.calibration import Calibrator, Mode, Tuning
 from atts.pipelines import ConformalGate, Policy, ReplayedProblem, replay
 from atts.planning.record import Case, Record
 
@@ -46,8 +46,9 @@ def guesses(record: Record, rates: Sequence[float] = RATES) -> tuple[RateGuess, 
 def _guess(record: Record, rate: float, each: float, decisions: int) -> RateGuess:
     mode: Mode = record.setting("mode") or "question-turn"
     stored = record.setting("stored") or ()
-    gate = ConformalGate(Calibrator(rate, mode, seed=record.manifest.seed, stored=stored))
     samples = max((len(one.rollouts) for one in record.outcomes), default=1)
+    tuning = Tuning.for_rollouts(samples)
+    gate = ConformalGate(Calibrator(rate, mode, seed=record.manifest.seed, stored=stored, tuning=tuning))
     policy = Policy(samples=samples, turns=max(1, record.policy("turns") or 1))
     done = replay(record.outcomes, gate, policy, _apart, order=record.order, told=record.told)
     cases = {case.problem: case for case in record.cases}

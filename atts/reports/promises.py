@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from atts.calibration import MODES, Calibrator, Mode
+from atts.calibration import DEFAULTS, MODES, Calibrator, Mode, Tuning
 from atts.errors import CalibrationInputError
 from atts.journal import Json
 from atts.reports.gather import AUDIT, Asked, Evidence
@@ -108,11 +108,16 @@ def _audited(evidence: Evidence, mode: Mode, nominal: float) -> _Match | None:
     return whole
 
 
+def _tuning(evidence: Evidence) -> Tuning:
+    step = setting(evidence, "aci_step")
+    return Tuning(aci_step=step) if isinstance(step, float) else DEFAULTS
+
+
 def _replayed(evidence: Evidence, steps: Sequence[Asked], mode: Mode, rate: float, audit: int) -> _Match | None:
     found = setting(evidence, "stored")
     stored = [float(score) for score in found if isinstance(score, int | float)] if isinstance(found, list) else []
     try:
-        calibrator = Calibrator(rate, mode, seed=evidence.manifest.seed, stored=stored)
+        calibrator = Calibrator(rate, mode, seed=evidence.manifest.seed, stored=stored, tuning=_tuning(evidence))
     except CalibrationInputError:  # a mode that needs stored scores
         return None
     checked = same = 0

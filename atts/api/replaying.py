@@ -108,7 +108,7 @@ def replay(
     record = _Record.of(directory_of(run))
     policy = record.policy(samples, turns, vote)
     words = {"method": method, "rate": rate, "mode": mode, "seed": seed}
-    chosen = gate if gate is not None else record.gate({k: v for k, v in words.items() if v is not None})
+    chosen = gate if gate is not None else record.gate({k: v for k, v in words.items() if v is not None}, policy.samples)
     if budget is not None:
         chosen = _capped(chosen, budget)
     again = replay_outcomes(
@@ -174,9 +174,10 @@ class _Record:
         said = {"samples": samples, "turns": turns, "vote": vote}
         return replace(base, **{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
 
-    def gate(self, changes: Mapping[str, Any]) -> Gate | RoundGate:
-        """The recorded gate, fresh, with these changes."""
-        return replace(setup_of(self.manifest), **changes).decider()[0]
+    def gate(self, changes: Mapping[str, Any], samples: int) -> Gate | RoundGate:
+        """The recorded gate, fresh, with these changes, for so many rollouts of a problem."""
+        setup = setup_of(self.manifest)
+        return replace(setup, policy=replace(setup.policy, samples=samples), **changes).decider()[0]
 
     def right(self, problem: str, answer: str | None) -> float | None:
         """1 or 0 as the grader said then or says now; None without a reference or a word from it."""

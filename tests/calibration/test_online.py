@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from atts.calibration import LOG_PROB, MODES, PERPLEXITY, REAL, Calibrator, Mode, Scale, StoredScores
+from atts.calibration import LOG_PROB, MODES, PERPLEXITY, REAL, Calibrator, Mode, Scale, StoredScores, Tuning
 from atts.calibration.controllers import Adaptive
 from atts.core import Decision
 from atts.errors import CalibrationInputError, FingerprintError, OptionError
@@ -76,13 +76,26 @@ def test_rates_zero_and_one_are_kept_to_the_letter(mode: Mode) -> None:
 @given(st.lists(SCORES, min_size=1, max_size=150), st.sampled_from([0.1, 0.4, 0.75]), st.integers(0, 3))
 def test_aci_bound_holds_for_any_sequence(scores: list[float], rate: float, seed: int) -> None:
     """|realised - rate| <= (max(rate, 1 - rate) + step) / (step T) at every T."""
-    calibrator = Calibrator(rate, "aci", seed=seed)
+    calibrator = Calibrator(rate, "aci", seed=seed, tuning=Tuning(aci_step=0.02))
     bound, total = (max(rate, 1 - rate) + 0.02) / 0.02, 0
     for count, score in enumerate(scores, 1):
         decision = calibrator.decide(score)
         calibrator.observe(decision)
         total += decision.escalate
         assert abs(total - rate * count) <= bound + 1e-9
+
+
+def test_a_hard_problem_moves_the_level_alike_with_any_number_of_rollouts() -> None:
+    """Its siblings share one step; were each to take a whole one, 64 would close the gate on themselves."""
+    levels: list[float] = []
+    for samples in (1, 8, 64):
+        calibrator = Calibrator(0.2, "aci", tuning=Tuning.for_rollouts(samples))
+        controller = Adaptive(0.2, calibrator.tuning.aci_step)
+        for _ in range(samples):
+            controller.account(9.0, "hard", 0, escalated=True)
+        levels.append(controller.level(9.0, "next", 0))
+    assert levels == pytest.approx([0.2 - 0.8 * 0.016] * 3)
+    assert Tuning.for_rollouts(8) == Tuning()
 
 
 @settings(max_examples=100, deadline=None)

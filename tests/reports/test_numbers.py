@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import atts
+from atts.api import Setup
 from atts.calibration import Calibrator
 from atts.core import Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn
 from atts.errors import JournalError, OptionError, UsageError
@@ -119,7 +120,7 @@ def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
     assert f"{seen // 20} did not" in forged.promise.audit
 
 
-@pytest.mark.parametrize("mode", ["split", "marginal", "turn"])
+@pytest.mark.parametrize("mode", ["split", "marginal", "turn", "aci"])
 def test_stored_scores_are_part_of_the_audit(evaluate_into: Any, tmp_path: Path, mode: str) -> None:
     """A run that started from scores of another one is rebuilt with them."""
     stored = tuple(1 + n / 40 for n in range(1, 60))
@@ -128,6 +129,17 @@ def test_stored_scores_are_part_of_the_audit(evaluate_into: Any, tmp_path: Path,
     assert held.promise.mode == mode
     assert "came out the same" in held.promise.audit
     assert "did not" not in held.promise.audit
+
+
+def test_the_promise_knows_how_many_rollouts_share_a_step(evaluate_into: Any, tmp_path: Path) -> None:
+    """Four rollouts take steps twice as long as eight do, and so have half the bound."""
+    setups = (replace(Setup().policy, samples=samples) for samples in (4, 8))
+    runs = [evaluate_into(tmp_path / str(policy.samples), 2, mode="aci", policy=policy) for policy in setups]
+    for path, bound in zip(runs, ("176.00", "351.00"), strict=True):
+        held = collect(path).report.calibration
+        assert held is not None
+        assert f"within {bound} / T of 0.3" in held.promise.guarantee
+        assert "did not" not in held.promise.audit
 
 
 def test_the_promise_is_the_calibrator_s_own(run: Path) -> None:

@@ -108,7 +108,8 @@ def replay(
     record = _Record.of(directory_of(run))
     policy = record.policy(samples, turns, vote)
     words = {"method": method, "rate": rate, "mode": mode, "seed": seed}
-    chosen = gate if gate is not None else record.gate({k: v for k, v in words.items() if v is not None}, policy.samples)
+    said = {name: value for name, value in words.items() if value is not None}
+    chosen = gate if gate is not None else record.gate(said, policy.samples)
     if budget is not None:
         chosen = _capped(chosen, budget)
     again = replay_outcomes(

@@ -198,9 +198,13 @@ class ToyModel:
     def _store(self, key: tuple[int, ...], words: list[tuple[str, float]]) -> Law:
         ids = ((self.tokenizer.end_id if word == "<|end|>" else self.tokenizer.piece_id(word), p) for word, p in words)
         law = self._laws[key] = Law.of(blend(ids), self.tokenizer.vocabulary, _LEAK)
+        if len(self._laws) > _REMEMBERED:  # the oldest is made again when it is asked for: laws depend on nothing else
+            del self._laws[next(iter(self._laws))]
         return law
 
 
+_REMEMBERED = 4096
+"""Laws a model keeps at hand: all that a few hundred problems need."""
 _OPENERS = (("So", 0.4), ("Now", 0.3), ("Next", 0.2), ("Then", 0.1))
 _FULL_STOPS = ((".", 0.35), (".\n", 0.15), (".\n\n", 0.5))
 _RARE_SLIPS = (3, -3, 5, -5, 7, -7, 20, -20)

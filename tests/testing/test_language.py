@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from atts.core import Completion, Message, Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.errors import OptionError, UsageError
 from atts.seeds import Seed
-from atts.testing import DRAFT, TARGET, Skill, ToyModel, ToyTokenizer, toy_problems
+from atts.testing import DRAFT, TARGET, Skill, ToyModel, ToyTokenizer, language, toy_problems
 from atts.testing.laws import Law
 from atts.testing.questions import read_question
 from atts.testing.writing import Writer
@@ -193,6 +193,16 @@ def test_scores_are_the_log_probs_of_sampling(problem: int, sample: int, cut: in
 
 
 # --- problems and texts ----------------------------------------------------------------------------------
+
+
+def test_laws_that_were_forgotten_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with room for three writes what one with room for all writes, and keeps three."""
+    found = toy_problems(5, 1)
+    whole = [solve(Writer(ToyModel(DRAFT, PLAIN)), problem) for problem in found]
+    monkeypatch.setattr(language, "_REMEMBERED", 3)
+    small = ToyModel(DRAFT, PLAIN)
+    assert [solve(Writer(small), problem) for problem in found] == whole
+    assert len(small._laws) == 3  # pyright: ignore[reportPrivateUsage]
 
 
 def test_problems_are_seeded_different_and_right() -> None:

@@ -80,7 +80,8 @@ def methods(title: str, ledger: Ledger, names: Sequence[str], samples: int, base
             "95 % intervals over problems; differences are paired by problem, seeds averaged within each.",
             "Tokens and arithmetic per problem. pass@1 is over rollouts that ran to their end; where a method stops "
             "early, a vote that can no longer change cancels the rest.",
-            f"Speed-up: {base}'s seconds over the method's, block by block, interleaved in one run; median and range.",
+            f"Speed-up: {base}'s seconds over the method's, block by block, interleaved in one run; median and range; "
+            "none where they ran at different times.",
         ),
     )  # fmt: skip
 
@@ -100,7 +101,7 @@ def _method(name: str, pieces: Sequence[Piece], alone: Sequence[Piece]) -> tuple
         *(round(value, 1) for value in tokens),
         f"{part:.1%}",
         round(flops(solved) / n / 1e9, 3),
-        f"{sum(sum(piece.seconds) for piece in pieces):.1f}",
+        f"{sum(sum(piece.seconds) for piece in pieces):.1f}" if all(piece.seconds for piece in pieces) else "-",
         f"{np.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]" if ratios else "-",
         f"{sum(one.escalated for one in solved) / asked:.3f}" if asked else "-",
     )

@@ -30,7 +30,7 @@ from atts.pipelines.skipping import SkippingGate
 class Material:
     """What a preset may need besides its policy: a rate, a seed, a calibrator, scores stored before the run.
 
-    With a `warmup` the run's own first so many scores are stored instead, and `mode` says how the gate goes on.
+    With a `warmup` the run's own first so many scores are stored instead; `mode` and `tuning` say how the gate goes on.
     """
 
     rate: float = 0.2

@@ -1,4 +1,4 @@
-"""The engine on models in this process: continuous batching over a shared cache of keys and values."""
+"""The engine on models of this machine: continuous batching over a shared cache of keys and values."""
 
 from atts.local.engine import LocalEngine, LocalOptions
 from atts.local.messages import LoopStats

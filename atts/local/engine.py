@@ -133,9 +133,14 @@ class LocalEngine:
 
         :raises ModelLoadError: it cannot be loaded; the message says why and what to do.
         :raises OutOfMemory: it does not fit.
+        :raises EngineUnavailable: the system starts no process for it.
         """
         assert self._opened is None, "an engine is entered once at a time"
-        worker: Worker = ThreadWorker() if self._options.worker == "thread" else ProcessWorker()
+        try:
+            worker: Worker = ThreadWorker() if self._options.worker == "thread" else ProcessWorker()
+        except OSError as error:
+            advice = "End other processes, or take worker='thread'"
+            raise EngineUnavailable(self._name, f"its process cannot be started ({error})", advice) from error
         opened = _Open(self._name, worker)
         with anyio.CancelScope(shield=True):  # a half-loaded model cannot be abandoned
             await opened.load(self._model, self._options)

@@ -47,7 +47,7 @@ def _guess(record: Record, rate: float, each: float, decisions: int) -> RateGues
     mode: Mode = record.setting("mode") or "question-turn"
     stored = record.setting("stored") or ()
     samples = max((len(one.rollouts) for one in record.outcomes), default=1)
-    tuning = Tuning.for_rollouts(samples)
+    tuning = Tuning.for_rollouts(record.policy("samples") or samples)
     gate = ConformalGate(Calibrator(rate, mode, seed=record.manifest.seed, stored=stored, tuning=tuning))
     policy = Policy(samples=samples, turns=max(1, record.policy("turns") or 1))
     done = replay(record.outcomes, gate, policy, _apart, order=record.order, told=record.told)

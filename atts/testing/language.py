@@ -204,7 +204,7 @@ class ToyModel:
 
 
 _REMEMBERED = 4096
-"""Laws a model keeps at hand: all that a few hundred problems need."""
+"""Laws a model keeps at hand; a hundred problems of eight rollouts need a third of them."""
 _OPENERS = (("So", 0.4), ("Now", 0.3), ("Next", 0.2), ("Then", 0.1))
 _FULL_STOPS = ((".", 0.35), (".\n", 0.15), (".\n\n", 0.5))
 _RARE_SLIPS = (3, -3, 5, -5, 7, -7, 20, -20)

@@ -95,6 +95,18 @@ def _loop_process() -> int:
     return next(pid for pid in children if b"atts.local.child" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
+@pytest.mark.anyio
+async def test_a_process_that_cannot_be_started_is_told(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that is out of processes is no traceback; the advice is the other worker."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(EngineUnavailable, match=r"cannot be started .* worker='thread'"):
+        await LocalEngine(make_model("llama")).__aenter__()
+
+
 SCRIPT = """
 import signal
 

@@ -1,0 +1,114 @@
+"""Run directories written by version 0.1.0 (tests/fixtures/runs) open, resume, replay and report as they did then.
+
+`python tests/run/test_recorded_runs.py` writes what this version says of them; do so only with a stated reason.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
+KINDS = ("finished", "rounds", "ordinal", "shard1", "shard2", "merged", "killed", "interrupted", "failed")
+UNFINISHED = ("killed", "interrupted", "failed")
+COMMANDS = {
+    **{f"{kind}.report": ("report", kind, "--format", "json", "--out", "-") for kind in KINDS},
+    **{f"{kind}.plan": ("plan", kind, "--json") for kind in ("finished", "merged")},
+    "finished.replay": ("replay", "finished", "--json"),
+    "finished.replay-rate": ("replay", "finished", "--rate", "0.4", "--json"),
+    "merged.replay-samples": ("replay", "merged", "--samples", "1", "--json"),
+    "ordinal.replay": ("replay", "ordinal", "--json"),
+    "finished.compare": ("compare", "finished", "rounds", "--json"),
+    "merge": ("merge", "shard1", "shard2", "--out", "union", "--json"),
+}
+RESUME = ("eval", "arithmetic[:8]", "--samples", "2", "--seed", "3", "--rollouts", "1", "--report", "none", "--json")
+TIMES = {"seconds", "draft_prefill_tokens", "target_prefill_tokens"}  # of a resumed run: its own clock and cache
+
+
+def atts(at: Path, *words: str) -> list[Any]:
+    """What the command printed on standard output, JSON by JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "atts", *words], cwd=at, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode in (0, 5), done.stderr
+    return list(values(done.stdout))
+
+
+def values(text: str) -> Iterator[Any]:
+    """One or several JSON values, one after the other."""
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text):
+        value, end = decoder.raw_decode(text, at)
+        yield value
+        at = end + len(text[end:]) - len(text[end:].lstrip())
+
+
+def said(at: Path, name: str) -> list[Any]:
+    """What a command says of the recorded runs."""
+    return atts(at, *COMMANDS[name])
+
+
+def resumed(at: Path, kind: str) -> list[Any]:
+    """What the recorded command says when it goes on in its directory: all but the clock."""
+    return [without_times(value) for value in atts(at, *RESUME, "--out", kind)]
+
+
+def without_times(value: Any) -> Any:
+    """The value without what a clock said."""
+    if isinstance(value, dict):
+        return {name: without_times(part) for name, part in value.items() if name not in TIMES}
+    return [without_times(part) for part in value] if isinstance(value, list) else value
+
+
+def assert_same(new: Any, old: Any, place: str = "") -> None:
+    """Equal, numbers up to rounding; fields may have been added."""
+    if isinstance(old, dict):
+        assert set(old) <= set(new), f"{place}: {set(old) - set(new)} are gone"
+        for name, part in old.items():
+            assert_same(new[name], part, f"{place}.{name}")
+    elif isinstance(old, list):
+        assert len(new) == len(old), f"{place}: {len(new)} for {len(old)}"
+        for i, part in enumerate(old):
+            assert_same(new[i], part, f"{place}[{i}]")
+    elif isinstance(old, float):
+        assert new == pytest.approx(old, rel=1e-9, abs=1e-12), place
+    else:
+        assert new == old, place
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder with a copy of every recorded run."""
+    shutil.copytree(RUNS, tmp_path / "runs", ignore=shutil.ignore_patterns("expected"))
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_recorded_runs_are_read_as_before(name: str, runs: Path) -> None:
+    """Reports, plans, replays, comparisons and unions of old runs have the numbers they had."""
+    assert_same(said(runs, name), json.loads((RUNS / "expected" / f"{name}.json").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", UNFINISHED)
+def test_unfinished_runs_go_on_as_before(kind: str, runs: Path) -> None:
+    """A run that was killed, interrupted or failed under the old code ends under the new one as it did there."""
+    assert_same(resumed(runs, kind), json.loads((RUNS / "expected" / f"{kind}.resume.json").read_text()))
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    (RUNS / "expected").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder) / "runs"
+        shutil.copytree(RUNS, here, ignore=shutil.ignore_patterns("expected"))
+        found = {name: said(here, name) for name in COMMANDS}
+        found |= {f"{kind}.resume": resumed(here, kind) for kind in UNFINISHED}
+    for name, value in found.items():
+        (RUNS / "expected" / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")

@@ -1,0 +1,199 @@
+"""The whole method in one file: parallel draft rollouts, chunk scores by a target, a conformal gate, a vote.
+
+A small model (the draft) writes every rollout chunk by chunk. A large one (the target) only scores each chunk: one
+forward pass over text that is already there. A conformal test ranks the score among those seen so far; the worst `rate`
+of all chunks are thrown away and written anew by the target. No rollout ever waits for another, so every engine stays
+busy. Answers are voted.
+
+`atts.pipelines` and `atts.calibration` are this file with what a real evaluation needs: other gates and scores, pairs
+of tokenizers, limits, retries, resumption, reports. The tests hold both to the same outcomes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import anyio
+
+from atts.core import Completion, Message, Problem, Role, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.engine import Engine
+from atts.seeds import Seed
+
+Extract = Callable[[str], str | None]
+"""The final answer of a reasoning text; None while there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the method can choose. `rate` is the share of chunks that the target takes over (the paper's 1 - alpha)."""
+
+    rate: float = 0.2
+    samples: int = 4  # rollouts of a problem
+    turns: int = 15  # chunks of a rollout, at most
+    chunk_tokens: int = 64
+    max_tokens: int = 512  # of a rollout
+    stop: tuple[str, ...] = ("\n\n",)  # where a chunk ends
+    sampling: Sampling = Sampling(temperature=0.7)
+    system: str = "Solve the problem step by step. Put the final answer in \\boxed{}."
+    step: float = 0.004  # of the rate's feedback
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Calibrator:
+    """Online conformal calibration: which scores are among the worst `rate` of what was seen, whatever their law.
+
+    The p-value of a score is its rank among the stored ones, ties broken by a coin. While scores are exchangeable it is
+    uniform, so escalating p > 1 - rate escalates exactly `rate`. Where they are not (they drift with the turn, they
+    cluster by problem), feedback on what was really done corrects the level: adaptive conformal inference.
+    """
+
+    rate: float
+    step: float
+    seed: int = 0
+    scores: list[float] = field(default_factory=list[float])  # in order
+    level: float = math.nan
+
+    def __post_init__(self) -> None:
+        self.level = self.rate
+
+    def p_value(self, score: float, coin: float) -> float:
+        """Near 1 for a score worse than the stored ones: (below + coin * (1 + equal)) / (stored + 1)."""
+        below, not_above = bisect_left(self.scores, score), bisect_right(self.scores, score)
+        return (below + coin * (1 + not_above - below)) / (len(self.scores) + 1)
+
+    def escalates(self, score: float, problem: str, turn: int, sample: int) -> bool:
+        """Whether the target takes the chunk over; its score and what was done count from now on."""
+        p = self.p_value(score, self._coin(score, problem, turn, sample))
+        escalate = self.level >= 1 or (self.level > 0 and p > 1 - self.level)
+        self.level += self.step * (self.rate - escalate)
+        insort(self.scores, score)
+        return escalate
+
+    def _coin(self, score: float, problem: str, turn: int, sample: int) -> float:
+        """A uniform number that belongs to this chunk, so that a repeated run decides alike."""
+        name = f"{self.seed}\x1f{problem}\x1f{turn}\x1f{sample}\x1f{math.log(score)!r}"
+        return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big") * 2.0**-56
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One line of reasoning: exactly the tokens that were generated, never re-tokenised text."""
+
+    sample: int
+    text: str = ""
+    ids: TokenIds = ()  # without the prompt
+    answer: str | None = None
+    judged: int = 0  # chunks
+    escalated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What came of one problem."""
+
+    answer: str | None
+    votes: Counter[str]
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NanoATTS:
+    """The pair of models, the calibrator they share over all problems, and how answers are found."""
+
+    draft: Engine
+    target: Engine
+    calibrator: Calibrator
+    extract: Extract
+    settings: Settings = Settings()
+
+    async def solve_all(self, problems: Sequence[Problem], at_once: int = 64) -> list[Solution]:
+        """All rollouts of all problems side by side, `at_once` of them at any time; none waits for a sibling."""
+        admission = anyio.CapacityLimiter(at_once)
+        rollouts = [[Rollout(sample) for sample in range(self.settings.samples)] for _ in problems]
+
+        async def run(problem: Problem, rollout: Rollout) -> None:
+            async with admission:
+                await self.run(problem, rollout)
+
+        async with anyio.create_task_group() as group:
+            for problem, siblings in zip(problems, rollouts, strict=True):
+                for rollout in siblings:
+                    group.start_soon(run, problem, rollout)
+        return [vote(siblings) for siblings in rollouts]
+
+    async def run(self, problem: Problem, rollout: Rollout) -> None:
+        """Turn by turn: the draft proposes, the target scores, the calibrator decides, one of both chunks stays."""
+        prompt = self.draft.tokenizer.render([Message("system", self.settings.system), Message("user", problem.text)])
+        for turn in range(self.settings.turns):
+            room = self.settings.max_tokens - len(rollout.ids)
+            if room < 1:
+                return
+            chunk = await self.write("draft", problem, rollout, prompt, turn)
+            rollout.judged += 1
+            if await self.rejects(chunk, problem, rollout, prompt, turn):
+                rollout.escalated += 1
+                chunk = await self.write("target", problem, rollout, prompt, turn)
+            rollout.ids += body(chunk, self.draft)
+            rollout.text += chunk.text
+            rollout.answer = self.answer(rollout.text, chunk)
+            if rollout.answer is not None or chunk.ended == "end":
+                return
+
+    async def write(self, role: Role, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int) -> Completion:
+        """One chunk after the rollout; its random numbers belong to its place, not to when it is drawn."""
+        settings, engine = self.settings, self.draft if role == "draft" else self.target
+        room = min(settings.chunk_tokens, settings.max_tokens - len(rollout.ids))
+        seed = Seed(settings.seed, problem.id, rollout.sample, turn, role)
+        return await engine.sample(SampleRequest(prompt + rollout.ids, room, settings.sampling, seed, settings.stop))
+
+    async def rejects(self, chunk: Completion, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int) -> bool:
+        """The target's perplexity of the chunk, from one prefill, against all that was seen before."""
+        suffix = body(chunk, self.draft)
+        if not suffix:
+            return True  # nothing to score: the target has to say how it goes on
+        scores = await self.target.score(ScoreRequest(prompt + rollout.ids, suffix))
+        return self.calibrator.escalates(max(1.0, scores.perplexity), problem.id, turn, rollout.sample)
+
+    def answer(self, text: str, last: Completion) -> str | None:
+        """The answer so far; where the text was cut at its token limit, only one that more digits would not change."""
+        found = self.extract(text)
+        if found is not None and last.ended == "length" and self.extract(text + "0") != found:
+            return None
+        return found
+
+
+def body(chunk: Completion, engine: Engine) -> TokenIds:
+    """The ids without the end token."""
+    is_ended = chunk.ended == "end" and chunk.ids and chunk.ids[-1] in engine.spec.end_ids
+    return chunk.ids[:-1] if is_ended else chunk.ids
+
+
+def vote(rollouts: Sequence[Rollout]) -> Solution:
+    """The majority answer; of equally frequent ones the first."""
+    votes = Counter(rollout.answer for rollout in rollouts if rollout.answer is not None)
+    winner = votes.most_common(1)[0][0] if votes else None
+    return Solution(winner, votes, tuple(rollouts))
+
+
+async def main() -> None:
+    """Eight problems of the toy language; engines on real models work just the same."""
+    from atts.testing import ScriptedEngine, toy_answer, toy_problems
+
+    problems, settings = toy_problems(8, seed=1), Settings(chunk_tokens=12, stop=())
+    async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
+        nano = NanoATTS(draft, target, Calibrator(settings.rate, settings.step), toy_answer, settings)
+        solutions = await nano.solve_all(problems)
+    rollouts = [rollout for solution in solutions for rollout in solution.rollouts]
+    escalated, judged = sum(r.escalated for r in rollouts), sum(r.judged for r in rollouts)
+    right = sum(s.answer == problem.answer for s, problem in zip(solutions, problems, strict=True))
+    print(f"{right} of {len(problems)} right; the target took over {escalated} of {judged} chunks")
+
+
+if __name__ == "__main__":
+    anyio.run(main)

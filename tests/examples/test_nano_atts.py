@@ -1,0 +1,97 @@
+"""The method in one file and the real pipeline come to the same outcomes."""
+
+import ast
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from atts.calibration import Calibrator, Tuning
+from atts.core import Outcome, Problem
+from atts.graph import Graph, ProblemScope
+from atts.pipelines import Answers, Chunking, ConformalGate, Context, Policy, ScoreRule, solve
+from atts.testing import ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
+
+pytestmark = pytest.mark.checkout
+NANO = Path(__file__).parents[2] / "examples" / "nano_atts.py"
+
+
+@pytest.fixture(scope="module")
+def nano(example: Callable[[str], ModuleType]) -> Any:
+    """The file as a module."""
+    return example("nano_atts")
+
+
+@pytest.mark.parametrize(
+    ("rate", "seed", "tokens", "stop"), [(0.2, 0, 12, ()), (0.4, 1, 12, ()), (0.1, 2, 64, ("\n",)), (0.3, 3, 7, ())]
+)
+def test_same_outcomes(nano: Any, rate: float, seed: int, tokens: int, stop: tuple[str, ...]) -> None:
+    """Tokens, escalations, answers and votes of 40 rollouts, one after the other so that the gate sees one order."""
+    problems = toy_problems(10, seed)
+    settings = nano.Settings(rate, chunk_tokens=tokens, stop=stop, seed=seed)
+    small = run_virtual(partial(_nano, nano, problems, settings))
+    assert [_facts(outcome) for outcome in run_virtual(partial(_real, problems, settings))] == [
+        (found.answer, dict(found.votes), [(r.text, r.ids, r.answer, r.judged, r.escalated) for r in found.rollouts])
+        for found in small
+    ]
+    assert sum(rollout.escalated for found in small for rollout in found.rollouts) > 5
+
+
+async def _real(problems: Sequence[Problem], settings: Any) -> list[Outcome]:
+    policy = Policy(
+        samples=settings.samples,
+        turns=settings.turns,
+        max_tokens=settings.max_tokens,
+        chunking=Chunking(settings.chunk_tokens, settings.chunk_tokens, settings.stop),
+        sampling=settings.sampling,
+        score=ScoreRule("mean"),
+        early_stop="none",
+        repeats=10**9,
+        system=settings.system,
+    )
+    gate = ConformalGate(Calibrator(settings.rate, "aci", tuning=Tuning(aci_step=settings.step)))
+    async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
+        context = Context(draft, target, gate, Answers(toy_answer, toy_groups), settings.seed)
+
+        async def one(problem: Problem, scope: ProblemScope) -> Outcome:
+            return await solve(problem, policy, context, scope)
+
+        results = await Graph(rollouts=1).run(problems, one)
+    return [result.value for result in results if result.value is not None]
+
+
+async def _nano(nano: Any, problems: Sequence[Problem], settings: Any) -> list[Any]:
+    async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
+        calibrator = nano.Calibrator(settings.rate, settings.step)
+        solutions: list[Any] = await nano.NanoATTS(draft, target, calibrator, toy_answer, settings).solve_all(
+            problems, at_once=1
+        )
+    return solutions
+
+
+def _facts(outcome: Outcome) -> object:
+    rollouts: list[object] = []
+    for rollout in outcome.rollouts:
+        written = rollout.ids("draft")[len(rollout.prompt.draft_ids) :]
+        decisions = [turn.decision for turn in rollout.turns if turn.decision is not None]
+        escalated = sum(decision.escalate for decision in decisions)
+        rollouts.append((rollout.text, written, rollout.answer, len(decisions), escalated))
+    return outcome.answer, dict(outcome.votes), rollouts
+
+
+def test_it_stands_alone() -> None:
+    """At most 200 lines, and of atts only the engine protocol and values; its own demonstration aside."""
+    text = NANO.read_text()
+    assert text.count("\n") <= 200
+    imports = [node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom)]
+    ours = {node.module for node in imports if (node.module or "").startswith("atts")}
+    assert ours == {"atts.core", "atts.engine", "atts.seeds"}
+
+
+def test_it_runs(nano: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a program it says how many problems it got right."""
+    run_virtual(nano.main)
+    assert "of 8 right" in capsys.readouterr().out

@@ -6,6 +6,7 @@ Everything here works on asyncio and trio, and nothing outlives the `async with`
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar, TypeVarTuple, Unpack
@@ -14,7 +15,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import current_token
 
-__all__ = ["TaskGroup", "background", "clock", "collect", "first_error", "shielded", "soon", "task_group"]
+__all__ = ["TaskGroup", "background", "backoff", "clock", "collect", "first_error", "shielded", "soon", "task_group"]
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -96,6 +97,18 @@ async def background(
         group.start_soon(function, *args)
         yield
         group.cancel_scope.cancel()
+
+
+def backoff(attempt: int, first: float, *, longest: float = math.inf, salt: int = 0) -> float:
+    """Seconds before attempt number `attempt` (from 1) is repeated: doubling, spread by a quarter either way.
+
+    `salt` spreads callers that failed together, the same way every time.
+
+    >>> [round(backoff(attempt, 0.5, longest=1.0, salt=3), 2) for attempt in (1, 2, 3)]
+    [0.59, 1.18, 1.18]
+    """
+    spread = 0.75 + 0.5 * (salt * 0.6180339887498949 % 1.0)
+    return float(min(longest, first * 2.0 ** min(attempt - 1, 16)) * spread)
 
 
 @contextmanager

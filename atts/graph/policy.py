@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atts.errors import ATTSError, EngineError, ModelLoadError, OptionError, UnsupportedByEngine
+from atts.tasks import backoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,7 @@ class Policy:
 
     def delay(self, attempt: int, salt: int) -> float:
         """Seconds before the next attempt; `salt` spreads callers that failed together, the same way every time."""
-        spread = 0.75 + 0.5 * (salt * 0.6180339887498949 % 1.0)
-        return float(self.delay_seconds * 2.0 ** min(attempt, 16) * spread)
+        return backoff(attempt + 1, self.delay_seconds, salt=salt)
 
     def is_fatal(self, error: Exception) -> bool:
         """Whether the error would meet every other rollout too."""

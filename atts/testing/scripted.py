@@ -16,9 +16,9 @@ from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.engine import Capability, EngineCounters, EngineSpec, EngineStats, check_sample, check_score
 from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.seeds import Seed
+from atts.slots import SlotQueue
 from atts.testing.faults import NO_FAULTS, Faults, FaultSchedule
 from atts.testing.language import DRAFT, TARGET, ToyModel
-from atts.testing.slots import Slots
 from atts.testing.tokenizer import ToyTokenizer
 from atts.testing.writing import PrefixMemory, Writer, drifted
 
@@ -109,7 +109,7 @@ class ScriptedEngine:
         self._writer = Writer(self._model)
         self._cache = PrefixMemory()
         self._latency = latency
-        self._slots = Slots(concurrency)
+        self._slots = SlotQueue(concurrency)
         self._drift = drift
         self._faults = FaultSchedule(faults, role)
         self._spec = engine_spec(role, self._model, context_length, capabilities)
@@ -188,7 +188,8 @@ class ScriptedEngine:
 
     async def _take_slot(self, priority: int) -> None:
         asked = anyio.current_time()
-        await self._slots.acquire(priority)
+        if not self._slots.take_nowait():
+            await self._slots.take(priority=priority)
         now = anyio.current_time()
         self._counts.queue_seconds += now - asked
         if not self._serving:
@@ -199,7 +200,7 @@ class ScriptedEngine:
         self._serving -= 1
         if not self._serving:
             self._counts.busy_seconds += anyio.current_time() - self._busy_since
-        self._slots.release()
+        self._slots.give()
 
     async def _sample(self, request: SampleRequest) -> Completion:
         written = self._writer.write(request)

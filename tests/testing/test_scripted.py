@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine, UsageError
 from atts.seeds import Seed
+from atts.slots import SlotQueue
 from atts.tasks import collect, task_group
 from atts.testing import CannedEngine, Drift, Latency, ScriptedEngine, run_virtual, toy_problems
-from atts.testing.slots import Slots
 
 Backend = Literal["asyncio", "trio"]
 PROBLEM = next(problem for problem in toy_problems(20) if problem.level == 5)  # ten steps or more
@@ -124,26 +124,27 @@ def test_slots_are_never_lost_or_doubled(visits: list[tuple[int, int, int]], num
     """Whoever arrives, holds and is cancelled when: no more than the number hold at once; in the end all is free."""
 
     async def main() -> None:
-        slots = Slots(number)
+        slots = SlotQueue(number)
         holding = 0
 
         async def visit(arrive: int, hold: int, patience: int) -> None:
             nonlocal holding
             await anyio.sleep(arrive)
             with anyio.move_on_after(patience if patience >= 0 else 1e9):
-                await slots.acquire(priority=hold % 2)
+                if not slots.take_nowait():
+                    await slots.take(priority=hold % 2)
                 holding += 1
                 assert holding <= number
                 try:
                     await anyio.sleep(hold)
                 finally:
                     holding -= 1
-                    slots.release()
+                    slots.give()
 
         async with task_group() as group:
             for arrive, hold, patience in visits:
                 group.start_soon(visit, arrive, hold, patience)
-        assert (slots.taken, len(slots), holding) == (0, 0, 0)
+        assert (slots.in_use, slots.waiting, holding) == (0, 0, 0)
 
     run_virtual(main)
 

@@ -17,13 +17,12 @@ from scripts.studies.series import Series, Step
 
 STUDIES = {
     "graph": "overhead and scaling of the task graph",
-    "calibration": "rate control, drift alarms, certificates, speed",
+    "calibration": "rate control and drift alarms on recorded scores",
     "grading": "answer checkers beside each other",
     "local": "the local engine beside transformers",
     "models": "the embedded pair: accuracy, voting, recovery, cost",
     "pipelines": "accuracy, tokens and time of every policy",
     "pipelines-claim": "of these the claim alone: the policy beside the target",
-    "pipelines-choice": "which policy to claim, on problems that nothing is claimed on",
     "pipelines-rates": "how the rate is kept, live, by three gates",
     "pipelines-methods": "every baseline",
     "pipelines-axes": "votes against samples, turns and tokens",
@@ -32,30 +31,28 @@ STUDIES = {
     "pipelines-barrier-virtual": "what waiting costs, in virtual time",
     "pipelines-ordinal": "the gate of ordered levels",
     "pipelines-certified": "a certificate, earned and kept",
-    "actors": "the embedded evaluation in Ray actors, one and two, beside this process",
     "remote": "requests a second to servers, beside a bare aiohttp loop",
     "against": "the published implementation and transformers' own loops, same work",
     "frontier": "accuracy against arithmetic, live, for methods, rates and numbers of samples",
     "ablations": "one choice at a time: which defaults win",
     "scale": "virtual time: engines with fitted costs, up to 256 samples and 64 replicas",
     "soak": "solving without end under faults, cancels and drift: nothing may grow",
-    "journal": "speed and memory of the event log",
     "crash": "runs killed again and again, two hundred times with --full",
 }
 _QUICK = {
-    "graph": 30, "calibration": 30, "models": 30, "pipelines-claim": 20, "against": 40, "scale": 60, "journal": 10,
+    "graph": 30, "calibration": 30, "models": 30, "pipelines-claim": 20, "against": 40, "scale": 60,
 }  # fmt: skip
 """What `quick` runs, and about how many seconds each takes: one table of each kind of claim, in under five minutes."""
 _ALL = {
     "graph": 200, "calibration": 320, "grading": 100, "local": 300, "models": 150, "pipelines-claim": 80,
-    "pipelines-choice": 30, "pipelines-rates": 75, "pipelines-methods": 170, "pipelines-axes": 40,
+    "pipelines-rates": 75, "pipelines-methods": 170, "pipelines-axes": 40,
     "pipelines-time": 60, "pipelines-barrier": 40, "pipelines-barrier-virtual": 30, "pipelines-ordinal": 40,
-    "pipelines-certified": 30, "actors": 60, "remote": 90, "against": 120, "frontier": 110, "ablations": 190,
-    "scale": 200, "soak": 120, "journal": 30, "crash": 60,
+    "pipelines-certified": 30, "remote": 90, "against": 120, "frontier": 110, "ablations": 190,
+    "scale": 200, "soak": 120, "crash": 60,
 }  # fmt: skip
 """What `all` runs, likewise: 45 minutes on two quiet cores."""
 _SMALLEST = {
-    "pipelines-choice", "pipelines-axes", "pipelines-ordinal", "pipelines-certified", "ablations", "soak",
+    "pipelines-axes", "pipelines-ordinal", "pipelines-certified", "ablations", "soak",
 }  # fmt: skip
 """Of these `all` runs the quick grids: the default ones take longest, and decide no more. --full is full for all."""
 

@@ -25,7 +25,7 @@ MARK = re.compile(
 )
 
 _WANTED = {"study", "tables", "effort"}
-_ON_THE_PAIR = {"pipelines", "against", "frontier", "ablations", "models", "local", "actors", "scale"}
+_ON_THE_PAIR = {"pipelines", "against", "frontier", "ablations", "models", "local", "scale"}
 _NOT_RUN = "*Not run yet.*"
 
 

@@ -1,4 +1,4 @@
-"""Answer checkers beside each other on the same pairs: right verdicts, time, hostile answers, grouping, mutations."""
+"""Answer checkers beside each other on the same pairs: right verdicts, time, hostile answers, grouping."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-from scripts.studies.grading_corpus import OWN, Pair, answers, cases, hostile
-from scripts.studies.grading_fuzz import fuzz
+from scripts.studies.grading_corpus import Pair, answers, cases, hostile
 from scripts.studies.harness import Cell, Options, Table, say
 
 Check = Callable[[str, str], bool]
@@ -24,11 +22,10 @@ Check = Callable[[str, str], bool]
 def study(options: Options) -> list[Table]:
     """The tables; other checkers are included where they are installed."""
     share = options.pick(40, 250, 10_000)
-    sets = {"own": _own(), "cases": _some(cases(), share), "model answers": _some(answers(), share)}
+    sets = {"cases": _some(cases(), share), "model answers": _some(answers(), share)}
     tables = [beside(name, pairs) for name, pairs in sets.items() if pairs]
     tables.append(hostile_answers(_some(hostile(), options.pick(60, 460, 460))))
     tables.append(grouping(options.pick(5_000, 20_000, 100_000)))
-    tables.append(fuzz(options.pick(2_000, 20_000, 1_000_000), options.seed, options.out))
     return tables
 
 
@@ -196,13 +193,6 @@ def _spelled(value: int, style: int) -> str:
         "({0}, 1)",
     )
     return styles[(value + style) % len(styles)].format(7 * value + 1)
-
-
-@lru_cache(maxsize=1)
-def _own() -> list[Pair]:
-    """Each of our own answers beside itself respelled, and beside its neighbour."""
-    pairs = [Pair(gold, f"${gold}$.", True) for gold in OWN]
-    return pairs + [Pair(one, two, False) for one, two in zip(OWN[2:], OWN[5:], strict=False)]
 
 
 def _some(pairs: list[Pair], count: int) -> list[Pair]:

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,6 +17,7 @@ from scripts.studies.charts import Chart, draw
 from scripts.studies.machine import Machine
 
 Cell = str | int | float | None
+Row = tuple[Cell, ...]
 T = TypeVar("T")
 Effort = Literal["quick", "default", "full"]
 
@@ -40,10 +41,28 @@ class Table:
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[Row, ...]
     notes: tuple[str, ...] = field(default=())
     chart: Chart | None = None  # drawn from the table's own cells
     shown: Literal["rows", "chart only"] = "rows"  # in Markdown; JSON has everything
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        header: str,
+        rows: Iterable[Row],
+        *notes: str,
+        chart: Chart | None = None,
+        shown: Literal["rows", "chart only"] = "rows",
+    ) -> Table:
+        """A table whose header is written as in Markdown: "method | seconds".
+
+        :raises AssertionError: a row has another number of cells than the header.
+        """
+        columns, held = tuple(name.strip() for name in header.split("|")), tuple(rows)
+        assert all(len(row) == len(columns) for row in held), f"{title}: {header}: a row of another length"
+        return cls(title, columns, held, notes, chart, shown)
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Table:

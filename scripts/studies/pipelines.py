@@ -17,7 +17,6 @@ from scripts.studies.pipelines_arms import Grid, Ledger, Pair, run_block, run_gr
 from scripts.studies.pipelines_axes import samples_axis, tokens_axis, turns_axis
 from scripts.studies.pipelines_barrier import live, virtual
 from scripts.studies.pipelines_certified import certified_study
-from scripts.studies.pipelines_choice import choice_study
 from scripts.studies.pipelines_ordinal import ordinal_study
 from scripts.studies.pipelines_policies import RATE, arm
 from scripts.studies.pipelines_tables import control, methods, verdict
@@ -70,13 +69,6 @@ def claimed(ledger: Ledger) -> list[Table]:
         found = methods(title, ledger, list(CLAIMED), m)
         tables += [replace(found, notes=(*found.notes, words)), verdict(ledger, "atts", m)]
     return tables
-
-
-async def choice(options: Options) -> list[Table]:
-    """Which policy to claim, on problems of the calibration split: nothing is chosen on what is then measured."""
-    ledger = _ledger(options, "choice")
-    async with Pair() as pair:
-        return await choice_study(options, pair, ledger)
 
 
 async def rates(options: Options) -> list[Table]:
@@ -146,7 +138,6 @@ async def certified(options: Options) -> list[Table]:
 
 PARTS: dict[str, Part] = {
     "claim": claim,
-    "choice": choice,
     "rates": rates,
     "methods": everybody,
     "axes": axes,

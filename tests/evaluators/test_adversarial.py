@@ -111,7 +111,7 @@ def test_nested_fractions_after_integers_are_read_once(inside: str) -> None:
 
 
 def test_a_short_fuzz_run() -> None:
-    """Random strings of maths crash nothing and stay within the evaluation cap; the study does a million."""
+    """Random strings of maths crash nothing and stay within the evaluation cap."""
     draw = random.Random(11)
     for _ in range(1_500):
         gold, answer = ("".join(draw.choices(PIECES, k=draw.randrange(1, 14))) for _ in range(2))

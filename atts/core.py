@@ -248,12 +248,13 @@ class Outcome:
     usage: Usage = Usage()
 
 
-def was_spared(answer: object, finish: object) -> bool:
-    """Whether nobody knows what a rollout would have answered: the vote no longer needed it, or the run was ended.
+def is_censored(answer: object, finish: object) -> bool:
+    """Whether a rollout was stopped before it could answer: the vote no longer needed it, or the run was ended.
 
-    To count it as wrong would make the better method look worse; it is left out of rates of single rollouts.
+    What it would have answered is unknown. To count it as wrong would make the better method look worse, so it is left
+    out of rates of single rollouts.
 
-    >>> was_spared(None, "settled"), was_spared(None, "tokens"), was_spared("7", "settled")
+    >>> is_censored(None, "settled"), is_censored(None, "tokens"), is_censored("7", "settled")
     (True, False, False)
     """
     return answer is None and finish in ("settled", "cancelled")

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
 from atts.errors import CalibrationInputError, StorageError
+from atts.files import replace_file
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state with its digest, through a temporary file beside it and a rename.
+    """Write a state with its digest, whole or not at all.
 
     :raises StorageError: if the disk refuses.
     """
     body = strict(state)
     text = json.dumps({**body, "digest": _digest(body)}, allow_nan=False)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        replace_file(path, (text + "\n").encode())
     except OSError as problem:
-        temporary.unlink(missing_ok=True)
         advice = "Free space, or name another" if path.parent.is_dir() else "Make its folder first, or name another"
         raise StorageError(path, f"the calibration cannot be written ({problem.strerror})", advice) from None
 

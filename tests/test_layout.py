@@ -17,7 +17,7 @@ HEAVY = ("torch", "transformers", "sympy", "numpy", "anyio")
 
 FLOORS: list[set[str]] = [
     {"atts.errors", "atts.seeds", "atts.slots", "atts.tasks"},
-    {"atts.core"},
+    {"atts.core", "atts.files"},
     {
         "atts.engine",
         "atts.graph",

@@ -53,8 +53,8 @@ def trace(run: str | Path | RunResult, out: str | Path | None = None) -> Path:
     """
     from io import StringIO
 
+    from atts.files import write_atomic
     from atts.graph import write_trace
-    from atts.journal import write_atomic
     from atts.reports import read_nodes
 
     directory, text = directory_of(run), StringIO()

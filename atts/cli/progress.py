@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -56,16 +55,13 @@ def save(snapshot: Snapshot) -> None:
 
     :raises StorageError: the disk refuses.
     """
-    from atts.journal.files import storage
+    from atts.files import write_atomic
     from atts.reports import strict
 
     if snapshot.directory is None or not snapshot.directory.is_dir():
         return
-    path = snapshot.directory / FILE
-    new = path.with_name(f".{FILE}.new")  # one name, so that a killed process leaves at most one behind
-    with storage(path):
-        new.write_text(json.dumps(strict(snapshot.as_json())) + "\n", encoding="utf-8")
-        os.replace(new, path)
+    text = json.dumps(strict(snapshot.as_json())) + "\n"
+    write_atomic(snapshot.directory / FILE, text.encode(), durable=False)
 
 
 class _Display:

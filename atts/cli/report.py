@@ -30,7 +30,7 @@ def report(
 
     Example: atts report runs/first --against runs/target-only
     """
-    from atts.journal import write_atomic
+    from atts.files import write_atomic
     from atts.reports import FORMATS, NAMES, Format, collect, render
 
     named = _SHORT.get(format, format)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atts.core import Finish, was_spared
+from atts.core import Finish, is_censored
 from atts.errors import DatasetError, JournalError
 from atts.evaluators import json_lines
 from atts.journal import (
@@ -87,7 +87,7 @@ class _Tale:
         return Solved(_WORDS[whole.status], share, len(single), costs)
 
     def _speaks(self, sample: int | None, graded: Graded) -> bool:
-        return sample is not None and not was_spared(graded.answer, self.finishes.get(sample))
+        return sample is not None and not is_censored(graded.answer, self.finishes.get(sample))
 
 
 def _run(directory: Path) -> Side:
@@ -161,7 +161,7 @@ def _solved(rows: Sequence[Mapping[str, Any]], path: Path) -> Solved | None:
     known = [
         value
         for one in samples
-        if (value := _right(one, path)) is not None and not was_spared(one.get("answer"), one.get("finish"))
+        if (value := _right(one, path)) is not None and not is_censored(one.get("answer"), one.get("finish"))
     ]
     mean = math.fsum(votes) / len(votes)
     share = math.fsum(known) / len(known) if known else math.nan if samples else mean

@@ -25,7 +25,7 @@ from atts.journal.events import (
     TurnFinished,
     Warned,
 )
-from atts.journal.files import AppendFile, Opener, open_append, write_all, write_atomic
+from atts.journal.files import AppendFile, Opener, locked, open_append, write_all
 from atts.journal.lines import Tail, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, versions
 from atts.journal.state import (
@@ -84,6 +84,7 @@ __all__ = [
     "check_directory",
     "dataset_digest",
     "load_manifest",
+    "locked",
     "open_append",
     "open_journal",
     "read_decisions",
@@ -93,5 +94,4 @@ __all__ = [
     "score_key",
     "versions",
     "write_all",
-    "write_atomic",
 ]

@@ -17,10 +17,10 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from atts.errors import JournalCorrupt, JournalVersion
+from atts.files import storage
 from atts.journal.codec import Encoder, Texts, encoder
 from atts.journal.decoding import Read, decoder, fields_decoder
 from atts.journal.events import KINDS, SCHEMA, Entry, Event, SessionOpened
-from atts.journal.files import storage
 
 _ESCAPED = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _WORDS: Mapping[type[Event], str] = MappingProxyType({kind: word for word, kind in KINDS.items()})

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from atts.core import Problem
 from atts.errors import FingerprintError, JournalCorrupt
+from atts.files import storage, write_atomic
 from atts.journal.events import SCHEMA
-from atts.journal.files import storage, write_atomic
 from atts.journal.lines import newer
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"

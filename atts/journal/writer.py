@@ -22,9 +22,10 @@ import anyio.to_thread
 
 from atts import tasks
 from atts.errors import JournalCorrupt, OptionError, StorageError
+from atts.files import refused, storage, sync_directory
 from atts.journal.codec import Texts
 from atts.journal.events import SCHEMA, Entry, Event, SessionClosed, SessionOpened
-from atts.journal.files import AppendFile, Opener, locked, open_append, refused, storage, sync_directory, write_all
+from atts.journal.files import AppendFile, Opener, locked, open_append, write_all
 from atts.journal.lines import LineWriter, Tail, read_entries
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atts.core import Outcome, Role, Turn, was_spared
+from atts.core import Outcome, Role, Turn, is_censored
 from atts.errors import JournalError, UsageError
 from atts.evaluators import group
 from atts.journal import (
@@ -131,7 +131,7 @@ def _take(record: Record, outcome: Outcome, graded: Sequence[Graded], seconds: M
     record.written = (record.written[0] + usage.draft_tokens, record.written[1] + usage.target_tokens)
     if None not in verdicts:
         return
-    ended = [rollout for rollout in outcome.rollouts if not was_spared(rollout.answer, rollout.finish)]
+    ended = [rollout for rollout in outcome.rollouts if not is_censored(rollout.answer, rollout.finish)]
     record.spared += len(outcome.rollouts) - len(ended)
     texts = list(dict.fromkeys(rollout.answer for rollout in ended if rollout.answer is not None))
     classes = dict(zip(texts, group(texts, outcome.problem.kind), strict=True))

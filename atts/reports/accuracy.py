@@ -51,7 +51,7 @@ def rates(solved: Sequence[Solved]) -> tuple[tuple[Rate, ...], str]:
     if not samples:
         return (own,), f"{len(with_verdict):,} problems"
     card = score(samples)
-    spared = sum(line.is_spared for one in with_verdict for line in one.samples)
+    spared = sum(line.is_censored for one in with_verdict for line in one.samples)
     note = f"; {spared:,} rollouts that settled votes spared are left out" if spared else ""
     return (own, *_card_rates(card)), str(card.coverage) + note
 
@@ -66,7 +66,7 @@ def _card_rates(card: Scorecard) -> list[Rate]:
 
 
 def _samples(one: Solved) -> Samples:
-    lines = [line for line in one.samples if not line.is_spared]
+    lines = [line for line in one.samples if not line.is_censored]
     return Samples(
         one.problem.id,
         tuple(None if line.verdict == "unscored" else line.verdict == "correct" for line in lines),

@@ -32,7 +32,7 @@ def _fewer_rollouts(solved: Sequence[Solved]) -> list[Point]:
     if not samples:
         return []
     known = {held.problem for held in samples}
-    lines = [line for one in solved if one.problem.id in known for line in one.samples if not line.is_spared]
+    lines = [line for one in solved if one.problem.id in known for line in one.samples if not line.is_censored]
     target = math.fsum(line.usage.target_tokens for line in lines) / len(lines)
     tokens = math.fsum(line.usage.draft_tokens + line.usage.target_tokens for line in lines) / len(lines)
     points = list[Point]()

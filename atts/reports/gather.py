@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from atts.core import Decision, Finish, Outcome, Problem, Role, Rollout, Turn, Usage, was_spared
+from atts.core import Decision, Finish, Outcome, Problem, Role, Rollout, Turn, Usage, is_censored
 from atts.errors import JournalError
 from atts.graph import Node
 from atts.journal import (
@@ -70,9 +70,9 @@ class Sample:
     written: tuple[tuple[int, int], ...]  # tokens by the draft and by the target, turn by turn
 
     @property
-    def is_spared(self) -> bool:
+    def is_censored(self) -> bool:
         """Nobody knows what it would have answered."""
-        return was_spared(self.answer, self.finish)
+        return is_censored(self.answer, self.finish)
 
 
 @dataclass(frozen=True, slots=True)

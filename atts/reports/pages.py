@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from atts.core import Chunk, Outcome, Rollout, Turn, was_spared
+from atts.core import Chunk, Outcome, Rollout, Turn, is_censored
 from atts.journal import Graded
 from atts.reports.strict import strict
 
@@ -96,7 +96,7 @@ def _rollout(rollout: Rollout, flags: tuple[str, ...], verdict: Graded | None, l
         "finish": rollout.finish or "cancelled",
         "answer": rollout.answer,
         # nobody knows what a rollout that was spared would have answered: its verdict is no word about it
-        "verdict": verdict.status if verdict and not was_spared(rollout.answer, rollout.finish) else None,
+        "verdict": verdict.status if verdict and not is_censored(rollout.answer, rollout.finish) else None,
         "rule": verdict.rule if verdict else "",
         "error": rollout.error,
         "flags": flags,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from atts.errors import OptionError
-from atts.journal import write_atomic
+from atts.files import write_atomic
 from atts.reports.collect import PAGE_BYTES, Collected, collect
 from atts.reports.html import render_html
 from atts.reports.markdown import render_markdown

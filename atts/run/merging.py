@@ -11,6 +11,7 @@ from typing import Any
 
 from atts.core import Problem
 from atts.errors import FingerprintError, JournalError, OptionError, UsageError
+from atts.files import storage, sync_directory
 from atts.journal import (
     JOURNAL,
     MANIFEST,
@@ -25,10 +26,12 @@ from atts.journal import (
     Setting,
     dataset_digest,
     load_manifest,
+    locked,
+    open_append,
     read_entries,
+    write_all,
 )
 from atts.journal.codec import Texts
-from atts.journal.files import locked, open_append, storage, sync_directory, write_all
 from atts.journal.lines import LineWriter
 from atts.journal.manifest import save_manifest
 from atts.journal.writer import LOCK

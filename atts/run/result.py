@@ -9,7 +9,7 @@ from operator import add
 from pathlib import Path
 from typing import Literal
 
-from atts.core import Finish, Outcome, Usage, was_spared
+from atts.core import Finish, Outcome, Usage, is_censored
 from atts.journal import FACTS, JOURNAL, Graded, Manifest, OutcomeReached, read_entries, read_outcomes
 from atts.journal.events import OutcomeStatus, VerdictStatus
 
@@ -29,9 +29,9 @@ class SampleLine:
     rule: str = ""
 
     @property
-    def is_spared(self) -> bool:
+    def is_censored(self) -> bool:
         """Nobody knows what it would have answered."""
-        return was_spared(self.answer, self.finish)
+        return is_censored(self.answer, self.finish)
 
 
 @dataclass(frozen=True, slots=True)

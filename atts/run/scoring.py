@@ -34,7 +34,7 @@ def samples(lines: Sequence[ProblemLine], group: Grouper) -> list[Samples]:
     """
     from atts.evaluators import Samples, status_of
 
-    kept = [(line.problem, [sample for sample in line.samples if not sample.is_spared]) for line in lines]
+    kept = [(line.problem, [sample for sample in line.samples if not sample.is_censored]) for line in lines]
     return [
         Samples(
             problem,

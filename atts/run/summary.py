@@ -62,7 +62,7 @@ def _of_samples(graded: list[ProblemLine]) -> Estimate:
     shares: list[float] = []
     count = 0
     for line in graded:
-        verdicts = [sample.verdict for sample in line.samples if sample.verdict and not sample.is_spared]
+        verdicts = [sample.verdict for sample in line.samples if sample.verdict and not sample.is_censored]
         count += len(verdicts)
         if verdicts:
             shares.append(sum(verdict == "correct" for verdict in verdicts) / len(verdicts))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atts.journal import write_atomic
+from atts.files import write_atomic
 from scripts.studies.harness import Effort, say
 
 PROGRESS = "bench-progress.json"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from atts.cli.app import EXIT_CODES
-from atts.journal.files import locked
+from atts.journal import locked
 
 USAGE, ENGINE, DISK = 2, 3, 4
 RUN = "arithmetic[:2] --samples 2 --draft scripted --target scripted --report none"

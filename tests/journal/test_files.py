@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from atts.errors import JournalLocked, StorageError
-from atts.journal import write_atomic
-from atts.journal.files import locked
+from atts.files import write_atomic
+from atts.journal import locked
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from atts.journal.files import locked
+from atts.journal import locked
 with locked(Path(sys.argv[1]), Path(sys.argv[1]).parent):
     print("held", flush=True)
     time.sleep(60)

@@ -1,0 +1,88 @@
+"""Files replaced whole or not at all, and the operating system's refusals in words."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+
+from atts.errors import StorageError
+
+ADVICE: dict[int, str] = {
+    errno.ENOSPC: "Free some space and run the same command again: nothing written so far is lost",
+    errno.EDQUOT: "Your quota is used up: free some space and run the same command again",
+    errno.EROFS: "The file system is read-only: choose another run directory",
+    errno.EACCES: "You may not write here: choose another run directory",
+    errno.EPERM: "You may not write here: choose another run directory",
+    errno.ENOTDIR: "A file is in the way: choose another run directory",
+    errno.EEXIST: "A file is in the way: choose another run directory",
+}
+
+
+def refused(path: Path, error: OSError) -> StorageError:
+    """The operating system's refusal in words a user can act on."""
+    return StorageError(path, error.strerror or str(error), ADVICE.get(error.errno or 0, ""))
+
+
+@contextmanager
+def storage(path: Path) -> Generator[None, None, None]:
+    """Any refusal of the disk inside the block becomes a StorageError about `path`.
+
+    :raises StorageError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise refused(path, error) from error
+
+
+def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace the file whole: a reader, or a crash at any moment, sees the old content or the new, never a mixture.
+
+    Who may read it is as for any file one makes (the umask), or as it was before. What is not `durable` may be the old
+    content again after a power failure, and costs no wait for the disk.
+
+    :raises StorageError: the disk refuses; the old file is untouched.
+    """
+    with storage(path):
+        replace_file(path, data, durable=durable)
+
+
+def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """The same for callers with words of their own.
+
+    :raises OSError: the disk refuses; the old file is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{token_hex(6)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            with suppress(FileNotFoundError):
+                os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
+            file.write(data)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    if durable:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable, where the system has a way to."""
+    if sys.platform == "win32":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from atts.seeds import Seed
 
@@ -46,9 +46,9 @@ class Sampling:
     """How a token is drawn from the model's law; the default draws from it unchanged."""
 
     temperature: float = 1.0
-    top_k: int = 0  # 0: no limit
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_k: Annotated[int, "only the k likeliest tokens; 0: all"] = 0
+    top_p: Annotated[float, "only the likeliest tokens of this mass"] = 1.0
+    min_p: Annotated[float, "only tokens at least this likely, as a share of the likeliest"] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from atts.core import Role, Rollout, Sampling
 from atts.errors import OptionError
@@ -24,9 +24,9 @@ Later = Literal["same", "target"]
 class Chunking:
     """How long one piece may be and what ends it early; no stop strings means fixed-length pieces."""
 
-    draft_tokens: int = 128
-    target_tokens: int = 128
-    stop: tuple[str, ...] = ("\n\n",)
+    draft_tokens: Annotated[int, "tokens the draft may write before it is scored"] = 128
+    target_tokens: Annotated[int, "tokens the target may write when it takes over"] = 128
+    stop: Annotated[tuple[str, ...], "texts that end a chunk; [] makes chunks of fixed length"] = ("\n\n",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class ConfidenceStop:
     the warm-up's. A percentile of a handful of rollouts, no more: it promises nothing.
     """
 
-    warmup: int = 16
-    keep: float = 0.9
-    window: int = 64
+    warmup: Annotated[int, "rollouts that run whole before unsure ones are ended"] = 16
+    keep: Annotated[float, "the share of those that would be kept"] = 0.9
+    window: Annotated[int, "tokens over which sureness is averaged"] = 64
 
     def __post_init__(self) -> None:
         if self.warmup < 1 or self.window < 1 or not 0 < self.keep <= 1:
@@ -63,37 +63,52 @@ class Policy:
     """How tokens are spent on one problem.
 
     `samples` rollouts (parallel axis), each of at most `turns` rounds and `max_tokens` tokens (sequential axis).
-    The default is ATTS as this project recommends it; `atts.pipelines.presets` holds the baselines.
+    The default is ATTS as this project recommends it; `atts.pipelines.presets` holds the baselines. What each field's
+    annotation says is the help of its configuration key.
     """
 
-    samples: int = 8
-    turns: int = 15
-    max_tokens: int = 2048
+    samples: Annotated[int, "rollouts per problem"] = 8
+    turns: Annotated[int, "rounds of draft, score and decision per rollout, at most"] = 15
+    max_tokens: Annotated[int, "tokens per rollout, at most"] = 2048
     chunking: Chunking = Chunking()
-    drafter: Role = "draft"  # who writes; "target" makes it target-only
-    verification: Verification = "score"
-    takeover: Takeover = "replace"
-    attempts: int = 3  # draft attempts per turn when resampling or retrying, the first included
-    answers: AnswerCheck = "verify"  # a complete answer ends the rollout after its chunk passed the gate, or at once
-    waits: int = 0  # budget forcing: how often an answer is met with `wait_text` instead of an end
-    wait_text: str = "Wait"
-    optimistic: bool = False  # draft the next chunk while this one is scored; the law is unchanged
-    sampling: Sampling = Sampling(temperature=0.7)
-    target_sampling: Sampling | None = None  # None: as `sampling`
+    drafter: Annotated[Role, "who writes; target is the target alone"] = "draft"
+    verification: Annotated[
+        Verification, "what the target is asked for: log-probabilities, or a rating from 0 to 9"
+    ] = "score"
+    takeover: Annotated[Takeover, "what the target does with a rejected chunk"] = "replace"
+    attempts: Annotated[int, "draft attempts per turn when resampling, the first included"] = 3
+    answers: Annotated[AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"] = (
+        "verify"
+    )
+    waits: Annotated[int, "how often an answer is met with `wait_text` instead of an end"] = 0
+    wait_text: Annotated[str, "what is said then"] = "Wait"
+    optimistic: Annotated[bool, "draft the next chunk while this one is scored; results keep their law"] = False
+    sampling: Annotated[Sampling, {"temperature": "of the draft, and of the target unless it has its own"}] = Sampling(
+        temperature=0.7
+    )
+    target_sampling: Annotated[
+        Sampling | None,
+        {
+            "temperature": "of the target; none: as `sampling`",
+            "top_k": "of the target",
+            "top_p": "of the target",
+            "min_p": "of the target",
+        },
+    ] = None
     score: ScoreRule = ScoreRule()
-    vote: VoteKind = "majority"
-    early_stop: Stop = "certain"
-    confidence: float = 0.95  # for early_stop "likely"
-    first_wave: int = 0  # rollouts asked first; more only start when these do not agree; 0: all at once
-    growth: float = math.inf  # how much larger all waves together are with the next one; inf: the rest at once
-    agreement: float = 1.0  # the share of all so far that makes the rest unnecessary
-    later: Later = "same"  # who writes in later waves: where the first disagree, the target may be worth its price
-    barrier: bool = False  # synchronous rounds: every turn waits for all siblings
-    system: str = "Solve the problem step by step. Put the final answer in \\boxed{}."
+    vote: Annotated[VoteKind, "how answers are counted"] = "majority"
+    early_stop: Annotated[Stop, "whether rollouts end when the vote cannot change, or hardly can"] = "certain"
+    confidence: Annotated[float, "how sure early_stop likely must be"] = 0.95
+    first_wave: Annotated[int, "rollouts asked first, more only when these do not agree; 0: all at once"] = 0
+    growth: Annotated[float, "how much larger all waves together are with the next one"] = math.inf
+    agreement: Annotated[float, "the share of equal answers that makes the rest unnecessary"] = 1.0
+    later: Annotated[Later, "who writes in later waves"] = "same"
+    barrier: Annotated[bool, "every turn waits for all siblings, as synchronous methods do"] = False
+    system: Annotated[str, "the system prompt"] = "Solve the problem step by step. Put the final answer in \\boxed{}."
     confidence_stop: ConfidenceStop | None = None
-    rating_text: str = "\n\nI think the quality score is: "  # before the digit, for verification "rating"
-    timeout_seconds: float = 600.0  # of one engine call, its queue at the engine included
-    repeats: int = 3  # the same chunk this often in a row ends the rollout
+    rating_text: Annotated[str, "what stands before the digit of a rating"] = "\n\nI think the quality score is: "
+    timeout_seconds: Annotated[float, "of one engine call, its queue at the engine included"] = 600.0
+    repeats: Annotated[int, "the same chunk this often in a row ends its rollout"] = 3
 
     def __post_init__(self) -> None:
         for name, floor in (("samples", 1), ("turns", 1), ("max_tokens", 1), ("attempts", 1), ("repeats", 2)):

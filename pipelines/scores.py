@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from atts.core import Chunk
 from atts.engine import EngineSpec
@@ -27,8 +27,8 @@ class ScoreRule:
     auto: "speculative" where both models read with one tokenizer and the draft tells log-probabilities, else "mean".
     """
 
-    kind: ScoreKind = "mean"
-    tokens: int = 8  # for "last"
+    kind: Annotated[ScoreKind, "how log-probabilities become a score"] = "mean"
+    tokens: Annotated[int, "how many last tokens score.kind last looks at"] = 8
 
     def __post_init__(self) -> None:
         if self.kind not in SCORE_KINDS:

@@ -7,64 +7,46 @@ import os
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
-from atts.api.keys import Key, filled, keys_of, leaves
-from atts.api.layers import CONFIG_VARIABLE, FILE, from_defaults, from_environment, from_file, from_flags, from_pairs
-from atts.api.setup import CalibrationMode, Setup
-from atts.api.words import WORDS
+import msgspec
+
+from atts.api.keys import Key, flat, keys_of, nested
+from atts.api.layers import CONFIG_VARIABLE, FILE, from_environment, from_file, from_flags
+from atts.api.setup import Setup, setup_keys
 from atts.core import Role
 from atts.errors import CalibrationInputError, OptionError
 from atts.graph import Limit
-from atts.journal import Json, Setting
+from atts.journal import Setting
 from atts.pipelines import Policy, preset
-from atts.run import Conditions
 
 ReportKind = Literal["html", "markdown", "json", "none"]
 
-_SETUP: Mapping[str, Any] = MappingProxyType(
-    {
-        "draft": str,
-        "target": str,
-        "method": str,
-        "rate": float,
-        "mode": CalibrationMode,
-        "conditions": Conditions,
-        "warmup": int,
-        "seed": int,
-        "rollouts": int,
-    }
-)
-"""The fields of a setup that a text can say; the policy's are read off the policy."""
 _NEUTRAL = ("out", "runs", "report", "rollouts", "conditions")
 """Keys that leave a run's results what they are, as the limits do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is evaluated, and where that is kept; `out` None is a folder of its own under `runs`."""
+    """What is evaluated, and where that is kept."""
 
-    dataset: str = "arithmetic[:40]"
-    limit: int | None = None
-    out: str | None = None
-    runs: str = "runs"
-    report: ReportKind = "html"
+    dataset: Annotated[str, "a benchmark, a file or hub:owner/name; a slice may follow: math500[:50]"] = (
+        "arithmetic[:40]"
+    )
+    limit: Annotated[int | None, "only the first problems; none: all"] = None
+    out: Annotated[str | None, "run directory; none: a folder of its own under `runs`, named after what is run"] = None
+    runs: Annotated[str, "where run directories without a name of their own go"] = "runs"
+    report: Annotated[ReportKind, "what is written when a run ends"] = "html"
 
     def __post_init__(self) -> None:
-        if self.report not in get_args(ReportKind):
-            raise OptionError("report", f"unknown value {self.report!r}", get_args(ReportKind), self.report)
         if self.limit is not None and self.limit < 1:
             raise OptionError("limit", f"{self.limit} leaves no problem; give at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    scores: str | None = None
 
 
 @cache
@@ -76,11 +58,15 @@ def keys() -> Mapping[str, Key]:
     """
     setup = Setup()
     found = [
-        *keys_of(Job, Job(), WORDS),
-        *(Key(name, kind, getattr(setup, name), "no", WORDS[name]) for name, kind in _SETUP.items()),
-        *keys_of(_Scores, _Scores(), WORDS),
-        *keys_of(Policy, setup.policy, WORDS),
-        *(key for role in get_args(Role) for key in keys_of(Limit, Limit(), WORDS, f"limits.{role}.")),
+        *keys_of(Job, Job()),
+        *setup_keys(),
+        Key("scores", str, None, True, "calibration scores from before the run: a file, or the directory of a run"),
+        *keys_of(Policy, setup.policy),
+        *(
+            replace(key, help=f"{key.help} at the {role}")
+            for role in get_args(Role)
+            for key in keys_of(Limit, Limit(), f"limits.{role}.")
+        ),
     ]
     return MappingProxyType({key.name: key for key in found})
 
@@ -99,7 +85,7 @@ class Configuration:
     def job(self) -> Job:
         """What is evaluated, and where that is kept."""
         with _origins(self.settings):
-            return Job(**{name: self[name] for name, _ in leaves(Job())})
+            return msgspec.convert(_tables(self.settings), Job)
 
     @property
     def directory(self) -> Path:
@@ -126,19 +112,15 @@ class Configuration:
         :raises OptionError: a value is impossible.
         :raises CalibrationInputError: the file of scores cannot be read as one.
         """
+        tables = _tables(self.settings)
         with _origins(self.settings):
-            own = {name: self[name] for name in _SETUP}
-            limits = {role: filled(Limit(), self._of(f"limits.{role}."), f"limits.{role}.") for role in get_args(Role)}
             return Setup(
-                **own,
-                policy=_policy(self.settings),
+                **{key.name: self[key.name] for key in setup_keys()},
+                policy=msgspec.convert(tables, Policy),
                 stored=_stored(self["scores"]),
-                limits={role: limit for role, limit in limits.items() if limit != Limit()},
+                limits=msgspec.convert(tables.get("limits", {}), dict[str, Limit]),
                 given=self.settings,
             )
-
-    def _of(self, prefix: str) -> dict[str, Json]:
-        return {name: held.value for name, held in self.settings.items() if name.startswith(prefix)}
 
 
 def configure(
@@ -159,31 +141,16 @@ def configure(
     Setting(value=0.3, origin='--rate')
     """
     environment = os.environ if environment is None else environment
-    settings = dict(from_defaults(keys()))
     source = _file(file or environment.get(CONFIG_VARIABLE), Path(folder))
-    if source is not None:
-        settings |= from_file(source, keys())
-    settings |= from_environment(environment, keys())
-    settings |= {**from_flags(flags or {}, keys()), **from_pairs(pairs, keys())}
+    layers = chain(
+        from_file(source, keys()) if source is not None else (),
+        from_environment(environment, keys()),
+        from_flags(flags or {}, pairs, keys()),
+    )
+    settings = {name: Setting(key.default, "default") for name, key in keys().items()}
+    settings |= {key.name: Setting(key.read(value, label), origin) for key, value, origin, label in layers}
     settings |= _settled(settings)
     return Configuration(MappingProxyType(settings))
-
-
-def describe(setup: Setup) -> dict[str, Setting]:
-    """Every key as the setup has it; the origin is what was given, "default", or "code" for what a program set.
-
-    What is evaluated, and where that is kept, a setup knows only when it was made by `configure`.
-    """
-    policy = preset(setup.method).policy(setup.policy)
-    values: dict[str, Json] = {name: _plain(getattr(setup, name)) for name in _SETUP} | dict(leaves(policy))
-    values |= {f"limits.{role}.{name}": value for role, held in setup.limits.items() for name, value in leaves(held)}
-    found = dict[str, Setting]()
-    known = keys().items() if setup.given else ((name, key) for name, key in keys().items() if name in values)
-    for name, key in known:
-        given = setup.given.get(name, Setting(key.default))
-        value = values.get(name, given.value)
-        found[name] = given if given.value == value else Setting(value, "code")
-    return found
 
 
 def _file(named: str | Path | None, folder: Path) -> Path | None:
@@ -193,23 +160,22 @@ def _file(named: str | Path | None, folder: Path) -> Path | None:
     return usual if usual.exists() else None
 
 
-def _policy(settings: Mapping[str, Setting]) -> Policy:
-    """The setup's own policy with the values; a target with some sampling of its own shares the rest with the draft."""
-    values = {name: held.value for name, held in settings.items()}
-    base = Setup().policy
-    if any(values[name] is not None for name in values if name.startswith("target_sampling.")):
-        base = replace(base, target_sampling=filled(base.sampling, values, "sampling."))
-    return filled(base, values)
+def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """The values as nested tables; a target with some sampling of its own shares the rest with the draft."""
+    tables = nested({name: held.value for name, held in settings.items()})
+    if "target_sampling" in tables:
+        tables["target_sampling"] = tables["sampling"] | tables["target_sampling"]
+    return tables
 
 
 def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """What the method settles, and nobody may contradict."""
+    """What the method settles; flags and files cannot contradict it."""
     with _origins(settings):
         method = cast(str, settings["method"].value)
-        chosen, base = preset(method), _policy(settings)
-        before = dict(leaves(base))
+        base = msgspec.convert(_tables(settings), Policy)
+        before = dict(flat(asdict(base)))
         found = dict[str, Setting]()
-        for name, value in leaves(chosen.policy(base)):
+        for name, value in flat(asdict(preset(method).policy(base))):
             if name not in settings or value == before.get(name, settings[name].value):
                 continue
             if settings[name].origin != "default":
@@ -220,7 +186,7 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 @contextmanager
 def _origins(settings: Mapping[str, Setting]) -> Generator[None, None, None]:
-    """An impossible value is blamed on whoever gave it."""
+    """An error over an impossible value names the flag, variable or file that set it."""
     try:
         yield
     except OptionError as error:
@@ -244,7 +210,3 @@ def _stored(file: str | None) -> Any:
         return read_scores(Path(file))
     except OSError as error:
         raise CalibrationInputError("scores", file, f"a file that can be read ({error.strerror})") from error
-
-
-def _plain(value: object) -> Json:
-    return value if isinstance(value, str | int | float) else type(value).__name__

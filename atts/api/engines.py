@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
-from atts.api.keys import filled, keys_of
+from atts.api.keys import keys_of
 from atts.core import Role
 from atts.engine import Engine
 from atts.errors import OptionError
@@ -85,23 +86,26 @@ def _on_ray(words: str, role: Role) -> Engine:
 
     inner, _, settings = words.partition("?")
     base = RayOptions()
-    known = {key.name: key for key in keys_of(RayOptions, base, {})}
+    known = {key.name: key for key in keys_of(RayOptions, base)}
     found = parse_qsl(settings, keep_blank_values=True)
-    options = filled(base, {name: known[name].read(value, f"engine {name}") for name, value in found if name in known})
+    changes: dict[str, Any] = {
+        name: known[name].read(value, f"engine {name}") for name, value in found if name in known
+    }
     if rest := urlencode([(name, value) for name, value in found if name not in known]):
         inner = f"{inner}?{rest}"
     check_engine_words(inner)
     here = LocalOptions(worker="thread")  # an actor is a process of its own already
-    return RayEngine(partial(build_engine, inner, role, here), name=role, options=options)
+    return RayEngine(partial(build_engine, inner, role, here), name=role, options=replace(base, **changes))
 
 
 def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:
     from atts.local import LocalOptions
 
     base = base or LocalOptions()
-    known = {key.name: key for key in keys_of(LocalOptions, base, {})}
+    known = {key.name: key for key in keys_of(LocalOptions, base)}
     found = dict(parse_qsl(settings, keep_blank_values=True))
     for name in found:
         if name not in known:
             raise OptionError("engine", f"{name!r} is no setting of a local engine", [*known], name)
-    return filled(base, {name: known[name].read(words, f"engine {name}") for name, words in found.items()})
+    changes: dict[str, Any] = {name: known[name].read(words, f"engine {name}") for name, words in found.items()}
+    return replace(base, **changes)

@@ -1,21 +1,21 @@
-"""The names a configuration knows, read off the values they end up in, so that no second list can go stale."""
+"""Configuration keys, read off the dataclasses whose fields they set; a field's annotation holds the key's help."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from atts.errors import OptionError
 from atts.journal import Json
 
-T = TypeVar("T")
 PREFIX = "ATTS_"
 _TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_KINDS: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Key:
     name: str
     kind: Any  # the annotation, without None
     default: Json
-    optional: Literal["no", "yes"]  # whether "none" is a value
+    optional: bool  # whether "none" is a value
     help: str = ""
 
     @property
@@ -44,102 +44,81 @@ class Key:
         :raises OptionError: it is none of this key's; `label` says who gave it.
         """
         if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
-            if self.optional == "yes":
+            if self.optional:
                 return None
             if value is None:
-                raise OptionError(label, f"needs {_PLAIN.get(self.kind, 'a value')}")
-        if self.choices:
-            if value not in self.choices:
-                raise OptionError(label, f"{value!r} is not one of its values", self.choices, value)
-            return str(value)
-        found = _read_list(value) if get_origin(self.kind) is tuple else _read_plain(self.kind, value)
-        if found is None:
-            raise OptionError(label, f"{value!r} is not {_PLAIN.get(self.kind, 'a list of texts')}")
+                raise OptionError(label, f"needs {_KINDS.get(self.kind, 'a value')}")
+        if self.choices and value not in self.choices:
+            raise OptionError(label, f"{value!r} is not one of its values", self.choices, value)
+        try:
+            found: Json = _converted(value, self.kind)
+        except msgspec.DecodeError:
+            found = math.nan
+        if found != found:
+            raise OptionError(label, f"{value!r} is not {_KINDS.get(self.kind, 'a list of texts')}")
         return found
 
 
-def keys_of(kind: type, default: object, words: Mapping[str, str], prefix: str = "") -> Iterator[Key]:
-    """A key for every field that a text can say, those of inner values dotted; `default` holds the defaults."""
-    hints = get_type_hints(kind)
+def keys_of(kind: type, default: object, prefix: str = "", help: Mapping[str, str] | str = "") -> Iterator[Key]:
+    """A key for every field that a text can say, those of inner dataclasses dotted; `default` holds the defaults.
+
+    `help` wins over what the fields themselves say, as a mapping in an outer field's annotation does.
+    """
+    hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
-        inner, optional = _without_none(hints[field.name])
+        hint, said = hints[field.name], help.get(field.name, "") if isinstance(help, Mapping) else ""
+        if get_origin(hint) is Annotated:
+            hint, said = hint.__origin__, said or hint.__metadata__[0]
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        inner = next((part for part in parts if _is_sayable(part) or is_dataclass(part)), None)
         name, value = prefix + field.name, getattr(default, field.name, None)
         if isinstance(inner, type) and is_dataclass(inner):
-            yield from keys_of(inner, value, words, name + ".")
-        elif (
-            inner in _PLAIN
-            or get_origin(inner) is Literal
-            or (get_origin(inner), get_args(inner)[:1])
-            == (
-                tuple,
-                (str,),
-            )
-        ):
-            yield Key(name, inner, value, "yes" if optional or default is None else "no", words.get(name, ""))
+            yield from keys_of(inner, value, name + ".", said)
+        elif inner is not None:
+            yield Key(name, inner, value, NoneType in parts or default is None, said)
 
 
-def filled(base: T, values: Mapping[str, Json], prefix: str = "") -> T:
-    """The value with each field as its key says; an inner value that was None is made once a key of it is set.
-
-    :raises OptionError: the fields do not go together.
-    """
-    hints = get_type_hints(type(base))
-    changes = dict[str, Any]()
-    for field in fields(base):  # type: ignore[arg-type]  # callers hand in dataclasses
-        name = prefix + field.name
-        inner, _ = _without_none(hints[field.name])
-        if isinstance(inner, type) and is_dataclass(inner):
-            changes[field.name] = _inner(inner, getattr(base, field.name), values, name + ".")
-        elif name in values:
-            changes[field.name] = values[name]
-    return replace(base, **changes)  # type: ignore[type-var]  # as above
-
-
-def leaves(value: object, prefix: str = "") -> Iterator[tuple[str, Json]]:
-    """Every field of a dataclass by its key's name, inner values opened."""
-    for field in fields(value):  # type: ignore[arg-type]  # as above
-        held = getattr(value, field.name)
-        if is_dataclass(held):
-            yield from leaves(held, f"{prefix}{field.name}.")
+def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested tables by its key's name."""
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
         else:
-            yield prefix + field.name, held
+            yield prefix + name, value
 
 
-def _inner(kind: type, now: object, values: Mapping[str, Json], prefix: str) -> object:
-    given = {name: value for name, value in values.items() if name.startswith(prefix) and value is not None}
-    if now is None and not given:
-        return None
-    return filled(kind() if now is None else now, given, prefix)
+def nested(values: Mapping[str, Json]) -> dict[str, Any]:
+    """The way back from `flat`; what is None, and a table of nothing else, is left to the field's default.
+
+    >>> nested({"samples": 8, "sampling.top_p": 0.9, "target_sampling.top_p": None})
+    {'samples': 8, 'sampling': {'top_p': 0.9}}
+    """
+    tables = dict[str, Any]()
+    for name, value in values.items():
+        *outer, last = name.split(".")
+        table = tables
+        if value is not None:
+            for part in outer:
+                table = table.setdefault(part, {})
+            table[last] = value
+    return tables
 
 
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    if get_origin(hint) not in (Union, UnionType):
-        return hint, False
-    parts = [part for part in get_args(hint) if part is not NoneType]
-    return (parts[0] if len(parts) == 1 else hint), len(parts) < len(get_args(hint))
+def _is_sayable(kind: Any) -> bool:
+    return kind in _KINDS or get_origin(kind) is Literal or (get_origin(kind) is tuple and get_args(kind)[0] is str)
 
 
-def _read_plain(kind: type, value: object) -> int | float | str | bool | None:
-    if kind is str:
-        return value if isinstance(value, str) else None
-    if kind is bool:
-        return _TRUTHS.get(value.lower()) if isinstance(value, str) else value if isinstance(value, bool) else None
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return None
-    try:
-        number = float(value) if kind is float else int(value)
-    except (ValueError, OverflowError):
-        return None
-    return None if math.isnan(number) or (kind is int and isinstance(value, float) and number != value) else number
+def _converted(value: Any, kind: Any) -> Any:
+    """The value as this type.
 
-
-def _read_list(value: object) -> tuple[str, ...] | None:
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return None
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        return None
-    return tuple(cast("list[str]", parts))
+    :raises msgspec.DecodeError: it is none.
+    """
+    if kind in (int, float):
+        return msgspec.convert(value.strip().replace("_", "") if isinstance(value, str) else value, kind, strict=False)
+    if isinstance(value, str) and kind is bool:
+        value = _TRUTHS.get(value.lower(), value)
+    elif isinstance(value, str) and get_origin(kind) is tuple:
+        if value.lstrip().startswith("["):
+            return msgspec.json.decode(value, type=kind)
+        value = [value]
+    return msgspec.convert(value, kind)

@@ -1,4 +1,4 @@
-"""Where values of a configuration come from: a TOML file, the environment, flags; an unknown name is an error."""
+"""The layers of a configuration: a TOML file, ATTS_* variables, flags and KEY=VALUE pairs; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from atts.api.keys import PREFIX, Key
+from atts.api.keys import PREFIX, Key, flat
 from atts.errors import OptionError
-from atts.journal import Setting
 
 FILE = "atts.toml"
 """Read from the working directory when it is there and no other file is named."""
@@ -18,79 +17,58 @@ CONFIG_VARIABLE = "ATTS_CONFIG"
 ELSEWHERE = (CONFIG_VARIABLE, "ATTS_API_KEY", "ATTS_CHROMIUM", "ATTS_SHARED_DATA")
 """Variables of ours that are no part of the configuration: the file's name, a secret, what tests look for."""
 
-Layer = Mapping[str, Setting]
+Said = tuple[Key, object, str, str]
+"""A key, what was said about it, who said so, and what an error calls that."""
 
 
-def from_defaults(keys: Mapping[str, Key]) -> Layer:
-    """What holds when nobody says anything."""
-    return {key.name: Setting(key.default, "default") for key in keys.values()}
-
-
-def from_file(path: Path, keys: Mapping[str, Key]) -> Layer:
+def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
     """A TOML file's values; tables are dotted names.
 
-    :raises OptionError: it cannot be read, is not TOML, or has a key that is unknown or of another type.
+    :raises OptionError: it cannot be read, is not TOML, or has an unknown key.
     """
+    for name, value in flat(_tables(path)):
+        yield _known(name, keys, str(path)), value, str(path), f"{name} ({path})"
+
+
+def from_environment(environment: Mapping[str, str], keys: Mapping[str, Key]) -> Iterator[Said]:
+    """The values of ATTS_* variables.
+
+    :raises OptionError: one is unknown.
+    """
+    by_variable = {key.variable: key for key in keys.values()}
+    for variable, words in environment.items():
+        if variable.startswith(PREFIX) and variable not in ELSEWHERE:
+            if variable not in by_variable:
+                raise OptionError("environment", f"unknown variable {variable!r}{_hint(variable, [*by_variable])}")
+            key = by_variable[variable]
+            yield key, words, variable, f"{key.name} ({variable})"
+
+
+def from_flags(flags: Mapping[str, object], pairs: Sequence[str], keys: Mapping[str, Key]) -> Iterator[Said]:
+    """Values that flags or a call's arguments gave, None being not given; then those given as "key=value".
+
+    :raises OptionError: a key is unknown, or a pair is none.
+    """
+    for name, value in flags.items():
+        if value is not None:
+            origin = "--" + name.replace("_", "-")
+            yield _known(name, keys, "flags"), value, origin, origin
+    for pair in pairs:
+        name, mark, words = (part.strip() for part in pair.partition("="))
+        if not (mark and name):
+            raise OptionError("--set", f"{pair!r} is not KEY=VALUE, such as sampling.temperature=0.6")
+        yield _known(name, keys, "--set"), words, "--set", f"--set {name}"
+
+
+def _tables(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8"))
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
         raise OptionError(str(path), f"is not UTF-8 text (byte {error.start})") from error
     except tomllib.TOMLDecodeError as error:
         raise OptionError(str(path), f"is not TOML: {error}") from error
     except OSError as error:
         raise OptionError(str(path), f"cannot be read: {error.strerror}") from error
-    found = dict[str, Setting]()
-    for name, value in _flat(tables):
-        key = _known(name, keys, str(path))
-        found[name] = Setting(key.read(value, f"{name} ({path})"), str(path))
-    return found
-
-
-def from_environment(environment: Mapping[str, str], keys: Mapping[str, Key]) -> Layer:
-    """The values of ATTS_* variables.
-
-    :raises OptionError: one is unknown, or its value of another type.
-    """
-    names = {key.variable: key for key in keys.values()}
-    found = dict[str, Setting]()
-    for variable, words in environment.items():
-        if not variable.startswith(PREFIX) or variable in ELSEWHERE:
-            continue
-        if variable not in names:
-            raise OptionError("environment", f"unknown variable {variable!r}{_hint(variable, [*names])}")
-        key = names[variable]
-        found[key.name] = Setting(key.read(words, f"{key.name} ({variable})"), variable)
-    return found
-
-
-def from_flags(flags: Mapping[str, object], keys: Mapping[str, Key]) -> Layer:
-    """Values that flags or a call's arguments gave, None being not given.
-
-    :raises OptionError: one is unknown, or of another type.
-    """
-    found = dict[str, Setting]()
-    for name, value in flags.items():
-        if value is None:
-            continue
-        origin = "--" + name.replace("_", "-")
-        key = _known(name, keys, "flags")
-        found[name] = Setting(key.read(value, origin), origin)
-    return found
-
-
-def from_pairs(pairs: Sequence[str], keys: Mapping[str, Key]) -> Layer:
-    """Values given as "key=value".
-
-    :raises OptionError: one is no such pair, its key unknown, or its value of another type.
-    """
-    found = dict[str, Setting]()
-    for pair in pairs:
-        name, mark, words = pair.partition("=")
-        if not (mark and name):
-            raise OptionError("--set", f"{pair!r} is not KEY=VALUE, such as sampling.temperature=0.6")
-        key = _known(name.strip(), keys, "--set")
-        found[key.name] = Setting(key.read(words.strip(), f"--set {key.name}"), "--set")
-    return found
 
 
 def _known(name: str, keys: Mapping[str, Key], source: str) -> Key:
@@ -104,11 +82,3 @@ def _hint(name: str, known: Sequence[str]) -> str:
     short = {each.rpartition(".")[2]: each for each in known} | {each: each for each in known}
     near = get_close_matches(name, short, n=1) or get_close_matches(name.rpartition(".")[2], short, n=1)
     return f"; did you mean {short[near[0]]!r}?" if near else "; `atts config show` lists them all"
-
-
-def _flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in tables.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

@@ -1,13 +1,16 @@
-"""From short words to a plan: methods, gates, datasets, answers."""
+"""`Setup`, what one wants in short words, and the run plan that it stands for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from atts.core import AnswerKind, Problem
+from atts.api.keys import Key, flat, keys_of
+from atts.calibration import Calibrator, StoredScores, Tuning
+from atts.core import AnswerKind, Problem, Role
 from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
@@ -16,7 +19,6 @@ from atts.pipelines import Answers, Chunking, Gate, Material, Policy, RoundGate,
 from atts.run import Conditions, Plan
 
 if TYPE_CHECKING:
-    from atts.calibration import Calibrator, StoredScores
     from atts.evaluators import Verdict
 
 CalibrationMode = Literal["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"]
@@ -34,18 +36,26 @@ DEFAULT_POLICY = Policy(
 class Setup:
     """What one wants, in words; `plan` turns it into what is run."""
 
-    draft: str | Engine = "embedded"
-    target: str | Engine = "embedded"
-    method: str = "atts"
-    rate: float = 0.2
-    mode: CalibrationMode = "aci"  # holds the rate over the run, and spends it where it helps
+    draft: Annotated[
+        str | Engine,
+        "the model that writes: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, llamacpp:URL, server:URL",
+    ] = "embedded"
+    target: Annotated[str | Engine, "the model that scores and takes over; the same words"] = "embedded"
+    method: Annotated[str, "atts, a baseline, or another paper's method"] = "atts"
+    rate: Annotated[float, "share of chunks that the target takes over"] = 0.2
+    mode: Annotated[  # aci holds the rate over the run, and spends it where it helps
+        CalibrationMode, "for what the rate is held: all chunks, each turn, each question, each question's turns"
+    ] = "aci"
     policy: Policy = DEFAULT_POLICY
     gate: Gate | RoundGate | None = None  # None: the method's own
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
-    conditions: Conditions = "match"  # what stored scores made under others do
-    warmup: int = 0  # instead of stored scores: so many of the run's own first
-    seed: int = 0
-    rollouts: int = 64
+    conditions: Annotated[
+        Conditions,
+        "what scores made under other conditions than the run's do: end it, or be taken with a warning",
+    ] = "match"
+    warmup: Annotated[int, "take the run's own first so many scores instead; 0: do without"] = 0
+    seed: Annotated[int, "of everything random"] = 0
+    rollouts: Annotated[int, "in flight at once, over all problems"] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     given: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)  # set by `configure`
 
@@ -55,26 +65,40 @@ class Setup:
                 "rate", f"{self.rate} is outside [0, 1]: it is the fraction of chunks the target takes over"
             )
 
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """Every key as it is here; its origin is what was given, "default", or "code" for what a program set.
+
+        What is evaluated, and where that is kept, a setup knows only when it was made by `configure`.
+        """
+        values, given = _values(self), self.given
+        if not given:
+            usual = _values(Setup())
+            given = {name: Setting(usual.get(name)) for name in values}
+        found = dict[str, Setting]()
+        for name, held in given.items():
+            value = values.get(name, held.value)
+            found[name] = held if held.value == value else Setting(value, "code")
+        return found
+
     def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> Plan:
         """The plan for problems of one kind of answer.
 
         :raises OptionError: an unknown method or mode.
         """
-        from atts.api.config import describe
-
         gate, calibrator = self.decider()
         return Plan(
             draft,
             target,
             preset(self.method).policy(self.policy),
             gate,
-            answers_for(kind),
-            grade,
-            self.seed,
-            self.rollouts,
-            self.limits,
+            answers=answers_for(kind),
+            grade=grade,
+            seed=self.seed,
+            rollouts=self.rollouts,
+            limits=self.limits,
             configuration=self._configuration(calibrator),
-            settings=describe(self),
+            settings=self.settings,
             alarms=lambda: calibrator.events,
             stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
             conditions=self.conditions,
@@ -86,8 +110,6 @@ class Setup:
         :raises OptionError: an unknown method or mode, or a method that needs what is not there.
         :raises CalibrationInputError: stored scores that are none.
         """
-        from atts.calibration import Calibrator, Tuning
-
         chosen = preset(self.method)
         tuning = Tuning.for_rollouts(self.policy.samples)
         calibrator = Calibrator(self.rate, self.mode, seed=self.seed, stored=self.stored, tuning=tuning)
@@ -105,6 +127,21 @@ class Setup:
             **({"warmup": self.warmup} if self.warmup else {}),
         }
         return {name: Setting(value, "setup") for name, value in words.items()}
+
+
+@cache
+def setup_keys() -> tuple[Key, ...]:
+    """The configuration keys that are fields of a setup itself; those of its policy and limits are not among them."""
+    return tuple(key for key in keys_of(Setup, Setup()) if "." not in key.name)
+
+
+def _values(setup: Setup) -> dict[str, Json]:
+    """The values of the keys that a setup has; an engine made by a program is told by its class."""
+    own = {key.name: getattr(setup, key.name) for key in setup_keys()}
+    own |= {role: type(own[role]).__name__ for role in get_args(Role) if not isinstance(own[role], str)}
+    policy = flat(asdict(preset(setup.method).policy(setup.policy)))
+    limits = {role: asdict(limit) for role, limit in setup.limits.items()}
+    return {**own, **{name: value for name, value in policy if value is not None}, **dict(flat(limits, "limits."))}
 
 
 def answers_for(kind: AnswerKind) -> Answers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from atts.errors import OptionError, OutOfMemory
 from atts.slots import SlotQueue
@@ -15,8 +16,8 @@ class Limit:
     :raises OptionError: a bound below 1.
     """
 
-    slots: int | None = None
-    tokens: int | None = None  # KV tokens: prompt plus `max_tokens`, summed over the calls in flight
+    slots: Annotated[int | None, "calls in flight"] = None
+    tokens: Annotated[int | None, "KV tokens in flight"] = None  # a call's are its prompt's plus its `max_tokens`
 
     def __post_init__(self) -> None:
         for name, value in (("slots", self.slots), ("tokens", self.tokens)):

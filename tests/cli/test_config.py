@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.api import Setup, configure
-from atts.api.config import describe, keys
-from atts.api.words import WORDS
+from atts.api.config import keys
 from atts.errors import OptionError, UsageError
 from atts.journal import MANIFEST, load_manifest
 from atts.pipelines import Policy
@@ -56,8 +55,7 @@ def test_every_field_of_a_policy_has_a_key_with_words() -> None:
     """What Python can set, a file can: no field is forgotten, and none is unexplained."""
     spoken = {name.partition(".")[0] for name in keys()}
     assert {field.name for field in fields(Policy)} <= spoken
-    assert [name for name in keys() if not WORDS.get(name)] == []
-    assert sorted(WORDS) == sorted(keys())
+    assert [key.name for key in keys().values() if not key.help] == []
 
 
 def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
@@ -163,9 +161,9 @@ def test_a_setup_changed_by_code_says_so(tmp_path: Path) -> None:
     from dataclasses import replace
 
     made = configure({"rate": 0.3, "seed": 5}, environment={}, folder=tmp_path).setup()
-    found = describe(replace(made, rate=0.6))
+    found = replace(made, rate=0.6).settings
     assert [(found[name].value, found[name].origin) for name in ("rate", "seed")] == [(0.6, "code"), (5, "--seed")]
-    assert describe(Setup(seed=3))["seed"].origin == "code"
+    assert Setup(seed=3).settings["seed"].origin == "code"
 
 
 def test_show_prints_every_key_with_its_origin(atts: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from atts.pipelines.gates import (
 from atts.pipelines.needs import check_engines
 from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
 from atts.pipelines.presets import PRESETS, Material, Preset, preset
-from atts.pipelines.replay import Replayed, ReplayedProblem, ReplayedRollout, replay
 from atts.pipelines.scores import ScoreRule
 from atts.pipelines.skipping import SkippingGate
 from atts.pipelines.solve import solve
@@ -59,9 +58,6 @@ __all__ = [
     "Preset",
     "Promising",
     "RandomGate",
-    "Replayed",
-    "ReplayedProblem",
-    "ReplayedRollout",
     "RoundGate",
     "ScoreRule",
     "Silent",
@@ -78,7 +74,6 @@ __all__ = [
     "check_engines",
     "frozen_gate",
     "preset",
-    "replay",
     "settled_probability",
     "solve",
     "tally",

@@ -8,8 +8,8 @@ import pytest
 FILES = [
     ("atts", "py.typed"),
     ("atts.local", "kernels/step.c"),
-    ("atts.reports", "assets/report.css"),
-    ("atts.reports", "assets/report.js"),
+    ("atts.analysis.report", "assets/report.css"),
+    ("atts.analysis.report", "assets/report.js"),
     *(
         ("atts.models", f"{model}/{name}")
         for model in ("draft", "target")

@@ -9,7 +9,7 @@ from atts.api.reporting import directory_of
 from atts.run import RunResult
 
 if TYPE_CHECKING:
-    from atts.comparison import Compared
+    from atts.analysis import Compared
 
 
 def compare(first: str | Path | RunResult, second: str | Path | RunResult) -> Compared:
@@ -29,7 +29,6 @@ def compare(first: str | Path | RunResult, second: str | Path | RunResult) -> Co
     ...     compare(run("target-only"), run("atts")).problems
     2
     """
-    from atts import comparison
+    from atts.analysis import compare, read_side
 
-    sides = [comparison.read_side(directory_of(one)) for one in (first, second)]
-    return comparison.compare(*sides)
+    return compare(*(read_side(directory_of(one)) for one in (first, second)))

@@ -10,7 +10,7 @@ from atts.api.reporting import directory_of
 from atts.run import RunResult
 
 if TYPE_CHECKING:
-    from atts.planning import Advice
+    from atts.analysis import Advice
 
 
 def plan(
@@ -35,7 +35,7 @@ def plan(
     >>> advice.problems, advice.best is not None
     (3, True)
     """
-    from atts.planning import Cap, advise
+    from atts.analysis import Cap, advise
 
     several = [runs] if isinstance(runs, str | Path | RunResult) else runs
     return advise([directory_of(run) for run in several], Cap(target_tokens, tokens, seconds))

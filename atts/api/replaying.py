@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atts.api.calibrating import setup_of
 from atts.api.reporting import directory_of
@@ -27,10 +27,12 @@ from atts.journal import (
     read_decisions,
     read_entries,
 )
-from atts.pipelines import CappedGate, Features, Gate, Policy, Replayed, RoundGate
-from atts.pipelines import replay as replay_outcomes
+from atts.pipelines import CappedGate, Features, Gate, Policy, RoundGate
 from atts.pipelines.votes import VoteKind
 from atts.run import RunResult
+
+if TYPE_CHECKING:
+    from atts.analysis import Replayed
 
 Place = tuple[str, int, int]
 
@@ -105,6 +107,8 @@ def replay(
     >>> same.changed, none.replayed.rate.value, none.changed == none.recorded.decisions
     (0, 0.0, False)
     """
+    from atts.analysis import replay_policy
+
     record = _Record.of(directory_of(run))
     policy = record.policy(samples, turns, vote)
     words = {"method": method, "rate": rate, "mode": mode, "seed": seed}
@@ -112,9 +116,7 @@ def replay(
     chosen = gate if gate is not None else record.gate(said, policy.samples)
     if budget is not None:
         chosen = _capped(chosen, budget)
-    again = replay_outcomes(
-        record.outcomes, chosen, policy, record.group, order=tuple(record.decided), told=record.told
-    )
+    again = replay_policy(record.outcomes, chosen, policy, record.group, order=tuple(record.decided), told=record.told)
     return _compare(record, policy, again)
 
 

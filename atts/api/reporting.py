@@ -10,7 +10,7 @@ from atts.errors import UsageError
 from atts.run import RunResult
 
 if TYPE_CHECKING:
-    from atts.reports import Format
+    from atts.analysis import Format
 
 
 def report(
@@ -38,7 +38,7 @@ def report(
     ...     report(result).name, report(folder, format="markdown").name
     ('report.html', 'report.md')
     """
-    from atts.reports import write_report
+    from atts.analysis import write_report
 
     others = [directory_of(other) for other in against]
     return write_report(directory_of(run), format, None if out is None else Path(out), others)
@@ -53,9 +53,9 @@ def trace(run: str | Path | RunResult, out: str | Path | None = None) -> Path:
     """
     from io import StringIO
 
+    from atts.analysis import read_nodes
     from atts.files import write_atomic
     from atts.graph import write_trace
-    from atts.reports import read_nodes
 
     directory, text = directory_of(run), StringIO()
     write_trace(read_nodes(directory), text)

@@ -15,10 +15,10 @@ import typer
 from atts.errors import CalibrationInputError, CheckFailed, OptionError
 
 if TYPE_CHECKING:
+    from atts.analysis import Calibration
     from atts.calibration.health import Health
     from atts.calibration.replay import Replay
     from atts.calibration.stored import StoredScores
-    from atts.reports.numbers import Calibration
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -178,7 +178,7 @@ def check_run(directory: Path, as_json: bool) -> None:
 
     :raises CheckFailed: the rate left its band, or an alarm went off.
     """
-    from atts.reports import collect
+    from atts.analysis import collect
 
     held = collect(directory, page_bytes=0).report.calibration
     if held is None:

@@ -13,7 +13,7 @@ import typer
 from atts.cli.options import Json
 
 if TYPE_CHECKING:
-    from atts.comparison import Compared
+    from atts.analysis import Compared
     from atts.evaluators import Comparison
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or results as `atts eval --json` prints them.")]
@@ -33,8 +33,8 @@ def compare(first: Run, second: Run, as_json: Json = False) -> None:
 
     Example: atts compare runs/target-only runs/first
     """
+    from atts.analysis import strict
     from atts.api import compare as compared
-    from atts.reports import strict
 
     found = compared(first, second)
     left_out = found.only_first + found.only_second

@@ -203,7 +203,7 @@ def _tokens(sums: Tokens) -> str:
 
 def as_lines(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
     """One JSON object per problem, then the summary: what `atts compare` reads."""
-    from atts.reports import strict
+    from atts.analysis import strict
     from atts.run import summarise
 
     summary = {

@@ -11,7 +11,7 @@ import typer
 from atts.cli.options import Json
 
 if TYPE_CHECKING:
-    from atts.planning import Advice, ChunkAdvice, Option
+    from atts.analysis import Advice, ChunkAdvice, Option
 
 _UNITS = {"target_tokens": "target tokens", "tokens": "tokens", "seconds": "seconds"}
 
@@ -32,8 +32,8 @@ def plan(
 
     Example: atts plan runs/rate-0.1 runs/rate-0.2 runs/rate-0.4 --seconds 20
     """
+    from atts.analysis import strict
     from atts.api import plan as planned
-    from atts.reports import strict
 
     found = planned(runs, target_tokens=target_tokens, tokens=tokens, seconds=seconds)
     print(json.dumps(strict(found)) if as_json else "\n".join(_words(found)))

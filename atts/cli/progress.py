@@ -55,8 +55,8 @@ def save(snapshot: Snapshot) -> None:
 
     :raises StorageError: the disk refuses.
     """
+    from atts.analysis import strict
     from atts.files import write_atomic
-    from atts.reports import strict
 
     if snapshot.directory is None or not snapshot.directory.is_dir():
         return

@@ -48,7 +48,7 @@ def replay(
 
 def as_lines(found: Replay) -> list[str]:
     """One object per decision and per problem, then the summary."""
-    from atts.reports import strict
+    from atts.analysis import strict
 
     decisions = (
         {

@@ -30,8 +30,8 @@ def report(
 
     Example: atts report runs/first --against runs/target-only
     """
+    from atts.analysis import FORMATS, NAMES, Format, collect, render
     from atts.files import write_atomic
-    from atts.reports import FORMATS, NAMES, Format, collect, render
 
     named = _SHORT.get(format, format)
     known: dict[str, Format] = {each: each for each in FORMATS}

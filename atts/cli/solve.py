@@ -185,7 +185,7 @@ class Lines:
         )
 
     def _print(self, line: dict[str, Any]) -> None:
-        from atts.reports import strict
+        from atts.analysis import strict
 
         print(json.dumps(strict(line)), flush=True)
 

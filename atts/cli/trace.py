@@ -26,8 +26,8 @@ def trace(
     Example: atts trace runs/first
     """
     if out is not None and str(out) == "-":
+        from atts.analysis import read_nodes
         from atts.graph import write_trace
-        from atts.reports import read_nodes
 
         write_trace(read_nodes(directory), sys.stdout)
         return

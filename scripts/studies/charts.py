@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from atts.reports.svg import Axis, Plot
+from atts.analysis import Axis, Plot
 
 Scaling = Literal["linear", "log"]
 Points = Sequence[tuple[float, float]]

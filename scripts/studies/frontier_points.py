@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from atts.analysis import Replayed, replay_policy
 from atts.api import answers_for
 from atts.calibration import Calibrator, Mode
 from atts.core import Decision, Outcome
@@ -14,7 +15,7 @@ from atts.errors import DatasetError
 from atts.evaluators import Estimate, equivalent, mean_estimate
 from atts.journal import JOURNAL, MANIFEST, Manifest, load_manifest, read_decisions, read_entries, read_outcomes
 from atts.journal.events import NodeFinished
-from atts.pipelines import ConformalGate, Gate, Policy, RandomGate, Replayed, RoundGate, ScoreRule, TopGate, replay
+from atts.pipelines import ConformalGate, Gate, Policy, RandomGate, RoundGate, ScoreRule, TopGate
 from atts.pipelines.votes import VoteKind
 
 Place = tuple[str, int, int]
@@ -166,13 +167,13 @@ class _Bill:
         self._group = answers_for(record.outcomes[0].problem.kind).group
         self._right: dict[tuple[str, str], bool] = {}
         self._taken = _takeover_tokens(record.outcomes)
-        whole = replay(record.outcomes, None, record.policy, self._group)
+        whole = replay_policy(record.outcomes, None, record.policy, self._group)
         self._whole = self._seconds(self._tokens(whole))
 
     def point(self, policy_name: str, kind: str, policy: Policy, gate: Gate | RoundGate | None) -> Point:
         """One policy replayed and billed."""
         record = self._record
-        found = replay(record.outcomes, gate, policy, self._group, order=record.order, told=record.told)
+        found = replay_policy(record.outcomes, gate, policy, self._group, order=record.order, told=record.told)
         references = {outcome.problem.id: outcome for outcome in record.outcomes}
         answers = [(references[one.problem], one.answer) for one in found.problems]
         if kind == "run":  # as it was: its vote may have ended early, in another order than that of the samples

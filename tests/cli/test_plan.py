@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from atts.analysis.plan.options import Option, frontier, options
+from atts.analysis.plan.record import Record, read_record
 from atts.api import Setup, evaluate_sync, plan
 from atts.core import Problem
 from atts.journal import JOURNAL, read_entries, read_outcomes
 from atts.pipelines import Policy
-from atts.planning.options import Option, frontier, options
-from atts.planning.record import Record, read_record
 from atts.testing import toy_problems
 
 PROBLEMS = 12

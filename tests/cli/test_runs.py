@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from atts.analysis import collect, strict
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
 from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
 from atts.journal import JOURNAL, MANIFEST, Decided, NodeFinished, Observed, Sampled, Scored, read_entries
 from atts.models import path as model_path
 from atts.pipelines import Policy
-from atts.reports import collect, strict
 from atts.testing import toy_problems
 
 Atts = Callable[..., Any]

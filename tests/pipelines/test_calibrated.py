@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from atts.analysis import collect
 from atts.api import Setup, evaluate_sync
 from atts.calibration import Calibrator, StoredScores
 from atts.core import Outcome, Problem
@@ -28,7 +29,6 @@ from atts.pipelines import (
     preset,
     warming_gate,
 )
-from atts.reports import collect
 from atts.testing import toy_problems
 
 Solve = Callable[..., list[Outcome]]

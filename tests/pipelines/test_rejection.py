@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atts.analysis import replay_policy
 from atts.calibration import Calibrator
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner
 from atts.core import Outcome, Rollout, Turn
@@ -27,7 +28,6 @@ from atts.pipelines import (
     ScoreRule,
     ThresholdGate,
     TopGate,
-    replay,
 )
 from atts.pipelines.scores import first_doubt
 from atts.testing import TARGET, Latency, ScriptedEngine, ToyModel, ToyTokenizer
@@ -90,7 +90,9 @@ def test_repair_keeps_what_the_target_does_not_doubt(attempt: Solve, answers: An
     for rollout in lines(outcomes):
         ids = rollout.ids("target")[len(rollout.prompt.target_ids) :]
         assert ScriptedEngine().tokenizer.decode(ids) == rollout.text
-    again = [line for problem in replay(outcomes, None, policy, answers.group).problems for line in problem.rollouts]
+    again = [
+        line for problem in replay_policy(outcomes, None, policy, answers.group).problems for line in problem.rollouts
+    ]
     assert sum(line.draft_tokens for line in again) == sum(o.usage.draft_tokens for o in outcomes)
     assert sum(line.scored_tokens for line in again) == sum(o.usage.scored_tokens for o in outcomes)
     wasted = [whole.tokens for turn in turns(outcomes) for whole in turn.discarded]

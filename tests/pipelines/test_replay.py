@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace as changed
 
+from atts.analysis import replay_policy
 from atts.calibration import Calibrator
 from atts.core import Outcome
-from atts.pipelines import Answers, ConformalGate, FixedGate, Gate, Policy, ThresholdGate, TopGate, replay
+from atts.pipelines import Answers, ConformalGate, FixedGate, Gate, Policy, ThresholdGate, TopGate
 
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=6, early_stop="none")
@@ -20,7 +21,7 @@ def conformal(rate: float) -> Gate:
 def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(attempt: Solve, answers: Answers) -> None:
     """Every decision as recorded, nothing off-policy, every vote as it was."""
     outcomes = attempt(POLICY, ThresholdGate(1.8))
-    again = replay(outcomes, ThresholdGate(1.8), POLICY, answers.group)
+    again = replay_policy(outcomes, ThresholdGate(1.8), POLICY, answers.group)
     assert again.off_policy == 0
     assert [p.answer for p in again.problems] == [o.answer for o in outcomes]
     recorded = [t.decision for o in outcomes for r in o.rollouts for t in r.turns if t.decision]
@@ -42,14 +43,14 @@ def test_an_online_gate_replays_exactly_in_the_recorded_order(attempt: Solve, an
             return super().decide(features, score)
 
     outcomes = attempt(POLICY, Noting(Calibrator(0.3, "question-turn")))
-    again = replay(outcomes, conformal(0.3), POLICY, answers.group, order=order)
+    again = replay_policy(outcomes, conformal(0.3), POLICY, answers.group, order=order)
     assert again.off_policy == 0
 
 
 def test_another_rate_is_off_policy_where_it_differs(attempt: Solve, answers: Answers) -> None:
     """A rate of 0 strays exactly in the rollouts that escalated a scored chunk."""
     outcomes = attempt(POLICY, conformal(0.4))
-    none = replay(outcomes, FixedGate("accept"), POLICY, answers.group)
+    none = replay_policy(outcomes, FixedGate("accept"), POLICY, answers.group)
     strayed = {(r.problem, r.sample) for p in none.problems for r in p.rollouts if r.off_policy_from is not None}
     escalated = {
         (r.problem, r.sample)
@@ -65,14 +66,14 @@ def test_another_rate_is_off_policy_where_it_differs(attempt: Solve, answers: An
 def test_fewer_samples_and_turns_are_cuts_of_the_record(attempt: Solve, answers: Answers) -> None:
     """Samples beyond m do not vote; an answer that came after the last turn is none."""
     outcomes = attempt(POLICY, ThresholdGate(1.8))
-    one = replay(outcomes, ThresholdGate(1.8), changed(POLICY, samples=1), answers.group)
+    one = replay_policy(outcomes, ThresholdGate(1.8), changed(POLICY, samples=1), answers.group)
     assert [p.answer for p in one.problems] == [o.rollouts[0].answer for o in outcomes]
-    brief = replay(outcomes, ThresholdGate(1.8), changed(POLICY, turns=1), answers.group)
+    brief = replay_policy(outcomes, ThresholdGate(1.8), changed(POLICY, turns=1), answers.group)
     assert all(r.answer is None for p in brief.problems for r in p.rollouts)
 
 
 def test_a_round_gate_replays_over_whole_rounds(attempt: Solve, answers: Answers) -> None:
     """The sort takes its share of each problem's scored chunks."""
     outcomes = attempt(POLICY, ThresholdGate(1.8))
-    again = replay(outcomes, TopGate.of(0.25), POLICY, answers.group)
+    again = replay_policy(outcomes, TopGate.of(0.25), POLICY, answers.group)
     assert abs(again.rate - 0.25) < 0.05

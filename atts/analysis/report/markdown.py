@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from atts.reports.numbers import Report
-from atts.reports.tables import (
+from atts.analysis.report.numbers import Report
+from atts.analysis.report.tables import (
     Cell,
     Table,
     accuracy_table,

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from atts.analysis.report.strict import strict
 from atts.core import Chunk, Outcome, Rollout, Turn, is_censored
 from atts.journal import Graded
-from atts.reports.strict import strict
 
 _LIMITS = (4000, 1500, 600, 240, 80, 0)  # characters of a chunk that are kept, the more the better
 _FEWEST = 40  # problems a budget is shared by when nobody knows how many there will be

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atts.analysis.plan.record import Record, Step
 from atts.core import Chunk, Rollout
-from atts.planning.record import Record, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from atts.analysis.report.gather import AUDIT, Asked, Evidence
+from atts.analysis.report.numbers import Promise
 from atts.calibration import DEFAULTS, MODES, Calibrator, Mode, Tuning
 from atts.errors import CalibrationInputError
 from atts.journal import Json
-from atts.reports.gather import AUDIT, Asked, Evidence
-from atts.reports.numbers import Promise
 
 _TRIAL = 300  # steps by which the mode is recognised
 

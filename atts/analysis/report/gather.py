@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from atts.analysis.report.nodes import NodeClock, is_live
+from atts.analysis.report.pages import Pages
 from atts.core import Decision, Finish, Outcome, Problem, Role, Rollout, Turn, Usage, is_censored
 from atts.errors import JournalError
 from atts.graph import Node
@@ -36,8 +38,6 @@ from atts.journal import (
     read_entries,
 )
 from atts.journal.events import VerdictStatus
-from atts.reports.nodes import NodeClock, is_live
-from atts.reports.pages import Pages
 
 AUDIT = 4000
 """Steps of the gate that a report takes again; after them what was done is enough, where it is told."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+from atts.analysis.report.collect import PAGE_BYTES, Collected, collect
+from atts.analysis.report.html import render_html
+from atts.analysis.report.markdown import render_markdown
+from atts.analysis.report.strict import dumps
 from atts.errors import OptionError
 from atts.files import write_atomic
-from atts.reports.collect import PAGE_BYTES, Collected, collect
-from atts.reports.html import render_html
-from atts.reports.markdown import render_markdown
-from atts.reports.strict import dumps
 
 Format = Literal["html", "markdown", "json"]
 FORMATS: tuple[Format, ...] = get_args(Format)

@@ -17,17 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import atts
+from atts.analysis import Standing, collect, dumps, render, write_report
+from atts.analysis.report.gather import gather
+from atts.analysis.report.pages import Pages, pack, short, unpack
+from atts.analysis.report.rates import coin_band
+from atts.analysis.report.timing import timing
 from atts.api import Setup
 from atts.calibration import Calibrator
 from atts.core import Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn
 from atts.errors import JournalError, OptionError, UsageError
 from atts.graph import Node
 from atts.journal import JOURNAL, Decided, JournalOptions, Observed, load_manifest, open_journal, read_entries
-from atts.reports import Standing, collect, dumps, render, write_report
-from atts.reports.gather import gather
-from atts.reports.pages import Pages, pack, short, unpack
-from atts.reports.rates import coin_band
-from atts.reports.timing import timing
 from atts.testing import toy_problems
 
 

@@ -9,15 +9,15 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 from scipy import stats
 
+from atts.analysis.report.gather import Asked, Evidence
+from atts.analysis.report.numbers import Alarm, Calibration, Drift, Group, Moment, Uniformity
+from atts.analysis.report.promises import promise
 from atts.calibration import PERPLEXITY, REAL, Scale
 from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
 from atts.calibration.martingale import SimpleJumper
 from atts.calibration.metrics import rate_metrics
 from atts.core import Decision
 from atts.evaluators import share_estimate
-from atts.reports.gather import Asked, Evidence
-from atts.reports.numbers import Alarm, Calibration, Drift, Group, Moment, Uniformity
-from atts.reports.promises import promise
 from atts.seeds import Seed, uniforms
 
 LEVEL = 0.95

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from atts.analysis.report.numbers import Calibration, ProblemRow, Report, Timing
 from atts.evaluators import Estimate
-from atts.reports.numbers import Calibration, ProblemRow, Report, Timing
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from atts.comparison.sides import COSTS, Side
+from atts.analysis.results import COSTS, Side
 from atts.errors import DatasetError
 from atts.evaluators import Comparison, McNemar, compare_runs, mcnemar
 from atts.seeds import Seed, generator

@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 
-from atts.reports.charts import Chart, calibration_charts, timeline_chart
-from atts.reports.collect import Collected
-from atts.reports.frontier_chart import frontier_chart
-from atts.reports.numbers import Report, Standing
-from atts.reports.tables import (
+from atts.analysis.report.charts import Chart, calibration_charts, timeline_chart
+from atts.analysis.report.collect import Collected
+from atts.analysis.report.frontier_chart import frontier_chart
+from atts.analysis.report.numbers import Report, Standing
+from atts.analysis.report.tables import (
     Cell,
     Table,
     accuracy_table,
@@ -54,7 +54,7 @@ def render_html(collected: Collected) -> str:
 
 
 def _asset(name: str) -> str:
-    return (files("atts.reports") / "assets" / name).read_text(encoding="utf-8")
+    return (files("atts.analysis.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _policy(script: str) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from atts.analysis.plan.options import Option, frontier, options
+from atts.analysis.plan.rates import RateGuess, guesses
+from atts.analysis.plan.record import Record, read_record
+from atts.analysis.plan.speeds import ChunkAdvice, Speed, chunk_advice, speeds
 from atts.errors import OptionError
-from atts.planning.options import Option, frontier, options
-from atts.planning.rates import RateGuess, guesses
-from atts.planning.record import Record, read_record
-from atts.planning.speeds import ChunkAdvice, Speed, chunk_advice, speeds
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from atts.reports.gather import Evidence
-from atts.reports.numbers import Calibration, Caveat, Standing
+from atts.analysis.report.gather import Evidence
+from atts.analysis.report.numbers import Calibration, Caveat, Standing
 
 _FLAGS: dict[str, tuple[Standing, str]] = {
     "reference in text": ("care", "rollouts end in the reference answer, but no answer was extracted from them"),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from atts.analysis.plan.record import Case, Line, Record
 from atts.evaluators import Estimate, maj_at_k, mean_estimate, votes
-from atts.planning.record import Case, Line, Record
 
 
 @dataclass(frozen=True, slots=True)

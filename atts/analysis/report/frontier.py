@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from atts.analysis.report.accuracy import accuracy_of, graded, labels
+from atts.analysis.report.gather import Evidence, Solved
+from atts.analysis.report.numbers import Point
 from atts.evaluators import mean_estimate, score, votes
-from atts.reports.accuracy import accuracy_of, graded, labels
-from atts.reports.gather import Evidence, Solved
-from atts.reports.numbers import Point
 
 
 def frontier(evidence: Evidence, others: Sequence[Evidence]) -> tuple[Point, ...]:

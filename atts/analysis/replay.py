@@ -67,7 +67,7 @@ class Replayed:
         return sum(r.off_policy_from is not None for r in rollouts) / len(rollouts) if rollouts else math.nan
 
 
-def replay(
+def replay_policy(
     outcomes: Iterable[Outcome],
     gate: Gate | RoundGate | None,
     policy: Policy,

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from atts.analysis.plan.record import Case, Record
+from atts.analysis.replay import ReplayedProblem, replay_policy
 from atts.calibration import Calibrator, Mode, Tuning
-from atts.pipelines import ConformalGate, Policy, ReplayedProblem, replay
-from atts.planning.record import Case, Record
+from atts.pipelines import ConformalGate, Policy
 
 RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)
 
@@ -50,7 +51,7 @@ def _guess(record: Record, rate: float, each: float, decisions: int) -> RateGues
     tuning = Tuning.for_rollouts(record.policy("samples") or samples)
     gate = ConformalGate(Calibrator(rate, mode, seed=record.manifest.seed, stored=stored, tuning=tuning))
     policy = Policy(samples=samples, turns=max(1, record.policy("turns") or 1))
-    done = replay(record.outcomes, gate, policy, _apart, order=record.order, told=record.told)
+    done = replay_policy(record.outcomes, gate, policy, _apart, order=record.order, told=record.told)
     cases = {case.problem: case for case in record.cases}
     bounds = [_bounds(one, cases[one.problem]) for one in done.problems if one.problem in cases]
     return RateGuess(

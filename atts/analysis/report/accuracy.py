@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
 
+from atts.analysis.report.gather import Evidence, Sample, Solved
+from atts.analysis.report.numbers import Baseline, Rate, Spend
+from atts.analysis.report.promises import setting
 from atts.core import AnswerKind, Usage
 from atts.evaluators import (
     Comparison,
@@ -19,9 +22,6 @@ from atts.evaluators import (
     score,
     status_of,
 )
-from atts.reports.gather import Evidence, Sample, Solved
-from atts.reports.numbers import Baseline, Rate, Spend
-from atts.reports.promises import setting
 
 _MEANINGS = {
     "pass@1": "one rollout, on average: what a single line of reasoning is worth",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from atts.reports.numbers import Calibration, Drift, Group, Lanes, Timing, Uniformity
-from atts.reports.svg import Axis, Plot
+from atts.analysis.report.numbers import Calibration, Drift, Group, Lanes, Timing, Uniformity
+from atts.analysis.report.svg import Axis, Plot
 
 Row = tuple[object, ...]
 

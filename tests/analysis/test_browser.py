@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from atts.analysis import write_report
 from atts.journal import (
     JOURNAL,
     JournalOptions,
@@ -20,7 +21,6 @@ from atts.journal import (
     open_journal,
     read_entries,
 )
-from atts.reports import write_report
 
 HOSTILE = "</script><script>window.owned=1</script><img src=x onerror='window.owned=2'><!-- ${1} \u2028 \\\x1b[2J\u202e"
 CONTRAST = """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from atts.reports.charts import Chart
-from atts.reports.numbers import Point
-from atts.reports.svg import Axis, Plot
+from atts.analysis.report.charts import Chart
+from atts.analysis.report.numbers import Point
+from atts.analysis.report.svg import Axis, Plot
 
 _LEGEND = (
     ("run", "whole runs"),

@@ -10,17 +10,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from atts.analysis.report.accuracy import baseline, method, rates, spend
+from atts.analysis.report.caveats import caveats
+from atts.analysis.report.frontier import frontier
+from atts.analysis.report.gather import Evidence, Solved, gather
+from atts.analysis.report.numbers import (
+    Calibration,
+    Caveat,
+    ProblemRow,
+    Rate,
+    Report,
+    RunFacts,
+    Spend,
+    Standing,
+    Verdict,
+)
+from atts.analysis.report.pages import Pages, short
+from atts.analysis.report.rates import calibration
+from atts.analysis.report.timing import timing
 from atts.calibration.verdict import judge_rate
 from atts.evaluators import Estimate
 from atts.journal import Json
-from atts.reports.accuracy import baseline, method, rates, spend
-from atts.reports.caveats import caveats
-from atts.reports.frontier import frontier
-from atts.reports.gather import Evidence, Solved, gather
-from atts.reports.numbers import Calibration, Caveat, ProblemRow, Rate, Report, RunFacts, Spend, Standing, Verdict
-from atts.reports.pages import Pages, short
-from atts.reports.rates import calibration
-from atts.reports.timing import timing
 
 PAGE_BYTES = 16 * 2**20
 """The most that the pages of all problems take in the file; their texts are shortened to stay below it."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from atts.analysis.report.numbers import Lanes, Stage, Timing
 from atts.graph import Node, measure, sibling_edges
-from atts.reports.numbers import Lanes, Stage, Timing
 
 _SLICES = 240
 _LANES = 12  # per engine that are drawn

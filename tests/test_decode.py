@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from atts.core import Sampling
-from atts.decode import batch_laws, inverse_cdf, probabilities, raw_logprobs, sample
+from atts.decode import batch_sampling, inverse_cdf, probabilities, raw_logprobs, sample
 from atts.tokenizing import StopMatcher
 
 
@@ -49,7 +49,7 @@ rows = st.lists(st.floats(-6, 6), min_size=8, max_size=8, unique_by=lambda x: ro
 def test_a_batch_of_laws_is_each_row_by_the_definition(batch: list[tuple[list[float], Sampling]]) -> None:
     """Temperature, top-k, top-p, min-p, mixed freely over the rows of one batch."""
     logits = torch.tensor([row for row, _ in batch], dtype=torch.float64)
-    found = probabilities(logits, batch_laws([law for _, law in batch], 8))
+    found = probabilities(logits, batch_sampling([law for _, law in batch], 8))
     expected = torch.tensor([naive_law(row, law) for row, law in batch], dtype=torch.float64)
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
 
@@ -57,7 +57,7 @@ def test_a_batch_of_laws_is_each_row_by_the_definition(batch: list[tuple[list[fl
 def test_temperature_zero_takes_the_first_best_token_in_mixed_company() -> None:
     """Greedy rows ignore their uniform; others do not."""
     logits = torch.tensor([[0.0, 3.0, 3.0], [0.0, 0.0, 0.0]])
-    drawn = sample(logits, batch_laws([Sampling(0.0), Sampling(1.0)], 3), torch.tensor([0.99, 0.99]))
+    drawn = sample(logits, batch_sampling([Sampling(0.0), Sampling(1.0)], 3), torch.tensor([0.99, 0.99]))
     assert drawn.tokens.tolist() == [1, 2]
 
 
@@ -85,7 +85,7 @@ def test_sampled_frequencies_follow_the_law_and_a_planted_bug_is_seen(shift: flo
     law = Sampling(temperature=0.7, top_k=6)
     logits = torch.tensor([[0.3, 1.1, -0.4, 0.9, 0.0, -1.5, 0.2, 0.6]])
     uniforms = torch.from_numpy(np.random.default_rng(3).random(40_000)) ** (1 + shift)
-    drawn = sample(logits.expand(40_000, -1), batch_laws([law] * 40_000, 8), uniforms).tokens
+    drawn = sample(logits.expand(40_000, -1), batch_sampling([law] * 40_000, 8), uniforms).tokens
     expected = np.array(naive_law(logits[0].tolist(), law)) * 40_000
     seen = np.bincount(drawn.numpy(), minlength=8)
     assert seen[expected == 0].sum() == 0

@@ -1,18 +1,51 @@
-"""One step's worth of work, as the scheduler hands it to a model: flat tokens of many sequences."""
+"""One step's work: the scheduler's plan, the flat arrays a model is fed, and the protocol of models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atts.decode import Drawn, Laws
+from atts.decode import SampledTokens, SamplingBatch
+from atts.local.allocator import SlotIds
+from atts.local.sequence import Sequence
 
 Ints = NDArray[np.int64]
-Slots = NDArray[np.int32]
+
+
+class PrefillChunk(NamedTuple):
+    """The tokens `start` to `stop` of a sequence's given ids, fed in one step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    logits_from: int  # first position whose logits are needed: to sample after, to score what follows, or to cache
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes: `decoding` feed their newest token, `prefills` some given ones, `ready` nothing."""
+
+    decoding: list[Sequence]
+    prefills: list[PrefillChunk]  # those of a single token first
+    ready: list[Sequence]  # all given ids are cached, logits included: sampled from without a forward
+
+    @property
+    def size(self) -> int:
+        """How many sequences it serves."""
+        return len(self.decoding) + len(self.prefills) + len(self.ready)
+
+    def started(self) -> list[Sequence]:
+        """Sampling sequences whose last given token is fed now."""
+        return [c.sequence for c in self.prefills if c.logits_from < c.stop and not c.sequence.is_scoring]
+
+    def scored(self) -> list[PrefillChunk]:
+        """Chunks that hold tokens to score."""
+        return [c for c in self.prefills if c.logits_from < c.stop and c.sequence.is_scoring]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,38 +59,87 @@ class StepBatch:
     tokens: Ints  # [tokens]
     positions: Ints  # [tokens]
     slots: Ints  # [tokens] where each token's keys and values go
-    rows: Ints  # [sequences] row of the slot table
-    starts: Ints  # [sequences + 1] first token of each sequence
-    lengths: Ints  # [sequences] positions known after this step
-    tails: Ints  # [sequences] how many of each one's tokens are wanted: always its last ones
+    table_rows: Ints  # [sequences] row of the slot table
+    query_starts: Ints  # [sequences + 1] first token of each sequence
+    context_lens: Ints  # [sequences] positions known after this step
+    num_logits: Ints  # [sequences] how many of each one's tokens need logits: always its last ones
     num_single: int  # sequences at the front that feed exactly one token
-    wanted: Ints  # [wanted] tokens whose hidden state the caller asks for
+    logit_rows: Ints  # [logits] tokens whose hidden state is returned
 
 
 class Model(Protocol):
-    """A decoder that writes its cache through a table of slots."""
+    """A decoder whose key-value cache is addressed through a table of slots."""
 
     @property
     def device_name(self) -> str:
         """Where it computes."""
         ...
 
-    def forward(self, batch: StepBatch, table: Slots) -> Tensor:
-        """The final, normed hidden states of the wanted tokens: [wanted, width]."""
+    def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
+        """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
         ...
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Their logits: [wanted, vocabulary] float32."""
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Their logits: [logits, vocabulary] float32."""
         ...
 
-    def draw(self, logits: Tensor, laws: Laws, uniforms: list[float]) -> Drawn:
+    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
         """One token a row, as `atts.decode.sample` draws it."""
         ...
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Each row's token under the raw law, as `atts.decode.raw_logprobs` has it."""
+        """Each row's token under the raw distribution, as `atts.decode.raw_logprobs` has it."""
         ...
 
-    def score(self, hidden: Tensor, tokens: list[int], ends: list[int]) -> tuple[list[float], Tensor]:
-        """The same from hidden states, never all logits at once; and the logits of the rows `ends`, which rise."""
+    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
+        """The same from hidden states, never all logits at once; and the logits of `kept_rows`, in rising order."""
         ...
+
+
+def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
+    """The plan as arrays; `logit_rows` are the tokens sampled after, decoding ones first, then those that score."""
+    if not plan.prefills:
+        return _decoding_batch(plan.decoding, table)
+    decoding = [PrefillChunk(s, s.num_computed, len(s.ids), s.num_computed) for s in plan.decoding]
+    chunks = [*decoding, *plan.prefills]
+    ids = chain.from_iterable([s.ids[start:stop] for s, start, stop, _ in chunks])
+    numbers = [(s.row, start, stop, first, s.is_scoring) for s, start, stop, first in chunks]
+    rows, begins, lengths, logits_from, is_scoring = np.array(numbers, dtype=np.int64).T.copy()
+    counts, num_logits = lengths - begins, lengths - logits_from
+    starts = np.zeros(len(chunks) + 1, dtype=np.int64)
+    counts.cumsum(out=starts[1:])
+    tokens = np.fromiter(ids, dtype=np.int64, count=int(starts[-1]))
+    positions = np.arange(len(tokens)) + (begins - starts[:-1]).repeat(counts)
+    sampled = starts[1:][(is_scoring == 0) & (num_logits > 0)] - 1
+    num_scored = num_logits * is_scoring
+    scored = np.arange(num_scored.sum()) + (starts[1:] - num_scored.cumsum()).repeat(num_scored)
+    return StepBatch(
+        tokens=tokens,
+        positions=positions,
+        slots=table.take((rows * table.shape[1]).repeat(counts) + positions).astype(np.int64),
+        table_rows=rows,
+        query_starts=starts,
+        context_lens=lengths,
+        num_logits=num_logits,
+        num_single=int((counts == 1).sum()),
+        logit_rows=np.concatenate([sampled, scored]),
+    )
+
+
+def _decoding_batch(sequences: list[Sequence], table: SlotIds) -> StepBatch:
+    """The common case, one token each, without the bookkeeping of chunks."""
+    count = len(sequences)
+    positions = np.array([sequence.num_computed for sequence in sequences], dtype=np.int64)
+    rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
+    starts = np.arange(count + 1)
+    return StepBatch(
+        tokens=np.array([sequence.ids[-1] for sequence in sequences], dtype=np.int64),
+        positions=positions,
+        slots=table[rows, positions].astype(np.int64),
+        table_rows=rows,
+        query_starts=starts,
+        context_lens=positions + 1,
+        num_logits=np.ones(count, dtype=np.int64),
+        num_single=count,
+        logit_rows=starts[:-1],
+    )

@@ -1,4 +1,4 @@
-"""Puts a step loop together inside the thread or process that will run it."""
+"""The builder of a step loop, run inside the thread or process that will run the loop."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.batch import Model
 from atts.local.compiling import native_library
 from atts.local.loader import Weights, load_weights
-from atts.local.loop import Reading, StepLoop
-from atts.local.messages import Blueprint, Opened, Report
-from atts.local.model import TorchModel
-from atts.local.native import NativeModel
+from atts.local.loop import StepLoop, TokenTable
+from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
+from atts.local.model_config import ModelConfig
+from atts.local.native_model import NativeModel
 from atts.local.prefix import PrefixTree
-from atts.local.scheduler import Limits, Scheduler
-from atts.local.shape import Shape
+from atts.local.scheduler import Scheduler, SchedulerConfig
+from atts.local.torch_model import TorchModel
 
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.8  # of what the weights leave free
@@ -28,88 +28,90 @@ _SMALL_MODEL = 10_000_000
 """Weights below which a second thread costs more in waiting than it computes, unless the machine is idle."""
 
 
-MakeModel = Callable[[Blueprint, Weights, Tensor], Model]
+MakeModel = Callable[[WorkerConfig, Weights, Tensor], Model]
 
 
 def build_loop(
-    plan: Blueprint, tell: Callable[[Report], None], make_model: MakeModel | None = None
-) -> tuple[StepLoop, Opened]:
+    config: WorkerConfig, send: Callable[[LoopReport], None], make_model: MakeModel | None = None
+) -> tuple[StepLoop, WorkerReady]:
     """Load the weights, allocate the cache, connect the parts; `make_model` stands in for the choice of a kernel.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
     """
-    device, dtype = _device(plan), getattr(torch, plan.dtype)
-    weights = load_weights(plan.folder, plan.shape, dtype, device, plan.name)
-    cache = allocate_cache(plan, dtype, device)
-    model = (make_model or _model)(plan, weights, cache)
+    device, dtype = _device(config), getattr(torch, config.options.dtype)
+    weights = load_weights(config.folder, config.model, dtype, device, config.name)
+    cache = allocate_cache(config, dtype, device)
+    model = (make_model or _model)(config, weights, cache)
     kv_tokens = cache.shape[2] - 1
-    limits = Limits(kv_tokens, plan.max_batch, plan.chunk_tokens, plan.shape.context_length)
-    tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * plan.shape.vocabulary))))
-    reading = Reading(plan.shape.vocabulary, plan.pieces, frozenset(plan.shape.end_ids))
-    return StepLoop(model, Scheduler(limits, tree), reading, tell), Opened(kv_tokens, model.device_name)
+    options = config.options
+    limits = SchedulerConfig(kv_tokens, options.max_batch, options.chunk_tokens, config.model.context_length)
+    tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * config.model.vocabulary))))
+    token_table = TokenTable(config.pieces, frozenset(config.model.end_ids))
+    loop = StepLoop(model, Scheduler(limits, tree), token_table, send)
+    return loop, WorkerReady(kv_tokens, model.device_name)
 
 
-def _device(plan: Blueprint) -> torch.device:
-    has_cuda = plan.device != "cpu" and torch.cuda.is_available()
-    if plan.device == "cuda" and not has_cuda:
+def _device(config: WorkerConfig) -> torch.device:
+    has_cuda = config.options.device != "cpu" and torch.cuda.is_available()
+    if config.options.device == "cuda" and not has_cuda:
         advice = "Use device='cpu', or a torch build with CUDA"
-        raise ModelLoadError(plan.name, "there is no usable CUDA device", advice)
+        raise ModelLoadError(config.name, "there is no usable CUDA device", advice)
     return torch.device("cuda" if has_cuda else "cpu")
 
 
-def _model(plan: Blueprint, weights: Weights, cache: Tensor) -> Model:
+def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> Model:
     """Native kernels where they can be had and are allowed, else torch."""
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
-    if plan.kernel == "native" and not is_fit:
-        raise UnsupportedByEngine(plan.name, "the native kernels compute float32 on a CPU", "Use kernel='torch'")
-    if plan.kernel != "torch" and is_fit:
+    if config.options.kernel == "native" and not is_fit:
+        raise UnsupportedByEngine(config.name, "the native kernels compute float32 on a CPU", "Use kernel='torch'")
+    if config.options.kernel != "torch" and is_fit:
         try:
-            library = native_library(plan.name, plan.shape)
+            library = native_library(config.name, config.model)
         except UnsupportedByEngine:
-            if plan.kernel == "native":
+            if config.options.kernel == "native":
                 raise
         else:
-            return NativeModel(library, plan.shape, weights, cache, _threads(plan))
-    return TorchModel(plan.shape, weights, cache)
+            return NativeModel(library, config.model, weights, cache, _threads(config))
+    return TorchModel(config.model, weights, cache)
 
 
-def _threads(plan: Blueprint) -> int:
-    if plan.threads is not None:
-        return plan.threads
-    return 1 if plan.shape.matrix_weights < _SMALL_MODEL else torch.get_num_threads()
+def _threads(config: WorkerConfig) -> int:
+    if config.options.threads is not None:
+        return config.options.threads
+    return 1 if config.model.matrix_weights < _SMALL_MODEL else torch.get_num_threads()
 
 
-def set_threads(plan: Blueprint) -> None:
+def set_threads(config: WorkerConfig) -> None:
     """Fix how many threads a step uses; called in the loop's own thread, for OpenMP counts per calling thread."""
-    torch.set_num_threads(_threads(plan))
+    torch.set_num_threads(_threads(config))
 
 
-def allocate_cache(plan: Blueprint, dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The key-value cache, [layers, 2, slots + 1, kv_heads, head_dim] of zeros; halved until it fits.
 
     :raises OutOfMemory: not even one whole context fits.
     """
-    shape = plan.shape
-    tokens = plan.kv_tokens or _default_tokens(shape, dtype, device)
-    least = min(tokens, shape.context_length)
+    model = config.model
+    tokens = config.options.kv_tokens or _default_tokens(model, dtype, device)
+    least = min(tokens, model.context_length)
     while True:
-        size = (shape.layers, 2, tokens + 1, shape.kv_heads, shape.head_dim)
+        size = (model.num_layers, 2, tokens + 1, model.num_kv_heads, model.head_dim)
         try:
             return _zeros(size, dtype, device)
         except (torch.OutOfMemoryError, MemoryError):
             if tokens <= least:
                 advice = "Lower kv_tokens, use bfloat16, or a smaller model"
-                raise OutOfMemory(plan.name, f"a cache of {tokens} tokens does not fit", advice) from None
+                raise OutOfMemory(config.name, f"a cache of {tokens} tokens does not fit", advice) from None
             tokens = max(least, tokens // 2)
 
 
-def _default_tokens(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
-    per_token = shape.kv_floats * dtype.itemsize
+def _default_tokens(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    per_token = model.kv_floats_per_token * dtype.itemsize
     budget = _CPU_CACHE_BYTES
     if device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
-    return max(shape.context_length, budget // per_token)
+    return max(model.context_length, budget // per_token)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The process that runs one engine's step loop, spoken to through its standard input and output."""
+"""The main program of a worker process: one engine's step loop, commanded through its standard input and output."""
 
 from __future__ import annotations
 
@@ -10,31 +10,28 @@ from typing import IO
 
 from atts.errors import EngineError, ModelLoadError, OutOfMemory
 from atts.local.build import build_loop, set_threads
-from atts.local.messages import Blueprint, Close, Failed, FailureKind, Report
+from atts.local.messages import Close, FailureKind, FailureReply, WorkerConfig
 from atts.local.worker import Mailbox, broken, write
 
 
 def main() -> int:
-    """Read a blueprint, build the loop, run it until told to close or until the parent is gone."""
-    orders = sys.stdin.buffer
+    """Read the configuration, build the loop, run it until told to close or until the parent is gone."""
+    commands = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not end up among the replies
 
-    def tell(report: Report) -> None:
-        write(replies, report)
-
-    plan = pickle.load(orders)
-    assert isinstance(plan, Blueprint), "the first message is the blueprint"
+    config = pickle.load(commands)
+    assert isinstance(config, WorkerConfig), "the first message is the configuration"
     try:
-        loop, opened = build_loop(plan, tell)
+        loop, ready = build_loop(config, lambda report: write(replies, report))
     except EngineError as error:
         write(replies, refusal(error))
         return 0
-    write(replies, opened)
+    write(replies, ready)
     mailbox = Mailbox()
-    threading.Thread(target=_read_orders, args=(orders, mailbox), daemon=True).start()
+    threading.Thread(target=_read_commands, args=(commands, mailbox), daemon=True).start()
     try:
-        set_threads(plan)
+        set_threads(config)
         loop.run(mailbox)
     except BrokenPipeError:
         return 0  # the parent is gone
@@ -44,20 +41,20 @@ def main() -> int:
     return 0
 
 
-def refusal(error: EngineError) -> Failed:
+def refusal(error: EngineError) -> FailureReply:
     """An error as a message; the parent raises it again under its own name."""
     kind: FailureKind = (
         "load" if isinstance(error, ModelLoadError) else "memory" if isinstance(error, OutOfMemory) else "broken"
     )
-    return Failed(0, kind, str(error).removeprefix(f"engine {error.engine}: "))
+    return FailureReply(0, kind, str(error).removeprefix(f"engine {error.engine}: "))
 
 
-def _read_orders(stream: IO[bytes], mailbox: Mailbox) -> None:
-    """Pass orders on; a parent that is gone is an order to close."""
+def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:
+    """Pass commands on; a parent that is gone is a command to close."""
     try:
         while True:
-            for order in pickle.load(stream):
-                mailbox.put(order)
+            for command in pickle.load(stream):
+                mailbox.put(command)
     except (EOFError, OSError, pickle.UnpicklingError):
         mailbox.put(Close())
 

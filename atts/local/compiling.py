@@ -1,4 +1,4 @@
-"""Builds the C kernels on first use where a compiler is at hand; they are never required."""
+"""The compiler of the C kernels: built on first use, cached by source and processor, never required."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from atts.errors import UnsupportedByEngine
-from atts.local.shape import Shape
+from atts.local.model_config import ModelConfig
 
 Tuning = Literal["native", "avx2", "generic"]
 """Whose instructions the compiler may use: all of this processor's, AVX2's, those every one of its kind has."""
@@ -31,7 +31,7 @@ def tunings() -> tuple[Tuning, ...]:
     return ("native", "avx2", "generic") if has_avx2 else ("native", "generic")
 
 
-def native_library(name: str, shape: Shape, tuning: Tuning = "native") -> ctypes.CDLL:
+def native_library(name: str, config: ModelConfig, tuning: Tuning = "native") -> ctypes.CDLL:
     """The compiled kernels, from the cache of earlier builds or built now.
 
     :raises UnsupportedByEngine: no compiler, a failed build, a head size the kernels do not know, or a foreign tuning.
@@ -47,14 +47,14 @@ def native_library(name: str, shape: Shape, tuning: Tuning = "native") -> ctypes
     library.atts_supports.argtypes = (_INT,)
     library.atts_pack.argtypes = (_POINTER, _INT, _INT, _INT, _POINTER)
     library.atts_forward.argtypes = (_POINTER, _POINTER)
-    library.atts_head.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _INT)
+    library.atts_logits.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _INT)
     library.atts_score.argtypes, library.atts_score.restype = (_POINTER, _INT), None
-    library.atts_draw.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER)
+    library.atts_sample.argtypes = (_POINTER,)
     library.atts_logprobs.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER)
-    library.atts_draw.restype = library.atts_logprobs.restype = None
-    library.atts_pack.restype = library.atts_forward.restype = library.atts_head.restype = None
-    if not library.atts_supports(shape.head_dim):
-        raise UnsupportedByEngine(name, f"the native kernels do not know head dimension {shape.head_dim}", "Use torch")
+    library.atts_sample.restype = library.atts_logprobs.restype = None
+    library.atts_pack.restype = library.atts_forward.restype = library.atts_logits.restype = None
+    if not library.atts_supports(config.head_dim):
+        raise UnsupportedByEngine(name, f"the native kernels do not know head dimension {config.head_dim}", "Use torch")
     return library
 
 
@@ -63,11 +63,11 @@ def _built(name: str, tuning: Tuning) -> Path:
     if compiler is None:
         raise UnsupportedByEngine(name, "no C compiler for the native kernels", "Install gcc, or use kernel='torch'")
     folder = _cache_folder()
-    path = folder / f"kernels-{_mark(compiler, tuning)}.so"
+    path = folder / f"kernels-{_cache_key(compiler, tuning)}.so"
     if path.is_file():
         return path
     problem, sources = "", [str(source) for source in sorted(_SOURCES.glob("*.c"))]
-    for extra in _variants(tuning):
+    for extra in _flag_sets(tuning):
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
             made = Path(file.name)
         command = [compiler, *_FLAGS, *extra[0], "-o", str(made), *sources, *extra[1], "-lm"]
@@ -80,7 +80,7 @@ def _built(name: str, tuning: Tuning) -> Path:
     raise UnsupportedByEngine(name, f"the native kernels do not build ({problem})", "Use kernel='torch'")
 
 
-def _variants(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
+def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
     """Compiler and linker flags to try: with threads and the instructions asked for, then with less."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     tuned = {"native": (native,), "avx2": ("-mavx2", "-mfma"), "generic": ()}[tuning]
@@ -100,10 +100,10 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _mark(compiler: str, tuning: Tuning) -> str:
+def _cache_key(compiler: str, tuning: Tuning) -> str:
     """Names a build: the source, the flags, the compiler and the processor it was tuned for."""
     sources = [source.read_text(encoding="utf-8") for source in sorted(_SOURCES.iterdir())]
-    text = repr((sources, _FLAGS, _variants(tuning), compiler, os.stat(compiler).st_mtime, _processor()))
+    text = repr((sources, _FLAGS, _flag_sets(tuning), compiler, os.stat(compiler).st_mtime, _processor()))
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 

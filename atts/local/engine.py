@@ -1,4 +1,4 @@
-"""The engine on in-process models: what callers open, await and close."""
+"""`LocalEngine`: sampling and scoring on models of this machine, behind the engine protocol."""
 
 from __future__ import annotations
 
@@ -7,56 +7,39 @@ from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Self
 
 import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
-from atts.errors import ContextOverflow, EngineError, EngineUnavailable, ModelLoadError, OptionError, OutOfMemory
+from atts.errors import ContextOverflow, EngineError, EngineUnavailable, ModelLoadError, OutOfMemory
 from atts.local.messages import (
-    Blueprint,
     Cancel,
-    Device,
-    Dtype,
-    Failed,
-    Kernel,
+    FailureReply,
+    LoopReport,
     LoopStats,
-    Opened,
     Reply,
-    Report,
-    Sampled,
-    Scored,
+    SampleReply,
+    ScoreReply,
     Submit,
+    WorkerConfig,
+    WorkerReady,
 )
-from atts.local.shape import Shape, read_shape
+from atts.local.model_config import read_model_config
+from atts.local.options import LocalOptions
 from atts.local.worker import ProcessWorker, ThreadWorker, Worker
 from atts.tasks import soon
 from atts.tokenizing import TEXT_FILES, ModelTokenizer, find_folder
 
-Place = Literal["thread", "process"]
 _KIND = "local 0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class LocalOptions:
-    """How a local engine runs; the defaults suit small models on a CPU."""
-
-    device: Device = "auto"  # CUDA where there is one
-    dtype: Dtype = "float32"
-    worker: Place = "process"  # overlaps with other engines and a busy caller; a thread opens at once
-    kernel: Kernel = "auto"  # native where it can be built and fits the model, else torch
-    kv_tokens: int | None = None  # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
-    max_batch: int = 256  # sequences in one step
-    chunk_tokens: int = 512  # tokens in one step, decoding apart
-    threads: int | None = None  # of one step; None leaves torch's setting
 
 
 class LocalEngine:
     """A model of a supported family in this process or a child of it; an `atts.engine.Engine`.
 
     Samples and scores of any number of callers share steps, cache and prompt prefixes; who else is in flight changes
-    speed, never the law. Cancelling a call frees its place within one step.
+    speed, never the distribution. Cancelling a call frees its work within one step.
     """
 
     def __init__(self, model: str | Path, *, name: str = "", options: LocalOptions | None = None) -> None:
@@ -67,8 +50,8 @@ class LocalEngine:
         self._model = str(model)
         self._name = name or Path(self._model).name
         self._options = options or LocalOptions()
-        _check_options(self._options)
-        self._opened: _Open | None = None
+        self._options.check()
+        self._opened: _OpenEngine | None = None
 
     @property
     def spec(self) -> EngineSpec:
@@ -89,25 +72,16 @@ class LocalEngine:
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids; see `atts.engine.Engine.sample`."""
         opened = self._require()
-        try:
-            check_sample(request, opened.spec)
-        except ContextOverflow as error:
-            raise opened.explained(error) from None
         reply = await opened.ask(request)
-        assert isinstance(reply, Sampled), "a sampling request is answered by a sample"
+        assert isinstance(reply, SampleReply), "a sampling request is answered by a sample"
         is_closed = reply.ended == "end" and reply.ids[-1] in opened.spec.end_ids
         text = opened.tokenizer.decode(reply.ids[:-1] if is_closed else reply.ids)
         return Completion(reply.ids, text, reply.ended, reply.logprobs, reply.cached_tokens)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Log-probabilities of the suffix; see `atts.engine.Engine.score`."""
-        opened = self._require()
-        try:
-            check_score(request, opened.spec)
-        except ContextOverflow as error:
-            raise opened.explained(error) from None
-        reply = await opened.ask(request)
-        assert isinstance(reply, Scored), "a scoring request is answered by scores"
+        reply = await self._require().ask(request)
+        assert isinstance(reply, ScoreReply), "a scoring request is answered by scores"
         return Scores(reply.logprobs, reply.cached_tokens)
 
     def stats(self) -> EngineStats:
@@ -141,7 +115,7 @@ class LocalEngine:
         except OSError as error:
             advice = "End other processes, or take worker='thread'"
             raise EngineUnavailable(self._name, f"its process cannot be started ({error})", advice) from error
-        opened = _Open(self._name, worker)
+        opened = _OpenEngine(self._name, worker)
         with anyio.CancelScope(shield=True):  # a half-loaded model cannot be abandoned
             await opened.load(self._model, self._options)
         self._opened = opened
@@ -156,7 +130,7 @@ class LocalEngine:
             with anyio.CancelScope(shield=True):
                 await opened.close()
 
-    def _require(self) -> _Open:
+    def _require(self) -> _OpenEngine:
         if self._opened is None:
             raise EngineUnavailable(self._name, "it is not open", "Use it inside `async with`")
         return self._opened
@@ -168,7 +142,7 @@ class _Waiter:
     reply: Reply | None = None
 
 
-class _Open:
+class _OpenEngine:
     """An engine between its opening and its closing: the worker, and who waits for what."""
 
     spec: EngineSpec
@@ -179,9 +153,9 @@ class _Open:
 
     def __init__(self, name: str, worker: Worker) -> None:
         self._name, self._worker = name, worker
-        self._tickets = count(1)
+        self._request_ids = count(1)
         self._waiters: dict[int, _Waiter] = {}
-        self._end: Failed | None = None  # why nothing more will come
+        self._end: FailureReply | None = None  # why nothing more will come
         self._requests = 0
         self._soon = soon()
         self.loop_stats = LoopStats()
@@ -189,35 +163,39 @@ class _Open:
     async def load(self, model: str, options: LocalOptions) -> None:
         """Find, check and load the model, away from the event loop."""
         try:
-            plan, tokenizer, label = await anyio.to_thread.run_sync(_prepare, model, self._name, options)
-            opened = await anyio.to_thread.run_sync(self._worker.open, plan, self._tell)
+            config, tokenizer, label = await anyio.to_thread.run_sync(_prepare, model, self._name, options)
+            ready = await anyio.to_thread.run_sync(self._worker.open, config, self._hand_over)
         except BaseException:
             self._worker.close()
             raise
-        self.tokenizer, self.kv_tokens, self.kernel = tokenizer, opened.kv_tokens, opened.kernel
-        self.spec = _spec(self._name, label, plan, opened, tokenizer.digest)
-        self._context = plan.shape.context_length
+        self.tokenizer, self.kv_tokens, self.kernel = tokenizer, ready.kv_tokens, ready.kernel
+        self.spec = _spec(label, config, ready, tokenizer.digest)
+        self._context = config.model.context_length
 
     async def ask(self, request: SampleRequest | ScoreRequest) -> Reply:
-        """Send a request and wait for its reply; leaving early cancels it."""
+        """Check and send a request, and wait for its reply; leaving early cancels it."""
+        try:
+            check_sample(request, self.spec) if isinstance(request, SampleRequest) else check_score(request, self.spec)
+        except ContextOverflow as error:
+            raise self._explained(error) from None
         if self._end is not None:
             raise self._error(self._end)
-        ticket = next(self._tickets)
-        waiter = self._waiters[ticket] = _Waiter(anyio.Event())
+        request_id = next(self._request_ids)
+        waiter = self._waiters[request_id] = _Waiter(anyio.Event())
         self._requests += 1
-        self._worker.send(Submit(ticket, request))
+        self._worker.send(Submit(request_id, request))
         try:
             await waiter.event.wait()
         finally:
-            del self._waiters[ticket]
+            del self._waiters[request_id]
             if waiter.reply is None:
-                self._worker.send(Cancel(ticket))
+                self._worker.send(Cancel(request_id))
         assert waiter.reply is not None, "woken without a reply"
-        if isinstance(waiter.reply, Failed):
+        if isinstance(waiter.reply, FailureReply):
             raise self._error(waiter.reply)
         return waiter.reply
 
-    def explained(self, error: ContextOverflow) -> ContextOverflow:
+    def _explained(self, error: ContextOverflow) -> ContextOverflow:
         """The same error, saying so where the model could take the request and only the cache is too small."""
         if error.needed > self._context:
             return error
@@ -229,55 +207,42 @@ class _Open:
         return replace(self.loop_stats.snapshot(), requests=self._requests, in_flight=len(self._waiters))
 
     async def close(self) -> None:
-        """End the worker; whoever still waits is told."""
+        """End the worker; calls that still wait are told."""
         await anyio.to_thread.run_sync(self._worker.close)
-        self._deliver(Report((Failed(0, "closed", "it was closed"),), None))
+        self._deliver(LoopReport((FailureReply(0, "closed", "it was closed"),), None))
 
-    def _tell(self, report: Report) -> None:
+    def _hand_over(self, report: LoopReport) -> None:
         """Called in the worker's thread; hands over to the event loop without waiting for it."""
         self._soon(lambda: self._deliver(report))
 
-    def _deliver(self, report: Report) -> None:
+    def _deliver(self, report: LoopReport) -> None:
         if report.stats is not None:
             self.loop_stats = report.stats
         for reply in report.replies:
-            if reply.ticket == 0:
-                assert isinstance(reply, Failed), "only an end concerns everybody"
+            if reply.request_id == 0:
+                assert isinstance(reply, FailureReply), "only an end concerns all requests"
                 self._end = self._end or reply
                 waiters = list(self._waiters.values())
             else:
-                waiters = [self._waiters[reply.ticket]] if reply.ticket in self._waiters else []
+                waiters = [self._waiters[reply.request_id]] if reply.request_id in self._waiters else []
             for waiter in waiters:
                 waiter.reply = waiter.reply or reply
                 waiter.event.set()
 
-    def _error(self, failure: Failed) -> EngineError:
+    def _error(self, failure: FailureReply) -> EngineError:
         kinds = {"memory": OutOfMemory, "closed": EngineUnavailable}
         return kinds.get(failure.kind, EngineError)(self._name, failure.problem, failure.advice)
 
 
-def _prepare(model: str, name: str, options: LocalOptions) -> tuple[Blueprint, ModelTokenizer, str]:
+def _prepare(model: str, name: str, options: LocalOptions) -> tuple[WorkerConfig, ModelTokenizer, str]:
     folder = find_folder(model, name, (*TEXT_FILES, "*.safetensors"))
-    shape = read_shape(folder, name)
+    config = read_model_config(folder, name)
     tokenizer = ModelTokenizer(folder, name)
-    if tokenizer.vocabulary > shape.vocabulary:
-        problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {shape.vocabulary}"
+    if tokenizer.vocabulary > config.vocabulary:
+        problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {config.vocabulary}"
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
-    plan = Blueprint(
-        name=name,
-        folder=folder,
-        shape=shape,
-        pieces=tokenizer.pieces,
-        device=options.device,
-        dtype=options.dtype,
-        kernel=options.kernel,
-        kv_tokens=options.kv_tokens,
-        max_batch=options.max_batch,
-        chunk_tokens=options.chunk_tokens,
-        threads=options.threads,
-    )
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_weights_mark(folder)}"
-    return plan, tokenizer, label
+    return WorkerConfig(name, folder, config, tokenizer.pieces, options), tokenizer, label
 
 
 def _weights_mark(folder: Path) -> str:
@@ -293,28 +258,16 @@ def _weights_mark(folder: Path) -> str:
     return mark.hexdigest()
 
 
-def _spec(name: str, label: str, plan: Blueprint, opened: Opened, digest: str) -> EngineSpec:
-    shape: Shape = plan.shape
+def _spec(label: str, config: WorkerConfig, ready: WorkerReady, digest: str) -> EngineSpec:
+    model = config.model
     return EngineSpec(
-        name=name,
+        name=config.name,
         model=label,
         tokenizer=digest,
-        context_length=min(shape.context_length, opened.kv_tokens),
-        end_ids=shape.end_ids,
-        vocabulary=shape.vocabulary,
+        context_length=min(model.context_length, ready.kv_tokens),
+        end_ids=model.end_ids,
+        vocabulary=model.vocabulary,
         engine=_KIND,
-        dtype=plan.dtype,
-        flops_per_token=2.0 * shape.matrix_weights,
+        dtype=config.options.dtype,
+        flops_per_token=2.0 * model.matrix_weights,
     )
-
-
-def _check_options(options: LocalOptions) -> None:
-    allowed = {"device": Device, "dtype": Dtype, "worker": Place, "kernel": Kernel}
-    for option, known in allowed.items():
-        value = getattr(options, option)
-        if value not in get_args(known):
-            raise OptionError(str(value), f"no such {option}", get_args(known))
-    for option in ("kv_tokens", "max_batch", "chunk_tokens", "threads"):
-        value = getattr(options, option)
-        if value is not None and value < 1:
-            raise OptionError(option, f"is {value}, expected at least 1")

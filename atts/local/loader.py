@@ -1,4 +1,4 @@
-"""Brings a model's weights from a folder or the hub into fused tensors, or says clearly why it cannot."""
+"""The loader of weights: safetensors files into fused tensors, checked for presence, shape and type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory
-from atts.local.shape import Shape, read_config
+from atts.local.model_config import ModelConfig, read_hf_config
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What weights come in; smaller numbers mean nothing without the scales that some other format keeps beside them."""
@@ -39,17 +39,17 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a model's weights, and how far each position turns."""
+    """All of a model's weights, and the frequencies of its rotary embedding."""
 
-    embedding: Tensor  # [vocabulary, width]
+    embedding: Tensor  # [vocabulary, hidden_size]
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Tensor  # [vocabulary, width]; the embedding itself when tied
-    frequencies: Tensor  # [head_dim / 2] float32, of the rotary embedding, on the CPU
+    head: Tensor  # [vocabulary, hidden_size]; the embedding itself when tied
+    rope_frequencies: Tensor  # [head_dim / 2] float32, on the CPU
     rope_scale: float  # multiplies cosines and sines
 
 
-def load_weights(folder: Path, shape: Shape, dtype: torch.dtype, device: torch.device, name: str) -> Weights:
+def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, name: str) -> Weights:
     """Read and fuse the weights of the model in `folder`.
 
     :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another shape.
@@ -57,53 +57,54 @@ def load_weights(folder: Path, shape: Shape, dtype: torch.dtype, device: torch.d
     """
     try:
         with ExitStack() as stack:
-            return _fuse(_Reader(folder, dtype, device, name, stack), shape, *_frequencies(folder, shape, name))
+            reader = _TensorReader(folder, dtype, device, name, stack)
+            return _fuse(reader, config, *_rope_frequencies(folder, config, name))
     except (torch.OutOfMemoryError, MemoryError) as error:
         advice = "Use a smaller model, bfloat16, or another device"
         raise OutOfMemory(name, f"the weights do not fit into memory on {device}", advice) from error
 
 
-def _fuse(read: _Reader, shape: Shape, frequencies: Tensor, scale: float) -> Weights:
-    embedding = read("embed_tokens.weight", shape.vocabulary, shape.width)
-    layers = tuple(_layer(read, shape, f"layers.{index}.") for index in range(shape.layers))
-    norm = read("norm.weight", shape.width)
-    head = embedding if shape.ties_embeddings else read("lm_head.weight", shape.vocabulary, shape.width)
+def _fuse(read: _TensorReader, config: ModelConfig, frequencies: Tensor, scale: float) -> Weights:
+    embedding = read("embed_tokens.weight", config.vocabulary, config.hidden_size)
+    layers = tuple(_layer(read, config, f"layers.{index}.") for index in range(config.num_layers))
+    norm = read("norm.weight", config.hidden_size)
+    head = embedding if config.ties_embeddings else read("lm_head.weight", config.vocabulary, config.hidden_size)
     return Weights(embedding, layers, norm, head, frequencies, scale)
 
 
-def _frequencies(folder: Path, shape: Shape, name: str) -> tuple[Tensor, float]:
-    if shape.rope == "default":
-        exponent = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        frequencies, scale = 1.0 / (shape.theta**exponent), 1.0
+def _rope_frequencies(folder: Path, config: ModelConfig, name: str) -> tuple[Tensor, float]:
+    if config.rope_type == "default":
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        frequencies, scale = 1.0 / (config.rope_theta**exponent), 1.0
     else:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        frequencies, scale = ROPE_INIT_FUNCTIONS[shape.rope](read_config(folder, name), torch.device("cpu"))
+        frequencies, scale = ROPE_INIT_FUNCTIONS[config.rope_type](read_hf_config(folder, name), torch.device("cpu"))
     return frequencies.float(), float(scale)
 
 
-def _layer(read: _Reader, shape: Shape, at: str) -> LayerWeights:
-    query, key, width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.width
+def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
+    query, key, width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
     rows = {f"{at}self_attn.q_proj": query, f"{at}self_attn.k_proj": key, f"{at}self_attn.v_proj": key}
-    mlp = {f"{at}mlp.gate_proj": shape.inner, f"{at}mlp.up_proj": shape.inner}
-    is_normed = shape.family == "qwen3"
+    mlp = {f"{at}mlp.gate_proj": config.intermediate_size, f"{at}mlp.up_proj": config.intermediate_size}
+    is_normed = config.family == "qwen3"
     return LayerWeights(
         norm=read(f"{at}input_layernorm.weight", width),
         qkv=torch.cat([read(f"{part}.weight", count, width) for part, count in rows.items()]),
         qkv_bias=read.biases(rows),
-        query_norm=read(f"{at}self_attn.q_norm.weight", shape.head_dim) if is_normed else None,
-        key_norm=read(f"{at}self_attn.k_norm.weight", shape.head_dim) if is_normed else None,
+        query_norm=read(f"{at}self_attn.q_norm.weight", config.head_dim) if is_normed else None,
+        key_norm=read(f"{at}self_attn.k_norm.weight", config.head_dim) if is_normed else None,
         out=read(f"{at}self_attn.o_proj.weight", width, query),
         out_bias=read.biases({f"{at}self_attn.o_proj": width}),
         mlp_norm=read(f"{at}post_attention_layernorm.weight", width),
         gate_up=torch.cat([read(f"{part}.weight", count, width) for part, count in mlp.items()]),
         gate_up_bias=read.biases(mlp),
-        down=read(f"{at}mlp.down_proj.weight", width, shape.inner),
+        down=read(f"{at}mlp.down_proj.weight", width, config.intermediate_size),
         down_bias=read.biases({f"{at}mlp.down_proj": width}),
     )
 
 
-class _Reader:
+class _TensorReader:
     """Reads tensors by name from the safetensors files of one folder, checked for shape."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack) -> None:

@@ -1,4 +1,4 @@
-"""The step loop: take orders, plan, run the model, draw or score, report; forward only."""
+"""The step loop: take commands, plan a step, run the model, sample or score, reply."""
 
 from __future__ import annotations
 
@@ -12,29 +12,39 @@ import torch
 from torch import Tensor
 
 from atts.core import SampleRequest
-from atts.decode import Drawn, Laws, batch_laws
-from atts.local.batch import Model
-from atts.local.messages import Cancel, Close, Failed, LoopStats, Order, Reply, Report, Sampled, Scored, Submit
-from atts.local.scheduler import Part, Plan, Scheduler, step_batch
-from atts.local.sequence import Sequence, ending, sampling_sequence, scoring_sequence
+from atts.decode import SampledTokens, SamplingBatch, batch_sampling
+from atts.local.batch import Model, PrefillChunk, StepPlan, step_batch
+from atts.local.messages import (
+    Cancel,
+    Close,
+    Command,
+    FailureReply,
+    LoopReport,
+    LoopStats,
+    Reply,
+    SampleReply,
+    ScoreReply,
+    Submit,
+)
+from atts.local.scheduler import Scheduler
+from atts.local.sequence import Sequence, ending, new_sequence
 
 _REPORT_SECONDS = 0.2
 """How stale the counters may get while nothing is finished."""
 
 
 class Inbox(Protocol):
-    """Where orders come from."""
+    """Where commands come from."""
 
-    def take(self, *, wait: bool) -> list[Order]:
-        """All orders so far; with `wait`, at least one."""
+    def take(self, *, wait: bool) -> list[Command]:
+        """All commands so far; with `wait`, at least one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How token ids read: the bytes of each, and which of them end a text."""
+class TokenTable:
+    """What the loop knows of token ids: the bytes of each, and which of them end a text."""
 
-    vocabulary: int
     pieces: tuple[bytes, ...]
     end_ids: frozenset[int]
 
@@ -42,12 +52,14 @@ class Reading:
 class StepLoop:
     """Owns the scheduler and the model; runs in one thread until told to close."""
 
-    def __init__(self, model: Model, scheduler: Scheduler, reading: Reading, tell: Callable[[Report], None]) -> None:
-        self._model, self._scheduler, self._reading, self._tell = model, scheduler, reading, tell
+    def __init__(
+        self, model: Model, scheduler: Scheduler, token_table: TokenTable, send: Callable[[LoopReport], None]
+    ) -> None:
+        self._model, self._scheduler, self._token_table, self._send = model, scheduler, token_table, send
         self._stats = LoopStats()
         self._replies: list[Reply] = []
-        self._told = 0.0  # when the last report went out
-        self._laws: tuple[tuple[int, ...], Laws] = ((), batch_laws([], 1))
+        self._reported_at = 0.0
+        self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))
         self._is_closing = False
 
     def run(self, inbox: Inbox) -> None:
@@ -55,142 +67,134 @@ class StepLoop:
         while True:
             if not self._scheduler.num_unfinished:
                 self._report()
-            self._take(inbox.take(wait=not self._scheduler.num_unfinished))
+            self._handle(inbox.take(wait=not self._scheduler.num_unfinished))
             if self._is_closing:
                 return
             if self._scheduler.num_unfinished:
                 self.step()
-            if self._replies or perf_counter() - self._told > _REPORT_SECONDS:
+            if self._replies or perf_counter() - self._reported_at > _REPORT_SECONDS:
                 self._report()
 
     def step(self) -> None:
         """One step of the model, for all sequences whose turn it is."""
         began = perf_counter()
         plan = self._scheduler.plan()
-        self._tally(plan, began)
+        self._count(plan, began)
         try:
-            self._compute(plan)
+            self._execute(plan)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             self._shrink()
         self._stats.busy_seconds += perf_counter() - began
 
-    def fail_all(self, failure: Failed) -> None:
+    def fail_all(self, failure: FailureReply) -> None:
         """Tell every caller that nothing more will come."""
         self._replies.append(failure)
         self._report()
 
-    def _take(self, orders: Iterable[Order]) -> None:
-        for order in orders:
-            match order:
-                case Submit(ticket, request):
+    def _handle(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            match command:
+                case Submit(request_id, request):
                     self._stats.requests += 1
-                    arrived = perf_counter()
-                    if isinstance(request, SampleRequest):
-                        self._scheduler.add(sampling_sequence(ticket, request, arrived))
-                    else:
-                        self._scheduler.add(scoring_sequence(ticket, request, arrived))
-                case Cancel(ticket):
-                    self._stats.cancelled += self._scheduler.cancel(ticket)
+                    self._scheduler.add(new_sequence(request_id, request, perf_counter()))
+                case Cancel(request_id):
+                    self._stats.cancelled += self._scheduler.cancel(request_id)
                 case Close():
                     self._is_closing = True
 
-    def _compute(self, plan: Plan) -> None:
-        """Feed the plan's tokens, then draw and score; no sequence changes before all is computed."""
+    def _execute(self, plan: StepPlan) -> None:
+        """Feed the plan's tokens, then sample and score; no sequence changes before all is computed."""
         hidden = None
-        if plan.decoding or plan.parts:
+        if plan.decoding or plan.prefills:
             hidden = self._model.forward(step_batch(plan, self._scheduler.table), self._scheduler.table)
-        asked = [part for part in plan.parts if part.wanted < part.stop]
-        starting = [part.sequence for part in asked if not part.sequence.is_scoring]
-        scoring = [part for part in asked if part.sequence.is_scoring]
-        count = len(plan.decoding) + len(starting)
-        logits = self._drawing_logits(plan.ready, hidden, count)
-        sequences = plan.ready + plan.decoding + starting
-        drawn = self._draw(sequences, logits)
-        scored = self._score(scoring, hidden[count:]) if hidden is not None and scoring else []
+        started, chunks = plan.started(), plan.scored()
+        sequences = plan.ready + plan.decoding + started
+        count = len(plan.decoding) + len(started)
+        logits = self._sampling_logits(plan.ready, hidden, count)
+        sampled = self._sample(sequences, logits) if sequences else None
+        scored = self._score(chunks, hidden[count:]) if hidden is not None and chunks else []
         for sequence in plan.decoding:
-            sequence.computed += 1
-        for part in plan.parts:
-            part.sequence.computed = part.stop
-        if drawn is not None:
-            results = zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)
-            for index, (token, logprob) in enumerate(results):
-                if index >= len(sequences) - len(starting) and not math.isnan(logprob):
-                    self._share(sequences[index], logits[index])
-                self._grow(sequences[index], token, logprob)
-        self._score_firsts(scoring)
-        for part, logprobs, last in scored:
-            self._note_scores(part, logprobs, last)
+            sequence.num_computed += 1
+        for chunk in plan.prefills:
+            chunk.sequence.num_computed = chunk.stop
+        if sampled is not None:
+            self._commit(sequences, sampled, logits, num_started=len(started))
+        self._score_first_tokens(chunks)
+        for chunk, logprobs, last in scored:
+            self._commit_scores(chunk, logprobs, last)
 
-    def _drawing_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:
-        """Logits to draw from: remembered ones first, then those of the forward."""
-        known = [sequence.known_logits for sequence in ready if sequence.known_logits is not None]
-        assert len(known) == len(ready), "a ready sequence has its logits"
-        parts = [torch.stack(known)] if known else []
+    def _sampling_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:
+        """Logits to sample from: cached ones first, then those of the forward's first `count` rows."""
+        cached = [sequence.cached_logits for sequence in ready if sequence.cached_logits is not None]
+        assert len(cached) == len(ready), "a ready sequence has its logits"
+        parts = [torch.stack(cached)] if cached else []
         if hidden is not None and count:
-            parts.append(self._model.head(hidden[:count]))
+            parts.append(self._model.compute_logits(hidden[:count]))
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor) -> Drawn | None:
-        if not sequences:
-            return None
+    def _sample(self, sequences: list[Sequence], logits: Tensor) -> SampledTokens:
         uniforms = [float(s.uniforms[len(s.logprobs)]) for s in sequences if s.uniforms is not None]
-        return self._model.draw(logits, self._batch_laws(sequences, logits), uniforms)
+        return self._model.sample(logits, self._sampling_batch(sequences, logits), uniforms)
 
-    def _batch_laws(self, sequences: list[Sequence], logits: Tensor) -> Laws:
+    def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
         """Settings as tensors, made anew only when the batch changed."""
-        key = tuple([sequence.ticket for sequence in sequences])
-        if key != self._laws[0]:
+        key = tuple([sequence.request_id for sequence in sequences])
+        if key != self._sampling[0]:
             settings = [s.request.sampling for s in sequences if isinstance(s.request, SampleRequest)]
-            self._laws = key, batch_laws(settings, logits.shape[-1], logits.device)
-        return self._laws[1]
+            self._sampling = key, batch_sampling(settings, logits.shape[-1], logits.device)
+        return self._sampling[1]
 
-    def _score(self, parts: list[Part], hidden: Tensor) -> list[tuple[Part, list[float], Tensor | None]]:
-        """Per part: the log-probs of the tokens after its positions, and the logits of a suffix's end when reached."""
+    def _score(
+        self, chunks: list[PrefillChunk], hidden: Tensor
+    ) -> list[tuple[PrefillChunk, list[float], Tensor | None]]:
+        """Per chunk: the log-probs of the tokens after its positions, and the logits of a suffix's end when reached."""
         targets: list[int] = []
         ends: list[int] = []
         firsts = [0]
-        for part in parts:
-            ids = part.sequence.ids
-            targets += ids[part.wanted + 1 : part.stop + 1]
-            if part.stop == len(ids):
+        for chunk in chunks:
+            ids = chunk.sequence.ids
+            targets += ids[chunk.logits_from + 1 : chunk.stop + 1]
+            if chunk.stop == len(ids):
                 ends.append(len(targets))
                 targets.append(0)  # nothing follows the end, so any will do
             firsts.append(len(targets))
         values, kept = self._model.score(hidden, targets, ends)
         last = dict(zip(ends, kept, strict=True))
         return [
-            (part, values[first:stop], last.get(stop - 1))
-            for part, first, stop in zip(parts, firsts[:-1], firsts[1:], strict=True)
+            (chunk, values[first:stop], last.get(stop - 1))
+            for chunk, first, stop in zip(chunks, firsts[:-1], firsts[1:], strict=True)
         ]
 
-    def _share(self, sequence: Sequence, logits: Tensor) -> None:
-        """Let siblings start from what was given, without even a forward of its last token."""
-        self._scheduler.settle(sequence)
-        assert sequence.node is not None, "a running sequence holds a lock"
-        self._scheduler.tree.keep_logits(sequence.node, logits.clone())
+    def _commit(self, sequences: list[Sequence], sampled: SampledTokens, logits: Tensor, *, num_started: int) -> None:
+        """Append each sequence's new token; the prompts of the last `num_started` are cached for their siblings."""
+        results = zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True)
+        for index, (sequence, token, logprob) in enumerate(results):
+            if math.isnan(logprob):
+                self._fail(sequence)
+                continue
+            if index >= len(sequences) - num_started:
+                self._cache(sequence, logits[index])
+            self._append(sequence, token, logprob)
 
-    def _grow(self, sequence: Sequence, token: int, logprob: float) -> None:
-        if math.isnan(logprob):
-            self._fail(sequence)
-            return
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
         sequence.ids.append(token)
         sequence.logprobs.append(logprob)
         self._stats.sampled_tokens += 1
-        ended = ending(sequence, token, self._reading.pieces, self._reading.end_ids)
+        ended = ending(sequence, token, self._token_table.pieces, self._token_table.end_ids)
         sequence.is_decoding = ended is None
         if ended is not None:
-            ids = tuple(sequence.ids[-len(sequence.logprobs) :])
-            self._replies.append(Sampled(sequence.ticket, ids, ended, tuple(sequence.logprobs), sequence.cached_tokens))
+            ids, logprobs = tuple(sequence.ids[-len(sequence.logprobs) :]), tuple(sequence.logprobs)
+            self._replies.append(SampleReply(sequence.request_id, ids, ended, logprobs, sequence.cached_tokens))
             self._scheduler.finish(sequence)
 
-    def _score_firsts(self, parts: list[Part]) -> None:
-        """Suffixes that begin where the cache remembers logits have their first token scored by those."""
+    def _score_first_tokens(self, chunks: list[PrefillChunk]) -> None:
+        """Suffixes that begin where the cache has logits have their first token scored by those."""
         known = [
-            (part.sequence, part.sequence.known_logits)
-            for part in parts
-            if part.start == part.sequence.first_scored and part.sequence.known_logits is not None
+            (chunk.sequence, chunk.sequence.cached_logits)
+            for chunk in chunks
+            if chunk.start == chunk.sequence.first_scored and chunk.sequence.cached_logits is not None
         ]
         if known:
             tokens = [sequence.ids[sequence.first_scored] for sequence, _ in known]
@@ -199,23 +203,26 @@ class StepLoop:
                 sequence.logprobs.append(value)
             self._stats.free_tokens += len(known)
 
-    def _note_scores(self, part: Part, logprobs: list[float], last: Tensor | None) -> None:
-        sequence = part.sequence
-        is_done = last is not None
-        sequence.logprobs += logprobs[:-1] if is_done else logprobs
+    def _commit_scores(self, chunk: PrefillChunk, logprobs: list[float], last: Tensor | None) -> None:
+        """Add a chunk's scores to its sequence; `last`, the logits of the suffix's end, says that it is complete."""
+        sequence = chunk.sequence
+        sequence.logprobs += logprobs if last is None else logprobs[:-1]
         if math.isnan(sum(sequence.logprobs)):
             self._fail(sequence)
         elif last is not None:
-            self._scheduler.settle(sequence)
-            assert sequence.node is not None, "a running sequence holds a lock"
-            self._scheduler.tree.keep_logits(sequence.node, last.clone())
+            self._cache(sequence, last)
             self._stats.scored_tokens += len(sequence.logprobs)
-            self._replies.append(Scored(sequence.ticket, tuple(sequence.logprobs), sequence.cached_tokens))
+            self._replies.append(ScoreReply(sequence.request_id, tuple(sequence.logprobs), sequence.cached_tokens))
             self._scheduler.finish(sequence)
+
+    def _cache(self, sequence: Sequence, logits: Tensor) -> None:
+        """Let others start from what is computed of this one, without even a forward of its last token."""
+        self._scheduler.tree.keep_logits(self._scheduler.cache_prefix(sequence), logits.clone())
 
     def _fail(self, sequence: Sequence) -> None:
         advice = "Check the weights; in half precision try float32"
-        self._replies.append(Failed(sequence.ticket, "broken", "the model's logits are not numbers (NaN)", advice))
+        problem = "the model's logits are not numbers (NaN)"
+        self._replies.append(FailureReply(sequence.request_id, "broken", problem, advice))
         self._scheduler.finish(sequence, cache="drop")
         self._stats.failed += 1
 
@@ -226,17 +233,18 @@ class StepLoop:
             return
         advice = "Lower kv_tokens, max_batch or chunk_tokens, or use a smaller model"
         for sequence in self._scheduler.running():
-            self._replies.append(Failed(sequence.ticket, "memory", "a step does not fit into memory", advice))
+            problem = "a step does not fit into memory"
+            self._replies.append(FailureReply(sequence.request_id, "memory", problem, advice))
             self._scheduler.finish(sequence, cache="drop")
             self._stats.failed += 1
 
-    def _tally(self, plan: Plan, now: float) -> None:
+    def _count(self, plan: StepPlan, now: float) -> None:
         stats = self._stats
         stats.steps += 1
         stats.step_sequences += plan.size
         stats.largest_batch = max(stats.largest_batch, plan.size)
         stats.free_tokens += len(plan.ready)
-        for sequence, start, stop, _ in plan.parts:
+        for sequence, start, stop, _ in plan.prefills:
             fed = max(0, min(stop, sequence.first_scored) - start)
             stats.prefilled_tokens += fed - (not sequence.is_scoring and bool(sequence.logprobs))
         for sequence in self._scheduler.admitted:
@@ -248,21 +256,21 @@ class StepLoop:
 
     def stats(self) -> LoopStats:
         """The counters now."""
-        pool, tree = self._scheduler.pool, self._scheduler.tree
+        allocator = self._scheduler.allocator
         return replace(
             self._stats,
             in_flight=self._scheduler.num_unfinished,
-            kv_used=pool.used,
-            kv_locked=pool.used - tree.evictable,
-            kv_peak=pool.peak,
+            kv_used=allocator.num_used,
+            kv_locked=allocator.num_used - self._scheduler.tree.num_evictable,
+            kv_peak=allocator.peak_used,
             preempted=self._scheduler.num_preempted,
             evicted_tokens=self._scheduler.num_evicted,
         )
 
     def _report(self) -> None:
         replies, self._replies = tuple(self._replies), []
-        self._told = perf_counter()
-        self._tell(Report(replies, self.stats()))
+        self._reported_at = perf_counter()
+        self._send(LoopReport(replies, self.stats()))
 
 
 def is_out_of_memory(error: Exception) -> bool:

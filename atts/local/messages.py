@@ -1,4 +1,4 @@
-"""What the caller's side and the step loop tell each other, across a thread or a process."""
+"""The messages between an engine and its worker, across a thread or a process: commands, replies, counters."""
 
 from __future__ import annotations
 
@@ -8,44 +8,36 @@ from typing import Literal
 
 from atts.core import Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineCounters
-from atts.local.shape import Shape
+from atts.local.model_config import ModelConfig
+from atts.local.options import LocalOptions
 
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["float32", "bfloat16"]
-Kernel = Literal["auto", "torch", "native"]
 FailureKind = Literal["broken", "load", "memory", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
-    """The first message: all that is needed to build one engine's loop."""
+class WorkerConfig:
+    """The first message: all that is needed to build one engine's step loop."""
 
     name: str
     folder: Path
-    shape: Shape
-    pieces: tuple[bytes, ...]
-    device: Device
-    dtype: Dtype
-    kernel: Kernel
-    kv_tokens: int | None
-    max_batch: int
-    chunk_tokens: int
-    threads: int | None
+    model: ModelConfig
+    pieces: tuple[bytes, ...]  # the bytes of each token
+    options: LocalOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Do this request; the ticket names it and rises from one to the next."""
+    """Serve this request; request ids rise from one to the next."""
 
-    ticket: int
+    request_id: int
     request: SampleRequest | ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for this ticket any more."""
+    """The caller no longer waits for this request."""
 
-    ticket: int
+    request_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +46,10 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampleReply:
     """A request was continued."""
 
-    ticket: int
+    request_id: int
     ids: TokenIds
     ended: Ending
     logprobs: tuple[float, ...]
@@ -65,26 +57,26 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoreReply:
     """A request was scored."""
 
-    ticket: int
+    request_id: int
     logprobs: tuple[float, ...]
     cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """A request could not be done; ticket 0 means that none can be, from now on."""
+class FailureReply:
+    """A request could not be served; request id 0 means that none can be, from now on."""
 
-    ticket: int
+    request_id: int
     kind: FailureKind
     problem: str
     advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class WorkerReady:
     """The model is loaded: how many tokens the cache holds, and what computes."""
 
     kv_tokens: int
@@ -95,7 +87,7 @@ class Opened:
 class LoopStats(EngineCounters):
     """Counters of the step loop since it began; the loop adds to its own and hands out copies."""
 
-    free_tokens: int = 0  # first tokens drawn or scored from remembered logits, without a forward
+    free_tokens: int = 0  # first tokens drawn or scored from cached logits, without a forward
     step_sequences: int = 0  # summed over steps: divided by steps, the mean batch
     largest_batch: int = 0
     longest_queue_seconds: float = 0.0
@@ -107,12 +99,12 @@ class LoopStats(EngineCounters):
     shrunk: int = 0  # steps that did not fit into memory and made those after them smaller
 
 
-Order = Submit | Cancel | Close
-Reply = Sampled | Scored | Failed
+Command = Submit | Cancel | Close
+Reply = SampleReply | ScoreReply | FailureReply
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LoopReport:
     """What the loop has to say after a step."""
 
     replies: tuple[Reply, ...]

@@ -1,4 +1,4 @@
-"""Remembers which token sequences the cache holds: a radix tree, shared by all, forgotten oldest first."""
+"""The prefix cache: a radix tree of the token sequences whose keys and values are cached, evicted oldest first."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import numpy as np
 from torch import Tensor
 
 from atts.core import TokenIds
-from atts.local.batch import Slots
+from atts.local.allocator import SlotIds
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class PrefixNode:
     """A run of tokens that follows its parent's, and the slots that hold it."""
 
     ids: TokenIds
-    slots: Slots
-    parent: Node | None
-    end: int  # how many tokens a sequence that ends here has
-    children: dict[int, Node] = field(default_factory=dict[int, "Node"])
+    slots: SlotIds
+    parent: PrefixNode | None
+    depth: int  # how many tokens a sequence that ends here has
+    children: dict[int, PrefixNode] = field(default_factory=dict[int, "PrefixNode"])
     locks: int = 0  # sequences that read through this node
-    used: int = 0  # when it was last of use
+    last_used: int = 0  # on the tree's own clock
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """The longest known prefix of some ids: the node where it ends and the slots along the way."""
 
-    node: Node
-    slots: Slots
+    node: PrefixNode
+    slots: SlotIds
 
     @property
     def length(self) -> int:
@@ -38,7 +38,7 @@ class Match(NamedTuple):
         return len(self.slots)
 
 
-_NO_SLOTS: Slots = np.zeros(0, dtype=np.int32)
+_NO_SLOTS: SlotIds = np.zeros(0, dtype=np.int32)
 
 
 class PrefixTree:
@@ -48,42 +48,42 @@ class PrefixTree:
     """
 
     def __init__(self, max_logits: int) -> None:
-        self._root = Node((), _NO_SLOTS, None, 0, locks=1)
+        self._root = PrefixNode((), _NO_SLOTS, None, 0, locks=1)
         self._clock = 0
-        self._held = self._locked = 0
-        self._logits: OrderedDict[int, tuple[Node, Tensor]] = OrderedDict()
+        self._num_cached = self._num_locked = 0
+        self._logits: OrderedDict[int, tuple[PrefixNode, Tensor]] = OrderedDict()
         self._max_logits = max_logits
 
     @property
-    def held(self) -> int:
-        """Slots the tree owns."""
-        return self._held
+    def num_cached(self) -> int:
+        """SlotIds the tree owns."""
+        return self._num_cached
 
     @property
-    def evictable(self) -> int:
-        """Slots of them that no sequence reads."""
-        return self._held - self._locked
+    def num_evictable(self) -> int:
+        """SlotIds of them that no sequence reads."""
+        return self._num_cached - self._num_locked
 
-    def match(self, ids: TokenIds, limit: int) -> Match:
+    def match(self, ids: TokenIds, limit: int) -> PrefixMatch:
         """What is known of the first `limit` ids; splits a node where the match ends inside it."""
         return self._walk(self._root, ids, limit)
 
-    def _walk(self, node: Node, ids: TokenIds, limit: int) -> Match:
+    def _walk(self, node: PrefixNode, ids: TokenIds, limit: int) -> PrefixMatch:
         self._clock += 1
-        at, runs = 0, list[Slots]()
+        at, runs = 0, list[SlotIds]()
         while at < limit:
             child = node.children.get(ids[at])
             if child is None:
                 break
-            shared = _common(child.ids, ids, at, limit)
+            shared = _shared_length(child.ids, ids, at, limit)
             if shared < len(child.ids):
                 child = self._split(child, shared)
-            child.used = self._clock
+            child.last_used = self._clock
             runs.append(child.slots)
             node, at = child, at + shared
-        return Match(node, np.concatenate(runs) if len(runs) > 1 else runs[0] if runs else _NO_SLOTS)
+        return PrefixMatch(node, np.concatenate(runs) if len(runs) > 1 else runs[0] if runs else _NO_SLOTS)
 
-    def insert(self, ids: TokenIds, slots: Slots, after: Node | None = None) -> Match:
+    def insert(self, ids: TokenIds, slots: SlotIds, after: PrefixNode | None = None) -> PrefixMatch:
         """Make `ids` known: the node where they end, and the slots of the part that was known before.
 
         They follow those of `after`, where it is given: then nothing before it is looked at again.
@@ -93,60 +93,61 @@ class PrefixTree:
         known = found.length
         if known == len(ids):
             return found
-        leaf = Node(ids[known:], slots[known:].copy(), found.node, found.node.end + len(ids) - known, used=self._clock)
+        depth = found.node.depth + len(ids) - known
+        leaf = PrefixNode(ids[known:], slots[known:].copy(), found.node, depth, last_used=self._clock)
         found.node.children[ids[known]] = leaf
-        self._held += len(leaf.slots)
-        return Match(leaf, found.slots)
+        self._num_cached += len(leaf.slots)
+        return PrefixMatch(leaf, found.slots)
 
-    def lock(self, node: Node, after: Node | None = None) -> None:
+    def lock(self, node: PrefixNode, after: PrefixNode | None = None) -> None:
         """Keep this node and all before it; who has `after` locked already may name it, and move that lock so."""
-        step: Node | None = node
+        step: PrefixNode | None = node
         while step is not after:
             assert step is not None, "the node to lock does not follow the one that is locked"
             if step.locks == 0:
-                self._locked += len(step.slots)
+                self._num_locked += len(step.slots)
             step.locks += 1
             step = step.parent
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: PrefixNode) -> None:
         """Undo one `lock`."""
-        step: Node | None = node
+        step: PrefixNode | None = node
         while step is not None:
             step.locks -= 1
             assert step.locks >= 0, "unlocked more often than locked"
             if step.locks == 0:
-                self._locked -= len(step.slots)
+                self._num_locked -= len(step.slots)
             step = step.parent
 
-    def evict(self, count: int) -> list[Slots]:
+    def evict(self, count: int) -> list[SlotIds]:
         """Forget at least `count` unlocked slots if there are as many, those least recently used first."""
-        freed: list[Slots] = []
+        freed: list[SlotIds] = []
         missing = count
         while missing > 0:
-            leaves = sorted(self._loose_leaves(), key=lambda node: node.used)
+            leaves = sorted(self._unlocked_leaves(), key=lambda node: node.last_used)
             if not leaves:
                 break
             for leaf in leaves:
-                freed.append(self._forget(leaf))
+                freed.append(self._remove(leaf))
                 missing -= len(leaf.slots)
                 if missing <= 0:
                     break
         return freed
 
-    def keep_logits(self, node: Node, logits: Tensor) -> None:
+    def keep_logits(self, node: PrefixNode, logits: Tensor) -> None:
         """Remember the logits after this node's last token; the oldest such memory goes when there are too many."""
         self._logits[id(node)] = (node, logits)
         self._logits.move_to_end(id(node))
         if len(self._logits) > self._max_logits:
             self._logits.popitem(last=False)
 
-    def logits(self, node: Node) -> Tensor | None:
+    def logits(self, node: PrefixNode) -> Tensor | None:
         """The logits after this node's last token, if they are still known."""
         kept = self._logits.get(id(node))
         return None if kept is None else kept[1]
 
-    def _loose_leaves(self) -> list[Node]:
-        leaves: list[Node] = []
+    def _unlocked_leaves(self) -> list[PrefixNode]:
+        leaves: list[PrefixNode] = []
         pending = [self._root]
         while pending:
             node = pending.pop()
@@ -155,23 +156,23 @@ class PrefixTree:
                 leaves.append(node)
         return leaves
 
-    def _forget(self, leaf: Node) -> Slots:
+    def _remove(self, leaf: PrefixNode) -> SlotIds:
         assert leaf.parent is not None, "the root is locked"
         del leaf.parent.children[leaf.ids[0]]
         self._logits.pop(id(leaf), None)
-        self._held -= len(leaf.slots)
+        self._num_cached -= len(leaf.slots)
         return leaf.slots
 
-    def _split(self, child: Node, at: int) -> Node:
+    def _split(self, child: PrefixNode, at: int) -> PrefixNode:
         """Cut a node in two; the lower part stays the same object, so locks on it and its logits stay right."""
         assert child.parent is not None, "the root has no ids to cut"
-        upper = Node(
+        upper = PrefixNode(
             child.ids[:at],
             child.slots[:at].copy(),
             child.parent,
-            child.end - len(child.ids) + at,
+            child.depth - len(child.ids) + at,
             locks=child.locks,
-            used=child.used,
+            last_used=child.last_used,
         )
         child.parent.children[child.ids[0]] = upper
         upper.children[child.ids[at]] = child
@@ -179,7 +180,7 @@ class PrefixTree:
         return upper
 
 
-def _common(known: TokenIds, ids: TokenIds, start: int, limit: int) -> int:
+def _shared_length(known: TokenIds, ids: TokenIds, start: int, limit: int) -> int:
     """How many of `known` equal `ids` from `start` on, up to `limit`; at least 1 is known to."""
     most = min(len(known), limit - start)
     if known[:most] == ids[start : start + most]:

@@ -1,4 +1,4 @@
-"""One request on its way through the step loop."""
+"""The state of one request in the step loop: its ids, its slots in the cache, its results so far."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.core import Ending, SampleRequest, ScoreRequest
-from atts.local.prefix import Node
+from atts.local.prefix import PrefixNode
 from atts.seeds import uniforms
 from atts.tokenizing import StopMatcher
 
 _PRIORITY_STEP = 256
-"""How many earlier requests one step of priority overtakes: finite, so that nobody waits for ever."""
+"""How many earlier requests one step of priority overtakes: finite, so that no request starves."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's ids, its place in the cache, and what has come of it so far."""
+    """A request's ids, its slots in the cache, and its results so far."""
 
-    ticket: int
+    request_id: int
     request: SampleRequest | ScoreRequest
     order: tuple[int, int]  # smaller goes first; fixed at arrival, so age wins in the end
     arrived: float
     ids: list[int]  # given ids, then the generated ones
-    limit: int  # most tokens that will ever need a slot
+    max_slots: int  # most tokens that will ever need one
     first_scored: int  # index of the first token to score; for sampling, past the end
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
     logprobs: list[float] = field(default_factory=list[float])
     # set by the scheduler
-    row: int = -1  # of the slot table; -1 while waiting
-    node: Node | None = None  # deepest locked node
-    computed: int = 0  # tokens whose keys and values are cached
-    owned: int = 0  # slots of the row from here on are this sequence's own, those before the tree's
+    row: int = -1  # in the slot table; -1 while waiting
+    node: PrefixNode | None = None  # deepest node it holds a lock on
+    num_computed: int = 0  # tokens whose keys and values are cached
+    num_shared: int = 0  # leading slots of the row that belong to the prefix tree; those after are its own
     capacity: int = 0  # slots in the row
     cached_tokens: int = 0
-    known_logits: Tensor | None = None  # after the last cached token, where the cache remembers them
+    cached_logits: Tensor | None = None  # after the last cached token, where the prefix tree has them
     is_decoding: bool = False  # only its newest token is left to feed; set by the loop, cleared when it gives way
-    is_gone: bool = False  # cancelled while waiting
+    is_finished: bool = False  # or cancelled
     was_admitted: bool = False
 
     @property
@@ -49,28 +49,24 @@ class Sequence:
         return self.uniforms is None
 
 
-def sampling_sequence(ticket: int, request: SampleRequest, arrived: float) -> Sequence:
-    """A sampling request, with the uniforms that belong to it drawn."""
-    ids = list(request.ids)
-    total = len(ids) + request.max_tokens
+def new_sequence(request_id: int, request: SampleRequest | ScoreRequest, arrived: float) -> Sequence:
+    """The state of a request that has just arrived; the uniforms that belong to it are drawn."""
+    order = (request_id + request.priority * _PRIORITY_STEP, request_id)
+    if isinstance(request, ScoreRequest):
+        ids, scored_from = [*request.prefix, *request.suffix], len(request.prefix)
+        return Sequence(request_id, request, order, arrived, ids, max_slots=len(ids), first_scored=scored_from)
+    total = len(request.ids) + request.max_tokens
     return Sequence(
-        ticket,
+        request_id,
         request,
-        _order(ticket, request.priority),
+        order,
         arrived,
-        ids,
-        limit=total - 1,  # the last token is never fed
+        ids=list(request.ids),
+        max_slots=total - 1,  # the last token is never fed
         first_scored=total,
         uniforms=_uniforms(request),
         stop=StopMatcher(request.stop) if request.stop else None,
     )
-
-
-def scoring_sequence(ticket: int, request: ScoreRequest, arrived: float) -> Sequence:
-    """A scoring request."""
-    ids = [*request.prefix, *request.suffix]
-    order = _order(ticket, request.priority)
-    return Sequence(ticket, request, order, arrived, ids, limit=len(ids), first_scored=len(request.prefix))
 
 
 def ending(sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: frozenset[int]) -> Ending | None:
@@ -84,10 +80,6 @@ def ending(sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: f
     if sequence.stop is not None and token < len(pieces) and sequence.stop.feed(pieces[token]):
         return "delimiter"
     return "length" if len(sequence.logprobs) == request.max_tokens else None
-
-
-def _order(ticket: int, priority: int) -> tuple[int, int]:
-    return ticket + priority * _PRIORITY_STEP, ticket
 
 
 def _uniforms(request: SampleRequest) -> NDArray[np.float64]:

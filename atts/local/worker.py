@@ -1,4 +1,4 @@
-"""Runs a step loop beside the caller, in a thread or a process of its own, behind one small interface."""
+"""The workers that run a step loop beside the caller, in a thread or in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from contextlib import suppress
 from typing import IO, Protocol
 
 from atts.errors import EngineError, ModelLoadError, OutOfMemory
-from atts.local.messages import Blueprint, Close, Failed, Opened, Order, Report
+from atts.local.messages import Close, Command, FailureReply, LoopReport, WorkerConfig, WorkerReady
 
 _CLOSE_SECONDS = 10.0
-Tell = Callable[[Report], None]
+Deliver = Callable[[LoopReport], None]
 
 
 class Worker(Protocol):
     """A step loop at work; reports come from a thread of its own."""
 
-    def open(self, plan: Blueprint, tell: Tell) -> Opened:
+    def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Start, and wait until the model is loaded.
 
         :raises EngineError: it could not be.
         """
         ...
 
-    def send(self, order: Order) -> None:
-        """Pass an order on; returns at once."""
+    def send(self, command: Command) -> None:
+        """Pass a command on; returns at once."""
         ...
 
     def close(self) -> None:
@@ -39,23 +39,23 @@ class Worker(Protocol):
 
 
 class Mailbox:
-    """Orders on their way to a loop in another thread."""
+    """A queue of commands to another thread."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
-    def put(self, order: Order) -> None:
-        """Add an order; never blocks."""
-        self._queue.put(order)
+    def put(self, command: Command) -> None:
+        """Add a command; never blocks."""
+        self._queue.put(command)
 
-    def take(self, *, wait: bool) -> list[Order]:
-        """All orders so far; with `wait`, at least one."""
-        orders = [self._queue.get()] if wait else []
+    def take(self, *, wait: bool) -> list[Command]:
+        """All commands so far; with `wait`, at least one."""
+        commands = [self._queue.get()] if wait else []
         try:
             while True:
-                orders.append(self._queue.get_nowait())
+                commands.append(self._queue.get_nowait())
         except queue.Empty:
-            return orders
+            return commands
 
 
 class ThreadWorker:
@@ -65,26 +65,26 @@ class ThreadWorker:
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
 
-    def open(self, plan: Blueprint, tell: Tell) -> Opened:
+    def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Load the model here, then start the thread."""
-        from atts.local.build import build_loop, set_threads  # torch is for whoever computes
+        from atts.local.build import build_loop, set_threads  # imports torch
 
-        loop, opened = build_loop(plan, tell)
+        loop, ready = build_loop(config, deliver)
 
         def run() -> None:
             try:
-                set_threads(plan)
+                set_threads(config)
                 loop.run(self._mailbox)
-            except Exception as error:  # noqa: BLE001  the callers, not this thread, must hear of it
+            except Exception as error:  # noqa: BLE001  told to the callers, not to this thread
                 loop.fail_all(broken(error))
 
-        self._thread = threading.Thread(target=run, name=f"atts-{plan.name}", daemon=True)
+        self._thread = threading.Thread(target=run, name=f"atts-{config.name}", daemon=True)
         self._thread.start()
-        return opened
+        return ready
 
-    def send(self, order: Order) -> None:
-        """Pass an order on; returns at once."""
-        self._mailbox.put(order)
+    def send(self, command: Command) -> None:
+        """Pass a command on; returns at once."""
+        self._mailbox.put(command)
 
     def close(self) -> None:
         """End the loop and wait for its end."""
@@ -102,7 +102,7 @@ class ProcessWorker:
 
     def __init__(self) -> None:
         """Start the child: it imports torch while the caller still reads tokenizer and configuration."""
-        self._outbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._outbox = Mailbox()
         self._threads: list[threading.Thread] = []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-m", "atts.local.child"]
@@ -111,29 +111,30 @@ class ProcessWorker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0
         )
 
-    def open(self, plan: Blueprint, tell: Tell) -> Opened:
-        """Send the child the blueprint and wait for its answer."""
+    def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
+        """Send the child its configuration and wait for its answer."""
         process = self._process
         assert process is not None, "opened once, before it is closed"
         assert process.stdin is not None, "asked for a pipe"
         assert process.stdout is not None, "asked for a pipe"
         try:
-            write(process.stdin, plan)
+            write(process.stdin, config)
             answer = pickle.load(process.stdout)
         except (EOFError, OSError) as error:
             self._end(process)
-            raise EngineError(plan.name, f"its process died while loading (exit code {process.returncode})") from error
-        if isinstance(answer, Failed):
+            problem = f"its process died while loading (exit code {process.returncode})"
+            raise EngineError(config.name, problem) from error
+        if isinstance(answer, FailureReply):
             kind = {"load": ModelLoadError, "memory": OutOfMemory}.get(answer.kind, EngineError)
-            raise kind(plan.name, answer.problem, answer.advice)
-        assert isinstance(answer, Opened), "a child answers the blueprint with Opened or Failed"
-        self._start(threading.Thread(target=_write_orders, args=(self._outbox, process.stdin), daemon=True))
-        self._start(threading.Thread(target=_read_reports, args=(process, tell), daemon=True))
+            raise kind(config.name, answer.problem, answer.advice)
+        assert isinstance(answer, WorkerReady), "a child that has its configuration is ready or has failed"
+        self._start(threading.Thread(target=_write_commands, args=(self._outbox, process.stdin), daemon=True))
+        self._start(threading.Thread(target=_read_reports, args=(process, deliver), daemon=True))
         return answer
 
-    def send(self, order: Order) -> None:
-        """Pass an order on; returns at once."""
-        self._outbox.put(order)
+    def send(self, command: Command) -> None:
+        """Pass a command on; returns at once."""
+        self._outbox.put(command)
 
     def close(self) -> None:
         """End the loop and wait for its end."""
@@ -162,9 +163,9 @@ class ProcessWorker:
             _close_pipes(process)
 
 
-def broken(error: BaseException) -> Failed:
+def broken(error: BaseException) -> FailureReply:
     """The last word of a loop that hit an error of ours."""
-    return Failed(0, "broken", f"its step loop broke ({type(error).__name__}: {error})", "Please report this")
+    return FailureReply(0, "broken", f"its step loop broke ({type(error).__name__}: {error})", "Please report this")
 
 
 def write(stream: IO[bytes], value: object) -> None:
@@ -173,33 +174,31 @@ def write(stream: IO[bytes], value: object) -> None:
     stream.flush()
 
 
-def _write_orders(outbox: queue.SimpleQueue[Order], stream: IO[bytes]) -> None:
-    """Pass orders on, many in one write when they come fast, until the last."""
+def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
+    """Pass commands on, many in one write when they come fast, until the last."""
     is_open = True
     while is_open:
-        orders = [outbox.get()]
-        while not outbox.empty():
-            orders.append(outbox.get())
-        is_open = not any(isinstance(order, Close) for order in orders)
+        commands = outbox.take(wait=True)
+        is_open = not any(isinstance(command, Close) for command in commands)
         try:
-            write(stream, orders)
+            write(stream, commands)
         except OSError:
             break  # the child is gone; the reader of its reports says so
-    with suppress(OSError):  # closing flushes, and there may be nobody to flush to
+    with suppress(OSError):  # closing flushes, and the other end may be gone
         stream.close()
 
 
-def _read_reports(process: subprocess.Popen[bytes], tell: Tell) -> None:
+def _read_reports(process: subprocess.Popen[bytes], deliver: Deliver) -> None:
     assert process.stdout is not None, "asked for a pipe"
     with process.stdout as stream:
         try:
             while True:
-                tell(pickle.load(stream))
+                deliver(pickle.load(stream))
         except (EOFError, pickle.UnpicklingError):
             code = process.wait()
     advice = "A negative code is a signal; -9 is often the system running out of memory" if code else ""
     problem = "it is closed" if code == 0 else f"its process ended with exit code {code}"
-    tell(Report((Failed(0, "closed", problem, advice),), None))
+    deliver(LoopReport((FailureReply(0, "closed", problem, advice),), None))
 
 
 def _close_pipes(process: subprocess.Popen[bytes]) -> None:

@@ -50,9 +50,9 @@ def scoring(subjects: list[Subject], rates: Rates, options: Options, portal: Blo
 def _scoring_row(
     subject: Subject, batch: int, seconds: float, bare: float, decoded: float | None
 ) -> tuple[str | int | float | None, ...]:
-    shape, count = subject.shape, batch * CHUNK
-    flops = 2.0 * shape.matrix_weights * count
-    mixing = 4.0 * count * (PREFIX + CHUNK / 2) * shape.layers * shape.heads * shape.head_dim
+    config, count = subject.config, batch * CHUNK
+    flops = 2.0 * config.matrix_weights * count
+    mixing = 4.0 * count * (PREFIX + CHUNK / 2) * config.num_layers * config.num_heads * config.head_dim
     rate, limit = (flops + mixing) / seconds / 1e9, flops / bare / 1e9
     ahead = None if decoded is None else count / seconds / decoded
     return subject.name, batch, count / seconds, ahead, rate, limit, rate / limit
@@ -79,7 +79,7 @@ async def _warm_then_timed(engine: LocalEngine, warm: list[ScoreRequest], reques
 
 def warm_prefix(subject: Subject, options: Options, portal: BlockingPortal) -> Table:
     """Scoring a chunk as the warm prefix grows eightfold, beside the cost of attention alone."""
-    shape, prefixes = subject.shape, (128, 256, 512, 1024)
+    config, prefixes = subject.config, (128, 256, 512, 1024)
     say("scoring as the prefix grows")
     times: dict[int, list[float]] = {prefix: [] for prefix in prefixes}
     fed: dict[int, int] = {}
@@ -91,10 +91,8 @@ def warm_prefix(subject: Subject, options: Options, portal: BlockingPortal) -> T
                 after = engine.stats()
                 computed = [s.prefilled_tokens + s.scored_tokens for s in (before, after)]
                 fed[prefix] = computed[1] - computed[0] - 8 * prefix  # less the warming up
-    costs = {
-        prefix: shape.matrix_weights + 2 * (prefix + CHUNK / 2) * shape.layers * shape.heads * shape.head_dim
-        for prefix in prefixes
-    }
+    mixed = 2 * config.num_layers * config.num_heads * config.head_dim
+    costs = {prefix: config.matrix_weights + (prefix + CHUNK / 2) * mixed for prefix in prefixes}
     rows: list[tuple[int | float | str, ...]] = []
     for prefix in prefixes:
         expected = min(times[prefixes[0]]) * costs[prefix] / costs[prefixes[0]]

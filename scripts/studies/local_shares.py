@@ -9,13 +9,15 @@ from anyio.from_thread import BlockingPortal
 from torch import Tensor
 
 from atts.core import ScoreRequest
-from atts.decode import Drawn, Laws
-from atts.local.batch import Model, Slots, StepBatch
+from atts.decode import SampledTokens, SamplingBatch
+from atts.local import LocalOptions
+from atts.local.allocator import SlotIds
+from atts.local.batch import Model, StepBatch
 from atts.local.build import build_loop
 from atts.local.compiling import native_library
 from atts.local.loader import Weights
-from atts.local.messages import Blueprint, Close, Order, Submit
-from atts.local.native import NativeModel
+from atts.local.messages import Close, Command, Submit, WorkerConfig
+from atts.local.native_model import NativeModel
 from atts.tokenizing import ModelTokenizer
 from scripts.studies.harness import Options, Table, say
 from scripts.studies.local_scoring import CHUNK, PREFIX, score_seconds
@@ -34,24 +36,24 @@ class _Timed:
     def device_name(self) -> str:
         return self.model.device_name
 
-    def forward(self, batch: StepBatch, table: Slots) -> Tensor:
+    def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
         began = time.process_time()
         hidden = self.model.forward(batch, table)
         self.forwards += time.process_time() - began
         return hidden
 
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.model.head(hidden)
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self.model.compute_logits(hidden)
 
-    def draw(self, logits: Tensor, laws: Laws, uniforms: list[float]) -> Drawn:
-        return self.model.draw(logits, laws, uniforms)
+    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
+        return self.model.sample(logits, sampling, uniforms)
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
         return self.model.logprobs(logits, tokens)
 
-    def score(self, hidden: Tensor, tokens: list[int], ends: list[int]) -> tuple[list[float], Tensor]:
+    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
         began = time.process_time()
-        found = self.model.score(hidden, tokens, ends)
+        found = self.model.score(hidden, tokens, kept_rows)
         self.scores += time.process_time() - began
         return found
 
@@ -60,11 +62,11 @@ class _Timed:
 class _Rounds:
     """An inbox that hands out a round of orders whenever the last is done, and notes the clocks each time."""
 
-    rounds: list[list[Order]]
+    rounds: list[list[Command]]
     timed: list[_Timed] = field(default_factory=list[_Timed])
     marks: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
 
-    def take(self, *, wait: bool) -> list[Order]:
+    def take(self, *, wait: bool) -> list[Command]:
         if not wait:
             return []
         self.marks.append((time.process_time(), self.timed[0].forwards, self.timed[0].scores))
@@ -105,12 +107,12 @@ def _in_the_loop(subject: Subject, batch: int, rounds: int) -> tuple[float, floa
     """Processor seconds of the whole loop, its forwards and its scoring, of the quickest round."""
     timed: list[_Timed] = []
 
-    def make(plan: Blueprint, weights: Weights, cache: Tensor) -> Model:
-        library = native_library(plan.name, plan.shape)
-        timed.append(_Timed(NativeModel(library, plan.shape, weights, cache, threads=1)))
+    def make(config: WorkerConfig, weights: Weights, cache: Tensor) -> Model:
+        library = native_library(config.name, config.model)
+        timed.append(_Timed(NativeModel(library, config.model, weights, cache, threads=1)))
         return timed[0]
 
-    loop, _ = build_loop(_blueprint(subject), lambda report: None, make)
+    loop, _ = build_loop(_worker_config(subject), lambda report: None, make)
     inbox = _Rounds(_orders(subject, batch, rounds), timed)
     loop.run(inbox)
     steps = list(zip(inbox.marks[1:-1:2], inbox.marks[2::2], strict=True))  # every second round: the first ones warm up
@@ -119,8 +121,8 @@ def _in_the_loop(subject: Subject, batch: int, rounds: int) -> tuple[float, floa
     return whole, forward, score
 
 
-def _orders(subject: Subject, batch: int, rounds: int) -> list[list[Order]]:
-    orders: list[list[Order]] = []
+def _orders(subject: Subject, batch: int, rounds: int) -> list[list[Command]]:
+    orders: list[list[Command]] = []
     for number in range(rounds):
         bodies = subject.prompts(batch, PREFIX + CHUNK, number + 3000)
         first = 2 * number * batch + 1
@@ -131,17 +133,7 @@ def _orders(subject: Subject, batch: int, rounds: int) -> list[list[Order]]:
     return orders
 
 
-def _blueprint(subject: Subject) -> Blueprint:
-    return Blueprint(
-        name=subject.name,
-        folder=subject.folder,
-        shape=subject.shape,
-        pieces=ModelTokenizer(subject.folder, subject.name).pieces,
-        device="cpu",
-        dtype="float32",
-        kernel="native",
-        kv_tokens=None,
-        max_batch=256,
-        chunk_tokens=512,
-        threads=1,
-    )
+def _worker_config(subject: Subject) -> WorkerConfig:
+    pieces = ModelTokenizer(subject.folder, subject.name).pieces
+    options = LocalOptions(device="cpu", kernel="native", threads=1)
+    return WorkerConfig(subject.name, subject.folder, subject.config, pieces, options)

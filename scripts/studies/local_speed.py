@@ -101,8 +101,8 @@ def _race(subject: Subject, batch: int, options: Options, portal: BlockingPortal
 
 def _memory_bytes(subject: Subject, batch: int) -> float:
     """What a decoding step must read: every weight once, and each sequence's cached keys and values."""
-    shape, context = subject.shape, PROMPT + subject.tokens / 2
-    return shape.matrix_weights * (2 if subject.is_halves else 4) + 4 * shape.kv_floats * context * batch
+    config, context = subject.config, PROMPT + subject.tokens / 2
+    return config.matrix_weights * (2 if subject.is_halves else 4) + 4 * config.kv_floats_per_token * context * batch
 
 
 def _operations(subject: Subject) -> int:

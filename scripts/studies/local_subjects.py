@@ -17,7 +17,7 @@ from anyio.from_thread import BlockingPortal
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.local import LocalEngine, LocalOptions
-from atts.local.shape import Shape, read_shape
+from atts.local.model_config import ModelConfig, read_model_config
 from atts.seeds import Seed
 from scripts.studies.harness import Calm, Options, cpu_seconds
 
@@ -37,7 +37,7 @@ class Subject:
     name: str
     folder: Path
     theirs: Any
-    shape: Shape
+    config: ModelConfig
     is_halves: bool  # its weights are bfloat16 numbers, which the native kernels keep as such
     batches: tuple[int, ...]
     tokens: int  # sampled per sequence
@@ -46,7 +46,7 @@ class Subject:
     def prompts(self, count: int, length: int, seed: int = 0) -> list[TokenIds]:
         """Random ids, no two prompts alike."""
         generator = torch.Generator().manual_seed(seed)
-        rows = torch.randint(10, self.shape.vocabulary - 10, (count, length), generator=generator)
+        rows = torch.randint(10, self.config.vocabulary - 10, (count, length), generator=generator)
         return [tuple(row) for row in rows.tolist()]
 
 
@@ -68,7 +68,7 @@ def _open(name: str, folder: Path, batches: tuple[int, ...], tokens: int) -> Sub
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     is_halves = json.loads((folder / "config.json").read_text()).get("dtype") == "bfloat16"
-    return Subject(name, folder, model, read_shape(folder, name), is_halves, batches, tokens)
+    return Subject(name, folder, model, read_model_config(folder, name), is_halves, batches, tokens)
 
 
 def _random(folder: Path, width: int, layers: int, inner: int) -> Path:
@@ -169,14 +169,14 @@ def unending(subject: Subject) -> Generator[Path]:
 
 def matrix_seconds(subject: Subject, rows: int, rounds: int = 12) -> float:
     """The least time torch.mm takes for all matrix products of `rows` tokens, weights in their best layout."""
-    shape = subject.shape
-    across = shape.heads * shape.head_dim
+    config = subject.config
+    across = config.num_heads * config.head_dim
     sizes = [
-        (shape.width, across + 2 * shape.kv_heads * shape.head_dim),
-        (across, shape.width),
-        (shape.width, 2 * shape.inner),
-        (shape.inner, shape.width),
-    ] * shape.layers + [(shape.width, shape.vocabulary)]
+        (config.hidden_size, across + 2 * config.num_kv_heads * config.head_dim),
+        (across, config.hidden_size),
+        (config.hidden_size, 2 * config.intermediate_size),
+        (config.intermediate_size, config.hidden_size),
+    ] * config.num_layers + [(config.hidden_size, config.vocabulary)]
     weights = [torch.randn(size) for size in sizes]
     inputs = {deep: torch.randn(rows, deep) for deep, _ in sizes}
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from atts.local import LoopStats
+from atts.local import LocalOptions, LoopStats
 from atts.local.build import MakeModel, build_loop
-from atts.local.messages import Blueprint, Close, Order, Reply, Report
-from atts.local.shape import read_shape
+from atts.local.messages import Close, Command, LoopReport, Reply, WorkerConfig
+from atts.local.model_config import read_model_config
 from atts.tokenizing import ModelTokenizer
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>"]
@@ -168,10 +168,10 @@ def naive(make_model: Callable[..., Path]) -> Callable[..., Naive]:
 class Script:
     """An inbox that hands out prepared orders, one list a step, then closes when the work is done."""
 
-    def __init__(self, steps: list[list[Order]]) -> None:
+    def __init__(self, steps: list[list[Command]]) -> None:
         self._steps = list(steps)
 
-    def take(self, *, wait: bool) -> list[Order]:
+    def take(self, *, wait: bool) -> list[Command]:
         """The next step's orders; when none are left and nothing runs, the end."""
         if self._steps:
             return self._steps.pop(0)
@@ -190,30 +190,21 @@ class Driven:
 def drive() -> Callable[..., Driven]:
     """Run a step loop over a script in this thread: schedules without threads or luck."""
 
-    def run(folder: Path, steps: list[list[Order]], make_model: MakeModel | None = None, **changes: Any) -> Driven:
+    def run(folder: Path, steps: list[list[Command]], make_model: MakeModel | None = None, **changes: Any) -> Driven:
         tokenizer = ModelTokenizer(folder, "tiny")
-        settings: dict[str, Any] = {
-            "device": "cpu",
-            "dtype": "float32",
-            "kernel": "torch",
-            "kv_tokens": 4096,
-            "max_batch": 16,
-            "chunk_tokens": 64,
-            "threads": 1,
-            **changes,
-        }
-        shape = read_shape(folder, "tiny")
-        plan = Blueprint(name="tiny", folder=folder, shape=shape, pieces=tokenizer.pieces, **settings)
+        small: dict[str, Any] = {"kernel": "torch", "kv_tokens": 4096, "max_batch": 16, "chunk_tokens": 64}
+        options = LocalOptions(**{"device": "cpu", "threads": 1, **small, **changes})
+        config = WorkerConfig("tiny", folder, read_model_config(folder, "tiny"), tokenizer.pieces, options)
         driven = Driven({}, LoopStats())
 
-        def tell(report: Report) -> None:
+        def tell(report: LoopReport) -> None:
             for reply in report.replies:
-                assert reply.ticket not in driven.replies, "answered twice"
-                driven.replies[reply.ticket] = reply
+                assert reply.request_id not in driven.replies, "answered twice"
+                driven.replies[reply.request_id] = reply
             if report.stats is not None:
                 driven.stats = report.stats
 
-        build_loop(plan, tell, make_model)[0].run(Script(steps))
+        build_loop(config, tell, make_model)[0].run(Script(steps))
         return driven
 
     return run

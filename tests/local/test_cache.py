@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.local.allocator import SlotAllocator
 from atts.local.build import MakeModel
 from atts.local.compiling import native_library
 from atts.local.loader import Weights
 from atts.local.loop import is_out_of_memory
-from atts.local.messages import Blueprint, Cancel, Order, Submit
-from atts.local.native import NativeModel
-from atts.local.pool import SlotPool
+from atts.local.messages import Cancel, Command, Submit, WorkerConfig
+from atts.local.native_model import NativeModel
 from atts.local.prefix import PrefixTree
 from atts.seeds import Seed
 
@@ -33,7 +33,7 @@ def test_siblings_share_one_prompt_in_time_and_memory(make_model: Callable[..., 
     """16 siblings of 1,024 tokens: prefilled once, stored once, at most 15% over prompt plus tails."""
     folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
     prompt, tail = ids_of(1, 1024), 96
-    orders: list[Order] = [Submit(n, SampleRequest(prompt, tail, Sampling(), Seed(sample=n))) for n in range(1, 17)]
+    orders: list[Command] = [Submit(n, SampleRequest(prompt, tail, Sampling(), Seed(sample=n))) for n in range(1, 17)]
     done = drive(folder, [orders], kernel="native", kv_tokens=20_000, chunk_tokens=256)
     assert len(done.replies) == 16
     assert done.stats.prefilled_tokens == 1024
@@ -45,8 +45,8 @@ def test_a_rollouts_next_turn_feeds_only_new_tokens(make_model: Callable[..., Pa
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(2, 50)
     first = drive(folder, [[Submit(1, SampleRequest(prompt, 20, Sampling(0)))]]).replies[1].ids
-    quiet: list[Order] = []
-    later: list[list[Order]] = [[Submit(1, SampleRequest(prompt, 20, Sampling(0)))], *[quiet] * 25]
+    quiet: list[Command] = []
+    later: list[list[Command]] = [[Submit(1, SampleRequest(prompt, 20, Sampling(0)))], *[quiet] * 25]
     again = [*later, [Submit(2, SampleRequest(prompt + first + (7, 8), 5, Sampling(0)))]]
     done = drive(folder, again)
     assert done.replies[2].cached_tokens == 50 + 20 - 1
@@ -57,7 +57,7 @@ def test_going_on_from_a_scored_chunk_starts_with_a_free_token(make_model: Calla
     """Scoring leaves its keys, values and last logits: the first token needs no forward, nor does the next score."""
     folder = make_model("llama", eos_token_id=None)
     prompt, chunk, more = ids_of(3, 40), ids_of(4, 10), ids_of(5, 6)
-    script: list[list[Order]] = [
+    script: list[list[Command]] = [
         [Submit(1, ScoreRequest(prompt, chunk))],
         [Submit(2, SampleRequest(prompt + chunk, 1, Sampling(0)))],
         [Submit(3, ScoreRequest(prompt + chunk, more))],
@@ -77,7 +77,7 @@ def _flip(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:
 def test_a_short_cache_forgets_the_oldest_and_gets_everything_done(make_model: Callable[..., Path], drive: Any) -> None:
     """Far more work than slots: evictions and preemptions, every answer, never more slots than there are."""
     folder = make_model("llama", eos_token_id=None)
-    orders: list[Order] = [
+    orders: list[Command] = [
         Submit(n, SampleRequest(ids_of(n, 30), 30, Sampling(), Seed(sample=n))) for n in range(1, 21)
     ]
     done = drive(folder, [orders], kv_tokens=150)
@@ -92,24 +92,26 @@ def test_a_short_cache_forgets_the_oldest_and_gets_everything_done(make_model: C
 
 
 def test_a_thousand_rollouts_with_random_cancels_leak_nothing(make_model: Callable[..., Path], drive: Any) -> None:
-    """Every rollout not cancelled is answered, no slot stays locked, and nobody waits behind those who came later."""
+    """Every rollout not cancelled is answered, no slot stays locked, and no request waits behind later ones."""
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
     choice = np.random.default_rng(0)
-    steps: list[list[Order]] = [[] for _ in range(120)]
+    steps: list[list[Command]] = [[] for _ in range(120)]
     cancelled: set[int] = set()
-    for ticket in range(1, 1001):
-        at = (ticket - 1) // 10  # tickets rise with time
-        request = SampleRequest(ids_of(ticket % 7, 20), int(choice.integers(1, 9)), Sampling(), Seed(sample=ticket))
-        steps[at].append(Submit(ticket, request))
+    for request_id in range(1, 1001):
+        at = (request_id - 1) // 10  # ids rise with time
+        request = SampleRequest(
+            ids_of(request_id % 7, 20), int(choice.integers(1, 9)), Sampling(), Seed(sample=request_id)
+        )
+        steps[at].append(Submit(request_id, request))
         if choice.random() < 0.3:
-            steps[min(119, at + int(choice.integers(0, 20)))].append(Cancel(ticket))
-            cancelled.add(ticket)
+            steps[min(119, at + int(choice.integers(0, 20)))].append(Cancel(request_id))
+            cancelled.add(request_id)
     done = drive(folder, steps, kernel="native", kv_tokens=600, max_batch=32)
     assert set(range(1, 1001)) - cancelled <= set(done.replies)
     assert done.stats.kv_locked == 0
     assert done.stats.kv_used <= 600
     answered = list(done.replies)
-    overtaken = max(place - sum(other < ticket for other in answered) for place, ticket in enumerate(answered))
+    overtaken = max(place - sum(other < request_id for other in answered) for place, request_id in enumerate(answered))
     assert overtaken <= 8 * 32, "someone waited for too many younger ones"
 
 
@@ -121,9 +123,9 @@ def memory_for(tokens: int) -> MakeModel:
             raise MemoryError(f"no room for {rows} rows")
         return np.empty((rows, columns), dtype=np.float32)
 
-    def make(plan: Blueprint, weights: Weights, cache: torch.Tensor) -> NativeModel:
-        library = native_library(plan.name, plan.shape)
-        return NativeModel(library, plan.shape, weights, cache, threads=1, allocate=allocate)
+    def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> NativeModel:
+        library = native_library(config.name, config.model)
+        return NativeModel(library, config.model, weights, cache, threads=1, allocate=allocate)
 
     return make
 
@@ -133,23 +135,23 @@ def test_a_step_that_does_not_fit_into_memory_makes_the_next_ones_smaller(
 ) -> None:
     """Chunks and batches halve until they fit; every answer is what it would have been."""
     folder = make_model("llama", eos_token_id=None)
-    orders: list[Order] = [Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 11)]
+    orders: list[Command] = [Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 11)]
     orders += [Submit(n, ScoreRequest(ids_of(n, 20), ids_of(n + 50, 25))) for n in range(11, 15)]
     done = drive(folder, [orders], memory_for(6), kernel="native")
     plenty = drive(folder, [orders], kernel="native")
     assert done.stats.shrunk >= 3
     assert done.stats.kv_locked == done.stats.failed == 0
-    for ticket, reply in plenty.replies.items():
-        if ticket <= 10:
-            assert done.replies[ticket].ids == reply.ids
-        assert done.replies[ticket].logprobs == pytest.approx(reply.logprobs, abs=1e-4)
+    for request_id, reply in plenty.replies.items():
+        if request_id <= 10:
+            assert done.replies[request_id].ids == reply.ids
+        assert done.replies[request_id].logprobs == pytest.approx(reply.logprobs, abs=1e-4)
 
 
 def test_memory_for_nothing_at_all_is_said_and_the_loop_lives_on(make_model: Callable[..., Path], drive: Any) -> None:
     """When not even one token fits, the requests in flight fail with advice, and nothing stays locked."""
     folder = make_model("llama", eos_token_id=None)
-    orders: list[Order] = [Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 4)]
-    done = drive(folder, [orders, *[list[Order]()] * 30, [Submit(4, ScoreRequest((5, 6), (7,)))]], memory_for(0))
+    orders: list[Command] = [Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 4)]
+    done = drive(folder, [orders, *[list[Command]()] * 30, [Submit(4, ScoreRequest((5, 6), (7,)))]], memory_for(0))
     assert done.replies.keys() == {1, 2, 3, 4}
     for reply in done.replies.values():
         assert (reply.kind, reply.problem) == ("memory", "a step does not fit into memory")
@@ -174,13 +176,13 @@ def test_priority_overtakes_but_does_not_starve(make_model: Callable[..., Path],
     def request(seed: int, priority: int) -> SampleRequest:
         return SampleRequest(ids_of(seed, 10), 4, Sampling(0), priority=priority)
 
-    crowd: list[Order] = [Submit(1, request(1, 1)), *[Submit(n, request(n, 0)) for n in range(2, 12)]]
-    steps: list[list[Order]] = [crowd]
+    crowd: list[Command] = [Submit(1, request(1, 1)), *[Submit(n, request(n, 0)) for n in range(2, 12)]]
+    steps: list[list[Command]] = [crowd]
     steps.extend([Submit(n, request(n, 0))] for n in range(12, 500))
     answered = list(drive(folder, steps, kernel="native", max_batch=1).replies)
     assert 1 in answered[:300], "the patient one must be done before the urgent ones run out"
-    early: list[Order] = [Submit(n, request(n, 0)) for n in range(1, 9)]
-    urgent: list[list[Order]] = [early, [], [Submit(9, request(9, -1))]]
+    early: list[Command] = [Submit(n, request(n, 0)) for n in range(1, 9)]
+    urgent: list[list[Command]] = [early, [], [Submit(9, request(9, -1))]]
     assert list(drive(folder, urgent, kernel="native", max_batch=1).replies).index(9) == 1
 
 
@@ -188,15 +190,15 @@ def test_priority_overtakes_but_does_not_starve(make_model: Callable[..., Path],
 @given(st.lists(st.tuples(st.sampled_from("iilue"), st.lists(st.integers(0, 2), min_size=1, max_size=7)), max_size=40))
 def test_the_prefix_tree_is_a_set_of_sequences(actions: list[tuple[str, list[int]]]) -> None:
     """Against a plain dictionary from every known prefix to its slot: insert, lock, unlock, evict."""
-    pool, tree = SlotPool(500), PrefixTree(4)
+    allocator, tree = SlotAllocator(500), PrefixTree(4)
     truth: dict[TokenIds, int] = {}
     locked: list[tuple[Any, TokenIds]] = []
     for action, values in actions:
         ids = tuple(values)
         if action == "i":
-            slots = pool.take(len(ids))
+            slots = allocator.allocate(len(ids))
             found = tree.insert(ids, slots)
-            pool.give([slots[: found.length]])
+            allocator.free([slots[: found.length]])
             for end in range(found.length + 1, len(ids) + 1):
                 truth[ids[:end]] = int(slots[end - 1])
         elif action == "l":
@@ -207,22 +209,22 @@ def test_the_prefix_tree_is_a_set_of_sequences(actions: list[tuple[str, list[int
             tree.unlock(locked.pop()[0])
         elif action == "e":
             freed = [int(slot) for run in tree.evict(len(ids)) for slot in run]
-            pool.give([np.array(freed, dtype=np.int32)])
+            allocator.free([np.array(freed, dtype=np.int32)])
             truth = {key: slot for key, slot in truth.items() if slot not in freed}
         match = tree.match(ids, len(ids))
         known = next((end for end in range(len(ids), 0, -1) if ids[:end] in truth), 0)
         assert match.slots.tolist() == [truth[ids[: end + 1]] for end in range(known)]
-        assert tree.held == pool.used == len(truth)
+        assert tree.num_cached == allocator.num_used == len(truth)
         kept = {kept_ids[:end] for _, kept_ids in locked for end in range(1, len(kept_ids) + 1)}
         assert kept <= set(truth), "a locked sequence was forgotten"
-        assert tree.evictable == len(truth) - len(kept)
+        assert tree.num_evictable == len(truth) - len(kept)
 
 
 def test_a_slot_is_never_handed_out_twice() -> None:
-    """The pool notices a slot that comes back twice."""
-    pool = SlotPool(3)
-    taken = pool.take(2)
-    pool.give([taken])
-    assert pool.peak == 2
+    """The allocator notices a slot that comes back twice."""
+    allocator = SlotAllocator(3)
+    taken = allocator.allocate(2)
+    allocator.free([taken])
+    assert allocator.peak_used == 2
     with pytest.raises(AssertionError, match="twice"):
-        pool.give([taken])
+        allocator.free([taken])

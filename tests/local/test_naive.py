@@ -15,9 +15,9 @@ from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.local.build import MakeModel
 from atts.local.compiling import Tuning, native_library, tunings
 from atts.local.loader import Weights
-from atts.local.messages import Blueprint, Cancel, Order, Sampled, Scored, Submit
-from atts.local.native import NativeModel
-from atts.local.shape import read_shape
+from atts.local.messages import Cancel, Command, SampleReply, ScoreReply, Submit, WorkerConfig
+from atts.local.model_config import read_model_config
+from atts.local.native_model import NativeModel
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 GREEDY = Sampling(temperature=0)
@@ -34,11 +34,11 @@ STEM = ids_of(0, 60)
 
 
 @st.composite
-def scripts(draw: st.DrawFn) -> list[list[Order]]:
+def scripts(draw: st.DrawFn) -> list[list[Command]]:
     """Requests that share prefixes of one stem, arriving and being cancelled at any step."""
-    steps: list[list[Order]] = [[] for _ in range(12)]
-    for ticket in range(1, draw(st.integers(2, 9)) + 1):
-        prefix = STEM[: draw(st.integers(1, 40))] + ids_of(ticket, draw(st.integers(0, 3)))
+    steps: list[list[Command]] = [[] for _ in range(12)]
+    for request_id in range(1, draw(st.integers(2, 9)) + 1):
+        prefix = STEM[: draw(st.integers(1, 40))] + ids_of(request_id, draw(st.integers(0, 3)))
         at = draw(st.integers(0, 8))
         request: SampleRequest | ScoreRequest
         if draw(st.booleans()):
@@ -46,21 +46,21 @@ def scripts(draw: st.DrawFn) -> list[list[Order]]:
         else:
             suffix = STEM[len(prefix) : len(prefix) + draw(st.integers(1, 12))] or (7,)
             request = ScoreRequest(prefix, suffix)
-        steps[at].append(Submit(ticket, request))
+        steps[at].append(Submit(request_id, request))
         if draw(st.integers(0, 4)) == 0:
-            steps[min(11, at + draw(st.integers(0, 4)))].append(Cancel(ticket))
+            steps[min(11, at + draw(st.integers(0, 4)))].append(Cancel(request_id))
     return steps
 
 
 def check(naive: Any, request: SampleRequest | ScoreRequest, reply: object) -> None:
     """The reply is what the naive loop says, token for token, score for score."""
     if isinstance(request, SampleRequest):
-        assert isinstance(reply, Sampled)
+        assert isinstance(reply, SampleReply)
         assert naive.agrees(request.ids, reply.ids)
         assert reply.logprobs == pytest.approx(naive.scores(request.ids, reply.ids), abs=CLOSE)
         assert len(reply.ids) == request.max_tokens or reply.ended == "end"
     else:
-        assert isinstance(reply, Scored)
+        assert isinstance(reply, ScoreReply)
         assert reply.logprobs == pytest.approx(naive.scores(request.prefix, request.suffix), abs=CLOSE)
 
 
@@ -71,7 +71,7 @@ def check(naive: Any, request: SampleRequest | ScoreRequest, reply: object) -> N
 def test_any_schedule_equals_the_naive_loop(
     family: str,
     kernel: Literal["torch", "native"],
-    script: list[list[Order]],
+    script: list[list[Command]],
     chunk: int,
     room: int,
     make_model: Callable[..., Path],
@@ -82,13 +82,13 @@ def test_any_schedule_equals_the_naive_loop(
     folder = make_model(family, max_position_embeddings=128)
     done = drive(folder, script, kernel=kernel, chunk_tokens=chunk, kv_tokens=room, max_batch=5)
     orders = [order for step in script for order in step]
-    cancelled = {order.ticket for order in orders if isinstance(order, Cancel)}
+    cancelled = {order.request_id for order in orders if isinstance(order, Cancel)}
     for order in orders:
         if isinstance(order, Submit):
-            if order.ticket in done.replies:
-                check(naive(folder), order.request, done.replies[order.ticket])
+            if order.request_id in done.replies:
+                check(naive(folder), order.request, done.replies[order.request_id])
             else:
-                assert order.ticket in cancelled, "an answer is missing"
+                assert order.request_id in cancelled, "an answer is missing"
     assert done.stats.kv_locked == 0, "slots stayed locked"
     assert done.stats.kv_used <= room
 
@@ -164,7 +164,7 @@ def test_more_threads_change_not_a_bit(family: str, make_model: Callable[..., Pa
     """Threads share columns, rows and sequences out; each sum stays in one piece."""
     folder = make_model(family)
     score = ScoreRequest(ids_of(2, 40), ids_of(3, 120))
-    orders: list[Order] = [
+    orders: list[Command] = [
         Submit(1, SampleRequest(ids_of(1, 90), 3)),
         Submit(2, score),
         Submit(3, SampleRequest((5,), 3)),
@@ -176,8 +176,8 @@ def test_more_threads_change_not_a_bit(family: str, make_model: Callable[..., Pa
 def tuned(tuning: Tuning) -> MakeModel:
     """A native model whose kernels may only use some of this processor's instructions."""
 
-    def make(plan: Blueprint, weights: Weights, cache: torch.Tensor) -> NativeModel:
-        return NativeModel(native_library(plan.name, plan.shape, tuning), plan.shape, weights, cache, threads=1)
+    def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> NativeModel:
+        return NativeModel(native_library(config.name, config.model, tuning), config.model, weights, cache, threads=1)
 
     return make
 
@@ -189,7 +189,7 @@ def test_kernels_for_other_processors_equal_the_naive_loop(
     """Built with fewer instructions than this machine has: other vector widths, tiles and tails, the same answers."""
     if tuning not in tunings():
         pytest.skip(f"this processor cannot run {tuning} code")
-    rows = native_library("tiny", read_shape(make_model("llama"), "tiny"), tuning).atts_row_block()
+    rows = native_library("tiny", read_model_config(make_model("llama"), "tiny"), tuning).atts_row_block()
     assert rows == {"avx2": 48, "generic": 64}[tuning], "another build than the one asked for"
     heads = [(6, 3, 96), (4, 4, 64), (6, 2, 16), (3, 1, 32), (4, 2, 128)]
     wild = SampleRequest(ids_of(12, 20), 12, Sampling(0.9))
@@ -198,15 +198,15 @@ def test_kernels_for_other_processors_equal_the_naive_loop(
         ScoreRequest(ids_of(9, 5), ids_of(8, 1)),
         *[SampleRequest(ids_of(n, 3 * n + 1), 10, GREEDY) for n in range(4)],
     ]
-    orders: list[Order] = [Submit(1, wild), *[Submit(n, request) for n, request in enumerate(requests, start=2)]]
+    orders: list[Command] = [Submit(1, wild), *[Submit(n, request) for n, request in enumerate(requests, start=2)]]
     for count, shared, dim in heads:
         size = {"num_attention_heads": count, "num_key_value_heads": shared, "head_dim": dim, "hidden_size": 24 * count}
         folder = make_model("llama", **size, initializer_range=0.1)
         done = drive(folder, [orders], tuned(tuning), chunk_tokens=512)
         assert done.replies[1].ids == drive(folder, [orders[:1]], kernel="torch").replies[1].ids
         assert done.replies[1].logprobs == pytest.approx(naive(folder).scores(wild.ids, done.replies[1].ids), abs=CLOSE)
-        for ticket, request in enumerate(requests, start=2):
-            check(naive(folder), request, done.replies[ticket])
+        for request_id, request in enumerate(requests, start=2):
+            check(naive(folder), request, done.replies[request_id])
 
 
 def compare_with_naive(folder: Path, naive: Any, drive: Any, kernel: str) -> None:
@@ -215,11 +215,11 @@ def compare_with_naive(folder: Path, naive: Any, drive: Any, kernel: str) -> Non
         *[SampleRequest(ids_of(n, 3 * n + 1), 10, GREEDY) for n in range(6)],
         *[ScoreRequest(ids_of(9, 5), ids_of(8, n + 1)) for n in range(4)],
     ]
-    orders: list[Order] = [Submit(n, request) for n, request in enumerate(requests, start=1)]
+    orders: list[Command] = [Submit(n, request) for n, request in enumerate(requests, start=1)]
     done = drive(folder, [orders], kernel=kernel)
     for order in orders:
         assert isinstance(order, Submit)
-        check(naive(folder), order.request, done.replies[order.ticket])
+        check(naive(folder), order.request, done.replies[order.request_id])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-// Attention over keys and values that lie where the pool put them: one query at a time while decoding, many in a prefill.
+// Attention over keys and values scattered over cache slots: one query at a time while decoding, many in a prefill.
 
 #include "model.h"
 
@@ -14,7 +14,7 @@ typedef struct {
 
 // ------------------------------------------------------------------------------------------------ one query
 //
-// Up to four query heads go through the keys together: each row is read once, from its first byte to its last, which the
+// Up to four query heads go through the keys parallel: each row is read once, from its first byte to its last, which the
 // processor's own prefetching likes best, and the four scores of a key lie side by side.
 
 // to[0..4) = the sums of four vectors
@@ -37,7 +37,7 @@ INLINE void sum_four(vf a, vf b, vf c, vf d, float *to) {
 }
 
 // scores[keys, 4] of the `group` query heads of each of `kv` neighbouring kv heads
-INLINE void dots(const View *view, const int64_t dim, const int kv, const int group, const float *query, float *scores) {
+INLINE void key_scores(const View *view, const int64_t dim, const int kv, const int group, const float *query, float *scores) {
   vf asked[kv * group * (dim / LANES)];
   UNROLL for (int i = 0; i < kv * group * (dim / LANES); i++) asked[i] = load(query + i * LANES);
   for (int64_t j = 0; j < view->length; j++) {
@@ -55,15 +55,15 @@ INLINE void dots(const View *view, const int64_t dim, const int kv, const int gr
 }
 
 // scores[length, 4] becomes exp(score - the largest of its head); totals[4] are their sums
-static void soften(float *scores, int64_t length, float *totals) {
+static void softmax_four(float *scores, int64_t length, float *totals) {
   int64_t count = 4 * length, padded = (count + LANES - 1) / LANES * LANES;
   for (int64_t i = count; i < padded; i++) scores[i] = -INFINITY;
   vf most = splat(-INFINITY), total = {0};
-  for (int64_t i = 0; i < padded; i += LANES) most = larger(load(scores + i), most);
+  for (int64_t i = 0; i < padded; i += LANES) most = vmax(load(scores + i), most);
   for (int lane = 4; lane < LANES; lane++) most[lane % 4] = most[lane] > most[lane % 4] ? most[lane] : most[lane % 4];
   for (int lane = 4; lane < LANES; lane++) most[lane] = most[lane % 4];
   for (int64_t i = 0; i < padded; i += LANES) {
-    vf p = falling(load(scores + i) - most);
+    vf p = vexp(load(scores + i) - most);
     store(scores + i, p);
     total += p;
   }
@@ -72,7 +72,7 @@ static void soften(float *scores, int64_t length, float *totals) {
 }
 
 // out[kv * group, dim] = the values weighted by scores[keys, 4], over totals
-INLINE void mixes(const View *view, const int64_t dim, const int kv, const int group, const float *scores,
+INLINE void weighted_values(const View *view, const int64_t dim, const int kv, const int group, const float *scores,
                   const float *totals, float *out) {
   const int vectors = dim / LANES, most = SUMS / (kv * group == 3 ? 4 : kv * group);
   const int step = vectors <= most ? vectors : vectors % most == 0 ? most : vectors % 3 == 0 ? 3 : 1;
@@ -96,9 +96,9 @@ INLINE void mixes(const View *view, const int64_t dim, const int kv, const int g
 INLINE void attend_one(const View *view, const int64_t dim, const int kv, const int group, const float *query,
                        float *scratch, float *out) {
   float totals[4];
-  dots(view, dim, kv, group, query, scratch);
-  soften(scratch, view->length, totals);
-  mixes(view, dim, kv, group, scratch, totals, out);
+  key_scores(view, dim, kv, group, query, scratch);
+  softmax_four(scratch, view->length, totals);
+  weighted_values(view, dim, kv, group, scratch, totals, out);
 }
 
 typedef void One(const View *view, const float *query, float *scratch, float *out);
@@ -118,28 +118,27 @@ typedef struct {
 } Kind;
 static const Kind kinds[] = {NAMES(16), NAMES(32), NAMES(64), NAMES(96), NAMES(128)};
 
-// Query heads that are served together
+// Query heads that are served parallel
 typedef struct {
   int64_t kv, head, within;  // how many kv heads, the first of them, and the first query head of its group
   One *one;
-} Bundle;
+} HeadGroup;
 
-static int64_t num_bundles(int64_t kv, int64_t group) {
+static int64_t num_head_groups(int64_t kv, int64_t group) {
   return group == 1 ? kv / 4 + kv % 4 : group == 2 ? kv / 2 + kv % 2 : kv * ((group + 3) / 4);
 }
 
-static Bundle bundle(const Kind *kind, int64_t kv, int64_t group, int64_t index) {
+static HeadGroup head_group(const Kind *kind, int64_t kv, int64_t group, int64_t index) {
   int64_t wide = group == 1 ? 4 : group == 2 ? 2 : 1, whole = wide > 1 ? kv / wide : 0;
-  if (index < whole) return (Bundle){wide, index * wide, 0, wide == 4 ? kind->quad : kind->pair};
-  if (wide > 1) return (Bundle){1, index - whole + whole * wide, 0, kind->single[group - 1]};
+  if (index < whole) return (HeadGroup){wide, index * wide, 0, wide == 4 ? kind->quad : kind->pair};
+  if (wide > 1) return (HeadGroup){1, index - whole + whole * wide, 0, kind->single[group - 1]};
   int64_t parts = (group + 3) / 4, within = index % parts * 4, left = group - within;
-  return (Bundle){1, index / parts, within, kind->single[left < 4 ? left - 1 : 3]};
+  return (HeadGroup){1, index / parts, within, kind->single[left < 4 ? left - 1 : 3]};
 }
 
 // ------------------------------------------------------------------------------------------------ many queries
-
 //
-// One (query, head) pair a lane, one or two vectors of pairs together: keys and values are broadcast, each to all of them.
+// One (query, head) pair a lane, one or two vectors of pairs parallel: keys and values are broadcast, each to all of them.
 
 #define AHEAD 16  // keys, from asking for one to reading it
 #define VECTORS 2  // of pairs at most
@@ -157,7 +156,7 @@ static Bundle bundle(const Kind *kind, int64_t kv, int64_t group, int64_t index)
 // rows of a square become its columns
 INLINE void transpose(vf *rows) {
 #if LANES > 4
-  for (int round = 1; round < LANES; round *= 2) {  // zipping the halves log2(LANES) times
+  for (int round = 1; round < LANES; round *= 2) {  // zipping the is_bf16 log2(LANES) times
     vf zipped[LANES];
     UNROLL for (int i = 0; i < LANES / 2; i++) {
       zipped[2 * i] = __builtin_shufflevector(rows[i], rows[i + LANES / 2], ZIP_LOW);
@@ -203,7 +202,7 @@ INLINE void attend_lanes(const int vectors, const View *view, int64_t dim, const
       }
       for (int64_t d = 0; d < dim; d++) {
         vf q[VECTORS];
-        UNROLL for (int v = 0; v < vectors; v++) q[v] = kept(load(query + d * pairs + v * LANES));
+        UNROLL for (int v = 0; v < vectors; v++) q[v] = in_register(load(query + d * pairs + v * LANES));
         UNROLL for (int i = 0; i < 4; i++) {
           vf k = splat(key[i][d]);
           UNROLL for (int v = 0; v < vectors; v++) s[i * vectors + v] += k * q[v];
@@ -213,9 +212,9 @@ INLINE void attend_lanes(const int vectors, const View *view, int64_t dim, const
         int32_t at = (int32_t)(from + j + i);
         UNROLL for (int v = 0; v < vectors; v++) {
           vf score = s[i * vectors + v];
-          if (at > least) score = pick(at - (vi){0} > *(const vi *)(positions + v * LANES), splat(-INFINITY), score);
+          if (at > least) score = vselect(at - (vi){0} > *(const vi *)(positions + v * LANES), splat(-INFINITY), score);
           store(weights + (j + i) * pairs + v * LANES, score);
-          top[v] = larger(score, top[v]);
+          top[v] = vmax(score, top[v]);
         }
       }
     }
@@ -223,11 +222,11 @@ INLINE void attend_lanes(const int vectors, const View *view, int64_t dim, const
       vf added = {0};
       for (int64_t i = 0; i < count; i++) {
         float *weight = weights + i * pairs + v * LANES;
-        vf p = falling(load(weight) - top[v]);
+        vf p = vexp(load(weight) - top[v]);
         store(weight, p);
         added += p;
       }
-      shrink[v] = falling(most[v] - top[v]);
+      shrink[v] = vexp(most[v] - top[v]);
       total[v] = total[v] * shrink[v] + added;
       most[v] = top[v];
     }
@@ -255,8 +254,8 @@ INLINE void attend_lanes(const int vectors, const View *view, int64_t dim, const
 
 typedef struct {
   const float *query;
-  float *mixed;
-  int64_t query_row, mixed_row, group, dim;  // floats from token to token, heads of the group
+  float *attended;
+  int64_t query_row, attended_row, group, dim;  // floats from token to token, heads of the group
 } Chunk;
 
 INLINE int64_t place(const Chunk *chunk, int64_t pair, int64_t row) {
@@ -288,7 +287,7 @@ INLINE void attend_pairs(const int vectors, const View *view, const Chunk *chunk
       UNROLL for (int i = 0; i < LANES; i++) square[i] = load(out + (d + i) * pairs + lane);
       transpose(square);
       for (int64_t i = 0; i < LANES && lane + i < lanes; i++)
-        store(chunk->mixed + place(chunk, from + lane + i, chunk->mixed_row) + d, square[i]);
+        store(chunk->attended + place(chunk, from + lane + i, chunk->attended_row) + d, square[i]);
     }
   }
 }
@@ -304,9 +303,10 @@ static void attend_two_vectors(const View *view, const Chunk *chunk, int64_t fro
 // `count` queries of one sequence that share a kv head, from token `first` on, the last of them at position length - 1
 static void attend_many(const Model *model, const Step *step, const View *view, int64_t head, int64_t first,
                         int64_t count, int64_t length, float *scratch) {
-  int64_t dim = model->head_dim, group = model->heads / model->kv_heads, pairs = count * group;
-  int64_t across = model->heads * dim, row = (model->heads + 2 * model->kv_heads) * dim, at = head * group * dim;
-  Chunk chunk = {step->qkv + first * row + at, step->mixed + first * across + at, row, across, group, dim};
+  int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads, pairs = count * group;
+  int64_t attn_size = model->num_heads * dim, row = (model->num_heads + 2 * model->num_kv_heads) * dim;
+  int64_t at = head * group * dim;
+  Chunk chunk = {step->qkv + first * row + at, step->attended + first * attn_size + at, row, attn_size, group, dim};
   for (int64_t from = 0; from < pairs; from += PAIRS) {
     int64_t lanes = pairs - from < PAIRS ? pairs - from : PAIRS;
     (lanes > LANES ? attend_two_vectors : attend_one_vector)(view, &chunk, from, lanes, length - count, scratch);
@@ -327,43 +327,44 @@ EXPORT int64_t atts_scratch_floats(int64_t head_dim, int64_t context) {
   return (one > many ? one : many) + LANES;
 }
 
-// `count` last tokens of a sequence, for the heads of a bundle
-static void attend(const Model *model, const Step *step, const View *all, int64_t sequence, int64_t count, Bundle bundle,
+// `count` last tokens of a sequence, for the query heads of one group
+static void attend(const Model *model, const Step *step, const View *all, int64_t sequence, int64_t count, HeadGroup heads,
                    float *scratch) {
-  int64_t dim = model->head_dim, group = model->heads / model->kv_heads, across = model->heads * dim;
-  int64_t first = step->starts[sequence + 1] - count, length = step->lengths[sequence];
+  int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads, attn_size = model->num_heads * dim;
+  int64_t first = step->query_starts[sequence + 1] - count, length = step->context_lens[sequence];
   View view = *all;
-  view.slots = step->table + step->rows[sequence] * step->table_width;
+  view.slots = step->table + step->table_rows[sequence] * step->table_width;
   if (count > 1 && count * group * 4 >= LANES) {
     view.length = length;
-    for (int64_t head = bundle.head; bundle.within == 0 && head < bundle.head + bundle.kv; head++) {
+    for (int64_t head = heads.head; heads.within == 0 && head < heads.head + heads.kv; head++) {
       view.keys = all->keys + head * dim, view.values = all->values + head * dim;
       attend_many(model, step, &view, head, first, count, length, scratch);
     }
     return;
   }
-  view.keys += bundle.head * dim, view.values += bundle.head * dim;
-  int64_t at = (bundle.head * group + bundle.within) * dim;
+  view.keys += heads.head * dim, view.values += heads.head * dim;
+  int64_t at = (heads.head * group + heads.within) * dim;
   for (int64_t i = 0; i < count; i++) {
     view.length = length - count + 1 + i;
-    bundle.one(&view, step->qkv + (first + i) * (across + 2 * all->stride) + at, scratch, step->mixed + (first + i) * across + at);
+    heads.one(&view, step->qkv + (first + i) * (attn_size + 2 * all->stride) + at, scratch,
+              step->attended + (first + i) * attn_size + at);
   }
 }
 
 void attention(const Model *model, const Step *step, int64_t layer, int64_t threads, float *scratch) {
-  int64_t kv = model->kv_heads, group = model->heads / kv, stride = kv * model->head_dim;
+  int64_t kv = model->num_kv_heads, group = model->num_heads / kv, stride = kv * model->head_dim;
   const float *keys = model->cache + 2 * layer * model->slots * stride;
   View all = {keys, keys + model->slots * stride, stride, model->head_dim, 0, 0};
   const Kind *kind = kinds;
   while (kind->dim != model->head_dim) kind++;
-  int64_t bundles = num_bundles(kv, group), parts = step->num_sequences >= 2 * threads ? 1 : bundles;
-  const int is_last = layer + 1 == model->layers;  // nobody reads what the others would mix there
+  int64_t groups = num_head_groups(kv, group), parts = step->num_sequences >= 2 * threads ? 1 : groups;
+  const int is_last = layer + 1 == model->num_layers;  // the others' output is not needed there
   for (;;) {
-    int64_t item = __atomic_fetch_add(step->counters + layer, 1, __ATOMIC_RELAXED);
+    int64_t item = __atomic_fetch_add(step->next_items + layer, 1, __ATOMIC_RELAXED);
     if (item >= step->num_sequences * parts) return;
-    int64_t each = bundles / parts, from = item % parts * each, sequence = item / parts;
-    int64_t count = is_last ? step->tails[sequence] : step->starts[sequence + 1] - step->starts[sequence];
+    int64_t each = groups / parts, from = item % parts * each, sequence = item / parts;
+    int64_t count = is_last ? step->num_logits[sequence] : step->query_starts[sequence + 1] - step->query_starts[sequence];
     for (int64_t index = from; count && index < from + each; index++)
-      attend(model, step, &all, sequence, count, bundle(kind, kv, group, index), scratch);
+      attend(model, step, &all, sequence, count, head_group(kind, kv, group, index), scratch);
   }
 }

@@ -1,4 +1,4 @@
-// What Python hands over (the same fields, in the same order, as in native.py), and what the kernels ask of each other.
+// The structures Python fills (the same fields, in the same order, as in native_model.py), and the functions kernels share.
 
 #ifndef ATTS_MODEL_H
 #define ATTS_MODEL_H
@@ -22,46 +22,57 @@ typedef struct {
 } Layer;
 
 typedef struct {
-  int64_t layers, width, heads, kv_heads, head_dim, inner, vocabulary, halves;  // halves: panels are bfloat16
+  int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocabulary;
+  int64_t is_bf16;  // whether packed panels are bfloat16
   float eps;
   const float *embedding, *norm, *cosines, *sines;  // [positions, head_dim / 2]
   const void *head;
-  const Layer *layer;
+  const Layer *layers;
   float *cache;  // [layers, 2, slots, kv_heads, head_dim]
   int64_t slots;
 } Model;
 
 typedef struct {
-  int64_t num_tokens, num_sequences, num_wanted, table_width, threads;
-  const int64_t *tokens, *positions, *slots, *rows, *starts, *lengths, *tails, *wanted;  // tails: wanted, per sequence
-  const int32_t *table;
-  float *x, *h, *qkv, *mixed, *both, *hidden, *scratch;  // h and both hold ROW_BLOCK rows
+  int64_t num_tokens, num_sequences, num_logit_rows, table_width, threads;
+  const int64_t *tokens, *positions, *slots;  // per token
+  const int64_t *table_rows, *query_starts, *context_lens, *num_logits;  // per sequence
+  const int64_t *logit_rows;  // tokens whose hidden state is returned
+  const int32_t *table;  // slot table, [rows, table_width]
+  float *x, *normed, *qkv, *attended, *gate_up, *hidden, *scratch;  // normed and gate_up hold ROW_BLOCK rows
   int64_t scratch_floats;  // per thread
-  int32_t *counters;  // one per layer, zeroed by the caller
+  int32_t *next_items;  // one per layer, zeroed by the caller: attention's work is taken from there
 } Step;
 
 typedef struct {
   const Model *model;
-  int64_t rows, num_ends;
+  int64_t num_rows, num_kept;
   const float *hidden;
-  const int64_t *tokens, *ends;  // ends: rows in rising order
-  float *logprobs, *kept, *logits;  // kept: [num_ends, vocabulary]; logits: of ROW_BLOCK rows
+  const int64_t *tokens, *kept_rows;  // kept_rows: in rising order
+  float *logprobs, *kept_logits, *logits;  // kept_logits: [num_kept, vocabulary]; logits: of ROW_BLOCK rows
 } Scoring;
 
-// Calls `work` once in each of `threads` threads, as number `me` of `all`
-typedef void Work(const void *task, int64_t me, int64_t all);
-void together(int64_t threads, Work *work, const void *task);
+typedef struct {
+  int64_t num_rows, vocabulary;
+  const float *logits;
+  const double *temperatures, *uniforms;
+  int64_t *tokens;
+  float *logprobs, *scratch;
+} Sampling;
+
+// Calls `work` once in each of `threads` threads, as number `thread`
+typedef void Work(const void *task, int64_t thread, int64_t threads);
+void parallel(int64_t threads, Work *work, const void *task);
 #define BARRIER _Pragma("omp barrier")
 
-// out[m, n] (+)= a[m, k] * weights + bias, rows of a `stride` apart; thread `me` of `threads` does its share of the columns
-void product(int64_t halves, const float *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
-             float *out, const float *bias, int accumulate, int64_t me, int64_t threads);
+// out[m, n] (+)= a[m, k] * weights + bias, rows of a `stride` apart; every thread does its share of the columns
+void matmul(int64_t is_bf16, const float *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
+             float *out, const float *bias, int accumulate, int64_t thread, int64_t threads);
 
-// logits[rows, vocabulary] of hidden[rows, width]; thread `me` of `threads` makes its share of the columns
-void make_logits(const Model *model, const float *hidden, int64_t rows, float *logits, int64_t me, int64_t threads);
+// logits[rows, vocabulary] of hidden[rows, hidden_size]; every thread does its share of the columns
+void compute_logits(const Model *model, const float *hidden, int64_t rows, float *logits, int64_t thread, int64_t threads);
 
-// mixed = attention of every token of the step, in the last layer of those wanted; threads take sequences, or heads of
-// them, as they come
+// attended = attention of every token of the step, in the last layer of logit_rows alone; threads take sequences, or heads
+// of them, as they come
 void attention(const Model *model, const Step *step, int64_t layer, int64_t threads, float *scratch);
 
 #endif

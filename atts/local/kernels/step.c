@@ -1,4 +1,4 @@
-// One step of a decoder on the CPU in float32: every operation between a batch of tokens and its logits.
+// The forward pass of one step on the CPU in float32: every operation between a batch of tokens and its logits.
 //
 // Written with the compilers' vector extensions, so one source serves AVX-512, AVX2 and NEON.
 
@@ -8,7 +8,7 @@
 #include <omp.h>
 #endif
 
-void together(int64_t threads, Work *work, const void *task) {
+void parallel(int64_t threads, Work *work, const void *task) {
 #ifdef _OPENMP
   if (threads > 1) {
 #pragma omp parallel num_threads((int)threads)
@@ -29,13 +29,13 @@ INLINE float scale_of(const float *x, int64_t n, float eps) {
   return 1.0f / sqrtf(squares / (float)n + eps);
 }
 
-static void normed(const float *x, const float *weight, int64_t n, float eps, float *out) {
+static void rms_norm(const float *x, const float *weight, int64_t n, float eps, float *out) {
   float scale = scale_of(x, n, eps);
   for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
-// A head turned to its position, normed first where there is a weight; out may be x
-static void turned(const float *x, const float *weight, const float *cosines, const float *sines, int64_t dim, float eps,
+// The rotary embedding of one head, normed first where there is a weight; out may be x
+static void apply_rope(const float *x, const float *weight, const float *cosines, const float *sines, int64_t dim, float eps,
                    float factor, float *out) {
   int64_t half = dim / 2, i = 0;
   float scale = weight ? scale_of(x, dim, eps) : 1.0f;
@@ -53,27 +53,27 @@ static void turned(const float *x, const float *weight, const float *cosines, co
   }
 }
 
-static void gated(const float *both, int64_t inner, float *out) {
+static void silu_mul(const float *gate_up, int64_t inner, float *out) {
   int64_t i = 0;
   for (; i + LANES <= inner; i += LANES) {
-    vf gate = load(both + i), up = load(both + inner + i);
-    store(out + i, gate / (splat(1.0f) + exponential(-gate)) * up);
+    vf gate = load(gate_up + i), up = load(gate_up + inner + i);
+    store(out + i, gate / (splat(1.0f) + vexp_any(-gate)) * up);
   }
-  for (; i < inner; i++) out[i] = both[i] / (1.0f + expf(-both[i])) * both[inner + i];
+  for (; i < inner; i++) out[i] = gate_up[i] / (1.0f + expf(-gate_up[i])) * gate_up[inner + i];
 }
 
-static void store_keys(const Model *model, const Step *step, int64_t index, const Layer *layer, int64_t from, int64_t to) {
-  int64_t dim = model->head_dim, heads = model->heads, kv = model->kv_heads, half = dim / 2;
+static void store_kv(const Model *model, const Step *step, int64_t index, const Layer *layer, int64_t from, int64_t to) {
+  int64_t dim = model->head_dim, heads = model->num_heads, kv = model->num_kv_heads, half = dim / 2;
   float factor = 1.0f / sqrtf((float)dim);
   float *keys = model->cache + 2 * index * model->slots * kv * dim, *values = keys + model->slots * kv * dim;
   for (int64_t t = from; t < to; t++) {
     float *row = step->qkv + t * (heads + 2 * kv) * dim;
     const float *cosines = model->cosines + step->positions[t] * half, *sines = model->sines + step->positions[t] * half;
     for (int64_t h = 0; h < heads; h++)
-      turned(row + h * dim, layer->query_norm, cosines, sines, dim, model->eps, factor, row + h * dim);
+      apply_rope(row + h * dim, layer->query_norm, cosines, sines, dim, model->eps, factor, row + h * dim);
     float *key = keys + step->slots[t] * kv * dim;
     for (int64_t h = 0; h < kv; h++)
-      turned(row + (heads + h) * dim, layer->key_norm, cosines, sines, dim, model->eps, 1.0f, key + h * dim);
+      apply_rope(row + (heads + h) * dim, layer->key_norm, cosines, sines, dim, model->eps, 1.0f, key + h * dim);
     memcpy(values + step->slots[t] * kv * dim, row + (heads + kv) * dim, (size_t)(kv * dim) * 4);
   }
 }
@@ -81,107 +81,110 @@ static void store_keys(const Model *model, const Step *step, int64_t index, cons
 typedef struct {
   const Model *model;
   const Step *step;
-  int64_t me, threads;
-  float *scratch;
+  int64_t thread, threads;
 } Worker;
 
-// Queries, keys and values of `count` tokens from `top` on
-static void prepare(const Worker *w, int64_t index, int64_t top, int64_t count) {
+// Queries, keys and values of `count` tokens from `top` on, rotated; keys and values go into the cache
+static void project_qkv(const Worker *w, int64_t index, int64_t top, int64_t count) {
   const Model *model = w->model;
   const Step *step = w->step;
-  const Layer *layer = model->layer + index;
-  int64_t width = model->width, row = (model->heads + 2 * model->kv_heads) * model->head_dim;
-  int64_t from = count * w->me / w->threads, to = count * (w->me + 1) / w->threads;
-  for (int64_t t = from; t < to; t++) normed(step->x + (top + t) * width, layer->norm, width, model->eps, step->h + t * width);
+  const Layer *layer = model->layers + index;
+  int64_t width = model->hidden_size, row = (model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
+  int64_t from = count * w->thread / w->threads, to = count * (w->thread + 1) / w->threads;
+  for (int64_t t = from; t < to; t++)
+    rms_norm(step->x + (top + t) * width, layer->norm, width, model->eps, step->normed + t * width);
   BARRIER
-  product(model->halves, step->h, width, count, width, layer->qkv, row, step->qkv + top * row, layer->qkv_bias, 0, w->me,
-          w->threads);
+  matmul(model->is_bf16, step->normed, width, count, width, layer->qkv, row, step->qkv + top * row, layer->qkv_bias, 0,
+         w->thread, w->threads);
   BARRIER
-  store_keys(model, step, index, layer, top + from, top + to);
+  store_kv(model, step, index, layer, top + from, top + to);
 }
 
-// What attention mixed and the feed-forward block are added to `count` rows of x
-static void complete(const Worker *w, const Layer *layer, const float *mixed, float *x, int64_t count) {
+// The attention output's projection and the feed-forward block are added to `count` rows of x
+static void project_out_and_mlp(const Worker *w, const Layer *layer, const float *attended, float *x, int64_t count) {
   const Model *model = w->model;
   const Step *step = w->step;
-  int64_t width = model->width, inner = model->inner, across = model->heads * model->head_dim;
-  int64_t from = count * w->me / w->threads, to = count * (w->me + 1) / w->threads;
-  product(model->halves, mixed, across, count, across, layer->out, width, x, layer->out_bias, 1, w->me, w->threads);
+  int64_t width = model->hidden_size, inner = model->intermediate_size, attn_size = model->num_heads * model->head_dim;
+  int64_t from = count * w->thread / w->threads, to = count * (w->thread + 1) / w->threads;
+  matmul(model->is_bf16, attended, attn_size, count, attn_size, layer->out, width, x, layer->out_bias, 1,
+         w->thread, w->threads);
   BARRIER
-  for (int64_t t = from; t < to; t++) normed(x + t * width, layer->mlp_norm, width, model->eps, step->h + t * width);
+  for (int64_t t = from; t < to; t++) rms_norm(x + t * width, layer->mlp_norm, width, model->eps, step->normed + t * width);
   BARRIER
-  product(model->halves, step->h, width, count, width, layer->gate_up, 2 * inner, step->both, layer->gate_up_bias, 0, w->me,
-          w->threads);
+  matmul(model->is_bf16, step->normed, width, count, width, layer->gate_up, 2 * inner, step->gate_up, layer->gate_up_bias, 0,
+         w->thread, w->threads);
   BARRIER
-  for (int64_t t = from; t < to; t++) gated(step->both + t * 2 * inner, inner, step->both + t * 2 * inner);
+  for (int64_t t = from; t < to; t++) silu_mul(step->gate_up + t * 2 * inner, inner, step->gate_up + t * 2 * inner);
   BARRIER
   // the gated row lies at the front of its 2 * inner floats
-  product(model->halves, step->both, 2 * inner, count, inner, layer->down, width, x, layer->down_bias, 1, w->me, w->threads);
+  matmul(model->is_bf16, step->gate_up, 2 * inner, count, inner, layer->down, width, x, layer->down_bias, 1,
+         w->thread, w->threads);
   BARRIER
 }
 
-// Only the wanted tokens go on from the last attention: side by side in `hidden`, what was mixed for them in `qkv`
-static void gather(const Worker *w, int64_t across) {
+// Only logit_rows go on from the last attention: side by side in `hidden`, their attention output in `qkv`
+static void gather_logit_rows(const Worker *w, int64_t attn_size) {
   const Step *step = w->step;
-  int64_t width = w->model->width, count = step->num_wanted;
-  for (int64_t i = count * w->me / w->threads; i < count * (w->me + 1) / w->threads; i++) {
-    memcpy(step->hidden + i * width, step->x + step->wanted[i] * width, (size_t)width * 4);
-    memcpy(step->qkv + i * across, step->mixed + step->wanted[i] * across, (size_t)across * 4);
+  int64_t width = w->model->hidden_size, count = step->num_logit_rows;
+  for (int64_t i = count * w->thread / w->threads; i < count * (w->thread + 1) / w->threads; i++) {
+    memcpy(step->hidden + i * width, step->x + step->logit_rows[i] * width, (size_t)width * 4);
+    memcpy(step->qkv + i * attn_size, step->attended + step->logit_rows[i] * attn_size, (size_t)attn_size * 4);
   }
 }
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct {
   const Model *model;
   const Step *step;
 } Job;
 
-static void run(const void *task, int64_t me, int64_t threads) {
+static void forward(const void *task, int64_t thread, int64_t threads) {
   const Model *model = ((const Job *)task)->model;
   const Step *step = ((const Job *)task)->step;
-  int64_t m = step->num_tokens, width = model->width, across = model->heads * model->head_dim;
-  Worker w = {model, step, me, threads, step->scratch + me * step->scratch_floats};
-  for (int64_t t = m * me / threads; t < m * (me + 1) / threads; t++)
+  int64_t m = step->num_tokens, width = model->hidden_size, attn_size = model->num_heads * model->head_dim;
+  Worker w = {model, step, thread, threads};
+  for (int64_t t = m * thread / threads; t < m * (thread + 1) / threads; t++)
     memcpy(step->x + t * width, model->embedding + step->tokens[t] * width, (size_t)width * 4);
   BARRIER
-  for (int64_t index = 0; index < model->layers; index++) {
-    const int is_last = index + 1 == model->layers;
-    for (int64_t top = 0; top < m; top += ROW_BLOCK) prepare(&w, index, top, least(ROW_BLOCK, m - top));
+  for (int64_t index = 0; index < model->num_layers; index++) {
+    const int is_last = index + 1 == model->num_layers;
+    for (int64_t top = 0; top < m; top += ROW_BLOCK) project_qkv(&w, index, top, min_of(ROW_BLOCK, m - top));
     BARRIER
-    attention(model, step, index, threads, w.scratch);
+    attention(model, step, index, threads, step->scratch + thread * step->scratch_floats);
     BARRIER
-    if (is_last) gather(&w, across);
+    if (is_last) gather_logit_rows(&w, attn_size);
     BARRIER
-    int64_t count = is_last ? step->num_wanted : m;
-    float *x = is_last ? step->hidden : step->x, *mixed = is_last ? step->qkv : step->mixed;
+    int64_t count = is_last ? step->num_logit_rows : m;
+    float *x = is_last ? step->hidden : step->x, *attended = is_last ? step->qkv : step->attended;
     for (int64_t top = 0; top < count; top += ROW_BLOCK)
-      complete(&w, model->layer + index, mixed + top * across, x + top * width, least(ROW_BLOCK, count - top));
+      project_out_and_mlp(&w, model->layers + index, attended + top * attn_size, x + top * width,
+                          min_of(ROW_BLOCK, count - top));
   }
   float *hidden = step->hidden;
-  for (int64_t i = step->num_wanted * me / threads; i < step->num_wanted * (me + 1) / threads; i++)
-    normed(hidden + i * width, model->norm, width, model->eps, hidden + i * width);
+  for (int64_t i = step->num_logit_rows * thread / threads; i < step->num_logit_rows * (thread + 1) / threads; i++)
+    rms_norm(hidden + i * width, model->norm, width, model->eps, hidden + i * width);
 }
 
 EXPORT int64_t atts_row_block(void) { return ROW_BLOCK; }
 
 EXPORT void atts_forward(const Model *model, const Step *step) {
   Job job = {model, step};
-  together(step->threads, run, &job);
+  parallel(step->threads, forward, &job);
 }
 
-void make_logits(const Model *model, const float *hidden, int64_t rows, float *logits, int64_t me, int64_t threads) {
-  int64_t width = model->width;
-  product(model->halves, hidden, width, rows, width, model->head, model->vocabulary, logits, 0, 0, me, threads);
+void compute_logits(const Model *model, const float *hidden, int64_t rows, float *logits, int64_t thread, int64_t threads) {
+  int64_t width = model->hidden_size;
+  matmul(model->is_bf16, hidden, width, rows, width, model->head, model->vocabulary, logits, 0, 0, thread, threads);
 }
 
-static void head(const void *task, int64_t me, int64_t all) {
-  const Scoring *logits = task;
-  make_logits(logits->model, logits->hidden, logits->rows, logits->logits, me, all);
+static void all_logits(const void *task, int64_t thread, int64_t threads) {
+  const Scoring *scoring = task;
+  compute_logits(scoring->model, scoring->hidden, scoring->num_rows, scoring->logits, thread, threads);
 }
 
-// logits[n, vocabulary] of hidden[n, width]
-EXPORT void atts_head(const Model *model, const float *hidden, int64_t n, float *logits, int64_t threads) {
-  Scoring task = {.model = model, .rows = n, .hidden = hidden, .logits = logits};
-  together(threads, head, &task);
+// logits[n, vocabulary] of hidden[n, hidden_size]
+EXPORT void atts_logits(const Model *model, const float *hidden, int64_t n, float *logits, int64_t threads) {
+  Scoring task = {.model = model, .num_rows = n, .hidden = hidden, .logits = logits};
+  parallel(threads, all_logits, &task);
 }

@@ -26,23 +26,23 @@ typedef uint32_t vu __attribute__((vector_size(LANES * 4), aligned(4), may_alias
 INLINE vf splat(float a) { return a - (vf){0}; }
 INLINE vf load(const float *p) { return *(const vf *)p; }
 // Stays in a register, where the compiler would rather read it from memory again for every use
-INLINE vf kept(vf v) {
+INLINE vf in_register(vf v) {
 #if defined(__x86_64__) && LANES > 4
   __asm__("" : "+v"(v));
 #endif
   return v;
 }
 INLINE void store(float *p, vf v) { *(vf *)p = v; }
-INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+INLINE vf vselect(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
 // a > b ? a : b, hence b where either is NaN
-INLINE vf larger(vf a, vf b) {
+INLINE vf vmax(vf a, vf b) {
 #if LANES == 16
   return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #elif LANES == 8
   return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
-  return pick(a > b, a, b);
+  return vselect(a > b, a, b);
 #endif
 }
 
@@ -65,9 +65,9 @@ INLINE float sum(vf v) {
 }
 
 // exp of numbers not above 88, to about one unit in the last place; below -87.7 it is 0, and NaN stays NaN
-INLINE vf falling(vf x) {
+INLINE vf vexp(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  vf y = larger(splat(-88.0f), x);
+  vf y = vmax(splat(-88.0f), x);
   vf n = y * splat(1.44269504088896341f) + magic;
   vf whole = n - magic;
   vf r = y - whole * splat(0.693359375f);
@@ -83,6 +83,6 @@ INLINE vf falling(vf x) {
 }
 
 // exp of anything; callers never need infinity
-INLINE vf exponential(vf x) { return falling(pick(x > splat(88.0f), splat(88.0f), x)); }
+INLINE vf vexp_any(vf x) { return vexp(vselect(x > splat(88.0f), splat(88.0f), x)); }
 
 #endif

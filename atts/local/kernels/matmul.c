@@ -23,14 +23,14 @@ static void finish(const float *sums, int64_t rows, int64_t width, float *out, i
 }
 
 // sums[rows, panels * PANEL] of `rows` rows of a with `panels` panels of weights, all of k in one go
-INLINE void tile(const int rows, const int panels, const int halves, const float *a, int64_t stride, const void *weights,
+INLINE void tile(const int rows, const int panels, const int is_bf16, const float *a, int64_t stride, const void *weights,
                  int64_t k, float *sums) {
   vf acc[rows * panels * 2];
   UNROLL for (int i = 0; i < rows * panels * 2; i++) acc[i] = (vf){0};
   _Pragma("GCC unroll 1") for (int64_t j = 0; j < k; j++) {
     UNROLL for (int p = 0; p < panels; p++) {
       vf left, right;
-      if (halves) {  // two bfloat16 numbers a word: the left half of the panel low, the right half high
+      if (is_bf16) {  // two bfloat16 numbers a word: the left half of the panel low, the right half high
         vu both = *(const vu *)((const uint32_t *)weights + (p * k + j) * LANES);
         left = (vf)(both << 16), right = (vf)(both & 0xffff0000u);
       } else {
@@ -88,9 +88,9 @@ INLINE int64_t balanced(int64_t rows, int64_t most) {
   return (rows + blocks - 1) / blocks;  // 13 rows are 7 + 6, not 12 + 1
 }
 
-void product(int64_t halves, const float *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
-             float *out, const float *bias, int accumulate, int64_t me, int64_t threads) {
-  int64_t all = (n + PANEL - 1) / PANEL, first = all * me / threads, last = all * (me + 1) / threads;
+void matmul(int64_t is_bf16, const float *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
+             float *out, const float *bias, int accumulate, int64_t thread, int64_t threads) {
+  int64_t all = (n + PANEL - 1) / PANEL, first = all * thread / threads, last = all * (thread + 1) / threads;
   float sums[TILE_ROWS * 2 * PANEL] __attribute__((aligned(64)));
   for (int64_t top = 0; top < m; top += ROW_BLOCK) {
     int64_t block = m - top < ROW_BLOCK ? m - top : ROW_BLOCK, step = balanced(block, TILE_ROWS), panels;
@@ -98,10 +98,10 @@ void product(int64_t halves, const float *a, int64_t stride, int64_t m, int64_t 
       panels = step <= 3 ? WIDE_PANELS : step <= 6 ? HALF_PANELS : 1;
       if (last - panel < panels) panels = 1;
       Tile *const (*table)[2] = panels == 1 ? by_one : panels == WIDE_PANELS ? by_wide : by_half;
-      const char *w = (const char *)weights + panel * k * PANEL * (halves ? 2 : 4);
+      const char *w = (const char *)weights + panel * k * PANEL * (is_bf16 ? 2 : 4);
       for (int64_t i = 0; i < block; i += step) {
         int64_t rows = block - i < step ? block - i : step;
-        table[rows - 1][halves](a + (top + i) * stride, stride, w, k, sums);
+        table[rows - 1][is_bf16](a + (top + i) * stride, stride, w, k, sums);
         finish(sums, rows, panels * PANEL, out + (top + i) * n + panel * PANEL, n, bias ? bias + panel * PANEL : 0,
                accumulate, n - panel * PANEL);
       }
@@ -109,18 +109,18 @@ void product(int64_t halves, const float *a, int64_t stride, int64_t m, int64_t 
   }
 }
 
-EXPORT int64_t atts_packed_bytes(int64_t n, int64_t k, int64_t halves) {
-  return (n + PANEL - 1) / PANEL * PANEL * k * (halves ? 2 : 4);
+EXPORT int64_t atts_packed_bytes(int64_t n, int64_t k, int64_t is_bf16) {
+  return (n + PANEL - 1) / PANEL * PANEL * k * (is_bf16 ? 2 : 4);
 }
 
 // weights[n, k] into panels; bfloat16 only where the caller knows that it loses nothing
-EXPORT void atts_pack(const float *weights, int64_t n, int64_t k, int64_t halves, void *packed) {
+EXPORT void atts_pack(const float *weights, int64_t n, int64_t k, int64_t is_bf16, void *packed) {
   for (int64_t panel = 0; panel * PANEL < n; panel++) {
     for (int64_t j = 0; j < k; j++) {
       for (int64_t c = 0; c < PANEL; c++) {
         int64_t row = panel * PANEL + c, at = (panel * k + j) * PANEL;
         float value = row < n ? weights[row * k + j] : 0.0f;
-        if (halves) {
+        if (is_bf16) {
           uint32_t bits;
           memcpy(&bits, &value, 4);
           uint32_t *word = (uint32_t *)packed + at / 2 + c % LANES;

@@ -1,4 +1,4 @@
-"""What the local engine must know of a model before it reads a weight, read from its configuration or refused."""
+"""The configuration of a supported model, read from config.json; models the engine cannot compute are refused."""
 
 from __future__ import annotations
 
@@ -23,63 +23,64 @@ _ROPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do n
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelConfig:
     """The dimensions and constants of one decoder-only model of a supported family."""
 
     family: str
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    inner: int  # width of the feed-forward block
+    intermediate_size: int  # of the feed-forward block
     vocabulary: int
     context_length: int
-    eps: float
-    rope: str  # the kind of rotary embedding
-    theta: float  # its base
+    norm_eps: float
+    rope_type: str
+    rope_theta: float
     ties_embeddings: bool
     end_ids: TokenIds
 
     @property
     def matrix_weights(self) -> int:
         """Weights one token is multiplied with, the output head included."""
-        attention = self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.width * self.inner) + self.vocabulary * self.width
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.vocabulary * self.hidden_size
 
     @property
-    def kv_floats(self) -> int:
+    def kv_floats_per_token(self) -> int:
         """Numbers the cache keeps per token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-def read_shape(folder: Path, name: str) -> Shape:
-    """The shape of the model in `folder`.
+def read_model_config(folder: Path, name: str) -> ModelConfig:
+    """The configuration of the model in `folder`, checked.
 
     :raises ModelLoadError: no readable configuration, a family or an attention we do not compute.
     """
-    config = read_config(folder, name)
-    _refuse_foreign(config, name)
+    config = read_hf_config(folder, name)
+    _refuse_unsupported(config, name)
     heads = config.num_attention_heads
-    return Shape(
+    return ModelConfig(
         family=config.model_type,
-        layers=config.num_hidden_layers,
-        width=config.hidden_size,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=_head_dim(config),
-        inner=config.intermediate_size,
+        intermediate_size=config.intermediate_size,
         vocabulary=config.vocab_size,
         context_length=_context(config),
-        eps=config.rms_norm_eps,
-        rope=_rope(config, name),
-        theta=config.rope_parameters["rope_theta"],
+        norm_eps=config.rms_norm_eps,
+        rope_type=_rope_type(config, name),
+        rope_theta=config.rope_parameters["rope_theta"],
         ties_embeddings=bool(config.tie_word_embeddings),
         end_ids=read_end_ids(folder, name, config.eos_token_id),
     )
 
 
-def read_config(folder: Path, name: str) -> Any:
+def read_hf_config(folder: Path, name: str) -> Any:
     """The configuration of the model in `folder`, as transformers has it.
 
     :raises ModelLoadError: there is none that can be read.
@@ -103,7 +104,7 @@ def read_config(folder: Path, name: str) -> Any:
         raise ModelLoadError(name, f"config.json cannot be read as a model configuration ({error})") from error
 
 
-def _refuse_foreign(config: Any, name: str) -> None:
+def _refuse_unsupported(config: Any, name: str) -> None:
     if config.model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         advice = (
@@ -119,10 +120,10 @@ def _refuse_foreign(config: Any, name: str) -> None:
             raise ModelLoadError(
                 name, f"its {size} is {getattr(config, size)}, expected at least 1", "Check config.json"
             )
-    _refuse_foreign_attention(config, name)
+    _refuse_unsupported_attention(config, name)
 
 
-def _refuse_foreign_attention(config: Any, name: str) -> None:
+def _refuse_unsupported_attention(config: Any, name: str) -> None:
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if strange:
         advice = "The local engine computes full and sliding-window attention; serve this model with vLLM"
@@ -149,7 +150,7 @@ def _context(config: Any) -> int:
     return int(min(config.max_position_embeddings, window or config.max_position_embeddings))
 
 
-def _rope(config: Any, name: str) -> str:
+def _rope_type(config: Any, name: str) -> str:
     kind = str(config.rope_parameters.get("rope_type", "default"))
     if kind not in _ROPES:
         advice = f"Supported: {', '.join(_ROPES)}"

@@ -1,0 +1,268 @@
+"""The forward pass in C kernels, for float32 on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atts.decode import SampledTokens, SamplingBatch, sample
+from atts.local.allocator import SlotIds
+from atts.local.batch import StepBatch
+from atts.local.loader import LayerWeights, Weights
+from atts.local.model_config import ModelConfig
+
+_Floats = NDArray[np.float32]
+Allocate = Callable[[int, int], _Floats]
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name != "num_single")
+
+
+def _address(array: NDArray[Any]) -> int:
+    """What `array.ctypes.data` says, in half the time: a small step asks for a dozen."""
+    return torch.from_numpy(array).data_ptr()
+
+
+def _floats(rows: int, columns: int) -> _Floats:
+    return np.empty((rows, columns), dtype=np.float32)
+
+
+def _members(names: str, kind: Any) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+_SIZES = "num_layers hidden_size num_heads num_kv_heads head_dim intermediate_size vocabulary"
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *_members("norm qkv_bias query_norm key_norm out_bias mlp_norm gate_up_bias down_bias", _POINTER),
+        *_members("qkv out gate_up down", _POINTER),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *_members(f"{_SIZES} is_bf16", _INT),
+        ("eps", ctypes.c_float),
+        *_members("embedding norm cosines sines head layers cache", _POINTER),
+        ("slots", _INT),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *_members("num_tokens num_sequences num_logit_rows table_width threads", _INT),
+        *_members("tokens positions slots table_rows query_starts context_lens num_logits logit_rows table", _POINTER),
+        *_members("x normed qkv attended gate_up hidden scratch", _POINTER),
+        ("scratch_floats", _INT),
+        ("next_items", _POINTER),
+    ]
+
+
+class _Scoring(ctypes.Structure):
+    _fields_ = [
+        ("model", _POINTER),
+        *_members("num_rows num_kept", _INT),
+        *_members("hidden tokens kept_rows logprobs kept_logits logits", _POINTER),
+    ]
+
+
+class _Sampling(ctypes.Structure):
+    _fields_ = [
+        *_members("num_rows vocabulary", _INT),
+        *_members("logits temperatures uniforms tokens logprobs scratch", _POINTER),
+    ]
+
+
+class NativeModel:
+    """Runs steps with the C kernels; same cache layout as the torch model, float32 on the CPU only.
+
+    Weights that are bfloat16 numbers anyway are kept as such: half the memory to read, not a bit lost.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        config: ModelConfig,
+        weights: Weights,
+        cache: Tensor,
+        threads: int,
+        *,
+        allocate: Allocate = _floats,
+    ) -> None:
+        """`allocate` makes the buffers of a step, and may raise MemoryError."""
+        self._library, self._config, self._threads, self._allocate = library, config, threads, allocate
+        self._pinned: list[object] = [cache]  # what the C side points into
+        self._is_bf16 = all(_is_bfloat16(matrix) for matrix in _matrices(weights))
+        self._model = self._describe(weights, cache)
+        self._scratch_floats = int(library.atts_scratch_floats(config.head_dim, config.context_length))
+        self._row_block = int(library.atts_row_block())
+        self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
+        self._sample_scratch = np.empty(config.vocabulary // 4 + 1, dtype=np.float32)
+        self._next_items = np.zeros(config.num_layers, dtype=np.int32)
+        self._capacity = 0
+        self._buffers: dict[str, _Floats] = {}
+        self._logits = np.empty((0, config.vocabulary), dtype=np.float32)  # of a block of scored rows
+        self._step = _Step(
+            threads=threads,
+            scratch=self._scratch.ctypes.data,
+            scratch_floats=self._scratch_floats,
+            next_items=self._next_items.ctypes.data,
+        )
+
+    @property
+    def device_name(self) -> str:
+        """What computes."""
+        return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{', bf16 weights' * self._is_bf16}"
+
+    def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
+        """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
+        hidden = np.empty((len(batch.logit_rows), self._config.hidden_size), dtype=np.float32)
+        self._grow_buffers(len(batch.tokens))
+        self._next_items[:] = 0
+        step = self._step
+        step.num_tokens, step.num_sequences = len(batch.tokens), len(batch.table_rows)
+        step.num_logit_rows, step.table_width = len(batch.logit_rows), table.shape[1]
+        step.table, step.hidden = _address(table), _address(hidden)
+        for name in _ARRAYS:
+            setattr(step, name, _address(getattr(batch, name)))
+        self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(step))
+        return torch.from_numpy(hidden)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Their logits: [logits, vocabulary] float32."""
+        rows = len(hidden)
+        logits = torch.empty(rows, self._config.vocabulary)
+        model = ctypes.byref(self._model)
+        self._library.atts_logits(model, hidden.data_ptr(), rows, logits.data_ptr(), self._threads)
+        return logits
+
+    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
+        """One log-probability a row, and the logits of some: a block of rows at a time, still in the caches."""
+        vocabulary = self._config.vocabulary
+        block = min(len(tokens), self._row_block)
+        if len(self._logits) < block:
+            self._logits = self._allocate(block, vocabulary)
+        targets, rows = np.array(tokens, dtype=np.int64), np.array(kept_rows, dtype=np.int64)
+        logprobs, kept = np.empty(len(tokens), dtype=np.float32), torch.empty(len(kept_rows), vocabulary)
+        scoring = _Scoring(
+            model=ctypes.addressof(self._model),
+            num_rows=len(tokens),
+            num_kept=len(kept_rows),
+            hidden=hidden.data_ptr(),
+            tokens=_address(targets),
+            kept_rows=_address(rows),
+            logprobs=_address(logprobs),
+            kept_logits=kept.data_ptr(),
+            logits=_address(self._logits),
+        )
+        self._library.atts_score(ctypes.byref(scoring), self._threads)
+        values: list[float] = logprobs.tolist()
+        return values, kept
+
+    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
+        """One token a row; settings that filter tokens are left to torch."""
+        if sampling.top_k is not None or sampling.top_p is not None or sampling.min_p is not None:
+            return sample(logits, sampling, torch.tensor(uniforms, dtype=torch.float64))
+        num_rows, vocabulary = logits.shape
+        numbers = np.array(uniforms, dtype=np.float64)
+        tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
+        request = _Sampling(
+            num_rows=num_rows,
+            vocabulary=vocabulary,
+            logits=logits.data_ptr(),
+            temperatures=sampling.temperature.data_ptr(),
+            uniforms=_address(numbers),
+            tokens=tokens.data_ptr(),
+            logprobs=logprobs.data_ptr(),
+            scratch=_address(self._sample_scratch),
+        )
+        self._library.atts_sample(ctypes.byref(request))
+        return SampledTokens(tokens, logprobs)
+
+    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
+        """Each row's token under the raw distribution."""
+        rows, vocabulary = logits.shape
+        targets, logprobs = np.array(tokens, dtype=np.int64), np.empty(rows, dtype=np.float32)
+        self._library.atts_logprobs(logits.data_ptr(), rows, vocabulary, _address(targets), _address(logprobs))
+        values: list[float] = logprobs.tolist()
+        return values
+
+    def _grow_buffers(self, tokens: int) -> None:
+        """Buffers for a step of this many tokens; grown, never shrunk."""
+        if tokens <= self._capacity:
+            return
+        config = self._config
+        across = config.num_heads * config.head_dim
+        widths = {
+            "x": config.hidden_size,
+            "normed": config.hidden_size,
+            "qkv": across + 2 * config.num_kv_heads * config.head_dim,
+            "attended": across,
+            "gate_up": 2 * config.intermediate_size,
+        }
+        capacity = max(tokens, self._capacity + self._capacity // 4)
+        rows = {"normed": min(capacity, self._row_block), "gate_up": min(capacity, self._row_block)}
+        self._buffers, self._capacity = {}, 0  # the old ones first go, then the new ones come
+        self._buffers = {name: self._allocate(rows.get(name, capacity), width) for name, width in widths.items()}
+        for name, buffer in self._buffers.items():
+            setattr(self._step, name, buffer.ctypes.data)
+        self._capacity = capacity
+
+    def _describe(self, weights: Weights, cache: Tensor) -> _Model:
+        config = self._config
+        angles = torch.outer(torch.arange(config.context_length, dtype=torch.float32), weights.rope_frequencies)
+        layers = (_Layer * config.num_layers)(*[self._layer(layer) for layer in weights.layers])
+        self._pinned.append(layers)
+        return _Model(
+            **{name: getattr(config, name) for name in _SIZES.split()},
+            is_bf16=int(self._is_bf16),
+            eps=config.norm_eps,
+            embedding=self._pin(weights.embedding),
+            norm=self._pin(weights.norm),
+            cosines=self._pin(angles.cos() * weights.rope_scale),
+            sines=self._pin(angles.sin() * weights.rope_scale),
+            head=self._pack(weights.head),
+            layers=ctypes.addressof(layers),
+            cache=cache.data_ptr(),
+            slots=cache.shape[2],
+        )
+
+    def _layer(self, layer: LayerWeights) -> _Layer:
+        packed = ("qkv", "out", "gate_up", "down")
+        plain = [field.name for field in fields(layer) if field.name not in packed]
+        return _Layer(
+            **{name: self._pack(getattr(layer, name)) for name in packed},
+            **{name: self._pin(getattr(layer, name)) for name in plain},
+        )
+
+    def _pin(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        tensor = tensor.contiguous()
+        self._pinned.append(tensor)
+        return tensor.data_ptr()
+
+    def _pack(self, matrix: Tensor) -> int:
+        rows, columns = matrix.shape
+        matrix = matrix.contiguous()
+        packed = torch.empty(self._library.atts_packed_bytes(rows, columns, int(self._is_bf16)), dtype=torch.uint8)
+        self._library.atts_pack(matrix.data_ptr(), rows, columns, int(self._is_bf16), packed.data_ptr())
+        self._pinned.append(packed)
+        return packed.data_ptr()
+
+
+def _matrices(weights: Weights) -> list[Tensor]:
+    return [weights.head, *(m for layer in weights.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down))]
+
+
+def _is_bfloat16(tensor: Tensor) -> bool:
+    """Whether every number is one bfloat16 can hold."""
+    return bool((tensor.contiguous().view(torch.int32) & 0xFFFF == 0).all())

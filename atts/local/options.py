@@ -1,0 +1,41 @@
+"""The options of a local engine, and the check that they are possible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from atts.errors import OptionError
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+Kernel = Literal["auto", "torch", "native"]
+WorkerKind = Literal["thread", "process"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """How a local engine runs; the defaults suit small models on a CPU."""
+
+    device: Device = "auto"  # CUDA where there is one
+    dtype: Dtype = "float32"
+    worker: WorkerKind = "process"  # overlaps with other engines and a busy caller; a thread opens at once
+    kernel: Kernel = "auto"  # native where it can be built and fits the model, else torch
+    kv_tokens: int | None = None  # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
+    max_batch: int = 256  # sequences in one step
+    chunk_tokens: int = 512  # tokens in one step, decoding apart
+    threads: int | None = None  # of one step; None leaves torch's setting
+
+    def check(self) -> None:
+        """See that every option is known and possible.
+
+        :raises OptionError: one is not.
+        """
+        for option, known in {"device": Device, "dtype": Dtype, "worker": WorkerKind, "kernel": Kernel}.items():
+            value = getattr(self, option)
+            if value not in get_args(known):
+                raise OptionError(str(value), f"no such {option}", get_args(known))
+        for option in ("kv_tokens", "max_batch", "chunk_tokens", "threads"):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise OptionError(option, f"is {value}, expected at least 1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +192,8 @@ def drive() -> Callable[..., Driven]:
 
     def run(folder: Path, steps: list[list[Command]], make_model: MakeModel | None = None, **changes: Any) -> Driven:
         tokenizer = ModelTokenizer(folder, "tiny")
-        small: dict[str, Any] = {"kernel": "torch", "kv_tokens": 4096, "max_batch": 16, "chunk_tokens": 64}
-        options = LocalOptions(**{"device": "cpu", "threads": 1, **small, **changes})
+        small = LocalOptions(device="cpu", kernel="torch", kv_tokens=4096, max_batch=16, chunk_tokens=64, threads=1)
+        options = replace(small, **changes)
         config = WorkerConfig("tiny", folder, read_model_config(folder, "tiny"), tokenizer.pieces, options)
         driven = Driven({}, LoopStats())
 

@@ -14,6 +14,13 @@ Role = Literal["draft", "target"]
 Ending = Literal["delimiter", "length", "end"]
 """Why a chunk ended: at a step delimiter, at its token limit, or because the model ended its text."""
 Action = Literal["accept", "verify", "escalate"]
+Origin = Literal[
+    "gate", "evidence", "forced", "warm-up", "budget", "exploration", "certificate", "recalled"
+]  # fmt: skip
+"""What a decision rests on: the gate's rule; the draft's evidence alone, unscored; a score that is missing; a warm-up
+that stores and does not act; a cap without a slot left; a chunk scored to learn from; a certified policy's gate; or a
+decision of an earlier session that stands.
+"""
 AnswerKind = Literal["math", "choice", "text"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
 """Why a rollout stopped. "settled": the vote no longer needed it; "end": its model ended without an answer."""
@@ -125,7 +132,8 @@ class Decision:
     p: float | None = None
     level: str | None = None
     levels: tuple[str, ...] = ()  # the conformal set of levels, contiguous; empty when the gate has none
-    why: str = ""
+    why: str = ""  # for people; nothing reads it
+    origin: Origin = "gate"
 
     @property
     def escalate(self) -> bool:

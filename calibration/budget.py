@@ -118,4 +118,4 @@ def capped(decision: Decision, bucket: TokenBucket) -> Decision:
     """The decision after a hard cap: unchanged, or accepted with the cap as its reason because no slot was left."""
     if bucket.admit(decision.escalate) or not decision.escalate:
         return decision
-    return replace(decision, action="accept", why=f"{decision.why}; hard cap: no target slot left")
+    return replace(decision, action="accept", why=f"{decision.why}; hard cap: no target slot left", origin="budget")

@@ -232,6 +232,7 @@ class OrdinalGate:
             level=_widest(levels),
             levels=levels,
             why=_why(levels),
+            origin="gate" if _widest(levels) == "verify" else "evidence",
         )
 
     def decide(self, features: Evidence, score: float) -> Decision:

@@ -129,7 +129,7 @@ def features(line: Line, proposal: Proposal) -> Features:
 
 def _forced(known: Features, why: str) -> Decision:
     place = (known.question, known.turn, known.sample, known.issue)
-    return Decision("escalate", math.nan, *place, why=f"forced: {why}")
+    return Decision("escalate", math.nan, *place, why=f"forced: {why}", origin="forced")
 
 
 def _excused(error: EngineError) -> str:

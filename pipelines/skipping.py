@@ -49,7 +49,7 @@ class SkippingGate(ConformalGate):
         if only == "verify":
             return replace(decision, level="verify", levels=levels)
         why = f"levels {{{only}}} by the draft's evidence, not scored"
-        return replace(decision, action=only, level=only, levels=levels, why=why)
+        return replace(decision, action=only, level=only, levels=levels, why=why, origin="evidence")
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Feed the calibrator, and the levels where this chunk teaches."""

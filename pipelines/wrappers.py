@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args, runtime_checkable
 
-from atts.core import Action, Decision
+from atts.core import Action, Decision, Origin
 from atts.errors import CalibrationInputError, OptionError
 from atts.pipelines.gates import Features, Gate
 from atts.seeds import Seed, uniforms
@@ -39,7 +39,7 @@ class CappedGate:
 
     def _capped(self, features: Features, decision: Decision) -> Decision:
         if decision.escalate and not self.take(features):
-            return _instead(decision, "accept", f"{decision.why}; capped: no target slot left")
+            return _overruled(decision, "accept", "budget", f"{decision.why}; capped: no target slot left")
         return decision
 
 
@@ -55,7 +55,7 @@ class ExploringGate:
         """An explored chunk is always scored."""
         decision = self.inner.preview(features)
         if self._explored(features):
-            return _instead(decision, "verify", "exploration: scored whatever the evidence")
+            return _overruled(decision, "verify", "exploration", "exploration: scored whatever the evidence")
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -63,7 +63,8 @@ class ExploringGate:
         decision = self.inner.decide(features, score)
         if not self._explored(features):
             return decision
-        return _instead(decision, "accept", f"exploration, not acted on; would {decision.action}: {decision.why}")
+        why = f"exploration, not acted on; would {decision.action}: {decision.why}"
+        return _overruled(decision, "accept", "exploration", why)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Pass it on."""
@@ -140,12 +141,14 @@ class WarmingGate:
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Pass on what the gate decided; decisions of the warm-up were none of its own."""
-        if self._gate is not None and not decision.why.startswith("warm-up"):
+        if self._gate is not None and decision.origin != "warm-up":
             self._gate.observe(decision, escalated)
 
     def _decision(self, features: Features, action: Action, score: float | None, why: str) -> Decision:
         rate = float(self._meanwhile == "escalate")
-        return Decision(action, rate, features.question, features.turn, features.sample, None, score, why=why)
+        return Decision(
+            action, rate, features.question, features.turn, features.sample, score=score, why=why, origin="warm-up"
+        )
 
 
 class Certifying(Protocol):
@@ -191,11 +194,12 @@ class CertifiedGate:
     def decide(self, features: Features, score: float) -> Decision:
         """As the certified gate."""
         decision = self.inner.decide(features, score)
-        return _instead(decision, decision.action, f"{decision.why}; certified policy")
+        return _overruled(decision, decision.action, "certificate", f"{decision.why}; certified policy")
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Nothing is learnt: another gate than the one that was tested would not be certified."""
 
 
-def _instead(decision: Decision, action: Action, why: str) -> Decision:
-    return replace(decision, action=action, why=why)
+def _overruled(decision: Decision, action: Action, origin: Origin, why: str) -> Decision:
+    """Another action for another reason; what a warm-up decided stays the warm-up's, for its gate must not learn it."""
+    return replace(decision, action=action, why=why, origin="warm-up" if decision.origin == "warm-up" else origin)

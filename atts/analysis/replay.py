@@ -111,7 +111,8 @@ def _decide(gate: Gate | RoundGate, asked: Sequence[tuple[Place, Features, float
             try:
                 decision = gate.decide(features, score)
             except CalibrationInputError as error:
-                decision = Decision("escalate", math.nan, place[0], place[2], place[1], why=f"forced: {error}")
+                why = f"forced: {error}"
+                decision = Decision("escalate", math.nan, place[0], place[2], place[1], why=why, origin="forced")
         gate.observe(decision, decision.escalate)
         decisions[place] = decision
     return decisions

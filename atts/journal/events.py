@@ -17,7 +17,7 @@ from typing import Literal
 
 from atts.core import Completion, Decision, Finish, Problem, Prompt, Role, Scores, Turn, Usage
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised with every change that an older version could not read."""
 
 OutcomeStatus = Literal["answered", "unanswered", "cancelled", "failed"]

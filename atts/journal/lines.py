@@ -21,6 +21,7 @@ from atts.files import storage
 from atts.journal.codec import Encoder, Texts, encoder
 from atts.journal.decoding import Read, decoder, fields_decoder
 from atts.journal.events import KINDS, SCHEMA, Entry, Event, SessionOpened
+from atts.journal.migration import ORIGINS, decision_with_origin, with_origin
 
 _ESCAPED = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _WORDS: Mapping[type[Event], str] = MappingProxyType({kind: word for word, kind in KINDS.items()})
@@ -105,6 +106,7 @@ class _Reader:
         self._plain = {_WORDS[kind]: (fields_decoder(kind), take) for kind, take in plain.items()}
         self._kinds = kinds
         self._line = self._session = self._length = 0
+        self._schema = SCHEMA  # of the present session
 
     @property
     def tail(self) -> Tail:
@@ -152,15 +154,20 @@ class _Reader:
             at, wall = _number(at, self._texts), _number(wall, self._texts)
         if word in self._plain:
             read, take = self._plain[word]
-            take(at, read(fields, self._texts))
+            found = read(fields, self._texts)
+            if self._schema < ORIGINS and "decision" in found:
+                found["decision"] = decision_with_origin(found["decision"])
+            take(at, found)
             return None
         if word not in self._decoders:
             raise ValueError(f"it is of an unknown kind {word!r}")
         event = self._decoders[word](fields, self._texts)
         if word == "session-opened":
-            self._session = event.session
+            self._session, self._schema = event.session, event.schema
         elif self._line == 0:
             raise ValueError("the first line opens no session")
+        if self._schema < ORIGINS:
+            event = with_origin(event)
         return Entry(self._line, self._session, at, wall, event)
 
     def _count(self, number: object) -> None:

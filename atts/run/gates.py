@@ -75,7 +75,7 @@ class StepGate:
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return _decision(calls)
         if calls:  # what was recorded came after a score had been asked for
-            return replace(calls[0].decision, action="verify", score=None, p=None, why="recalled")
+            return replace(calls[0].decision, action="verify", score=None, p=None, why="recalled", origin="recalled")
         decision = self._gate.preview(features)
         if decision.action != "verify" or decision.issue is not None:
             self._keeper.recorder.record(Decided(decision, _told(features), "preview"))

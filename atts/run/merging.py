@@ -15,6 +15,7 @@ from atts.files import storage, sync_directory
 from atts.journal import (
     JOURNAL,
     MANIFEST,
+    SCHEMA,
     Entry,
     Event,
     Json,
@@ -230,7 +231,7 @@ def _entries(parts: Sequence[Part], problems: Sequence[Problem]) -> Iterator[Ent
 def _shifted(event: Event, sessions: int, nodes: int) -> Event:
     """With numbers that are free in the union."""
     if isinstance(event, SessionOpened):
-        return replace(event, session=event.session + sessions)
+        return replace(event, schema=SCHEMA, session=event.session + sessions)
     if isinstance(event, NodeFinished):
         return replace(event, node=event.node + nodes, after=tuple(node + nodes for node in event.after))
     return event

@@ -234,7 +234,7 @@ class Progress:
     def _judged(self, event: Decided | Observed) -> None:
         self._handed.heard(event)
         for decision, was_handed in judged(event):
-            self._counts["forced"] += was_handed and decision.why.startswith("forced")
+            self._counts["forced"] += was_handed and decision.origin == "forced"
 
     def _turn(self, event: TurnFinished) -> None:
         self._counts["rejected"] += len(event.turn.discarded)

@@ -184,5 +184,9 @@ class ProblemRecord:
 
 
 def _timeless(turn: Turn) -> str:
-    """All of a turn but the place of its decision in the order of asking; as text, because a rate may be nan."""
-    return repr(replace(turn, decision=replace(turn.decision, issue=None)) if turn.decision else turn)
+    """All of a turn but the place of its decision in the order of asking, and what an older journal did not say of it.
+
+    As text, because a rate may be nan.
+    """
+    plain = replace(turn.decision, issue=None, origin="gate") if turn.decision else None
+    return repr(replace(turn, decision=plain))

@@ -92,7 +92,7 @@ def test_a_capped_decision_says_so() -> None:
     assert capped(wish, bucket) == wish
     refused = capped(wish, bucket)
     assert refused.action == "accept"
-    assert "hard cap" in refused.why
+    assert refused.origin == "budget"
     calibrator = Calibrator(0.4)
     calibrator.observe(refused)
     assert (calibrator.decided, calibrator.escalated) == (1, 0)

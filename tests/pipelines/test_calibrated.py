@@ -45,8 +45,8 @@ def test_a_warm_up_stores_without_acting_and_counts_what_it_cost(attempt: Solve)
     gate = warming_gate(30, 0.5, "marginal")
     outcomes = attempt(POLICY, gate)
     turns = [turn for o in outcomes for line in o.rollouts for turn in line.turns if turn.decision]
-    warm = [turn for turn in turns if turn.decision and turn.decision.why.startswith("warm-up")]
-    later = [turn for turn in turns if turn.decision and not turn.decision.why.startswith("warm-up")]
+    warm = [turn for turn in turns if turn.decision and turn.decision.origin == "warm-up"]
+    later = [turn for turn in turns if turn.decision and turn.decision.origin != "warm-up"]
     assert len(warm) == 30
     assert not any(turn.decision.escalate for turn in warm if turn.decision)
     assert any(turn.decision.escalate for turn in later if turn.decision)
@@ -108,13 +108,13 @@ def test_a_certified_gate_decides_as_tested_and_says_so(attempt: Solve) -> None:
     for score in (1.0, 2.5, 4.0, 9.0):
         said, tested = gate.decide(Features("q", 1), score), plain.decide(Features("q", 1), score)
         assert (said.action, said.p) == (tested.action, tested.p)
-        assert said.why.endswith("certified policy")
+        assert said.origin == "certificate"
     assert "at most 50.0%" in gate.promise[0]
     assert gate.promise[1] == certificate.voided_by
     outcomes = attempt(POLICY, gate, problems=3)
     decisions = [t.decision for o in outcomes for line in o.rollouts for t in line.turns if t.decision]
     assert decisions
-    assert all("certified policy" in d.why or d.score is None for d in decisions)
+    assert all(d.origin == "certificate" or d.score is None for d in decisions)
 
 
 def test_a_certified_gate_learns_nothing() -> None:
@@ -167,7 +167,7 @@ def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
     journal.write_text("".join(lines[: warm[len(warm) // 2]]))
     evaluate_sync(problems, setup(), directory=tmp_path)
     decided = [event.decision for _, event in read_decisions(read_entries(journal))]
-    assert sum(decision.why.startswith("warm-up") for decision in decided) == 40
+    assert sum(decision.origin == "warm-up" for decision in decided) == 40
     assert sum(decision.escalate for decision in decided) > 0
 
 
@@ -183,4 +183,4 @@ def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) ->
     assert (promise.guarantee, promise.voided_by) == (certificate.guarantee, certificate.voided_by)
     decided = [event.decision for _, event in read_decisions(read_entries(tmp_path / JOURNAL))]
     assert decided
-    assert all("certified policy" in decision.why for decision in decided if decision.score is not None)
+    assert all(decision.origin == "certificate" for decision in decided if decision.score is not None)

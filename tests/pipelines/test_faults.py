@@ -129,4 +129,4 @@ def test_nan_from_a_score_rule_is_not_a_score(attempt: Solve) -> None:
     outcomes = attempt(policy, conformal(), problems=2)
     decisions = [turn.decision for rollout in lines(outcomes) for turn in rollout.turns if turn.decision]
     assert decisions
-    assert all(d.escalate and d.why.startswith("forced") for d in decisions)
+    assert all(d.escalate and d.origin == "forced" for d in decisions)

@@ -282,7 +282,7 @@ def test_explored_chunks_are_scored_and_left_alone(attempt: Solve) -> None:
     """Exploration logs what would have been done and does nothing."""
     gate = ExploringGate(FixedGate("escalate"), fraction=0.3, seed=1)
     judged = [t for t in turns(attempt(POLICY, gate)) if t.decision]
-    explored = [t for t in judged if "exploration" in t.decision.why]  # type: ignore[union-attr]
+    explored = [t for t in judged if t.decision.origin == "exploration"]  # type: ignore[union-attr]
     assert explored
     assert all(t.score is not None and not t.decision.escalate for t in explored)  # type: ignore[union-attr]
     assert all(t.decision.escalate for t in judged if t not in explored)  # type: ignore[union-attr]

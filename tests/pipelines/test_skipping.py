@@ -53,7 +53,7 @@ def test_clear_chunks_are_kept_unscored_and_the_rate_stays(seed: int) -> None:
     cut = sorted(score for _, score in late)[int((1 - RATE) * len(late))]
     assert sum(score > cut for score in skipped) < 0.02 * len(late)
     assert sum(decision.escalate for decision, _ in late) / len(late) == pytest.approx(RATE, abs=0.03)
-    assert all("not scored" in decision.why for decision, _ in late if decision.score is None)
+    assert all(decision.origin == "evidence" for decision, _ in late if decision.score is None)
 
 
 def test_without_evidence_nearly_nothing_is_skipped_at_random() -> None:

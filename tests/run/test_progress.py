@@ -88,7 +88,7 @@ def test_every_rollout_is_somewhere() -> None:
 
 def test_a_forced_escalation_and_a_discarded_chunk_are_told_apart() -> None:
     """Handed over, of these without a score, and thrown away are three numbers."""
-    forced = replace(DECISION, action="escalate", why="forced: not scored")
+    forced = replace(DECISION, action="escalate", why="not scored", origin="forced")
     chunk = Chunk("draft", "x", (1,), (1,), "delimiter")
     found = after(
         [

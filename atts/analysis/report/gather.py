@@ -268,7 +268,7 @@ def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) ->
         yield f"{rollout.finish[:-1]} cap"
     if rollout.finish == "failed":
         yield "failed"
-    if any(decision.why.startswith("forced") for decision in decisions):
+    if any(decision.origin == "forced" for decision in decisions):
         yield "forced"
     if any(decision.score is not None and math.isinf(decision.score) for decision in decisions):
         yield "infinite score"

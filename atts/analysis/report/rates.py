@@ -43,7 +43,7 @@ def calibration(evidence: Evidence) -> Calibration | None:
         nominal,
         len(done),
         sum(step.escalated for step in done),
-        sum(step.decision.why.startswith("forced") for step in done),
+        sum(step.decision.origin == "forced" for step in done),
         len(by_question),
         share_estimate((sum(flags), len(flags)) for flags in by_question.values()),
         _banded(_groups(done, lambda decision: decision.turn), nominal, "turn "),

@@ -58,9 +58,9 @@ def probe(
     """
     import anyio
 
-    from atts.remote import Key, RemoteOptions, probe
+    from atts.remote import ApiKey, RemoteOptions, probe
 
-    options = RemoteOptions(wait_seconds=wait, proxy=proxy, key=Key(file=key_file))
+    options = RemoteOptions(wait_seconds=wait, proxy=proxy, key=ApiKey(file=key_file))
     address, spoken, named = server_of(url)
 
     async def main() -> None:

@@ -1,20 +1,20 @@
-"""Engines elsewhere: on servers of any known dialect, or in the actors of a Ray cluster, one or several at once."""
+"""Engines on HTTP servers of any known dialect or in the actors of a Ray cluster, alone or as a pool of replicas."""
 
-from atts.remote.actor import RayOptions
-from atts.remote.actors import RayEngine
 from atts.remote.engine import RemoteEngine
-from atts.remote.options import DIALECTS, DialectName, Key, Prefill, RemoteOptions
+from atts.remote.options import DIALECTS, ApiKey, DialectName, Prefill, RemoteOptions
 from atts.remote.pool import Replica, ReplicaLoad, ReplicaPool
+from atts.remote.probe_report import ProbeReport, probe
 from atts.remote.probing import Finding
-from atts.remote.report import ProbeReport, probe
-from atts.remote.words import SCHEMES, server_engine
+from atts.remote.ray_engine import RayEngine
+from atts.remote.ray_replica import RayOptions
+from atts.remote.urls import SCHEMES, server_engine
 
 __all__ = [
     "DIALECTS",
     "SCHEMES",
+    "ApiKey",
     "DialectName",
     "Finding",
-    "Key",
     "Prefill",
     "ProbeReport",
     "RayEngine",

@@ -1,4 +1,4 @@
-"""The chat API that most hosted models share: text in and out, a rating where likely tokens are told, no scores."""
+"""Chat dialect, the API most hosted models share: text in and out, ratings from likely tokens, no scores."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 from atts.core import Message, SampleRequest, TokenIds
 from atts.errors import UnsupportedByEngine
 from atts.remote.client import Call, Client
-from atts.remote.dialects import Identity, LogProbs, Sampled, choose_model, finish_of, json_of, seed_of
+from atts.remote.dialects import Identity, LogProbs, RawCompletion, choose_model, finish_of, json_of, seed_of
 from atts.remote.options import Prefill, RemoteOptions
-from atts.remote.text import END, TextTokenizer
+from atts.remote.text_tokenizer import END, TextTokenizer
 
-CONTEXT = 131_072  # where nobody says; an overflow that only the server sees is one all the same
+CONTEXT = 131_072  # where the server does not say; an overflow that only the server sees is one all the same
 ALTERNATIVES = 20  # the most that servers tell
 _GO_ON = (
     "\n\nHere is the beginning of the answer:\n\n{text}\n\n"
@@ -22,13 +22,9 @@ _GO_ON = (
 )
 
 
-class ChatDialect:
-    """Any server with /chat/completions; its URL ends where that path begins (https://api.openai.com/v1).
+class TextDialect:
+    """What the dialects that take messages and give text have in common: no ids, no log-probs, nothing to abort."""
 
-    Stop strings are not sent: these servers do not tell a stop from the model's own end. They are looked for here.
-    """
-
-    name = "chat"
     speaks: Literal["ids", "text"] = "text"
     spare = 0
     logprobs: LogProbs = "none"
@@ -37,6 +33,30 @@ class ChatDialect:
         self._options = options
         self._text = TextTokenizer()
         self._model = ""
+
+    def abort(self, rid: str) -> Call | None:
+        """See `Dialect`; closing the connection is all there is."""
+        return None
+
+    async def tokenize(self, client: Client, text: str) -> TokenIds:
+        """See `Dialect`."""
+        raise AssertionError("no ids are spoken")
+
+    async def running(self, client: Client) -> int | None:
+        """See `Dialect`; it does not say."""
+        return None
+
+
+class ChatDialect(TextDialect):
+    """Any server with /chat/completions; its URL ends where that path begins (https://api.openai.com/v1).
+
+    Stop strings are not sent: these servers do not tell a stop from the model's own end. They are looked for here.
+    """
+
+    name = "chat"
+
+    def __init__(self, options: RemoteOptions) -> None:
+        super().__init__(options)
         self._limit = "max_tokens"
 
     async def identify(self, client: Client, model: str) -> Identity:
@@ -72,7 +92,7 @@ class ChatDialect:
             body |= {"top_k": law.top_k or -1, "min_p": law.min_p}
         return Call("/chat/completions", body)
 
-    def sampled(self, reply: Any, request: SampleRequest) -> Sampled:
+    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
         (choice,) = reply["choices"]
         usage = reply.get("usage") or {}
@@ -95,18 +115,6 @@ class ChatDialect:
             word = str(row["token"]).strip()
             masses[word] = masses.get(word, 0.0) + math.exp(float(row["logprob"]))
         return {word: min(0.0, math.log(mass)) if mass > 0 else -math.inf for word, mass in masses.items()}
-
-    def abort(self, rid: str) -> Call | None:
-        """See `Dialect`; nothing but the connection is there to close."""
-        return None
-
-    async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """See `Dialect`."""
-        raise AssertionError("no ids are spoken")
-
-    async def running(self, client: Client) -> int | None:
-        """See `Dialect`."""
-        return None
 
     def _head(self, ids: TokenIds) -> dict[str, Any]:
         messages, fields = opened(self._text.messages(ids), self._options.prefill)
@@ -136,7 +144,7 @@ def written(
     request: SampleRequest,
     tokens: int,
     cached: int = 0,
-) -> Sampled:
+) -> RawCompletion:
     """A text as a completion: as many ids as the server counted tokens, and an end where the model ended.
 
     :raises ValueError: nothing was written, though the model did not end.
@@ -147,4 +155,4 @@ def written(
     most = max(1, request.max_tokens - ends)
     counted = request.max_tokens if not ends else min(tokens, most) or len(tokenizer.encode(text))
     ids = tokenizer.pieces(text, min(counted, most) if ends else counted)
-    return Sampled((*ids, END)[: request.max_tokens] if ends else ids, (), finish, cached)
+    return RawCompletion((*ids, END)[: request.max_tokens] if ends else ids, (), finish, cached)

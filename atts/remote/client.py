@@ -1,26 +1,27 @@
-"""Calls one server: what to retry, how long to wait, what to tell it when nobody waits any more."""
+"""HTTP client of one server: retries, deadlines, aborts and the errors that statuses stand for."""
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import anyio
+import msgspec
 
 from atts.errors import BadReply, ContextOverflow, EngineError, EngineTimeout, EngineUnavailable, UnsupportedByEngine
-from atts.remote.jsoning import decode, encode
+from atts.remote.concurrency import AdaptiveLimit
 from atts.remote.options import RemoteOptions
-from atts.remote.pace import Pace
-from atts.remote.transport import Lost, Reply, open_transport, proxy_hint
-from atts.tasks import clock, shielded
+from atts.remote.transport import HttpReply, Lost, open_transport, proxy_hint
+from atts.tasks import backoff, clock, shielded
 
 T = TypeVar("T")
 _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _OVERFLOW = ("context length", "maximum context", "context size", "longer than the model", "max_model_len", "too long")
 _LOOK_SECONDS = 10.0  # for a question about the server, which takes it no work
-_LONGEST_WAIT = 30.0  # a Retry-After beyond this is for people, not for a call that somebody waits for
+_LONGEST_WAIT = 30.0  # a Retry-After beyond this is for people, not for a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class Client:
         self.options = options
         self.traffic = Traffic()
         self._clock = clock()
-        self.pace = Pace(options.in_flight, self._clock)
-        self._mine = uuid.uuid4().hex[:16]  # what every id of this client begins with
+        self.limit = AdaptiveLimit(options.in_flight, self._clock)
+        self._prefix = uuid.uuid4().hex[:16]  # of every request id of this client
         self._made = 0
         key = options.key.read()
         self._transport = open_transport(options)
@@ -75,13 +76,13 @@ class Client:
 
     async def look(
         self, path: str, body: dict[str, Any] | None = None, *, method: Literal["GET", "POST"] = "GET"
-    ) -> Reply:
+    ) -> HttpReply:
         """One short question about the server itself, not retried; any status is an answer.
 
         :raises EngineUnavailable: no whole reply came.
         :raises EngineTimeout: none came in time.
         """
-        data = None if body is None else encode(body)
+        data = None if body is None else msgspec.json.encode(body)
         try:
             with anyio.fail_after(min(_LOOK_SECONDS, self.options.timeout_seconds)):
                 return await self._transport.send(method, self.url + path, data, self._headers)
@@ -110,16 +111,17 @@ class Client:
                         raise
                     wait = error.wait if isinstance(error, Refused) else 0.0
                 self.traffic.retries += 1
-                await anyio.sleep(max(wait, self.options.delay_seconds * 2 ** (attempt - 1) * _spread()))
+                salt = int(self._prefix, 16) + self._made
+                await anyio.sleep(max(wait, backoff(attempt, self.options.delay_seconds, salt=salt)))
                 attempt += 1
         raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s")
 
-    async def _once(self, make: Callable[[str], Call], abort: Callable[[str], Call | None]) -> Reply:
+    async def _once(self, make: Callable[[str], Call], abort: Callable[[str], Call | None]) -> HttpReply:
         self._made += 1
-        rid = f"{self._mine}{self._made:016x}"  # of one length: SGLang aborts every id that begins like the one named
+        rid = f"{self._prefix}{self._made:016x}"  # of one length: SGLang aborts every id that begins like the one named
         url, body, headers = self._packed(make(rid))
-        if not self.pace.enter_nowait():
-            await self.pace.enter()
+        if not self.limit.take_nowait():
+            await self.limit.take()
         try:
             self.traffic.attempts += 1
             return await self._transport.send("POST", url, body, headers)
@@ -132,42 +134,42 @@ class Client:
             await self._abort(abort(rid))
             raise
         finally:
-            self.pace.leave()
+            self.limit.give()
 
     def _packed(self, call: Call) -> tuple[str, bytes, dict[str, str]]:
         """The call as bytes: thousands wait at once, and what they keep alive the garbage collector visits."""
         headers = {**self._headers, **call.headers} if call.headers else self._headers
-        return self.url + call.path, encode(call.body), headers
+        return self.url + call.path, msgspec.json.encode(call.body), headers
 
     async def _abort(self, call: Call | None) -> None:
-        """Tell the server, briefly, that nobody waits; the connection is closed already."""
+        """Tell the server, briefly, to free a request; the connection is closed already."""
         if call is None:
             return
         self.traffic.aborts += 1
         done = False
         with shielded(self.options.cancel_seconds):
             try:
-                data = encode(call.body)
+                data = msgspec.json.encode(call.body)
                 done = (await self._transport.send("POST", self.url + call.path, data, self._headers)).status == 200
             except Lost:
                 done = False  # counted below: a server that is gone has nothing left to abort
         self.traffic.aborts_failed += not done
 
-    def _judge(self, reply: Reply) -> Any:
+    def _judge(self, reply: HttpReply) -> Any:
         """The reply's JSON, or the error its status stands for."""
         if reply.status == 200:
             try:
                 found = decode(reply.body)
             except ValueError as error:
                 raise BadReply(self.name, f"the reply is not whole JSON ({error})") from error
-            self.pace.answered()
+            self.limit.answered()
             return found
         if reply.status in _RETRIED:
-            (self.pace.refused if reply.status in (429, 503, 529) else self.pace.erred)()
+            (self.limit.refused if reply.status in (429, 503, 529) else self.limit.erred)()
             raise Refused(self.name, f"status {reply.status}: {said(reply)}", _seconds(reply.retry_after))
         raise self.refusal(reply)
 
-    def refusal(self, reply: Reply) -> EngineError:
+    def refusal(self, reply: HttpReply) -> EngineError:
         """The error of a status that another attempt would meet again."""
         words = said(reply)
         if reply.status in (401, 403):
@@ -191,7 +193,21 @@ class Client:
         return EngineUnavailable(self.name, f"{what} {self.url} ({lost})", proxy_hint(self.url, self.options))
 
 
-def said(reply: Reply) -> str:
+def decode(text: bytes) -> Any:
+    """The value of a JSON text; Python's NaN and Infinity count, for servers in Python send them.
+
+    >>> decode(b'{"logprob": -Infinity}')
+    {'logprob': -inf}
+
+    :raises ValueError: it is none, or not whole.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return json.loads(text)
+
+
+def said(reply: HttpReply) -> str:
     """What an error reply says, in a line."""
     try:
         found: Any = decode(reply.body)
@@ -209,8 +225,3 @@ def _seconds(words: str) -> float:
         return min(_LONGEST_WAIT, max(0.0, float(words)))
     except ValueError:
         return 0.0
-
-
-def _spread() -> float:
-    """A factor around one, so that callers that failed together do not come back together."""
-    return 0.75 + 0.5 * (uuid.uuid4().int % 1000) / 1000

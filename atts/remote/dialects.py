@@ -1,15 +1,14 @@
-"""What a kind of server must tell us how to do: ask, read, abort; everything in pure functions but the questions."""
+"""Protocols of the server dialects (vLLM, SGLang, llama.cpp, Ollama, chat API), and the helpers they share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.core import SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.errors import UnsupportedByEngine
-from atts.remote.client import Call, Client
-from atts.remote.jsoning import decode
-from atts.remote.transport import Reply
+from atts.remote.client import Call, Client, decode
+from atts.remote.transport import HttpReply
 
 CLAMPED = -9999.0  # vLLM's way to write minus infinity in JSON
 LogProbs = Literal["raw", "processed", "none"]
@@ -28,8 +27,8 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """A server's completion before anybody believed it; a log-prob is None where the raw one was not sent."""
+class RawCompletion:
+    """A server's completion before it was checked; a log-prob is None where the raw one was not sent."""
 
     ids: TokenIds
     logprobs: tuple[float | None, ...]
@@ -60,7 +59,7 @@ class Dialect(Protocol):
         """The call that continues these ids."""
         ...
 
-    def sampled(self, reply: Any, request: SampleRequest) -> Sampled:
+    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
         """Its reply."""
         ...
 
@@ -116,6 +115,12 @@ class Rater(Protocol):
         ...
 
 
+def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float]:
+    """The sampling distribution in the names all servers share; every field is sent, for defaults differ."""
+    top_k = sampling.top_k or no_top_k
+    return {"temperature": sampling.temperature, "top_k": top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+
+
 def seed_of(request: SampleRequest, bits: int) -> int:
     """The request's seed as the server takes it."""
     return request.seed.key() & ((1 << bits) - 1)
@@ -138,7 +143,7 @@ def finish_of(word: object) -> Literal["stop", "length"]:
     raise ValueError(f"it ended because of {word!r}")
 
 
-def json_of(client: Client, reply: Reply, path: str) -> Any:
+def json_of(client: Client, reply: HttpReply, path: str) -> Any:
     """What a 200 says.
 
     :raises EngineError: any other status, or no JSON.

@@ -1,4 +1,4 @@
-"""One server as an engine: opened by asking who it is, believed only where it was seen to do what it says."""
+"""Engine on one HTTP server: identified and probed when it opens, checked again when it may have been replaced."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ from typing import Literal, Self, TypeVar
 import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import Capability, EngineCounters, EngineSpec, EngineStats, Tokenizer, check_sample, check_score
-from atts.errors import EngineError, EngineUnavailable, OptionError, UnsupportedByEngine
+from atts.engine import Capability, Tokenizer
+from atts.errors import OptionError, UnsupportedByEngine
+from atts.remote.base import BaseEngine, not_open, opened
 from atts.remote.client import Client, Traffic
+from atts.remote.dialect_client import DialectClient
 from atts.remote.dialects import Dialect, Identity
-from atts.remote.exchange import Exchange
-from atts.remote.opening import claimed, describe, find_dialect, identify, require, wait_ready
+from atts.remote.handshake import (
+    claimed,
+    describe,
+    find_dialect,
+    identify,
+    open_tokenizer,
+    require,
+    wait_ready,
+)
 from atts.remote.options import DIALECTS, DialectName, RemoteOptions
-from atts.remote.probing import Finding, Known, Prober, refuse, same_as_before
-from atts.remote.text import TextTokenizer
-from atts.remote.tokenizer import open_tokenizer
+from atts.remote.probing import Finding, Known, ServerProbe, refuse, same_as_before
+from atts.remote.text_tokenizer import TextTokenizer
 from atts.tasks import clock
 
 T = TypeVar("T")
@@ -28,7 +36,7 @@ R = TypeVar("R", SampleRequest, ScoreRequest)
 _DEFAULTS = RemoteOptions()
 
 
-class RemoteEngine:
+class RemoteEngine(BaseEngine):
     """A server of any known dialect that keeps the promises of `atts.engine.Engine`.
 
     `needs` is what the caller will ask for: a server that cannot is refused when it opens, with the reason. The
@@ -52,42 +60,21 @@ class RemoteEngine:
             raise OptionError("dialect", f"{dialect!r} is unknown", ("auto", *DIALECTS))
         if not url.startswith(("http://", "https://")):
             raise OptionError("url", f"{url!r} is not a URL; it begins with http:// or https://")
+        super().__init__(name or model or url)
         self.url = url.rstrip("/")
         self.options = options
         self._dialect_name = dialect
         self._model = model
-        self._name = name or model or url
         self._wanted_tokenizer = tokenizer
         self._needs = needs
-        self._state: Literal["new", "open", "closed"] = "new"
         self._client: Client | None = None
-        self._exchange: Exchange | None = None
+        self._dialect_client: DialectClient | None = None
         self._identity: Identity | None = None
-        self._tokenizer: Tokenizer | None = None
-        self._spec: EngineSpec | None = None
         self._known: Known | None = None
-        self._counts = EngineCounters()
         self._trusted_until = 0.0
         self._lost_checked = 0
-        self._idle_since = 0.0
-        self._clock: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
         self._checking = anyio.Lock()
         self._changed: UnsupportedByEngine | None = None
-        self._busy_since = 0.0
-
-    @property
-    def spec(self) -> EngineSpec:
-        """Known once the engine is open."""
-        if self._spec is None:
-            raise EngineUnavailable(self._name, "it is not open yet", "Call it inside `async with engine:`")
-        return self._spec
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's, in this process; the server's was compared with it."""
-        if self._tokenizer is None:
-            raise EngineUnavailable(self._name, "it is not open yet", "Call it inside `async with engine:`")
-        return self._tokenizer
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -99,30 +86,9 @@ class RemoteEngine:
         """Attempts, retries and aborts so far."""
         return self._opened().traffic
 
-    def stats(self) -> EngineStats:
-        """Counters so far, as seen from here; busy is the time in which at least one request was under way."""
-        counts = self._counts
-        return counts.snapshot(busy_for=self._clock() - self._busy_since if counts.in_flight else 0.0)
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids; see `atts.engine.Engine`."""
-        self._admit("sample")
-        check_sample(request, self.spec)
-        done = await self._count(self._exchanging().sample, request)
-        self._counts.sampled(request, done)
-        return done
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix; see `atts.engine.Engine`."""
-        self._admit("score" if len(request.suffix) != 1 or "rate" not in self.spec.capabilities else "rate")
-        check_score(request, self.spec)
-        done = await self._count(self._exchanging().score, request)
-        self._counts.scored(request, done)
-        return done
-
     async def __aenter__(self) -> Self:
         if self._state == "closed":
-            raise EngineUnavailable(self._name, "it is closed", "Make a new one")
+            raise not_open(self._name, self._state)
         await self.open()
         return self
 
@@ -150,7 +116,7 @@ class RemoteEngine:
             if self._tokenizer is None:
                 self._tokenizer = await self._find_tokenizer(dialect, identity)
             self._spec = describe(self._name, dialect, identity, self._tokenizer)
-            self._exchange = Exchange(client, dialect, self._spec, self._tokenizer)
+            self._dialect_client = DialectClient(client, dialect, self._spec, self._tokenizer)
             self._known = await self._probe()
         except BaseException:
             await self._close()
@@ -171,11 +137,11 @@ class RemoteEngine:
             raise self._changed
         assert self._known is not None, "an open engine was probed"
         assert self._identity is not None, "an open engine was identified"
-        lost = self._opened().traffic.lost
-        client = self._opened()
+        client, requests = self._opened(), self._requests()
+        lost = client.traffic.lost
         await wait_ready(client)
-        now = await identify(client, self._exchanging().dialect, self._model)
-        fresh = await self._prober().canary(self._known)
+        now = await identify(client, requests.dialect, self._model)
+        fresh = await ServerProbe(requests, self.spec, self.tokenizer).canary(self._known)
         try:
             same_as_before(self._name, self._identity, now, self._known, fresh)
         except UnsupportedByEngine as changed:
@@ -185,34 +151,23 @@ class RemoteEngine:
         self._idle_since = self._clock()
         return None
 
-    async def _count(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
-        """Count a request, and be sure before and after that the server is still the one that was opened."""
-        counts = self._counts
-        counts.requests += 1
-        now, traffic = self._clock(), self._opened().traffic
-        if not counts.in_flight:
-            self._busy_since = now
-            if now - self._idle_since >= self.options.idle_seconds:
-                self._trusted_until = now  # it may be another by now
-        counts.in_flight += 1
-        try:
-            if now >= self._trusted_until:
-                await self._recheck(traffic.lost)
-            done = await work(request)
-            if (lost := traffic.lost) > self._lost_checked:
-                await self._recheck(lost)  # a connection broke meanwhile: who answered?
-            return done
-        except anyio.get_cancelled_exc_class():
-            counts.cancelled += 1
-            raise
-        except EngineError:
-            counts.failed += 1
-            raise
-        finally:
-            counts.in_flight -= 1
-            if not counts.in_flight:
-                self._idle_since = self._clock()
-                counts.busy_seconds += self._idle_since - self._busy_since
+    async def _sample(self, request: SampleRequest) -> Completion:
+        return await self._trusted(self._requests().sample, request)
+
+    async def _score(self, request: ScoreRequest) -> Scores:
+        return await self._trusted(self._requests().score, request)
+
+    async def _trusted(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
+        """Do it, sure before and after that the server is still the one that was opened."""
+        now, traffic = self._clock(), self.traffic
+        if self._counts.in_flight == 1 and now - self._idle_since >= self.options.idle_seconds:
+            self._trusted_until = now  # it may be another by now
+        if now >= self._trusted_until:
+            await self._recheck(traffic.lost)
+        done = await work(request)
+        if (lost := traffic.lost) > self._lost_checked:
+            await self._recheck(lost)  # a connection broke meanwhile: who answered?
+        return done
 
     async def _recheck(self, lost: int) -> None:
         """One task checks, and its answer holds for all who waited for it and for the connections lost before it."""
@@ -225,11 +180,7 @@ class RemoteEngine:
         self._lost_checked = lost
 
     def _admit(self, verb: Capability) -> None:
-        if self._state != "open":
-            state = "closed" if self._state == "closed" else "not open yet"
-            raise EngineUnavailable(self._name, f"it is {state}", "Call it inside `async with engine:`")
-        if verb not in self.spec.capabilities:
-            raise UnsupportedByEngine(self._name, f"{self.spec.engine} cannot {verb}")
+        super()._admit(verb)
         if self._changed is not None:
             raise UnsupportedByEngine(self._name, "the server changed while in use") from self._changed
 
@@ -246,34 +197,27 @@ class RemoteEngine:
 
         :raises UnsupportedByEngine: it does not do what is needed.
         """
-        known = await self._prober().run()
+        requests, spec = self._requests(), self.spec
+        known = await ServerProbe(requests, spec, self.tokenizer).run()
         refuse(self._name, known.findings, self._needs)
-        exchange, spec = self._exchanging(), self.spec
-        exchange.sampled = known.sampled
-        logprobs = (
-            spec.logprobs if spec.logprobs == "none" else "raw" if "score" in spec.capabilities else known.sampled
-        )
+        requests.sampled = known.sampled
+        measured = "raw" if "score" in spec.capabilities else known.sampled
         broken = {found.needed for found in known.findings if found.answer == "no"}
-        seen = tuple((found.name, f"{found.answer}: {found.seen}") for found in known.findings)
-        self._spec = exchange.spec = replace(
-            spec, logprobs=logprobs, capabilities=spec.capabilities - broken, findings=seen
+        self._spec = requests.spec = replace(
+            spec,
+            logprobs=spec.logprobs if spec.logprobs == "none" else measured,
+            capabilities=spec.capabilities - broken,
+            findings=tuple((found.name, f"{found.answer}: {found.seen}") for found in known.findings),
         )
         return known
 
-    def _prober(self) -> Prober:
-        exchange = self._exchanging()
-        return Prober(exchange, self.spec, self.tokenizer)
-
     async def _close(self) -> None:
-        client, self._client = self._client, self._client
+        client, self._client = self._client, None
         if client is not None:
             await client.aclose()
 
     def _opened(self) -> Client:
-        if self._client is None:
-            raise EngineUnavailable(self._name, "it is not open yet", "Call it inside `async with engine:`")
-        return self._client
+        return opened(self._client, self._name)
 
-    def _exchanging(self) -> Exchange:
-        assert self._exchange is not None, "an open engine knows how to speak"
-        return self._exchange
+    def _requests(self) -> DialectClient:
+        return opened(self._dialect_client, self._name)

@@ -1,4 +1,4 @@
-"""llama.cpp's dialect: it drafts from ids, and cannot score a prompt."""
+"""llama.cpp dialect: it drafts from ids, and cannot score a prompt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from typing import Any, Literal
 
 from atts.core import SampleRequest, TokenIds
 from atts.remote.client import Call, Client
-from atts.remote.dialects import Identity, LogProbs, Sampled, choose_model, in_queue, json_at, seed_of, tokens_of
+from atts.remote.dialects import (
+    Identity,
+    LogProbs,
+    RawCompletion,
+    choose_model,
+    in_queue,
+    json_at,
+    sampling_fields,
+    seed_of,
+    tokens_of,
+)
 
 _FORCE = 1e9  # a bias that leaves no other token a chance; log-probs are taken before it
 
@@ -32,15 +42,11 @@ class LlamaCppDialect:
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`; the defaults are another distribution, and cut before they heat: both are set right."""
-        law = request.sampling
         body = {
             "prompt": request.ids,
             "n_predict": request.max_tokens,
             "samplers": ["temperature", "top_k", "top_p", "min_p"],
-            "temperature": law.temperature,
-            "top_k": law.top_k,
-            "top_p": law.top_p,
-            "min_p": law.min_p,
+            **sampling_fields(request.sampling),
             "repeat_penalty": 1.0,
             "seed": seed_of(request, 31),
             "stop": request.stop,
@@ -51,7 +57,7 @@ class LlamaCppDialect:
         }
         return Call("/completion", body)
 
-    def sampled(self, reply: Any, request: SampleRequest) -> Sampled:
+    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
         """See `Dialect`; a log-prob is None from where the server began to leave them out."""
         if reply.get("truncated"):
             raise ValueError("it cut the prompt")
@@ -59,7 +65,7 @@ class LlamaCppDialect:
         rows = [(row["id"], float(row["logprob"])) for row in reply["completion_probabilities"]]
         logprobs = _matched(ids, rows)
         finish: Literal["stop", "length"] = "length" if reply["stop_type"] == "limit" else "stop"
-        return Sampled(ids, logprobs, finish, int((reply.get("timings") or {}).get("cache_n") or 0))
+        return RawCompletion(ids, logprobs, finish, int((reply.get("timings") or {}).get("cache_n") or 0))
 
     def forcing(self, ids: TokenIds, token: int) -> Call:
         """See `Forcer`: one token, with all weight on the one asked for."""

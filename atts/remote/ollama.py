@@ -1,20 +1,28 @@
-"""Ollama's dialect: it drafts from a conversation, and can neither score nor take ids."""
+"""Ollama dialect: it drafts from a conversation, and can neither score nor take ids."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from atts.core import SampleRequest, TokenIds
-from atts.remote.chat import opened, written
+from atts.core import SampleRequest
+from atts.remote.chat import TextDialect, opened, written
 from atts.remote.client import Call, Client
-from atts.remote.dialects import Identity, LogProbs, Sampled, choose_model, finish_of, json_at, seed_of, short
+from atts.remote.dialects import (
+    Identity,
+    RawCompletion,
+    choose_model,
+    finish_of,
+    json_at,
+    sampling_fields,
+    seed_of,
+    short,
+)
 from atts.remote.options import RemoteOptions
-from atts.remote.text import TextTokenizer
 
 CONTEXT = 8192  # places are memory there; more by the setting `context`
 
 
-class OllamaDialect:
+class OllamaDialect(TextDialect):
     """Ollama's own API; a last assistant message is gone on with.
 
     The context is set with every call, for the default is small and cut from the left in silence. Stop strings are not
@@ -22,14 +30,9 @@ class OllamaDialect:
     """
 
     name = "ollama"
-    speaks: Literal["ids", "text"] = "text"
-    spare = 0
-    logprobs: LogProbs = "none"
 
     def __init__(self, options: RemoteOptions) -> None:
-        self._options = options
-        self._text = TextTokenizer()
-        self._model = ""
+        super().__init__(options)
         self._context = 0
 
     async def identify(self, client: Client, model: str) -> Identity:
@@ -45,22 +48,18 @@ class OllamaDialect:
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`; the defaults are another distribution."""
-        law = request.sampling
         options = {
             "num_predict": request.max_tokens,
             "num_ctx": self._context,
             "seed": seed_of(request, 31),
-            "temperature": law.temperature,
-            "top_k": law.top_k,
-            "top_p": law.top_p,
-            "min_p": law.min_p,
+            **sampling_fields(request.sampling),
             "repeat_penalty": 1.0,
         }
         messages, _ = opened(self._text.messages(request.ids), "trailing")
         flags = {"stream": False, "truncate": False, "shift": False}
         return Call("/api/chat", {"model": self._model, "messages": messages, "options": options, **flags})
 
-    def sampled(self, reply: Any, request: SampleRequest) -> Sampled:
+    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
         """See `Dialect`.
 
         :raises ValueError: the prompt filled the whole context: its beginning is gone.
@@ -71,15 +70,3 @@ class OllamaDialect:
             raise ValueError("it cut the prompt to its context")
         finish = finish_of(reply["done_reason"])
         return written(self._text, reply["message"]["content"], finish, request, int(reply.get("eval_count") or 0))
-
-    def abort(self, rid: str) -> Call | None:
-        """See `Dialect`; it watches the connection."""
-        return None
-
-    async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """See `Dialect`."""
-        raise AssertionError("no ids are spoken")
-
-    async def running(self, client: Client) -> int | None:
-        """See `Dialect`; it does not say."""
-        return None

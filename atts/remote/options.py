@@ -1,4 +1,4 @@
-"""How a server is spoken to: patience, retries, load, proxies, keys."""
+"""Options of a remote engine: time-outs, retries, concurrency, proxies, API keys."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ a mark on the message (DeepSeek, Mistral), or of itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """Where an API key is read from when a connection opens; the key itself is never kept here, nor shown anywhere.
 
-    >>> Key(variable="ATTS_NO_SUCH_KEY").read()
+    >>> ApiKey(variable="ATTS_NO_SUCH_KEY").read()
     ''
 
     :raises OptionError: on reading, a file that is named and cannot be read.
@@ -61,7 +61,7 @@ class RemoteOptions:
     in_flight: int = 4096
     connect_seconds: float = 10.0  # thousands of connections at once take a busy machine some seconds
     wait_seconds: float = 600.0
-    cancel_seconds: float = 2.0  # for telling the server that nobody waits any more
+    cancel_seconds: float = 2.0  # for telling the server to free a request
     recheck_seconds: float = 60.0
     idle_seconds: float = 2.0
     proxy: Literal["never", "environment"] = "never"
@@ -69,7 +69,7 @@ class RemoteOptions:
     prefill: Prefill = "ask"
     extras: Literal["refuse", "send"] = "refuse"
     context: int = 0
-    key: Key = field(default_factory=Key)
+    key: ApiKey = field(default_factory=ApiKey)
     ca_file: Path | None = None  # certificates to trust instead of the system's; they are always verified
 
     def __post_init__(self) -> None:

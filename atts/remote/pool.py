@@ -1,4 +1,4 @@
-"""Several servers of one model as one engine: rollouts stay where their cache is, and survive the loss of a server."""
+"""Pool of alike replicas as one engine: cache-affine routing, circuit breaking, retries elsewhere."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from atts.errors import (
     EngineError,
     EngineTimeout,
     EngineUnavailable,
-    FingerprintError,
     OptionError,
     UnsupportedByEngine,
 )
-from atts.tasks import clock
+from atts.remote.base import not_open, opened, require_alike
+from atts.tasks import backoff, clock
 
 T = TypeVar("T")
 State = Literal["up", "down", "draining", "refused"]
@@ -55,7 +55,7 @@ class ReplicaLoad:
     in_flight: int
     requests: int
     failures: int
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class _Member:
     in_a_row: int = 0
     retry_at: float = 0.0
     checking: bool = False
-    why: str = ""
+    reason: str = ""
 
 
 class ReplicaPool:
@@ -87,7 +87,7 @@ class ReplicaPool:
 
     def __init__(self, replicas: Sequence[tuple[str, Replica]], *, name: str = "pool") -> None:
         if not replicas:
-            raise OptionError("replicas", "a pool of nothing serves nobody")
+            raise OptionError("replicas", "a pool needs at least one")
         self._name = name
         self._members = [_Member(label, engine) for label, engine in replicas]
         self._stack = AsyncExitStack()
@@ -112,7 +112,7 @@ class ReplicaPool:
 
     def load(self) -> tuple[ReplicaLoad, ...]:
         """Per-replica load, in the order given."""
-        return tuple(ReplicaLoad(m.name, m.state, m.in_flight, m.requests, m.failures, m.why) for m in self._members)
+        return tuple(ReplicaLoad(m.name, m.state, m.in_flight, m.requests, m.failures, m.reason) for m in self._members)
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids somewhere; see `atts.engine.Engine`."""
@@ -143,15 +143,15 @@ class ReplicaPool:
 
     async def __aenter__(self) -> Self:
         if self._state == "closed":
-            raise EngineUnavailable(self._name, "it is closed", "Make a new one")
+            raise not_open(self._name, self._state)
         self._clock = clock()
         async with AsyncExitStack() as stack:
             for member in self._members:
                 stack.push_async_exit(member.engine.__aexit__)
                 await self._check(member)
             if self._first is None:
-                whys = "; ".join(f"{member.name}: {member.why}" for member in self._members)
-                raise EngineUnavailable(self._name, f"no replica can be used ({whys})")
+                reasons = "; ".join(f"{member.name}: {member.reason}" for member in self._members)
+                raise EngineUnavailable(self._name, f"no replica can be used ({reasons})")
             self._stack = stack.pop_all()
         self._state = "open"
         return self
@@ -166,7 +166,7 @@ class ReplicaPool:
     async def _anywhere(self, rollout: str, call: Callable[[Engine], Awaitable[T]]) -> T:
         """Ask the best replica, then, if it is lost, each of the others once."""
         if self._state != "open":
-            raise EngineUnavailable(self._name, "it is closed" if self._state == "closed" else "it is not open yet")
+            raise not_open(self._name, self._state)
         tried: set[str] = set()
         last: EngineError | None = None
         while (member := await self._pick(rollout, tried)) is not None:
@@ -177,8 +177,8 @@ class ReplicaPool:
                 last = error
         if last is not None:
             raise last
-        whys = "; ".join(f"{member.name} {member.state}: {member.why}" for member in self._members)
-        raise EngineUnavailable(self._name, f"no replica can be used now ({whys})")
+        reasons = "; ".join(f"{member.name} {member.state}: {member.reason}" for member in self._members)
+        raise EngineUnavailable(self._name, f"no replica can be used now ({reasons})")
 
     async def _at(self, member: _Member, call: Callable[[Engine], Awaitable[T]]) -> T:
         member.in_flight += 1
@@ -214,10 +214,10 @@ class ReplicaPool:
     def _fail(self, member: _Member, error: EngineError) -> None:
         """Leave it alone for a while, longer each time."""
         member.failures += 1
-        member.why = str(error)
+        member.reason = str(error)
         if member.state == "up":
             member.in_a_row += 1
-            wait = min(_LONGEST_SECONDS, _BACK_SECONDS * 2 ** min(member.in_a_row - 1, 10))
+            wait = backoff(member.in_a_row, _BACK_SECONDS, longest=_LONGEST_SECONDS, salt=self._members.index(member))
             member.state, member.retry_at = "down", self._clock() + wait
 
     async def _pick(self, rollout: str, tried: set[str]) -> _Member | None:
@@ -245,17 +245,18 @@ class ReplicaPool:
             await member.engine.recheck()
             if self._first is None:
                 self._first = member.engine
-            _require_alike(member, self._first)
+            advice = "Serve the same model the same way everywhere"
+            require_alike(f"replica {member.name}", self._first.spec, member.engine.spec, advice)
         except (EngineUnavailable, EngineTimeout, BadReply) as error:
             member.state = "up"  # for `_fail` to take it down again, for longer
             self._fail(member, error)
         except ATTSError as error:
             if self._state == "new":
                 raise
-            member.state, member.why = "refused", str(error)
+            member.state, member.reason = "refused", str(error)
         else:
             if member.state == "down":
-                member.state, member.in_a_row, member.why = "up", 0, ""
+                member.state, member.in_a_row, member.reason = "up", 0, ""
         finally:
             member.checking = False
 
@@ -266,20 +267,7 @@ class ReplicaPool:
         raise OptionError("replica", f"{name!r} is none of this pool's", [member.name for member in self._members])
 
     def _one(self) -> Replica:
-        if self._first is None:
-            raise EngineUnavailable(self._name, "it is not open yet", "Call it inside `async with engine:`")
-        return self._first
-
-
-def _require_alike(member: _Member, first: Replica) -> None:
-    """Scores of replicas are mixed: they must be comparable.
-
-    :raises FingerprintError: they are not.
-    """
-    ours, theirs = first.spec.fingerprint(), member.engine.spec.fingerprint()
-    differences = [(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]]
-    if differences:
-        raise FingerprintError(f"replica {member.name}", differences, "Serve the same model the same way everywhere")
+        return opened(self._first, self._name)
 
 
 def _weight(name: str, rollout: str) -> bytes:

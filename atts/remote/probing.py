@@ -1,4 +1,4 @@
-"""Sees a server do what it claims before anything depends on it."""
+"""Probe of a server: what it was seen to do of what its dialect claims, and values to recognise it by."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import anyio
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import Capability, EngineSpec, Tokenizer
 from atts.errors import BadReply, EngineError, FingerprintError, UnsupportedByEngine
-from atts.remote.dialects import Identity, LogProbs, Rater, Sampled, Scorer
-from atts.remote.exchange import Exchange
+from atts.remote.dialect_client import DialectClient
+from atts.remote.dialects import Identity, LogProbs, Rater, RawCompletion, Scorer
 from atts.seeds import Seed
 from atts.tasks import task_group
 
@@ -43,7 +43,7 @@ class Finding:
     name: str
     answer: Answer
     seen: str
-    needed: Capability | Literal["nobody"] = "nobody"
+    needed: Capability | None = None
 
     def __str__(self) -> str:
         return f"{self.answer:8}{self.name}: {self.seen}"
@@ -68,13 +68,13 @@ class Canary:
     convention: Seen
 
 
-class Prober:
+class ServerProbe:
     """Looks at one server, a few cheap calls long."""
 
-    def __init__(self, exchange: Exchange, spec: EngineSpec, tokenizer: Tokenizer) -> None:
-        self._exchange = exchange
-        self._client = exchange.client
-        self._dialect = exchange.dialect
+    def __init__(self, requests: DialectClient, spec: EngineSpec, tokenizer: Tokenizer) -> None:
+        self._requests = requests
+        self._client = requests.client
+        self._dialect = requests.dialect
         self._spec = spec
         self._tokenizer = tokenizer
         self._prompt = tokenizer.render([Message("user", _QUESTION)])
@@ -87,7 +87,7 @@ class Prober:
         """
         findings = [Finding("engine", "yes", f"{self._spec.engine}, model {self._spec.model}")]
         findings.append(await self._see_tokenizer())
-        written = await self._exchange.sample_raw(self._request(_GREEDY))
+        written = await self._requests.sample_raw(self._request(_GREEDY))
         findings.append(_ids_seen(written))
         findings.append(await self._see_stop(written.ids))
         findings.append(await self._see_seeds())
@@ -108,9 +108,9 @@ class Prober:
     async def canary(self, known: Known) -> Canary:
         """A few of those values again, without looking for anything new."""
         if isinstance(self._dialect, Scorer):
-            scores = await self._exchange.score(ScoreRequest(self._prompt, known.text))
+            scores = await self._requests.score(ScoreRequest(self._prompt, known.text))
             return Canary(scores.logprobs, await self._convention())
-        written = await self._exchange.sample_raw(self._request(_GREEDY))
+        written = await self._requests.sample_raw(self._request(_GREEDY))
         same = written.ids == known.text
         return Canary(tuple(value for value in written.logprobs if value is not None) if same else (), "unknown")
 
@@ -134,7 +134,7 @@ class Prober:
         stop = self._tokenizer.decode(ids[place : place + 1])
         if not stop or "\ufffd" in stop:
             return Finding("stop", "unknown", "no text to stop at was written")
-        cut = await self._exchange.sample_raw(replace(self._request(_GREEDY), stop=(stop,)))
+        cut = await self._requests.sample_raw(replace(self._request(_GREEDY), stop=(stop,)))
         if len(cut.ids) < len(ids) or cut.finish == "stop":
             return Finding("stop", "yes", f"it stopped at {stop!r} after {len(cut.ids)} tokens")
         return Finding(
@@ -142,20 +142,20 @@ class Prober:
         )
 
     async def _see_seeds(self) -> Finding:
-        first, again = [await self._exchange.sample_raw(self._request(Sampling(temperature=1.5), 7)) for _ in range(2)]
+        first, again = [await self._requests.sample_raw(self._request(Sampling(temperature=1.5), 7)) for _ in range(2)]
         if first.ids == again.ids:
             return Finding("seeds", "yes", "a seed gave the same text twice")
         return Finding("seeds", "no", "a seed gave two texts: runs on this server cannot be repeated token for token")
 
-    async def _see_scores(self, written: Sampled) -> tuple[list[Finding], tuple[float, ...]]:
+    async def _see_scores(self, written: RawCompletion) -> tuple[list[Finding], tuple[float, ...]]:
         """A greedy text is scored, again, and with a strange token planted in it."""
         ids = written.ids
         try:
-            first = await self._exchange.score(ScoreRequest(self._prompt, ids))
-            again = await self._exchange.score(ScoreRequest(self._prompt, ids))
+            first = await self._requests.score(ScoreRequest(self._prompt, ids))
+            again = await self._requests.score(ScoreRequest(self._prompt, ids))
             place = len(ids) // 2
             strange = self._strange(ids[place])
-            spoilt = await self._exchange.score(ScoreRequest(self._prompt, (*ids[:place], strange, *ids[place + 1 :])))
+            spoilt = await self._requests.score(ScoreRequest(self._prompt, (*ids[:place], strange, *ids[place + 1 :])))
         except (BadReply, UnsupportedByEngine) as error:
             return [Finding("scores", "no", str(error), "score")], ()
         findings = [self._compare(written, first, again)]
@@ -171,7 +171,7 @@ class Prober:
     async def _see_rating(self) -> Finding:
         """One token with its alternatives."""
         try:
-            words = await self._exchange.ratings(self._prompt)
+            words = await self._requests.ratings(self._prompt)
         except EngineError as error:
             if error.retryable and not isinstance(error, BadReply):
                 raise
@@ -184,7 +184,7 @@ class Prober:
         candidates = ((token + size // 2 + step) % size for step in range(size))
         return next(index for index in candidates if index != token and index not in self._spec.end_ids)
 
-    def _compare(self, written: Sampled, first: Scores, again: Scores) -> Finding:
+    def _compare(self, written: RawCompletion, first: Scores, again: Scores) -> Finding:
         sampled = [value for value in written.logprobs if value is not None]
         drift = _distance(first.logprobs, again.logprobs)
         if drift > TOLERANCE:
@@ -198,11 +198,11 @@ class Prober:
 
     async def _convention(self) -> Seen:
         """Whether log-probs of hot samples are of the raw law: compared with scores, which are."""
-        hot = await self._exchange.sample_raw(self._request(_HOT, 3))
+        hot = await self._requests.sample_raw(self._request(_HOT, 3))
         sampled = [value for value in hot.logprobs if value is not None]
         if len(sampled) != len(hot.ids):
             return "unknown"
-        scores = await self._exchange.score(ScoreRequest(self._prompt, hot.ids))
+        scores = await self._requests.score(ScoreRequest(self._prompt, hot.ids))
         if all(value > -TOLERANCE for value in scores.logprobs):
             return "unknown"  # so sure of itself that heat changes nothing
         return "raw" if _distance(scores.logprobs, sampled) <= 2 * TOLERANCE else "processed"
@@ -216,7 +216,7 @@ class Prober:
         request = self._request(_HOT, 11, min(2048, room))
         most = before
         async with task_group() as group:
-            group.start_soon(self._exchange.sample_raw, request)
+            group.start_soon(self._requests.sample_raw, request)
             with anyio.move_on_after(1.0):
                 while most <= before:
                     most = max(most, await self._dialect.running(self._client) or 0)
@@ -262,7 +262,7 @@ def same_as_before(name: str, was: Identity, now: Identity, known: Known, fresh:
         raise UnsupportedByEngine(name, f"the server changed while in use ({'; '.join(changes)})", advice)
 
 
-def _ids_seen(written: Sampled) -> Finding:
+def _ids_seen(written: RawCompletion) -> Finding:
     with_them = "their log-probs" if written.logprobs else "no log-probs"
     return Finding("ids", "yes", f"{len(written.ids)} ids came back with {with_them}", "sample")
 

@@ -1,4 +1,4 @@
-"""SGLang's dialect: its native /generate, which scores a suffix and keeps the cached prefix."""
+"""SGLang dialect: its native /generate, which scores a suffix and keeps the cached prefix."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from atts.remote.client import Call, Client
 from atts.remote.dialects import (
     Identity,
     LogProbs,
-    Sampled,
+    RawCompletion,
     finish_of,
     in_queue,
     json_at,
     logprob_of,
     priority_field,
+    sampling_fields,
     seed_of,
     served,
     short,
@@ -44,13 +45,9 @@ class SglangDialect:
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`."""
-        law = request.sampling
         sampling: dict[str, Any] = {
             "max_new_tokens": request.max_tokens,
-            "temperature": law.temperature,
-            "top_k": law.top_k or -1,
-            "top_p": law.top_p,
-            "min_p": law.min_p,
+            **sampling_fields(request.sampling, no_top_k=-1),
             "repetition_penalty": 1.0,
             "sampling_seed": seed_of(request, 31),
             "stop_token_ids": request.stop_ids,
@@ -61,7 +58,7 @@ class SglangDialect:
         body = {"rid": rid, "input_ids": request.ids, "sampling_params": sampling, "return_logprob": True}
         return Call("/generate", body | self._priority(request.priority))
 
-    def sampled(self, reply: Any, request: SampleRequest) -> Sampled:
+    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
         meta = reply["meta_info"]
         ids = tuple(reply["output_ids"])
@@ -69,7 +66,9 @@ class SglangDialect:
         if tuple(row[1] for row in rows) != ids:
             raise ValueError("the log-probs are not of the ids that came with them")
         logprobs = tuple(float(row[0]) for row in rows)
-        return Sampled(ids, logprobs, finish_of(meta["finish_reason"]["type"]), int(meta.get("cached_tokens") or 0))
+        return RawCompletion(
+            ids, logprobs, finish_of(meta["finish_reason"]["type"]), int(meta.get("cached_tokens") or 0)
+        )
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """See `Scorer`; log-probs start at the prefix's last token, so that everything before it may stay cached."""

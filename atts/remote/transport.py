@@ -1,4 +1,4 @@
-"""The narrow layer below everything else: bytes to a URL, bytes back, or `Lost`."""
+"""HTTP transports: aiohttp on asyncio, httpx2 elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEEP_ALIVE_SECONDS = 4.0  # shorter than the servers' (uvicorn closes after 5), 
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HttpReply:
     """What came back, whatever its status."""
 
     status: int
@@ -40,7 +40,7 @@ class Transport(Protocol):
 
     async def send(
         self, method: Literal["GET", "POST"], url: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> Reply:
+    ) -> HttpReply:
         """One request, not retried; redirects are not followed, for they would carry the key elsewhere.
 
         :raises Lost: no whole reply came.
@@ -84,13 +84,13 @@ class AiohttpTransport:
 
     async def send(
         self, method: Literal["GET", "POST"], url: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> Reply:
+    ) -> HttpReply:
         """See `Transport`."""
         library = self._library
         try:
             response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
             whole = await response.read()  # gives the connection back, or closes it when it fails or is cancelled
-            return Reply(response.status, whole, response.headers.get("Retry-After", ""))
+            return HttpReply(response.status, whole, response.headers.get("Retry-After", ""))
         except (library.ClientConnectorError, library.ConnectionTimeoutError) as error:
             raise Lost(_words(error), sent=False) from error
         except library.InvalidURL as error:
@@ -127,14 +127,14 @@ class HttpxTransport:
 
     async def send(
         self, method: Literal["GET", "POST"], url: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> Reply:
+    ) -> HttpReply:
         """See `Transport`."""
         library = self._library
         shard = min(range(SHARDS), key=self._load.__getitem__)
         self._load[shard] += 1
         try:
             response = await self._clients[shard].request(method, url, content=body, headers=dict(headers))
-            return Reply(response.status_code, response.content, response.headers.get("Retry-After", ""))
+            return HttpReply(response.status_code, response.content, response.headers.get("Retry-After", ""))
         except (library.ConnectError, library.ConnectTimeout, library.ProxyError) as error:
             raise Lost(_words(error), sent=False) from error
         except (library.UnsupportedProtocol, library.InvalidURL) as error:

@@ -1,4 +1,4 @@
-"""vLLM's dialect: ids in and out, scores by prompt log-probs, or from the cached prefix where that route is open."""
+"""vLLM dialect: ids in and out, scores by prompt log-probs, or from the cached prefix where that route is open."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from atts.remote.client import Call, Client
 from atts.remote.dialects import (
     Identity,
     LogProbs,
-    Sampled,
+    RawCompletion,
     finish_of,
     in_queue,
     json_at,
     logprob_of,
     priority_field,
+    sampling_fields,
     seed_of,
     served,
     short,
@@ -55,15 +56,11 @@ class VllmDialect:
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`. Every sampling field is sent: the defaults would be the model's, not ours."""
-        law = request.sampling
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": request.ids,
             "max_tokens": request.max_tokens,
-            "temperature": law.temperature,
-            "top_k": law.top_k,
-            "top_p": law.top_p,
-            "min_p": law.min_p,
+            **sampling_fields(request.sampling),
             "repetition_penalty": 1.0,
             "seed": seed_of(request, 63),
             "logprobs": 0,
@@ -74,14 +71,14 @@ class VllmDialect:
             body |= {"stop": request.stop, "include_stop_str_in_output": True}
         return Call("/v1/completions", body | self._priority(request.priority), self._named(rid))
 
-    def sampled(self, reply: Any, request: SampleRequest) -> Sampled:
+    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
         (choice,) = reply["choices"]
         ids = choice.get("token_ids")
         if ids is None:
             raise EngineError("vllm", "it returns no token ids", "It must be 0.10.2 or newer")
         logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
-        return Sampled(tuple(ids), logprobs, finish_of(choice["finish_reason"]), _cached(reply))
+        return RawCompletion(tuple(ids), logprobs, finish_of(choice["finish_reason"]), _cached(reply))
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """See `Scorer`."""

@@ -16,7 +16,7 @@ from atts.core import Outcome, Problem, Role
 from atts.engine import Engine
 from atts.graph import Graph, Limit, ProblemScope, Recording, measure
 from atts.pipelines import Chunking, Context, Gate, Material, Policy, RoundGate, preset, solve
-from atts.remote.pool import ReplicaPool
+from atts.remote import ReplicaPool
 from atts.testing import run_virtual
 from scripts.studies.scale_costs import Cost, Pair
 from scripts.studies.scale_engine import BatchedEngine

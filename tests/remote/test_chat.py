@@ -24,7 +24,7 @@ from atts.errors import (
     UnsupportedByEngine,
 )
 from atts.pipelines import Chunking, FixedGate, Gate, Policy, ThresholdGate, preset
-from atts.remote import Key, RemoteEngine, RemoteOptions
+from atts.remote import ApiKey, RemoteEngine, RemoteOptions
 from atts.run import Plan, Session, evaluate
 from atts.tasks import collect
 from atts.testing import (
@@ -201,7 +201,7 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     rater = serve("chat", lambda: ScriptedEngine("target"), key="secret-sesame")
     policy = Policy(samples=2, turns=4, chunking=Chunking(24, 24, ()), early_stop="none")
     gate = ThresholdGate(7.0, worse="below")
-    target = chat(rater, replace(OPTIONS, key=Key("TARGET_KEY")))
+    target = chat(rater, replace(OPTIONS, key=ApiKey("TARGET_KEY")))
     plan = Plan(ollama(texts), target, preset("spec-reason").policy(policy), gate, _answers())
     result = await evaluate(toy_problems(2, 3), plan, Session(tmp_path / "run", signals="ignore"))
     assert {outcome.status for outcome in result.outcomes()} <= {"answered", "unanswered"}
@@ -220,7 +220,7 @@ async def test_a_rejected_key_and_a_missing_model_are_said(serve: Serve, monkeyp
         await chat(server).__aenter__()
     monkeypatch.setenv("OTHER_KEY", "secret-expired")
     with pytest.raises(UnsupportedByEngine, match="refused the API key.*OTHER_KEY") as refused:
-        await chat(server, replace(OPTIONS, key=Key("OTHER_KEY"))).__aenter__()
+        await chat(server, replace(OPTIONS, key=ApiKey("OTHER_KEY"))).__aenter__()
     assert "secret" not in str(refused.value)
     with pytest.raises(UnsupportedByEngine, match="has no model 'other'.*toy"):
         await chat(serve("chat"), model="other").__aenter__()

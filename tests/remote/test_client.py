@@ -11,8 +11,8 @@ import pytest
 from atts.core import Message, SampleRequest
 from atts.errors import EngineUnavailable
 from atts.remote import RemoteEngine
-from atts.remote.jsoning import decode, encode
-from atts.remote.pace import CLEAN_SECONDS, COOL_SECONDS, Pace
+from atts.remote.client import decode
+from atts.remote.concurrency import CLEAN_SECONDS, COOL_SECONDS, AdaptiveLimit
 from atts.tasks import task_group
 from atts.testing import ToyTokenizer
 from atts.testing.server_settings import ServerFaults
@@ -30,33 +30,33 @@ class Hands:
         return self.now
 
 
-def filled(most: int, clock: Hands) -> Pace:
+def filled(most: int, clock: Hands) -> AdaptiveLimit:
     """A limit with every turn taken."""
-    pace = Pace(most, clock)
-    while pace.enter_nowait():
+    limit = AdaptiveLimit(most, clock)
+    while limit.take_nowait():
         pass
-    assert pace.in_flight == most
-    return pace
+    assert limit.in_use == most
+    return limit
 
 
 def test_a_burst_of_refusals_shrinks_the_limit_once_and_quiet_lets_it_grow() -> None:
     """Each further burst shrinks it more; it grows in little steps, after a quiet time, up to what was set."""
     clock = Hands()
-    pace = filled(100, clock)
+    limit = filled(100, clock)
     for _ in range(30):
-        pace.refused()
-    assert pace.limit == 80
+        limit.refused()
+    assert limit.slots == 80
     clock.now += COOL_SECONDS
-    pace.refused()
-    assert pace.limit == 64
-    pace.answered()
-    assert pace.limit == 64
-    seen = [pace.limit]
+    limit.refused()
+    assert limit.slots == 64
+    limit.answered()
+    assert limit.slots == 64
+    seen = [limit.slots]
     for _ in range(40):
         clock.now += COOL_SECONDS if len(seen) == 1 else CLEAN_SECONDS
-        pace.answered()
-        pace.answered()
-        seen.append(pace.limit)
+        limit.answered()
+        limit.answered()
+        seen.append(limit.slots)
     assert seen[1] in (67, 68)
     assert seen[-1] == 100
     assert all(before <= after <= before * 1.05 + 1 for before, after in zip(seen, seen[1:], strict=False))
@@ -65,27 +65,27 @@ def test_a_burst_of_refusals_shrinks_the_limit_once_and_quiet_lets_it_grow() -> 
 def test_a_server_error_stops_growth_and_shrinks_nothing() -> None:
     """Failing is no sign of too much."""
     clock = Hands()
-    pace = filled(100, clock)
-    pace.refused()
+    limit = filled(100, clock)
+    limit.refused()
     clock.now += COOL_SECONDS
-    pace.erred()
+    limit.erred()
     clock.now += COOL_SECONDS - 1
-    pace.answered()
-    assert pace.limit == 80
+    limit.answered()
+    assert limit.slots == 80
     clock.now += 1
-    pace.answered()
-    assert pace.limit == 84
+    limit.answered()
+    assert limit.slots == 84
 
 
 @pytest.mark.anyio
 async def test_turns_go_in_order_and_a_cancelled_waiter_leaves_none_behind() -> None:
     """Nobody overtakes those who wait, and what a waiter that gave up would have had goes to the next."""
-    pace, order = filled(2, Hands()), list[int]()
+    limit, order = filled(2, Hands()), list[int]()
     gives_up = anyio.CancelScope()
 
     async def wait(number: int, within: anyio.CancelScope) -> None:
         with within:
-            await pace.enter()
+            await limit.take()
             order.append(number)
 
     async with task_group() as group:
@@ -93,13 +93,13 @@ async def test_turns_go_in_order_and_a_cancelled_waiter_leaves_none_behind() -> 
             group.start_soon(wait, number, within)
             await anyio.wait_all_tasks_blocked()
         gives_up.cancel()
-        pace.leave()  # the turn that it would have had
-        assert not pace.enter_nowait()
+        limit.give()  # the turn that it would have had
+        assert not limit.take_nowait()
         await anyio.wait_all_tasks_blocked()
         assert order == [1]
-        pace.leave()
+        limit.give()
     assert order == [1, 2]
-    assert pace.in_flight == 2
+    assert limit.in_use == 2
 
 
 @pytest.mark.anyio
@@ -125,7 +125,7 @@ def test_what_python_servers_send_for_infinity_is_read() -> None:
     found = decode(b'{"a": [NaN, -Infinity, -0.5]}')["a"]
     assert math.isnan(found[0])
     assert found[1:] == [-math.inf, -0.5]
-    assert decode(encode({"ids": (1, 2), "text": "é\n"})) == {"ids": [1, 2], "text": "é\n"}
+    assert decode('{"ids": [1, 2], "text": "é\\n"}'.encode()) == {"ids": [1, 2], "text": "é\n"}
     for broken in (b'{"a": [1,', b"", b"<html>"):
         with pytest.raises(ValueError, match=r".+"):
             decode(broken)

@@ -25,7 +25,7 @@ from atts.errors import (
     OptionError,
     UnsupportedByEngine,
 )
-from atts.remote import Key, RemoteEngine, RemoteOptions
+from atts.remote import ApiKey, RemoteEngine, RemoteOptions
 from atts.seeds import Seed
 from atts.tasks import collect, task_group
 from atts.testing import Latency, ScriptedEngine, ToyTokenizer
@@ -253,7 +253,7 @@ async def test_keys_are_used_and_never_shown(
         await client(server.url).__aenter__()
     file = anyio.Path(str(tmp_path)) / "key"
     await file.write_text("secret-good\n")
-    options = RemoteOptions(key=Key(file=Path(str(file))))
+    options = RemoteOptions(key=ApiKey(file=Path(str(file))))
     async with client(server.url, options=options) as remote:
         assert (await remote.sample(REQUEST)).ids
         said = f"{remote.spec} {remote.options!r} {vars(remote)} {refused.value!r} {caplog.text}"
@@ -288,9 +288,9 @@ async def test_refusals_shrink_what_is_sent_at_once(serve: Serve, client: Connec
         done = await collect([partial(remote.sample, seeded(number)) for number in range(64)])
         server.faults = ServerFaults()
         assert len(done) == 64
-        pace = remote._opened().pace  # pyright: ignore[reportPrivateUsage]
-        assert pace.limit < 64
-        assert pace.in_flight == 0
+        limit = remote._opened().limit  # pyright: ignore[reportPrivateUsage]
+        assert (limit.slots or 64) < 64
+        assert limit.in_use == 0
 
 
 def test_a_killed_server_interrupts_no_thread(serve: Serve) -> None:

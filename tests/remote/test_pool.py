@@ -111,7 +111,7 @@ async def test_a_killed_replica_is_used_again_after_it_returned(serve: Serve, cl
         for number in range(12):
             await pool.sample(request(number, f"r{number}"))
         assert pool.load()[1].state == "down"
-        assert "cannot reach" in pool.load()[1].why or "lost the connection" in pool.load()[1].why
+        assert "cannot reach" in pool.load()[1].reason or "lost the connection" in pool.load()[1].reason
         victim.start()
         with anyio.fail_after(20):
             while pool.load()[1].state == "down":
@@ -134,7 +134,7 @@ async def test_a_replica_that_comes_back_as_another_is_never_used_again(serve: S
                 await pool.sample(request(99))
                 await anyio.sleep(0.05)
         assert pool.load()[1].state == "refused"
-        assert "processed" in pool.load()[1].why
+        assert "processed" in pool.load()[1].reason
         before = upgraded.served
         for number in range(12):
             await pool.sample(request(number, f"r{number}"))

@@ -1,4 +1,4 @@
-"""What a server can do, asked from outside any run."""
+"""Report of a probe: what a server can do, for people and as JSON."""
 
 from __future__ import annotations
 

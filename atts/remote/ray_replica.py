@@ -1,4 +1,4 @@
-"""One engine in one Ray actor, asked from any event loop, and replaced when it is lost."""
+"""Replica in a Ray actor: opened, asked and replaced when it is lost, from any event loop."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import Engine, EngineCounters, EngineSpec, EngineStats, Tokenizer, check_sample, check_score
-from atts.errors import EngineError, EngineUnavailable, FingerprintError, OptionError, UnsupportedByEngine
-from atts.remote.host import Failure, Host
-from atts.remote.pace import Pace
+from atts.engine import Engine
+from atts.errors import EngineError, EngineUnavailable, OptionError
+from atts.remote.base import BaseEngine, not_open, require_alike
+from atts.remote.ray_host import Failure, Host
+from atts.slots import SlotQueue
 from atts.tasks import clock, shielded, soon
 
-T = TypeVar("T")
 _CLOSE_SECONDS = 10.0
-_PATIENCE = 2.0  # for a replacement that is starting: whoever asked goes elsewhere meanwhile
+_PATIENCE = 2.0  # for a replacement that is starting: requests go elsewhere meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,50 +46,24 @@ class RayOptions:
                 raise OptionError(name, f"{getattr(self, name)} is below {floor:g}")
 
 
-class ActorReplica:
+class ActorReplica(BaseEngine):
     """An `atts.remote.Replica` whose engine lives in an actor; `recheck` opens it, and starts another when it died."""
 
     def __init__(self, make: Callable[[], Engine], name: str, options: RayOptions) -> None:
+        super().__init__(name)
         self._make = make
-        self._name = name
         self._options = options
-        self._state: Literal["new", "open", "closed"] = "new"
+        self._slots = SlotQueue(options.in_flight)
         self._handle: Any = None
         self._opening: Any = None  # the reference to what `Host.open` will say
-        self._spec: EngineSpec | None = None
-        self._tokenizer: Tokenizer | None = None
-        self._pace: Pace | None = None
-        self._counts = EngineCounters()
-        self._busy_since = 0.0
-        self._clock: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
-
-    @property
-    def spec(self) -> EngineSpec:
-        """Known once the actor is open."""
-        if self._spec is None:
-            raise EngineUnavailable(self._name, "it is not open yet", "Call it inside `async with engine:`")
-        return self._spec
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The engine's, a copy."""
-        if self._tokenizer is None:
-            raise EngineUnavailable(self._name, "it is not open yet", "Call it inside `async with engine:`")
-        return self._tokenizer
 
     @property
     def handle(self) -> Any:
         """Ray's own handle of the actor, such as `ray.kill` takes; None before it was started."""
         return self._handle
 
-    def stats(self) -> EngineStats:
-        """Counters so far, of what was asked from here."""
-        counts = self._counts
-        return counts.snapshot(busy_for=self._clock() - self._busy_since if counts.in_flight else 0.0)
-
     def start(self) -> None:
         """Have the actor made, without waiting; a cluster without room makes it when there is some."""
-
         options = self._options
         limits = {"num_cpus": options.cpus, "num_gpus": options.gpus, "max_concurrency": options.in_flight + 8}
         actor: Any = _ray().remote(Host)
@@ -103,10 +77,8 @@ class ActorReplica:
         :raises FingerprintError: the replacement is another engine.
         """
         if self._state == "closed":
-            raise EngineUnavailable(self._name, "it is closed", "Make a new one")
-        if self._pace is None:
-            self._clock = clock()
-            self._pace = Pace(self._options.in_flight, self._clock)
+            raise not_open(self._name, self._state)
+        self._clock = clock()
         if self._handle is None:
             self.start()
         patience = self._options.open_seconds if self._state == "new" else _PATIENCE
@@ -115,22 +87,6 @@ class ActorReplica:
         wanted = f"{self._options.cpus:g} cores and {self._options.gpus:g} GPUs"
         advice = f"Has the cluster {wanted} free for each actor? See `ray status`"
         raise EngineUnavailable(self._name, f"its actor is not there after {patience:g} s", advice)
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids; see `atts.engine.Engine`."""
-        self._admit("sample")
-        check_sample(request, self.spec)
-        done: Completion = await self._ask("sample", request)
-        self._counts.sampled(request, done)
-        return done
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix; see `atts.engine.Engine`."""
-        self._admit("score")
-        check_score(request, self.spec)
-        done: Scores = await self._ask("score", request)
-        self._counts.scored(request, done)
-        return done
 
     async def __aenter__(self) -> Self:
         await self.recheck()
@@ -144,72 +100,51 @@ class ActorReplica:
         if handle is not None:
             with shielded(_CLOSE_SECONDS):
                 try:
-                    await _arrival(handle.close.remote())
+                    await _result(handle.close.remote())
                 except _ray(".exceptions").RayError:
                     pass  # it is gone, which is what was wanted
             _ray().kill(handle)
         return None
 
     async def _open(self) -> None:
-
         try:
-            said = await _arrival(self._opening if self._state == "new" else self._handle.open.remote())
+            reply = await _result(self._opening if self._state == "new" else self._handle.open.remote())
         except _ray(".exceptions").RayError as error:
             self.start()
             raise EngineUnavailable(self._name, f"its actor died ({_short(error)})", "Another is started") from error
-        if isinstance(said, Failure):
-            raise said.error(self._name)
-        spec, tokenizer = said
-        if self._spec is not None and (ours := self._spec.fingerprint()) != (theirs := spec.fingerprint()):
-            differences = [(name, ours.get(name), theirs.get(name)) for name in ours if ours[name] != theirs.get(name)]
-            raise FingerprintError(self._name, differences, "Every node must have the same model and versions")
+        if isinstance(reply, Failure):
+            raise reply.error(self._name)
+        spec, tokenizer = reply
+        if self._spec is not None:
+            require_alike(self._name, self._spec, spec, "Every node must have the same model and versions")
         self._spec, self._tokenizer, self._state = spec, tokenizer, "open"
 
-    async def _ask(self, method: Literal["sample", "score"], request: SampleRequest | ScoreRequest) -> Any:
+    async def _sample(self, request: SampleRequest) -> Completion:
+        done: Completion = await self._ask("sample", request)
+        return done
 
-        counts, pace = self._counts, self._pace
-        assert pace is not None, "an open replica has a pace"
-        counts.requests += 1
-        if not counts.in_flight:
-            self._busy_since = self._clock()
-        counts.in_flight += 1
+    async def _score(self, request: ScoreRequest) -> Scores:
+        done: Scores = await self._ask("score", request)
+        return done
+
+    async def _ask(self, method: Literal["sample", "score"], request: SampleRequest | ScoreRequest) -> Any:
+        if not self._slots.take_nowait():
+            await self._slots.take()
         try:
-            await pace.enter()
-            try:
-                said = await _arrival(getattr(self._handle, method).remote(request))
-            finally:
-                pace.leave()
-            if isinstance(said, Failure):
-                raise said.error(self._name)
-            return said
-        except anyio.get_cancelled_exc_class():
-            counts.cancelled += 1
-            raise
+            reply = await _result(getattr(self._handle, method).remote(request))
         except _ray(".exceptions").RayActorError as error:
-            counts.failed += 1
             raise EngineUnavailable(self._name, f"its actor died ({_short(error)})") from error
         except _ray(".exceptions").RayError as error:
-            counts.failed += 1
             raise EngineError(self._name, f"its actor failed ({_short(error)})") from error
-        except EngineError:
-            counts.failed += 1
-            raise
         finally:
-            counts.in_flight -= 1
-            if not counts.in_flight:
-                counts.busy_seconds += self._clock() - self._busy_since
-
-    def _admit(self, verb: Literal["sample", "score"]) -> None:
-        if self._state != "open":
-            state = "closed" if self._state == "closed" else "not open yet"
-            raise EngineUnavailable(self._name, f"it is {state}", "Call it inside `async with engine:`")
-        if verb not in self.spec.capabilities:
-            raise UnsupportedByEngine(self._name, f"{self.spec.engine} cannot {verb}")
+            self._slots.give()
+        if isinstance(reply, Failure):
+            raise reply.error(self._name)
+        return reply
 
 
-async def _arrival(reference: Any) -> Any:
-    """What a reference comes to, awaited on asyncio and trio; given up, the work behind it is cancelled."""
-
+async def _result(reference: Any) -> Any:
+    """The value of a reference, awaited on asyncio and trio; given up, the work behind it is cancelled."""
     arrived = anyio.Event()
     hand_over = soon()
     future = reference.future()

@@ -1,4 +1,4 @@
-"""Servers from short strings, as they are written on a command line."""
+"""Parser of server URLs as written on a command line: SCHEME:URL[/MODEL][?SETTING=VALUE&...]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlsplit
 from atts.engine import Capability, Engine
 from atts.errors import OptionError
 from atts.remote.engine import RemoteEngine
-from atts.remote.options import DialectName, Key, RemoteOptions
+from atts.remote.options import ApiKey, DialectName, RemoteOptions
 from atts.remote.pool import ReplicaPool
 
 SCHEMES = ("vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server")
@@ -38,16 +38,16 @@ def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability
     :raises OptionError: no URL, or a setting that is unknown or impossible.
     """
     dialect = _DIALECTS[scheme]
-    engines = [_one(url.strip(), dialect, name, needs) for url in rest.split(",")]
+    engines = [_parse(url.strip(), dialect, name, needs) for url in rest.split(",")]
     if len(engines) == 1:
         return engines[0]
     return ReplicaPool([(engine.url, engine) for engine in engines], name=name)
 
 
-def _one(words: str, dialect: DialectName | Literal["auto"], name: str, needs: frozenset[Capability]) -> RemoteEngine:
-    parts = urlsplit(words)
+def _parse(text: str, dialect: DialectName | Literal["auto"], name: str, needs: frozenset[Capability]) -> RemoteEngine:
+    parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise OptionError("engine", f"{_shown(words)!r} is no URL; write {dialect}:http://HOST:PORT/MODEL")
+        raise OptionError("engine", f"{_shown(text)!r} is no URL; write {dialect}:http://HOST:PORT/MODEL")
     if parts.username or parts.password:
         raise OptionError(
             "engine", "a URL must not hold a user or a password; put an API key into a variable or a file"
@@ -82,9 +82,9 @@ def _chat_path(path: str) -> tuple[str, str]:
     return "/v1", path.strip("/")
 
 
-def _shown(words: str) -> str:
-    """The words without what may be a password."""
-    return words.rsplit("@", 1)[-1]
+def _shown(text: str) -> str:
+    """The text without what may be a password."""
+    return text.rsplit("@", 1)[-1]
 
 
 def _options(settings: dict[str, str]) -> RemoteOptions:
@@ -99,5 +99,5 @@ def _options(settings: dict[str, str]) -> RemoteOptions:
     words: dict[str, Any] = {
         name: settings[name] for name in ("proxy", "priorities", "prefill", "extras") if name in settings
     }
-    key = Key(settings.get("key", default.key.variable), Path(file) if file else None)
+    key = ApiKey(settings.get("key", default.key.variable), Path(file) if file else None)
     return RemoteOptions(in_flight=in_flight, timeout_seconds=timeout, context=context, key=key, **words)

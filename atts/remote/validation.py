@@ -1,20 +1,25 @@
-"""Turns what a server sent into a completion that keeps the engine protocol's promises, or refuses it."""
+"""Validation of completions: ids, log-probs and ends that can be true become an engine's completion."""
 
 from __future__ import annotations
 
 from atts.core import Completion, Ending, SampleRequest, TokenIds
 from atts.engine import EngineSpec, Tokenizer
 from atts.errors import BadReply
-from atts.remote.dialects import Sampled
+from atts.remote.dialects import RawCompletion
 
 
-def check_sampled(sampled: Sampled, request: SampleRequest, spec: EngineSpec) -> None:
+def is_logprob(value: float) -> bool:
+    """Whether it can be the log-probability of a token that was sampled; NaN cannot."""
+    return -1e6 < value <= 1e-4
+
+
+def check_completion(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec) -> None:
     """Believe ids and log-probs only where they can be true.
 
     :raises BadReply: they cannot.
     """
     ids, flaw = sampled.ids, ""
-    wrong = [value for value in sampled.logprobs if value is not None and not -1e6 < value <= 1e-4]  # nan is, too
+    wrong = [value for value in sampled.logprobs if value is not None and not is_logprob(value)]
     if not ids:
         flaw = "it wrote nothing"
     elif len(ids) > request.max_tokens:
@@ -29,8 +34,8 @@ def check_sampled(sampled: Sampled, request: SampleRequest, spec: EngineSpec) ->
         raise BadReply(spec.name, flaw)
 
 
-def place_of_end(
-    sampled: Sampled, request: SampleRequest, spec: EngineSpec, tokenizer: Tokenizer
+def find_end(
+    sampled: RawCompletion, request: SampleRequest, spec: EngineSpec, tokenizer: Tokenizer
 ) -> tuple[int, Ending]:
     """How many of the ids belong to the completion, and why it ended there.
 
@@ -73,8 +78,12 @@ def _stop_place(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> 
     return high
 
 
-def settle(
-    sampled: Sampled, logprobs: tuple[float, ...], place: int, ended: Ending, spec: EngineSpec, tokenizer: Tokenizer
+def completed(
+    sampled: RawCompletion,
+    logprobs: tuple[float, ...],
+    place: int,
+    ended: Ending,
+    tokenizer: Tokenizer,
 ) -> Completion:
     """The completion, cut where it ends."""
     ids = sampled.ids[:place]

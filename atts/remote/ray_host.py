@@ -1,4 +1,4 @@
-"""The side of a Ray actor: one engine, opened once, asked by many, telling failures as values."""
+"""Ray actor: holds one open engine and returns its errors as picklable values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines as Ray actors, one per GPU or per so many cores, behind the same protocol as one engine."""
+"""Ray engine: a pool of alike engines in the actors of a cluster, one per GPU or per so many cores."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import anyio.to_thread
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
 from atts.errors import EngineUnavailable, UsageError
-from atts.remote.actor import ActorReplica, RayOptions
 from atts.remote.pool import ReplicaLoad, ReplicaPool
+from atts.remote.ray_replica import ActorReplica, RayOptions
 
 _DEFAULTS = RayOptions()
 
@@ -56,7 +56,7 @@ class RayEngine:
 
     @property
     def actors(self) -> tuple[ActorReplica, ...]:
-        """The actors, for whoever wants to see or end one."""
+        """The replicas, one per actor."""
         return tuple(self._actors)
 
     async def sample(self, request: SampleRequest) -> Completion:

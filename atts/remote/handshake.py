@@ -1,15 +1,19 @@
-"""The first minutes with a server: wait while it loads, find out what it speaks, describe it."""
+"""Handshake with a server: wait until it is ready, find its dialect and model, describe it as an engine."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import anyio
+from anyio import to_thread
 
+from atts.core import TokenIds
 from atts.engine import Capability, EngineSpec, Tokenizer
-from atts.errors import EngineUnavailable, UnsupportedByEngine
+from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.remote.chat import ChatDialect
 from atts.remote.client import Client
 from atts.remote.dialects import Dialect, Identity, Rater, Scorer
@@ -17,7 +21,6 @@ from atts.remote.llamacpp import LlamaCppDialect
 from atts.remote.ollama import OllamaDialect
 from atts.remote.options import DIALECTS, RemoteOptions
 from atts.remote.sglang import SglangDialect
-from atts.remote.tokenizer import ends_of, vocabulary_of
 from atts.remote.vllm import VllmDialect
 from atts.tasks import clock
 
@@ -95,7 +98,7 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
         model=identity.model,
         tokenizer=tokenizer.digest,
         context_length=identity.context_length - dialect.spare,
-        end_ids=ends_of(tokenizer),
+        end_ids=end_ids_of(tokenizer),
         vocabulary=vocabulary_of(tokenizer),
         engine=identity.engine,
         dtype="of the server",
@@ -123,3 +126,41 @@ def require(name: str, identity: Identity, can: frozenset[Capability], needs: fr
     if missing:
         problem = f"{identity.engine} cannot {' or '.join(sorted(missing))}, which the pipeline needs"
         raise UnsupportedByEngine(name, problem, "Serve this model with vLLM or SGLang")
+
+
+async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name: str) -> Tokenizer:
+    """The tokenizer that was given, or the one at the folder or hub id that was named or that the server named.
+
+    :raises ModelLoadError: there is none.
+    """
+    if wanted is not None and not isinstance(wanted, str | Path):
+        return wanted
+    return await to_thread.run_sync(_load_tokenizer, str(wanted or hint), name)
+
+
+def _load_tokenizer(model: str, name: str) -> Tokenizer:
+    from atts.tokenizing import ModelTokenizer, find_tokenizer
+
+    return ModelTokenizer(find_tokenizer(model, name), name)
+
+
+def end_ids_of(tokenizer: Tokenizer) -> TokenIds:
+    """The ids with which a model ends its text, as far as the tokenizer knows."""
+    several: Any = getattr(tokenizer, "end_ids", None)
+    if several is not None:
+        return tuple(several)
+    one: Any = getattr(tokenizer, "end_id", None)
+    return () if one is None else (int(one),)
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> int:
+    """How many ids there are.
+
+    :raises OptionError: the tokenizer does not say.
+    """
+    found: Any = getattr(tokenizer, "vocabulary", None)
+    if not isinstance(found, int):
+        raise OptionError(
+            "tokenizer", f"{type(tokenizer).__name__} has no attribute `vocabulary`, the number of its ids"
+        )
+    return found

@@ -1,25 +1,28 @@
-"""One request to one server and its believable answer: the dialect's words, checked, in the protocol's terms."""
+"""Client of one dialect: samples, scores and ratings from a server, checked before they count."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Literal, TypeVar
+
+import anyio
 
 from atts.core import Completion, Ending, SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.engine import EngineSpec, Tokenizer
 from atts.errors import BadReply, UnsupportedByEngine
 from atts.remote.client import Call, Client
-from atts.remote.dialects import Dialect, Forcer, Rater, Sampled, Scorer
-from atts.remote.rating import Ratings
-from atts.remote.settling import check_sampled, place_of_end, settle
+from atts.remote.dialects import Dialect, Forcer, Rater, RawCompletion, Scorer
+from atts.remote.validation import check_completion, completed, find_end, is_logprob
 from atts.tasks import collect
 
 T = TypeVar("T")
+_KEPT_RATINGS = 256
 
 
-class Exchange:
-    """Speaks one dialect over one client; `sampled` is what the log-probs that come with hot samples are."""
+class DialectClient:
+    """Speaks one dialect over one HTTP client; `sampled` says what the log-probs of hot samples are."""
 
     def __init__(self, client: Client, dialect: Dialect, spec: EngineSpec, tokenizer: Tokenizer) -> None:
         self.client = client
@@ -31,18 +34,18 @@ class Exchange:
         self._scorer = dialect if isinstance(dialect, Scorer) else None
         self._forcer = dialect if isinstance(dialect, Forcer) else None
         self._rater = dialect if isinstance(dialect, Rater) else None
-        self._ratings = Ratings(self._rate)
+        self._ratings = _RatingCache(self._rate)
 
     async def sample(self, request: SampleRequest) -> Completion:
         """A completion as the engine protocol wants it.
 
         :raises BadReply: what came cannot be true.
         """
-        (sampled, place, ended), spec = await self._sampled(request), self.spec
-        logprobs = () if spec.logprobs == "none" else await self._raw(sampled, request, place)
-        return settle(sampled, logprobs, place, ended, spec, self.tokenizer)
+        sampled, place, ended = await self._sampled(request)
+        logprobs = () if self.spec.logprobs == "none" else await self._raw(sampled, request, place)
+        return completed(sampled, logprobs, place, ended, self.tokenizer)
 
-    async def sample_raw(self, request: SampleRequest) -> Sampled:
+    async def sample_raw(self, request: SampleRequest) -> RawCompletion:
         """A completion as sent, believable as far as it goes."""
         return (await self._sampled(request))[0]
 
@@ -63,30 +66,36 @@ class Exchange:
         return found
 
     async def ratings(self, ids: TokenIds) -> dict[str, float]:
-        """The likeliest next words and their log-probs.
+        """The likeliest next words and their log-probs, asked for once: one reply holds all ten digits of a rating.
 
         :raises UnsupportedByEngine: the server does not tell.
         """
         return await self._ratings.of(ids)
 
-    def _sampled(self, request: SampleRequest) -> Awaitable[tuple[Sampled, int, Ending]]:
+    def _sampled(self, request: SampleRequest) -> Awaitable[tuple[RawCompletion, int, Ending]]:
         """What came, the place where it ends and why; what ends for no reason is asked for again."""
         return self.client.ask(partial(self._sampling, request), partial(self._believed, request), self.dialect.abort)
 
     def _sampling(self, request: SampleRequest, rid: str) -> Call:
         """The call, the model's own ends among the ids that stop it."""
         wire = SampleRequest(  # `replace` takes as long as writing the JSON
-            request.ids, request.max_tokens, request.sampling, request.seed, request.stop,
-            (*request.stop_ids, *self.spec.end_ids), request.rollout, request.priority,
-        )  # fmt: skip
+            request.ids,
+            request.max_tokens,
+            request.sampling,
+            request.seed,
+            stop=request.stop,
+            stop_ids=(*request.stop_ids, *self.spec.end_ids),
+            rollout=request.rollout,
+            priority=request.priority,
+        )
         return self.dialect.sampling(wire, rid)
 
-    def _believed(self, request: SampleRequest, reply: Any) -> tuple[Sampled, int, Ending]:
+    def _believed(self, request: SampleRequest, reply: Any) -> tuple[RawCompletion, int, Ending]:
         sampled = self._read(self.dialect.sampled, reply, request)
-        check_sampled(sampled, request, self.spec)
-        return (sampled, *place_of_end(sampled, request, self.spec, self.tokenizer))
+        check_completion(sampled, request, self.spec)
+        return (sampled, *find_end(sampled, request, self.spec, self.tokenizer))
 
-    async def _raw(self, sampled: Sampled, request: SampleRequest, place: int) -> tuple[float, ...]:
+    async def _raw(self, sampled: RawCompletion, request: SampleRequest, place: int) -> tuple[float, ...]:
         """Raw log-probs of the ids that count: as sent where those are raw, else asked for."""
         known = [value for value in sampled.logprobs[:place] if value is not None]
         heated = request.sampling.temperature not in (0.0, 1.0)  # at 0 servers take the best at temperature 1
@@ -109,7 +118,7 @@ class Exchange:
 
         def read(reply: Any) -> float:
             value = self._read(forcer.forced, reply, token)
-            if not -1e6 < value <= 1e-4:
+            if not is_logprob(value):
                 raise BadReply(self._name, f"a log-probability of {value}")
             return value
 
@@ -153,3 +162,27 @@ class Exchange:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             problem = f"the reply has another shape than {self.dialect.name}'s ({type(error).__name__}: {error})"
             raise BadReply(self._name, problem) from error
+
+
+class _RatingCache:
+    """The likeliest next words of a text, remembered for a while; who asks meanwhile waits for the first to ask."""
+
+    def __init__(self, ask: Callable[[TokenIds], Awaitable[dict[str, float]]]) -> None:
+        self._ask = ask
+        self._kept: OrderedDict[TokenIds, dict[str, float]] = OrderedDict()
+        self._asking: dict[TokenIds, anyio.Event] = {}
+
+    async def of(self, ids: TokenIds) -> dict[str, float]:
+        """The words; an asker who fails or is cancelled leaves the question to the next."""
+        while ids not in self._kept:
+            if (asked := self._asking.get(ids)) is not None:
+                await asked.wait()
+                continue
+            self._asking[ids] = anyio.Event()
+            try:
+                self._kept[ids] = await self._ask(ids)
+            finally:
+                self._asking.pop(ids).set()
+            if len(self._kept) > _KEPT_RATINGS:
+                self._kept.popitem(last=False)
+        return self._kept[ids]

@@ -1,4 +1,4 @@
-"""Ids for servers that speak text only: every id is the number of the bytes it stands for, so nothing is lost."""
+"""Tokenizer for servers that speak text only: lossless ids, each the number of the bytes it stands for."""
 
 from __future__ import annotations
 

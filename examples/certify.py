@@ -1,0 +1,45 @@
+"""A certified policy: the cheapest rate whose loss of accuracy is bounded, tested on labelled problems.
+
+    certify_runs(target, runs, right, epsilon=.., delta=..) -> Certificate
+
+Policies are tested from the highest rate down (Learn-then-Test); the gate of the certificate is frozen, so what is
+deployed is what was tested.
+
+    python examples/certify.py
+"""
+
+import atts
+from atts import Outcome
+from atts.calibration import StoredScores
+from atts.pipelines import LabelledRun, certified_gate, certify_runs, frozen_gate
+from atts.testing import toy_problems
+
+POLICY = atts.Policy(samples=3, early_stop="none")
+
+
+def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None) -> list[Outcome]:
+    """Sixty labelled problems, by the method's own gate or by one frozen at stored scores."""
+    gate = frozen_gate(rate, stored) if stored is not None else None
+    setup = atts.Setup(draft="scripted", target="scripted", method=method, rate=rate, gate=gate, policy=POLICY)
+    found = list(atts.evaluate_sync(toy_problems(60, seed=1), setup).outcomes())
+    return sorted(found, key=lambda outcome: outcome.problem.id)
+
+
+def right(outcome: Outcome) -> bool:
+    """Whether the vote is the reference."""
+    return outcome.answer == outcome.problem.answer
+
+
+def main() -> None:
+    """Scores of one run, labelled runs at three rates, a certificate, and the gate it allows."""
+    seen = [turn.score for o in outcomes("atts") for r in o.rollouts for turn in r.turns if turn.score is not None]
+    stored = StoredScores.of(seen)
+    runs = [LabelledRun("split", rate, outcomes("atts", rate, stored)) for rate in (0.6, 0.4, 0.2)]
+    certificate = certify_runs(outcomes("target-only"), runs, right, epsilon=0.1, delta=0.1)
+    print(certificate.guarantee)
+    if certificate.chosen is not None:
+        print("deploy:", certified_gate(certificate, stored).promise[0])
+
+
+if __name__ == "__main__":
+    main()

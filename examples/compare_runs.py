@@ -1,0 +1,27 @@
+"""Two runs on the same problems: the paired difference in accuracy with its interval, and costs as ratios.
+
+python examples/compare_runs.py
+"""
+
+import tempfile
+from pathlib import Path
+
+import atts
+from atts.testing import toy_problems
+
+
+def main() -> None:
+    """The target alone beside atts: what changed, and what it cost."""
+    problems, policy = toy_problems(20), atts.Policy(samples=4)
+    with tempfile.TemporaryDirectory() as folder:
+        for method in ("target-only", "atts"):
+            setup = atts.Setup(draft="scripted", target="scripted", method=method, policy=policy)
+            atts.evaluate_sync(problems, setup, directory=Path(folder) / method)
+        found = atts.compare(Path(folder) / "target-only", Path(folder) / "atts")
+    print(f"vote: {found.vote}")
+    for cost in found.costs:
+        print(f"{cost.name}: {cost.ratio:.2f} times [{cost.low:.2f}, {cost.high:.2f}]")
+
+
+if __name__ == "__main__":
+    main()

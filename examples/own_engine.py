@@ -1,0 +1,52 @@
+"""An engine of one's own: anything with `spec`, `tokenizer`, `sample`, `score` and `stats`, opened by `async with`.
+
+    async def sample(self, request: SampleRequest) -> Completion
+    async def score(self, request: ScoreRequest) -> Scores
+
+`check_engine` asks for every promise of the protocol from outside. This one is around another engine and keeps its
+promises; docs/extending.md has one from scratch.
+
+    python examples/own_engine.py
+"""
+
+import anyio
+
+import atts
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores
+from atts.engine import EngineAround
+from atts.testing import ScriptedEngine, check_engine, toy_problems
+
+
+class CountingEngine(EngineAround):
+    """An engine around another one that adds up what it would cost; prices are per million tokens."""
+
+    def __init__(self, engine: atts.Engine, written: float, read: float) -> None:
+        super().__init__(engine, "own")
+        self.prices = written, read
+        self.cost = 0.0
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Continue the ids; what was cached is not read again."""
+        done = await super().sample(request)
+        self.cost += (len(done.ids) * self.prices[0] + (len(request.ids) - done.cached_tokens) * self.prices[1]) / 1e6
+        return done
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Log-probabilities of the suffix: reading only."""
+        done = await super().score(request)
+        self.cost += (len(request.prefix) + len(request.suffix) - done.cached_tokens) * self.prices[1] / 1e6
+        return done
+
+
+async def main() -> None:
+    """The conformance suite first, then a run that tells its price."""
+    report = await check_engine(lambda: CountingEngine(ScriptedEngine("target"), 8.0, 0.8))
+    print(f"{len(report.findings)} promises checked, {len(report.broken)} broken")
+    draft = CountingEngine(ScriptedEngine("draft"), written=0.4, read=0.04)
+    target = CountingEngine(ScriptedEngine("target"), written=8.0, read=0.8)
+    result = await atts.evaluate(toy_problems(8), atts.Setup(draft=draft, target=target))
+    print(f"{len(result.problems)} problems for ${draft.cost + target.cost:.4f}, ${target.cost:.4f} of it the target's")
+
+
+if __name__ == "__main__":
+    anyio.run(main)

@@ -1,0 +1,47 @@
+"""A gate of one's own: it decides from numbers and never waits.
+
+`preview(features)` comes before the target has scored a chunk, `decide(features, score)` after, and
+`observe(decision, escalated)` says what was really done. This one asks for a score only where the draft was unsure.
+
+    python examples/own_gate.py
+"""
+
+from dataclasses import dataclass
+
+import atts
+from atts.core import Action, Decision
+from atts.pipelines import Features
+from atts.testing import toy_problems
+
+
+@dataclass(frozen=True, slots=True)
+class DoubtGate:
+    """Accepts what the draft was sure of unscored; hands over what the target, too, finds unlikely."""
+
+    sure: float = -0.5  # mean log-probability of the chunk under the draft
+    perplexity: float = 3.0  # under the target
+
+    def preview(self, features: Features) -> Decision:
+        """Whether the chunk needs a score at all."""
+        action: Action = "accept" if features.draft_logprob > self.sure else "verify"
+        return Decision(action, float("nan"), features.question, features.turn, features.sample)
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """What to do with a chunk of this score."""
+        action: Action = "accept" if score <= self.perplexity else "escalate"
+        return Decision(action, float("nan"), features.question, features.turn, features.sample, score=score)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Nothing to learn."""
+
+
+def main() -> None:
+    """Eight toy problems under this gate."""
+    setup = atts.Setup(draft="scripted", target="scripted", gate=DoubtGate(), policy=atts.Policy(samples=4))
+    result = atts.evaluate_sync(toy_problems(8), setup)
+    usage = result.usage
+    print(f"scored {usage.scored_tokens} of {usage.draft_tokens} draft tokens; target wrote {usage.target_tokens}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""A score of one's own: one number in [1, inf] made of the target's log-probabilities of a chunk; higher is worse.
+
+A rule is a function `rule(logprobs, text) -> float`. As a `ScoreRule` with fields of its own it goes into the run's
+manifest, so that scores of different rules never meet. NaN means that there is no score, and the chunk is escalated.
+
+    python examples/own_score.py
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import atts
+from atts.pipelines import ScoreRule
+from atts.testing import toy_problems
+
+
+@dataclass(frozen=True, slots=True)
+class WorstShare(ScoreRule):
+    """The perplexity of the least likely tokens of a chunk."""
+
+    share: float = 0.1
+
+    def __call__(self, logprobs: Sequence[float], text: str) -> float:
+        """The number for one chunk."""
+        worst = sorted(logprobs)[: max(1, round(self.share * len(logprobs)))]
+        return math.exp(min(-math.fsum(worst) / len(worst), 700))
+
+
+def main() -> None:
+    """Eight toy problems, judged by their chunks' least likely tokens."""
+    policy = atts.Policy(samples=4, score=WorstShare(share=0.2))
+    result = atts.evaluate_sync(toy_problems(8), atts.Setup(draft="scripted", target="scripted", policy=policy))
+    outcomes = list(result.outcomes())
+    scores = [turn.score for o in outcomes for r in o.rollouts for turn in r.turns if turn.score is not None]
+    right = sum(outcome.answer == outcome.problem.answer for outcome in outcomes)
+    print(f"{right} of {len(outcomes)} right; {len(scores)} scores, median {sorted(scores)[len(scores) // 2]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""A draft and a target behind two servers, reached by their URLs.
+
+    python examples/two_servers.py                                                     # two toy servers of its own
+    python examples/two_servers.py vllm:http://gpu1:8000/Qwen/Qwen3-1.7B vllm:http://gpu2:8000/Qwen/Qwen3-32B
+
+vLLM, SGLang and llama.cpp are spoken to in their own dialects; `atts probe URL` says what a server can do.
+"""
+
+import sys
+
+import atts
+from atts.remote import RemoteEngine
+from atts.testing import DialectServer, ScriptedEngine, ToyTokenizer, toy_problems
+
+
+def evaluate(draft: str | atts.Engine, target: str | atts.Engine) -> None:
+    """Eight problems; lost requests are asked again, and a directory would make the run resumable."""
+    setup = atts.Setup(draft=draft, target=target, rate=0.2, policy=atts.Policy(samples=4))
+    result = atts.evaluate_sync(toy_problems(8), setup)
+    right = sum(line.verdict == "correct" for line in result.problems)
+    print(f"{right} of {len(result.problems)} right; {result.usage.scored_tokens} tokens scored by the target")
+
+
+def main(urls: list[str]) -> None:
+    """On the given servers, or on toy models behind real HTTP."""
+    if urls:
+        evaluate(*urls)
+        return
+    with (
+        DialectServer(lambda: ScriptedEngine("draft"), "vllm") as draft,
+        DialectServer(lambda: ScriptedEngine("target"), "sglang") as target,
+    ):
+        words = ToyTokenizer()  # a real server's is opened from its model's name
+        evaluate(
+            RemoteEngine(draft.url, name="draft", tokenizer=words),
+            RemoteEngine(target.url, name="target", tokenizer=words),
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -8,8 +8,10 @@ import pytest
 FILES = [
     ("atts", "py.typed"),
     ("atts.local", "kernels/step.c"),
-    ("atts.analysis.report", "assets/report.css"),
-    ("atts.analysis.report", "assets/report.js"),
+    *(
+        ("atts.analysis.report", f"templates/{name}")
+        for name in ("macros.html", "report.css", "report.html", "report.js")
+    ),
     *(
         ("atts.models", f"{model}/{name}")
         for model in ("draft", "target")

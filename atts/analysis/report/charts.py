@@ -8,8 +8,7 @@ from html import escape
 
 from atts.analysis.report.numbers import Calibration, Drift, Group, Lanes, Timing, Uniformity
 from atts.analysis.report.svg import Axis, Plot
-
-Row = tuple[object, ...]
+from atts.analysis.report.tables import ReportTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +18,7 @@ class Chart:
     title: str
     caption: str
     picture: str
-    columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    data: ReportTable
     wide: bool = False
     legend: tuple[tuple[str, str], ...] = ()  # the class that has the colour, and what it stands for
 
@@ -49,16 +47,12 @@ def _by_turn(held: Calibration) -> Chart:
     if held.nominal is not None:
         marks.append(plot.line([(-0.5, held.nominal), (len(shown) - 0.5, held.nominal)], "nominal"))
         words += " The grey band holds all turns at once with 95 % if every decision were a coin of the nominal rate."
-    return Chart(
-        "Rate by turn", words, plot.drawn("Realised rate by turn", marks), _GROUP, tuple(map(_group_row, held.turns))
-    )
+    return Chart("Rate by turn", words, plot.drawn("Realised rate by turn", marks), _group_data(held.turns))
 
 
-_GROUP = ("group", "decisions", "escalated", "rate", "band from", "to")
-
-
-def _group_row(group: Group) -> Row:
-    return (group.name, group.decisions, group.escalated, group.share, group.low, group.high)
+def _group_data(groups: Sequence[Group]) -> ReportTable:
+    columns = ("group", "decisions", "escalated", "rate", "band from", "to")
+    return ReportTable.of("", columns, [(g.name, g.decisions, g.escalated, g.share, g.low, g.high) for g in groups])
 
 
 def _tip(group: Group) -> str:
@@ -84,8 +78,8 @@ def _by_question(held: Calibration) -> Chart:
     ]
     words = f"Each dot is a question. Root mean square distance from the nominal rate {held.question_rms:.3f}"
     words += f"; fair coins would give {held.coin_rms:.3f}." if held.nominal is not None else "."
-    rows = tuple(map(_group_row, held.by_question))
-    return Chart("Rate by question", words, plot.drawn("Realised rate by question", marks), _GROUP, rows)
+    picture = plot.drawn("Realised rate by question", marks)
+    return Chart("Rate by question", words, picture, _group_data(held.by_question))
 
 
 def _over_time(held: Calibration) -> Chart:
@@ -102,13 +96,9 @@ def _over_time(held: Calibration) -> Chart:
     words = (
         f"Thick: all decisions so far; thin: the latest {held.window}. Band: where that many fair coins stay (95 %)."
     )
-    return Chart(
-        "Rate over time",
-        words,
-        plot.drawn("Realised rate over time", marks),
-        ("decisions", "rate so far", "band from", "to", "latest"),
-        tuple((m.decisions, m.share, m.low, m.high, m.rolling) for m in moments[:: max(1, len(moments) // 20)]),
-    )
+    rows = [(m.decisions, m.share, m.low, m.high, m.rolling) for m in moments[:: max(1, len(moments) // 20)]]
+    data = ReportTable.of("", ("decisions", "rate so far", "band from", "to", "latest"), rows)
+    return Chart("Rate over time", words, plot.drawn("Realised rate over time", marks), data)
 
 
 def _p_curve(found: Uniformity) -> Chart:
@@ -125,8 +115,8 @@ def _p_curve(found: Uniformity) -> Chart:
         f"independent ones. Modes that adapt within a question rank predictively: for them this describes, and the "
         f"guarantee does not rest on it."
     )
-    rows = tuple(found.curve[::10])
-    return Chart("Uniformity of p-values", words, plot.drawn("Distribution of p-values", marks), ("p", "share"), rows)
+    data = ReportTable.of("", ("p", "share"), found.curve[::10])
+    return Chart("Uniformity of p-values", words, plot.drawn("Distribution of p-values", marks), data)
 
 
 def _p_histogram(found: Uniformity) -> Chart:
@@ -139,13 +129,9 @@ def _p_histogram(found: Uniformity) -> Chart:
     ]
     marks.append(plot.line([(0, even), (1, even)], "nominal"))
     words = "Near 1 is worse than the scores it was compared with; the dashed line is what uniform ones would give."
-    return Chart(
-        "Histogram of p-values",
-        words,
-        plot.drawn("Histogram of p-values", marks),
-        ("from", "to", "decisions"),
-        tuple((n / bins, (n + 1) / bins, count) for n, count in enumerate(found.counts)),
-    )
+    rows = [(n / bins, (n + 1) / bins, count) for n, count in enumerate(found.counts)]
+    data = ReportTable.of("", ("from", "to", "decisions"), rows)
+    return Chart("Histogram of p-values", words, plot.drawn("Histogram of p-values", marks), data)
 
 
 def _drift(found: Drift) -> Chart:
@@ -163,8 +149,9 @@ def _drift(found: Drift) -> Chart:
         f"It {said}: {10 ** min(found.peak, 9):,.1f} times at its peak."
     )
     step = max(1, len(found.path) // 20)
-    rows = tuple((n + 1, found.path[n]) for n in range(0, len(found.path), step))
-    return Chart("Drift", words, plot.drawn("Drift martingale", marks), ("questions", "log10 of wealth"), rows)
+    rows = [(n + 1, found.path[n]) for n in range(0, len(found.path), step)]
+    data = ReportTable.of("", ("questions", "log10 of wealth"), rows)
+    return Chart("Drift", words, plot.drawn("Drift martingale", marks), data)
 
 
 def timeline_chart(found: Timing) -> Chart:
@@ -185,14 +172,14 @@ def timeline_chart(found: Timing) -> Chart:
         f'class="chart timeline">{"".join(drawn)}{ticks}<text class="axis" x="{_X + _W / 2}" y="{int(height) + 32}" '
         f'text-anchor="middle">seconds of the run</text></svg>'
     )
-    rows = tuple((e.engine, e.peak, e.mean_in_flight, e.busy_share, e.longest_bubble) for e in found.engines)
+    columns = ("engine", "most at once", "mean in flight", "share of time busy", "longest bubble (s)")
+    rows = [(e.engine, e.peak, e.mean_in_flight, e.busy_share, e.longest_bubble) for e in found.engines]
     return Chart(
         "Engines over time",
         "Filled: calls in flight; line: calls waiting for a slot; gaps are bubbles. Below each, the first lanes: one "
         "row per call at a time, coloured by stage.",
         picture,
-        ("engine", "most at once", "mean in flight", "share of time busy", "longest bubble (s)"),
-        rows,
+        ReportTable.of("", columns, rows),
         wide=True,
         legend=tuple((word(stage.name), stage.name) for stage in found.stages),
     )

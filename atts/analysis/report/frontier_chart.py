@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from atts.analysis.report.charts import Chart
 from atts.analysis.report.numbers import Point
 from atts.analysis.report.svg import Axis, Plot
+from atts.analysis.report.tables import ReportTable
 
 _LEGEND = (
     ("run", "whole runs"),
@@ -34,14 +35,15 @@ def frontier_chart(points: Sequence[Point]) -> Chart:
         marks.append(plot.dot(p.cost, p.accuracy.value, p.kind, tip, 6 if p.kind == "run" else 4))
     marks += _labels(plot, points)
     kinds = {point.kind for point in points}
+    columns = ("what", "kind", "target tokens per problem", "all tokens per problem", "accuracy", "from", "to")
+    rows = [(p.label, p.kind, p.cost, p.tokens, p.accuracy.value, p.accuracy.low, p.accuracy.high) for p in points]
     return Chart(
         "Cost and accuracy",
         "Whiskers are 95 % intervals over problems. Votes of fewer rollouts are averages over all choices among those "
         "recorded, at what so many whole rollouts cost; whole runs at what they really cost, votes that ended early "
         "included.",
         plot.drawn("Accuracy against target tokens per problem", marks),
-        ("what", "kind", "target tokens per problem", "all tokens per problem", "accuracy", "from", "to"),
-        tuple((p.label, p.kind, p.cost, p.tokens, p.accuracy.value, p.accuracy.low, p.accuracy.high) for p in points),
+        ReportTable.of("", columns, rows),
         wide=True,
         legend=tuple(entry for entry in _LEGEND if entry[0] in kinds),
     )

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from atts.analysis.report.numbers import Report
 from atts.analysis.report.tables import (
     Cell,
-    Table,
+    ReportTable,
     accuracy_table,
     baseline_table,
     calibration_table,
     caveat_table,
-    cell,
     problem_table,
     run_table,
     spend_table,
@@ -48,8 +47,8 @@ def _lines(report: Report) -> Iterator[str]:
             yield from (f"Audit: {plain(held.promise.audit)}.", "")
         yield from _table(calibration_table(held))
         rows = [(g.name, g.decisions, g.escalated, g.share, f"[{g.low:.3f}, {g.high:.3f}]") for g in held.turns]
-        cells = tuple(tuple(cell(value) for value in row) for row in rows)
-        yield from _table(Table("Rate by turn", ("turn", "decisions", "escalated", "rate", "coin's band"), cells))
+        columns = ("turn", "decisions", "escalated", "rate", "coin's band")
+        yield from _table(ReportTable.of("Rate by turn", columns, rows))
     if report.timing is not None:
         yield from _table(time_table(report.timing))
         yield from _table(stage_table(report.timing))
@@ -65,10 +64,10 @@ def _problems(report: Report) -> Iterator[str]:
         kept = [row for row, one in zip(rows, problems, strict=True) if one.verdict != "correct"]
         title = f"Problems that are not right: {min(len(kept), _PROBLEMS)} of {len(kept)}, of {len(rows)} in all"
         rows = tuple(kept[:_PROBLEMS])
-    yield from _table(Table(title, table.columns, rows))
+    yield from _table(ReportTable(title, table.columns, rows))
 
 
-def _table(table: Table) -> Iterator[str]:
+def _table(table: ReportTable) -> Iterator[str]:
     if not table.rows:
         return
     yield from (f"## {table.title}", "")

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from atts.analysis.report.numbers import Calibration, ProblemRow, Report, Timing
+from atts.analysis.report.numbers import Calibration, Caveat, ProblemRow, Report, Timing
 from atts.evaluators import Estimate
+
+TableKind = Literal["rows", "facts"]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is read, and what is sorted by."""
+    """What is read, and what is sorted by; links are names with their places on the page, which may be none."""
 
     text: str
     value: float | None = None
     tone: str = ""
+    links: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """Named columns, rows, a title; a table of facts has a name and its value in each row, and is not sorted."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    kind: Literal["rows", "facts"] = "rows"
+    kind: TableKind = "rows"
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[object]],
+        kind: Literal["rows", "facts"] = "rows",
+    ) -> ReportTable:
+        """From values of any kind."""
+        return cls(title, tuple(columns), tuple(tuple(cell(value) for value in row) for row in rows), kind)
 
 
 _METRICS = {
@@ -74,21 +89,19 @@ def ends(estimate: Estimate) -> str:
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-def _rows(*rows: tuple[object, ...]) -> tuple[tuple[Cell, ...], ...]:
-    return tuple(tuple(cell(value) for value in row) for row in rows)
-
-
-def accuracy_table(report: Report) -> Table:
+def accuracy_table(report: Report) -> ReportTable:
     """Every rate with its interval and meaning."""
     rows = [
         (rate.name, rate.estimate, rate.estimate.n_problems, rate.estimate.n_samples,
          rate.meaning + (f" ({rate.estimate.note})" if rate.estimate.note else ""))
         for rate in report.accuracy
     ]  # fmt: skip
-    return Table("Accuracy", ("rate", "95 % interval over problems", "problems", "samples", "what it is"), _rows(*rows))
+    return ReportTable.of(
+        "Accuracy", ("rate", "95 % interval over problems", "problems", "samples", "what it is"), rows
+    )
 
 
-def spend_table(report: Report) -> Table:
+def spend_table(report: Report) -> ReportTable:
     """Tokens and seconds."""
     spend, usage = report.spend, report.spend.usage
     rows = [
@@ -104,10 +117,10 @@ def spend_table(report: Report) -> Table:
         ("seconds, all sessions", cell(spend.seconds)),
         ("tokens written per second", cell(spend.tokens_per_second)),
     ]
-    return Table("Cost", ("what", "how much"), _rows(*rows), "facts")
+    return ReportTable.of("Cost", ("what", "how much"), rows, "facts")
 
 
-def baseline_table(report: Report) -> Table:
+def baseline_table(report: Report) -> ReportTable:
     """This run beside others, paired by problem."""
     columns = (
         "other run", "method", "problems", "its accuracy", "this run's", "difference", "p", "problems needed",
@@ -118,7 +131,7 @@ def baseline_table(report: Report) -> Table:
          "–" if b.problems_needed is None else b.problems_needed, b.token_ratio, b.target_token_ratio, b.second_ratio)
         for b in report.baselines
     ]  # fmt: skip
-    return Table("Against other runs", columns, _rows(*rows))
+    return ReportTable.of("Against other runs", columns, rows)
 
 
 def _signed(found: Estimate) -> Cell:
@@ -131,7 +144,7 @@ def _p(value: float) -> Cell:
     return Cell("< 0.001", value) if value < 0.001 else cell(value)
 
 
-def calibration_table(held: Calibration) -> Table:
+def calibration_table(held: Calibration) -> ReportTable:
     """The rate and its company in numbers."""
     rows: list[tuple[object, object]] = [
         ("nominal rate", "none" if held.nominal is None else cell(held.nominal, "g")),
@@ -148,25 +161,33 @@ def calibration_table(held: Calibration) -> Table:
         found = held.p_values
         rows.append(("p-values: distance from uniform", f"{found.distance:.3f}, band ±{found.band:.3f}"))
     rows += [(words, held.metrics[name]) for name, words in _METRICS.items() if _is_known(held.metrics.get(name))]
-    return Table("Rate control", ("what", "value"), _rows(*rows), "facts")
+    return ReportTable.of("Rate control", ("what", "value"), rows, "facts")
 
 
 def _is_known(value: float | None) -> bool:
     return value is not None and not math.isnan(value)
 
 
-def caveat_table(report: Report) -> Table:
+def caveat_table(report: Report) -> ReportTable:
     """Warnings, worst first."""
     words = {"good": "note", "care": "read with care", "bad": "serious"}
+    places = {row.id: number for number, row in enumerate(report.problems)}
     rows = [
-        (Cell(words[c.standing], None, c.standing), c.code, c.count, c.text,
-         ", ".join(name if sample is None else f"{name} / {sample}" for name, sample in c.examples))
+        (Cell(words[c.standing], None, c.standing), c.code, c.count, c.text, _examples(c, places))
         for c in report.caveats
-    ]  # fmt: skip
-    return Table("Warnings", ("weight", "code", "count", "what", "examples"), _rows(*rows))
+    ]
+    return ReportTable.of("Warnings", ("weight", "code", "count", "what", "examples"), rows)
 
 
-def time_table(found: Timing) -> Table:
+def _examples(caveat: Caveat, places: Mapping[str, int]) -> Cell:
+    links = list[tuple[str, str]]()
+    for problem, sample in caveat.examples:
+        name, inside = (problem, "") if sample is None else (f"{problem} / {sample}", f"/{sample}")
+        links.append((name, f"problem-{places[problem]}{inside}" if problem in places else ""))
+    return Cell(", ".join(name for name, _ in links), links=tuple(links))
+
+
+def time_table(found: Timing) -> ReportTable:
     """The task graph's numbers."""
     rows: list[tuple[object, object, object]] = [
         ("wall seconds", found.seconds, "from the first call asked for to the last one ended"),
@@ -183,30 +204,30 @@ def time_table(found: Timing) -> Table:
          f"{engine.longest_bubble:.2f} s")
         for engine in found.engines
     ]  # fmt: skip
-    return Table("Where the time went", ("what", "seconds or share", "meaning"), _rows(*rows), "facts")
+    return ReportTable.of("Where the time went", ("what", "seconds or share", "meaning"), rows, "facts")
 
 
-def stage_table(found: Timing) -> Table:
+def stage_table(found: Timing) -> ReportTable:
     """Seconds by stage."""
     rows = [(stage.name, stage.nodes, stage.compute, stage.queue, stage.wait) for stage in found.stages]
     columns = ("stage", "calls", "in the call (s)", "waiting for a slot (s)", "waiting for siblings (s)")
-    return Table("Stages, summed over calls", columns, _rows(*rows))
+    return ReportTable.of("Stages, summed over calls", columns, rows)
 
 
-def problem_table(report: Report) -> Table:
+def problem_table(report: Report) -> ReportTable:
     """One row per problem."""
     columns = (
         "problem", "question", "verdict", "answer", "reference", "rollouts right", "agree", "chunks judged",
         "escalated", "draft tokens", "target tokens", "seconds", "flags",
     )  # fmt: skip
-    return Table("Problems", columns, tuple(map(_problem, report.problems)))
+    return ReportTable("Problems", columns, tuple(_problem(*row) for row in enumerate(report.problems)))
 
 
-def _problem(row: ProblemRow) -> tuple[Cell, ...]:
+def _problem(place: int, row: ProblemRow) -> tuple[Cell, ...]:
     tone = {"correct": "good", "wrong": "bad", "unscored": "care"}.get(row.verdict or "", "")
     said = {"correct": "right", None: row.status}.get(row.verdict, row.verdict)
     return (
-        Cell(row.id),
+        Cell(row.id, links=((row.id, f"problem-{place}"),)),
         Cell(row.question),
         Cell(str(said), None, tone),
         Cell(row.answer or "none"),
@@ -222,7 +243,7 @@ def _problem(row: ProblemRow) -> tuple[Cell, ...]:
     )
 
 
-def run_table(report: Report) -> Table:
+def run_table(report: Report) -> ReportTable:
     """Which run this is."""
     run = report.run
     rows: list[tuple[object, object]] = [
@@ -235,9 +256,9 @@ def run_table(report: Report) -> Table:
         ("dataset digest", run.dataset),
         *sorted(run.versions.items()),
     ]
-    return Table("Run", ("what", "value"), _rows(*rows), "facts")
+    return ReportTable.of("Run", ("what", "value"), rows, "facts")
 
 
-def settings_table(report: Report) -> Table:
+def settings_table(report: Report) -> ReportTable:
     """Every setting with its origin."""
-    return Table("Settings", ("setting", "value", "origin"), _rows(*report.run.configuration))
+    return ReportTable.of("Settings", ("setting", "value", "origin"), report.run.configuration)

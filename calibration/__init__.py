@@ -18,7 +18,7 @@ from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
 from atts.calibration.ordinal import LEVELS, OrdinalModel, fit_ordinal
-from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row, level_of, rank_class
+from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row, rank_class
 from atts.calibration.ordinal_sets import LevelSets
 from atts.calibration.ranks import Ranks
 from atts.calibration.rates import rate_of
@@ -58,7 +58,6 @@ __all__ = [
     "examine",
     "feature_row",
     "fit_ordinal",
-    "level_of",
     "lost_answers",
     "rank_class",
     "rate_metrics",

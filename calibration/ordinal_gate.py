@@ -65,18 +65,6 @@ def feature_row(evidence: Evidence, p: float | None = None) -> Row:
     )
 
 
-def level_of(right: bool, escalated: bool) -> Action:
-    """The label of a chunk after its rollout ended.
-
-    Kept and right: the draft sufficed, "accept". Kept and wrong: "escalate" would have been due. Escalated and right:
-    the target wrote on, and nobody knows whether it was needed, "verify". Escalated and wrong: "escalate", it was not
-    too much.
-    """
-    if not right:
-        return "escalate"
-    return "verify" if escalated else "accept"
-
-
 def rank_class(p: float, samples: int) -> int:
     """The paper's ordinal class: the rank, 1 the worst, that a chunk is estimated to have among `samples` siblings.
 

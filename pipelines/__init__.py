@@ -1,6 +1,5 @@
 """Ways to spend tokens on one problem, against the engine protocol."""
 
-from atts.pipelines.calibrated import LabelledRun, certified_gate, certify_runs, frozen_gate, warming_gate
 from atts.pipelines.context import Answers, Context, Listener, Silent
 from atts.pipelines.gates import (
     Calibrating,
@@ -15,12 +14,11 @@ from atts.pipelines.gates import (
     StaticRankGate,
     ThresholdGate,
     TopGate,
+    level_of,
 )
 from atts.pipelines.needs import check_engines
 from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
-from atts.pipelines.presets import PRESETS, Material, Preset, preset
 from atts.pipelines.scores import ScoreRule
-from atts.pipelines.skipping import SkippingGate
 from atts.pipelines.solve import solve
 from atts.pipelines.votes import Ballot, Tally, cannot_change, settled_probability, tally
 from atts.pipelines.wrappers import (
@@ -28,6 +26,7 @@ from atts.pipelines.wrappers import (
     CertifiedGate,
     Certifying,
     ExploringGate,
+    Meanwhile,
     Promising,
     WarmingGate,
     WarmScore,
@@ -49,19 +48,15 @@ __all__ = [
     "Features",
     "FixedGate",
     "Gate",
-    "LabelledRun",
     "Learning",
     "Listener",
-    "Material",
-    "PRESETS",
+    "Meanwhile",
     "Policy",
-    "Preset",
     "Promising",
     "RandomGate",
     "RoundGate",
     "ScoreRule",
     "Silent",
-    "SkippingGate",
     "StaticRankGate",
     "Tally",
     "ThresholdGate",
@@ -69,13 +64,9 @@ __all__ = [
     "WarmScore",
     "WarmingGate",
     "cannot_change",
-    "certified_gate",
-    "certify_runs",
     "check_engines",
-    "frozen_gate",
-    "preset",
+    "level_of",
     "settled_probability",
     "solve",
     "tally",
-    "warming_gate",
 ]

@@ -71,6 +71,17 @@ class Learning(Protocol):
         ...
 
 
+def level_of(right: bool, escalated: bool) -> Action:
+    """The label of a chunk whose rollout is over: the level that would have been due.
+
+    Kept and right: the draft sufficed, "accept". Escalated and right: the target wrote on, needed or not, "verify".
+    Wrong: "escalate", if the target had it then it was not too much.
+    """
+    if not right:
+        return "escalate"
+    return "verify" if escalated else "accept"
+
+
 class Calibrating(Protocol):
     """What a conformal gate asks of a calibrator; `atts.calibration.Calibrator` is one."""
 

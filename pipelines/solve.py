@@ -8,12 +8,11 @@ from functools import reduce
 from operator import add
 from typing import Literal
 
-from atts.calibration.ordinal_gate import level_of
 from atts.core import Decision, Outcome, Problem, Prompt, Rollout, Usage
 from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.chunks import render
 from atts.pipelines.context import Context
-from atts.pipelines.gates import Gate, Learning
+from atts.pipelines.gates import Gate, Learning, level_of
 from atts.pipelines.judging import judge, judge_together
 from atts.pipelines.line import Line, Proposal
 from atts.pipelines.policy import Policy

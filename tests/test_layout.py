@@ -28,7 +28,7 @@ FLOORS: list[set[str]] = [
         "atts.evaluators",
     },
     {"atts.local", "atts.remote", "atts.testing", "atts.models", "atts.pipelines"},
-    {"atts.analysis", "atts.run"},
+    {"atts.analysis", "atts.methods", "atts.run"},
     {"atts.api"},
     {"atts.adapters", "atts.cli"},
     {"atts.__main__"},

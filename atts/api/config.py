@@ -24,7 +24,8 @@ from atts.core import Role
 from atts.errors import CalibrationInputError, OptionError
 from atts.graph import Limit
 from atts.journal import Setting
-from atts.pipelines import Policy, preset
+from atts.methods import preset
+from atts.pipelines import Policy
 
 ReportKind = Literal["html", "markdown", "json", "none"]
 

@@ -15,7 +15,8 @@ from atts.api.setup import Setup, load_problems
 from atts.core import Problem
 from atts.errors import JournalError
 from atts.journal import JOURNAL, MANIFEST, Manifest, load_manifest
-from atts.pipelines import FixedGate, Policy, preset
+from atts.methods import preset
+from atts.pipelines import FixedGate, Policy
 
 _OUTCOME = b'"kind":"outcome"'
 

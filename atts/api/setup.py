@@ -15,7 +15,8 @@ from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Setting
-from atts.pipelines import Answers, Chunking, Gate, Material, Policy, RoundGate, ScoreRule, preset
+from atts.methods import GateInputs, preset
+from atts.pipelines import Answers, Chunking, Gate, Policy, RoundGate, ScoreRule
 from atts.run import Conditions, Plan
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ class Setup:
         chosen = preset(self.method)
         tuning = Tuning.for_rollouts(self.policy.samples)
         calibrator = Calibrator(self.rate, self.mode, seed=self.seed, stored=self.stored, tuning=tuning)
-        material = Material(self.rate, self.seed, calibrator, calibrator.stored.scores, self.warmup, self.mode, tuning)
-        return self.gate if self.gate is not None else chosen.gate(material), calibrator
+        return self.gate if self.gate is not None else chosen.gate(GateInputs(calibrator, self.warmup)), calibrator
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
         """What decides the gate's behaviour: a resume must find it unchanged."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 
 from atts.evaluators.arithmetic import problems as arithmetic
-from atts.pipelines import PRESETS
+from atts.methods import PRESETS
 from scripts.studies.harness import Effort, Options, Table, emit, say
 from scripts.studies.machine import look, pair_mark
 from scripts.studies.pipelines_arms import Grid, Ledger, Pair, run_block, run_grid

@@ -8,7 +8,8 @@ from dataclasses import replace
 from atts.calibration import Certificate, StoredScores
 from atts.core import Outcome, Problem
 from atts.evaluators.arithmetic import problems as arithmetic
-from atts.pipelines import Gate, LabelledRun, certified_gate, certify_runs, frozen_gate
+from atts.methods import LabelledRun, certified_gate, certify_runs, frozen_gate
+from atts.pipelines import Gate
 from scripts.studies.harness import Cell, Options, Table, say
 from scripts.studies.pipelines_arms import Pair, run_block
 from scripts.studies.pipelines_policies import arm

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from atts.api import Setup
-from atts.calibration import LEVELS, Calibrator, OrdinalGate, OrdinalLearner, feature_row, level_of
+from atts.calibration import LEVELS, Calibrator, OrdinalGate, OrdinalLearner, feature_row
 from atts.core import Decision, Outcome
 from atts.evaluators import compare_runs, mean_estimate
 from atts.evaluators.arithmetic import problems as arithmetic
-from atts.pipelines import ConformalGate, Features, SkippingGate
+from atts.methods import SkippingGate
+from atts.pipelines import ConformalGate, Features, level_of
 from scripts.studies.harness import Cell, Options, Table, say
 from scripts.studies.pipelines_arms import Grid, Pair, Solved, run_block
 from scripts.studies.pipelines_policies import RATE, arm

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from atts.api import Setup
-from atts.pipelines import PRESETS
+from atts.methods import PRESETS
 from scripts.studies.pipelines_arms import Arm
 
 RATE = Setup().rate

@@ -15,7 +15,8 @@ from atts.calibration import Calibrator
 from atts.core import Outcome, Problem, Role
 from atts.engine import Engine
 from atts.graph import Graph, Limit, ProblemScope, Recording, measure
-from atts.pipelines import Chunking, Context, Gate, Material, Policy, RoundGate, preset, solve
+from atts.methods import GateInputs, preset
+from atts.pipelines import Chunking, Context, Gate, Policy, RoundGate, solve
 from atts.remote import ReplicaPool
 from atts.testing import run_virtual
 from scripts.studies.scale_costs import Cost, Pair
@@ -154,7 +155,7 @@ def _plan(cell: Cell, law: TraceLaw) -> tuple[Policy, Gate | RoundGate]:
         answers="verify" if cell.method == "atts, chunks replaced" else "stop",
         timeout_seconds=1e9,
     )
-    gate = chosen.gate(Material(cell.rate, cell.seed, Calibrator(cell.rate, seed=cell.seed)))
+    gate = chosen.gate(GateInputs(Calibrator(cell.rate, seed=cell.seed)))
     return chosen.policy(base), gate
 
 

@@ -21,7 +21,8 @@ from atts.engine import Engine
 from atts.evaluators.arithmetic import problems as arithmetic
 from atts.graph import Graph, ProblemScope
 from atts.local import LocalEngine, LocalOptions
-from atts.pipelines import Context, Material, Policy, preset, solve
+from atts.methods import GateInputs, preset
+from atts.pipelines import Context, Policy, solve
 from atts.seeds import Seed
 from atts.tasks import collect
 from scripts.studies.harness import say
@@ -265,7 +266,7 @@ async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) 
     base = Policy(samples=live.samples, max_tokens=512, chunking=EMBEDDED_CHUNKS, early_stop="none")
     chosen = preset(live.method)
     policy = chosen.policy(base)
-    gate = chosen.gate(Material(0.2, seed, Calibrator(0.2, seed=seed)))
+    gate = chosen.gate(GateInputs(Calibrator(0.2, seed=seed)))
     context = Context(draft, target, gate, answers_for("math"), seed)
     graph = Graph(rollouts=live.in_flight)
 

@@ -17,7 +17,7 @@ from scipy import optimize
 from atts.calibration import Calibrator
 from atts.calibration.modes import Tuning
 from atts.calibration.ordinal import LEVELS, Balance, OrdinalModel, fit_ordinal
-from atts.calibration.ordinal_gate import FEATURES, OrdinalGate, OrdinalLearner, feature_row, level_of, rank_class
+from atts.calibration.ordinal_gate import FEATURES, OrdinalGate, OrdinalLearner, feature_row, rank_class
 from atts.calibration.ordinal_sets import LevelSets, entry_mass, nested_windows, shortest_window
 from atts.errors import CalibrationInputError
 
@@ -203,12 +203,6 @@ def test_rank_classes_agree_with_the_conformal_set(samples: int, budget: int, te
     assert (rank_class(p, samples) <= budget) == exact
 
 
-def test_labels_say_what_was_learned() -> None:
-    """Right or wrong, kept or escalated."""
-    found = [level_of(right, escalated) for right in (True, False) for escalated in (False, True)]
-    assert found == ["accept", "verify", "escalate", "escalate"]
-
-
 def test_features_are_missing_until_a_sibling_has_answered() -> None:
     """Not a made-up zero; support carries the sign of whether this chunk agrees."""
     row = dict(zip(FEATURES, feature_row(Evidence()), strict=True))
@@ -226,7 +220,7 @@ def learned(agreeing: float = 0.95) -> OrdinalLearner:
         agrees = draw.random() < 0.5
         evidence = Evidence(f"q{k // 8}", has_answer=True, answered=8, agreement=0.9, agrees=agrees)
         right = draw.random() < (agreeing if agrees else 1 - agreeing)
-        learner.learn(feature_row(evidence, draw.random()), level_of(right, escalated=False), evidence.question)
+        learner.learn(feature_row(evidence, draw.random()), "accept" if right else "escalate", evidence.question)
     return learner
 
 

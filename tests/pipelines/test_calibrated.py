@@ -15,20 +15,17 @@ from atts.calibration import Calibrator, StoredScores
 from atts.core import Outcome, Problem
 from atts.errors import CalibrationInputError, OptionError
 from atts.journal import JOURNAL, read_decisions, read_entries
-from atts.pipelines import (
-    ConformalGate,
-    Features,
-    FixedGate,
+from atts.methods import (
+    GateInputs,
     LabelledRun,
-    Material,
-    Policy,
-    WarmingGate,
+    SkippingGate,
     certified_gate,
     certify_runs,
     frozen_gate,
     preset,
     warming_gate,
 )
+from atts.pipelines import ConformalGate, Features, FixedGate, Policy, WarmingGate
 from atts.testing import toy_problems
 
 Solve = Callable[..., list[Outcome]]
@@ -141,10 +138,9 @@ def test_nothing_is_certified_that_loses_too_much_or_was_run_on_other_problems()
 
 
 def test_presets_build_the_ordinal_and_the_warmed_gate() -> None:
-    """By name and material."""
-    assert isinstance(preset("atts").gate(Material(0.2, warmup=10)), WarmingGate)
-    with pytest.raises(OptionError, match="needs one"):
-        preset("ordinal").gate(Material())
+    """By name, from a calibrator."""
+    assert isinstance(preset("atts").gate(GateInputs(Calibrator(0.2), warmup=10)), WarmingGate)
+    assert isinstance(preset("ordinal").gate(GateInputs(Calibrator(0.2))), SkippingGate)
 
 
 def _solved(name: str) -> Outcome:

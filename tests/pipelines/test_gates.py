@@ -13,21 +13,20 @@ from hypothesis import strategies as st
 from atts.calibration import Calibrator
 from atts.core import Chunk
 from atts.errors import CalibrationInputError, OptionError
+from atts.methods import PRESETS, GateInputs, preset
 from atts.pipelines import (
-    PRESETS,
     CappedGate,
     ConformalGate,
     CueGate,
     Features,
     FixedGate,
-    Material,
     Policy,
     RandomGate,
     RoundGate,
     StaticRankGate,
     ThresholdGate,
     TopGate,
-    preset,
+    level_of,
 )
 from atts.pipelines.scores import ScoreRule, evidence, score_of
 
@@ -112,10 +111,9 @@ def test_a_cap_is_never_exceeded_and_says_why() -> None:
 
 @pytest.mark.parametrize("row", PRESETS, ids=lambda row: row.name)
 def test_every_preset_is_a_policy_and_a_gate(row: object) -> None:
-    """Rows of the table build from the same material."""
+    """Rows of the table build from the same inputs."""
     found = preset(row.name)  # type: ignore[attr-defined]
-    material = Material(0.2, 0, Calibrator(0.2, "marginal"), [1.1, 1.5])
-    gate = found.gate(material)
+    gate = found.gate(GateInputs(Calibrator(0.2, "marginal", stored=[1.1, 1.5])))
     assert found.policy(Policy(samples=5)).samples == 5
     assert isinstance(gate, RoundGate) == found.policy(Policy()).barrier
 
@@ -130,8 +128,8 @@ def test_misspelt_options_are_errors_with_a_suggestion() -> None:
         Policy(samples=0)
     with pytest.raises(OptionError, match="mean"):
         ScoreRule("meen")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="needs one"):
-        preset("atts").gate(Material())
+    with pytest.raises(OptionError, match="needs them before the run"):
+        preset("published").gate(GateInputs(Calibrator(0.2)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,3 +160,9 @@ def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(pairs: list
     assert score_of(rule, [-math.inf, *target[1:]], chunk) == math.inf
     assert evidence(rule, chunk) == pytest.approx(min(*own, -3.0))
     assert score_of(ScoreRule("mean"), target, chunk) == ScoreRule("mean")(target, chunk.text)
+
+
+def test_labels_say_which_level_would_have_been_due() -> None:
+    """Kept and right, kept and wrong, escalated and right, escalated and wrong."""
+    found = [level_of(right, escalated) for right in (True, False) for escalated in (False, True)]
+    assert found == ["accept", "verify", "escalate", "escalate"]

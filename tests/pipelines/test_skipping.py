@@ -12,7 +12,8 @@ import pytest
 from atts.calibration import Calibrator
 from atts.core import Decision
 from atts.errors import CalibrationInputError
-from atts.pipelines import Features, SkippingGate
+from atts.methods import SkippingGate
+from atts.pipelines import Features
 
 RATE = 0.2
 

@@ -23,7 +23,8 @@ from atts.errors import (
     OptionError,
     UnsupportedByEngine,
 )
-from atts.pipelines import Chunking, FixedGate, Gate, Policy, ThresholdGate, preset
+from atts.methods import preset
+from atts.pipelines import Chunking, FixedGate, Gate, Policy, ThresholdGate
 from atts.remote import ApiKey, RemoteEngine, RemoteOptions
 from atts.run import Plan, Session, evaluate
 from atts.tasks import collect

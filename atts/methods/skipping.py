@@ -9,7 +9,7 @@ from dataclasses import replace
 from atts.calibration import Calibrator, OrdinalLearner, feature_row
 from atts.core import Action, Decision
 from atts.errors import CalibrationInputError
-from atts.pipelines.gates import ConformalGate, Features
+from atts.pipelines import ConformalGate, Features
 from atts.seeds import Seed, uniforms
 
 Row = Sequence[float | None]

@@ -18,8 +18,7 @@ from atts.calibration import (
 )
 from atts.core import Outcome
 from atts.errors import CalibrationInputError
-from atts.pipelines.gates import ConformalGate
-from atts.pipelines.wrappers import CertifiedGate, Meanwhile, WarmingGate, WarmScore
+from atts.pipelines import CertifiedGate, ConformalGate, Meanwhile, WarmingGate, WarmScore
 
 Right = Callable[[Outcome], bool]
 

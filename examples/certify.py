@@ -11,7 +11,7 @@ deployed is what was tested.
 import atts
 from atts import Outcome
 from atts.calibration import StoredScores
-from atts.pipelines import LabelledRun, certified_gate, certify_runs, frozen_gate
+from atts.methods import LabelledRun, certified_gate, certify_runs, frozen_gate
 from atts.testing import toy_problems
 
 POLICY = atts.Policy(samples=3, early_stop="none")

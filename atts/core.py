@@ -13,6 +13,8 @@ TokenIds = tuple[int, ...]
 Role = Literal["draft", "target"]
 Ending = Literal["delimiter", "length", "end"]
 """Why a chunk ended: at a step delimiter, at its token limit, or because the model ended its text."""
+TurnKey = tuple[str, int, int]
+"""Names a turn of a run: problem, sample, turn."""
 Action = Literal["accept", "verify", "escalate"]
 Origin = Literal[
     "gate", "evidence", "forced", "warm-up", "budget", "exploration", "certificate", "recalled"
@@ -139,6 +141,11 @@ class Decision:
     def escalate(self) -> bool:
         """Whether the target takes over."""
         return self.action == "escalate"
+
+    @property
+    def turn_key(self) -> TurnKey:
+        """The turn it is about."""
+        return self.question, self.sample, self.turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,9 @@ if TYPE_CHECKING:
     from atts.evaluators.metrics.scorecard import Samples as Samples
     from atts.evaluators.metrics.scorecard import SampleStatus as SampleStatus
     from atts.evaluators.metrics.scorecard import Scorecard as Scorecard
+    from atts.evaluators.metrics.scorecard import answer_classes as answer_classes
     from atts.evaluators.metrics.scorecard import coverage as coverage
+    from atts.evaluators.metrics.scorecard import samples_of as samples_of
     from atts.evaluators.metrics.scorecard import score as score
     from atts.evaluators.metrics.scorecard import status_of as status_of
     from atts.evaluators.slow.pool import SlowPath as SlowPath
@@ -103,6 +105,7 @@ __all__ = [
     "Votes",
     "aequivalent",
     "align",
+    "answer_classes",
     "avg_at_n",
     "bayesian_estimate",
     "benchmark_estimate",
@@ -131,6 +134,7 @@ __all__ = [
     "problems_needed",
     "rate",
     "reference",
+    "samples_of",
     "score",
     "select",
     "share_estimate",
@@ -157,7 +161,7 @@ _NAMES = {
     "metrics.majority": "Votes maj_at_k votes weighted_maj_at_k winners",
     "metrics.paired": "Comparison McNemar align compare_runs mcnemar problems_needed single_answer_deviation",
     "metrics.rates": "Counts avg_at_n count g_pass_at_k mean_g_pass_at_k pass_at_k pass_hat_k rate",
-    "metrics.scorecard": "Coverage SampleStatus Samples Scorecard coverage score status_of",
+    "metrics.scorecard": "Coverage SampleStatus Samples Scorecard answer_classes coverage samples_of score status_of",
     "slow.pool": "SlowPath aequivalent",
     "slow.process": "SlowLimits",
     "verdict": "Limits Status Verdict",

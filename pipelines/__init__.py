@@ -20,7 +20,7 @@ from atts.pipelines.needs import check_engines
 from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
 from atts.pipelines.scores import ScoreRule
 from atts.pipelines.solve import solve
-from atts.pipelines.votes import Ballot, Tally, cannot_change, settled_probability, tally
+from atts.pipelines.votes import Ballot, Grouper, Tally, cannot_change, settled_probability, tally
 from atts.pipelines.wrappers import (
     CappedGate,
     CertifiedGate,
@@ -48,6 +48,7 @@ __all__ = [
     "Features",
     "FixedGate",
     "Gate",
+    "Grouper",
     "Learning",
     "Listener",
     "Meanwhile",

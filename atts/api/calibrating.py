@@ -14,22 +14,10 @@ from atts.api.evaluation import evaluate, refuse_inside_loop
 from atts.api.reporting import directory_of
 from atts.api.setup import Setup
 from atts.core import Decision, Problem
-from atts.errors import CalibrationInputError, JournalError
-from atts.journal import (
-    JOURNAL,
-    MANIFEST,
-    Decided,
-    Entry,
-    Manifest,
-    Observed,
-    SessionOpened,
-    Taught,
-    load_manifest,
-    read_decisions,
-    read_entries,
-)
+from atts.errors import CalibrationInputError
+from atts.journal import Decided, Entry, Manifest, Observed, RecordedRun, SessionOpened, Taught, open_run
 from atts.pipelines import ConformalGate, ThresholdGate
-from atts.run import MERGED, RunResult, conditions_of, remind
+from atts.run import RunResult, conditions_of, remind
 
 if TYPE_CHECKING:
     from atts.calibration import Calibrator, StoredScores
@@ -94,10 +82,9 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
     if isinstance(run, RunResult) and run.directory is None:
         manifest, decisions = run.manifest, list(_kept(run))
     else:
-        directory = directory_of(run)
-        manifest = _manifest(directory)
-        taken = read_decisions(read_entries(directory / JOURNAL, kinds=(Decided,)))
-        decisions = [event.decision for _, event in taken if event.decision.score is not None]
+        recorded = open_run(directory_of(run))
+        manifest = recorded.manifest
+        decisions = [event.decision for event in recorded.decisions() if event.decision.score is not None]
     if not decisions:
         raise CalibrationInputError("the run's scores", 0, "at least one: a gate that asks the target for scores")
     scores = [decision.score for decision in decisions if decision.score is not None]
@@ -116,11 +103,10 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
     :raises JournalError: there is no run, or it cannot be read.
     :raises CalibrationInputError: its method has no calibrator, or the calibrators cannot be put together.
     """
-    directory = directory_of(run)
-    manifest = _manifest(directory)
+    recorded = open_run(directory_of(run))
     whole: Calibrator | None = None
-    for entries in _parts(manifest, directory):
-        found = _lived_through(manifest, entries)
+    for entries in _parts(recorded):
+        found = _lived_through(recorded.manifest, entries)
         if whole is None:
             whole = found
         else:
@@ -129,16 +115,13 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
     return whole
 
 
-def _parts(manifest: Manifest, directory: Path) -> Iterator[list[Entry]]:
+def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
     """The gate's calls of each run that was merged, or of the one run there is."""
-    held = manifest.configuration.get(MERGED)
-    merged: Any = held.value if held is not None else ()
-    counts = [int(part["sessions"]) for part in merged]
-    part, last = list[Entry](), counts.pop(0) if counts else math.inf
-    for entry in read_entries(directory / JOURNAL, kinds=(SessionOpened, Decided, Observed, Taught)):
-        if isinstance(entry.event, SessionOpened) and entry.session > last:
+    part = list[Entry]()
+    for entry in run.entries((Decided, Observed, Taught)):
+        if isinstance(entry.event, SessionOpened) and entry.session in run.part_starts:
             yield part
-            part, last = [], last + (counts.pop(0) if counts else math.inf)
+            part = []
         part.append(entry)
     yield part
 
@@ -162,13 +145,6 @@ def setup_of(manifest: Manifest) -> Setup:
     words: dict[str, Any] = {"seed": manifest.seed, "stored": tuple(settings.get("stored") or ())}
     words["policy"] = replace(Setup().policy, samples=samples)
     return Setup(**words, **{name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings})
-
-
-def _manifest(directory: Path) -> Manifest:
-    manifest = load_manifest(directory / MANIFEST)
-    if manifest is None or not (directory / JOURNAL).exists():
-        raise JournalError(directory, "there is no run here", "Give the directory of `atts eval --out DIRECTORY`")
-    return manifest
 
 
 def _kept(run: RunResult) -> Iterator[Decision]:

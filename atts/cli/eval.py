@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -215,7 +214,7 @@ def as_lines(result: RunResult, configuration: Configuration, page: Path | None)
         "report": None if page is None else str(page),
         **summarise(result).as_json(),
     }
-    problems = ({"type": "problem", **asdict(line)} for line in result.problems)
+    problems = ({"type": "problem", **line.as_json()} for line in result.problems)
     return [json.dumps(strict(line)) for line in (*problems, summary)]
 
 

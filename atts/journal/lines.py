@@ -31,7 +31,7 @@ Plain = Mapping[type[Event], Callable[[float, dict[str, Any]], None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class JournalEnd:
     """Where reading ended: the next line's number, the session, and how many bytes are whole lines."""
 
     number: int = 0
@@ -68,7 +68,7 @@ class LineWriter:
 
 def read_entries(
     path: Path,
-    on_end: Callable[[Tail], None] | None = None,
+    on_end: Callable[[JournalEnd], None] | None = None,
     kinds: Collection[type[Event]] | None = None,
     plain: Plain = MappingProxyType({}),
 ) -> Iterator[Entry]:
@@ -109,9 +109,9 @@ class _Reader:
         self._schema = SCHEMA  # of the present session
 
     @property
-    def tail(self) -> Tail:
+    def tail(self) -> JournalEnd:
         """Where reading is."""
-        return Tail(self._line, self._session, self._length)
+        return JournalEnd(self._line, self._session, self._length)
 
     def entries(self, file: BinaryIO) -> Iterator[Entry]:
         """Read to the end, or to a torn last line."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Literal
 
-from atts.core import Finish, Outcome, Problem, Role, Rollout, SampleRequest, ScoreRequest, TokenIds, Turn
+from atts.core import Decision, Outcome, Problem, Role, Rollout, SampleRequest, ScoreRequest, TokenIds, Turn, TurnKey
 from atts.journal.events import (
     CallFailed,
     Decided,
@@ -20,6 +20,7 @@ from atts.journal.events import (
     Observed,
     OutcomeReached,
     ProblemStarted,
+    ProblemTimed,
     RolloutFinished,
     RolloutStarted,
     Sampled,
@@ -29,6 +30,7 @@ from atts.journal.events import (
     Taught,
     TurnFinished,
 )
+from atts.journal.finished import FinishedProblem
 
 Call = Sampled | Scored | CallFailed
 _ABOUT_GATES = (Decided, Observed)
@@ -58,6 +60,8 @@ class OpenProblem:
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
     taught: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])  # sample, turn, attempt
     graded: list[Graded] = field(default_factory=list[Graded])
+    judged: int = 0  # chunks a gate decided on
+    escalated: int = 0  # of them, continued by the target
     _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])  # by rollout hint
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
@@ -65,8 +69,18 @@ class OpenProblem:
         """The whole outcome, its rollouts in the order it names them."""
         rollouts = tuple(self.rollouts[sample] for sample in reached.samples)
         return Outcome(
-            self.problem, rollouts, reached.answer, reached.votes, reached.status, reached.why, reached.usage
+            self.problem,
+            rollouts,
+            reached.answer,
+            votes=reached.votes,
+            status=reached.status,
+            why=reached.why,
+            usage=reached.usage,
         )
+
+    def finished(self, outcome: Outcome) -> FinishedProblem:
+        """The problem in brief, once it has come to this outcome."""
+        return FinishedProblem.of(outcome, self.graded, judged=self.judged, escalated=self.escalated)
 
     def apply(self, event: Event) -> None:
         """Take in what happened inside the problem."""
@@ -89,6 +103,9 @@ class OpenProblem:
             case Decided(decision) | Observed(decision):
                 self._settle(self._hints.get(decision.sample, ""))
                 self.gate.setdefault((decision.sample, decision.turn), deque()).append(event)
+                for _, is_escalated in judged(event):
+                    self.judged += 1
+                    self.escalated += is_escalated
             case Taught():
                 self.taught.add((event.sample, event.turn, event.attempt))
             case Graded():
@@ -102,35 +119,59 @@ class OpenProblem:
             self.calls.setdefault(failure.key, deque()).append(failure)
 
 
+def judged(event: object) -> Iterator[tuple[Decision, bool]]:
+    """The decision about a chunk that this event settles, if any, and whether the target continued the chunk.
+
+    A gate of single chunks is told what was really done; one of whole rounds is not, so its own word counts.
+    """
+    if isinstance(event, Observed):
+        yield event.decision, event.escalated == "yes"
+    elif isinstance(event, Decided) and event.asked == "round":
+        yield event.decision, event.decision.escalate
+
+
 @dataclass(slots=True)
 class RunClock:
     """Seconds of a run's work, its sessions end to end; a session that found nothing to do took none."""
 
     seconds: float = 0.0
     before: float = 0.0  # of earlier sessions
+    _graph_zero: float | None = None  # of this session's nodes, on the session's own clock
 
     def hear(self, entry: Entry) -> None:
         """Any entry, in order."""
         if isinstance(entry.event, SessionOpened):
-            self.before = self.seconds
+            self.before, self._graph_zero = self.seconds, None
         elif not isinstance(entry.event, SessionClosed):
             self.seconds = self.before + entry.at
+
+    def aligned(self, node: NodeFinished, at: float) -> NodeFinished:
+        """A node of the current session, its times on this clock; `at` is of its entry, made when the node ended."""
+        if self._graph_zero is None:
+            self._graph_zero = node.ended - at
+        shift = self.before - self._graph_zero
+        return replace(
+            node,
+            ready=node.ready + shift,
+            queued=node.queued + shift,
+            started=node.started + shift,
+            ended=node.ended + shift,
+        )
 
 
 @dataclass(slots=True)
 class RunState:
-    """Built entry by entry with `apply`, in order; its size is that of the unfinished problems and a line per other.
+    """Built entry by entry with `apply`, in order; its size is that of the unfinished problems and a value per other.
 
-    `reached`, `finishes` and `graded` (by problem) are kept of finished problems; their rollouts are let go, unless
-    `keeps` says "everything". Problems that failed stay open as well: the next session tries them again.
+    `finished` holds every problem that came to an outcome, in brief and in the order of finishing; whole rollouts are
+    let go, unless `keeps` says "everything". Problems that failed stay open as well: the next session tries them again.
     """
 
     keeps: Literal["open problems", "everything"] = "open problems"
     open: dict[str, OpenProblem] = field(default_factory=dict[str, OpenProblem])
-    reached: dict[str, OutcomeReached] = field(default_factory=dict[str, OutcomeReached])
-    finishes: dict[str, tuple[Finish, ...]] = field(default_factory=dict[str, tuple[Finish, ...]])  # of its samples
-    graded: dict[str, tuple[Graded, ...]] = field(default_factory=dict[str, tuple[Graded, ...]])
+    finished: dict[str, FinishedProblem] = field(default_factory=dict[str, FinishedProblem])
     sessions: int = 0
+    killed: int = 0  # sessions before the last that ended without a word
     ended: SessionClosed | None = None  # how the last session ended; None: it was killed, or still runs
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)
@@ -141,6 +182,7 @@ class RunState:
         self.clock.hear(entry)
         match event:
             case SessionOpened():
+                self.killed += self.sessions > 0 and self.ended is None
                 self.sessions, self.ended = event.session, None
             case SessionClosed():
                 self.ended = event
@@ -149,15 +191,11 @@ class RunState:
             case NodeFinished():
                 self.last_node = max(self.last_node, event.node)
             case OutcomeReached(problem):
-                stays = self.keeps == "everything" or event.status == "failed"
-                closed = self.open[problem] if stays else self.open.pop(problem)
-                self.reached[problem] = event
-                self.graded[problem] = tuple(closed.graded)
-                outcome = closed.outcome(event)
-                self.finishes[problem] = tuple(rollout.finish or "cancelled" for rollout in outcome.rollouts)
-                return outcome
-            case Graded(problem) if problem in self.reached and problem not in self.open:
-                self.graded[problem] += (event,)
+                return self._finish(event)
+            case Graded(problem) if problem in self.finished and problem not in self.open:
+                self.finished[problem] = self.finished[problem].graded([event])
+            case ProblemTimed(problem) if problem in self.finished:
+                self.finished[problem] = replace(self.finished[problem], seconds=event.ended - event.started)
             case _:
                 self._apply_inside(event)
         return None
@@ -169,7 +207,15 @@ class RunState:
 
     def is_over(self, problem: str) -> bool:
         """Whether nothing is left to do for it."""
-        return problem in self.reached and self.reached[problem].status != "failed"
+        return problem in self.finished and self.finished[problem].status != "failed"
+
+    def _finish(self, reached: OutcomeReached) -> Outcome:
+        name = reached.problem
+        stays = self.keeps == "everything" or reached.status == "failed"
+        closed = self.open[name] if stays else self.open.pop(name)
+        outcome = closed.outcome(reached)
+        self.finished[name] = closed.finished(outcome)
+        return outcome
 
     def _apply_inside(self, event: Event) -> None:
         """Events of an open problem; those of finished problems (late clean-up) and remarks change nothing."""
@@ -182,9 +228,15 @@ def _grown(rollout: Rollout, turn: Turn) -> Rollout:
     """With one more turn; `replace` would take three times as long, and there is a turn for every few lines."""
     turns = (*rollout.turns[: turn.index], turn)
     return Rollout(
-        rollout.problem, rollout.sample, rollout.prompt, turns, rollout.finish, rollout.answer, rollout.usage,
-        rollout.error,
-    )  # fmt: skip
+        rollout.problem,
+        rollout.sample,
+        rollout.prompt,
+        turns,
+        finish=rollout.finish,
+        answer=rollout.answer,
+        usage=rollout.usage,
+        error=rollout.error,
+    )
 
 
 def _finished(rollout: Rollout, event: RolloutFinished) -> Rollout:
@@ -204,7 +256,7 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
         if outcome is None:
             continue
         name = outcome.problem.id
-        del state.reached[name], state.graded[name], state.finishes[name]
+        del state.finished[name]
         failed.pop(name, None)
         if outcome.status == "failed":
             failed[name] = outcome
@@ -213,17 +265,15 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
     yield from failed.values()
 
 
-Place = tuple[str, int, int]
-"""Question, sample, turn."""
+Place = TurnKey
 
 
-def read_decisions(entries: Iterable[Entry]) -> Iterator[tuple[Place, Decided]]:
+def read_decisions(entries: Iterable[Entry]) -> Iterator[tuple[TurnKey, Decided]]:
     """Every decision in the order in which they were taken, previews that only asked for a score left out."""
     for entry in entries:
         event = entry.event
         if isinstance(event, Decided) and event.decision.action != "verify":
-            decision = event.decision
-            yield (decision.question, decision.sample, decision.turn), event
+            yield event.decision.turn_key, event
 
 
 def sample_key(role: Role, request: SampleRequest) -> str:

@@ -26,7 +26,7 @@ from atts.files import refused, storage, sync_directory
 from atts.journal.codec import Texts
 from atts.journal.events import SCHEMA, Entry, Event, SessionClosed, SessionOpened
 from atts.journal.files import AppendFile, Opener, locked, open_append, write_all
-from atts.journal.lines import LineWriter, Tail, read_entries
+from atts.journal.lines import JournalEnd, LineWriter, read_entries
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
 
 Durability = Literal["always", "interval", "close"]
@@ -62,7 +62,7 @@ class JournalOptions:
 class Journal:
     """A run directory open for writing; made by `open_journal`."""
 
-    def __init__(self, path: Path, tail: Tail, options: JournalOptions) -> None:
+    def __init__(self, path: Path, tail: JournalEnd, options: JournalOptions) -> None:
         self.path = path
         self.session = tail.session + 1
         self._options = options
@@ -249,7 +249,7 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
 
 
-def _take_up(directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None) -> Tail:
+def _take_up(directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None) -> JournalEnd:
     """Check the manifest, read what is there, cut off a torn line."""
     path = directory / JOURNAL
     stored = load_manifest(directory / MANIFEST)
@@ -257,9 +257,9 @@ def _take_up(directory: Path, manifest: Manifest, on_entry: Callable[[Entry], No
         if path.exists() and path.stat().st_size:
             raise JournalCorrupt(directory, f"there is a {JOURNAL} but no {MANIFEST}", "Restore it, or choose another")
         save_manifest(directory / MANIFEST, manifest)
-        return Tail()
+        return JournalEnd()
     manifest.check(stored, directory)
-    tails = [Tail()]
+    tails = [JournalEnd()]
     if path.exists():
         for entry in read_entries(path, tails.append):
             if on_entry is not None:

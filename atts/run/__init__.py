@@ -9,11 +9,11 @@ Call it again with the same directory and it goes on where it was, whatever ende
 from atts.run.conditions import Conditions, check_conditions, conditions_of
 from atts.run.evaluate import Keep, Session, evaluate
 from atts.run.gates import Alarm, remind
-from atts.run.merging import MERGED, Merged, Shard, merge
+from atts.run.merging import Merged, Shard, merge
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.progress import Progress, Snapshot
 from atts.run.recorder import CallBegun, ChunkWritten, Heard, Listener, Recorder, RunBegun
-from atts.run.result import INTERRUPTED, ProblemLine, RunResult, RunStatus, SampleLine, problem_line
+from atts.run.result import INTERRUPTED, RunResult, RunStatus
 from atts.run.scoring import samples, scorecard
 from atts.run.steps import Pace
 from atts.run.stopping import Signals, Stop
@@ -21,7 +21,6 @@ from atts.run.summary import Summary, summarise
 
 __all__ = [
     "INTERRUPTED",
-    "MERGED",
     "Alarm",
     "CallBegun",
     "ChunkWritten",
@@ -35,13 +34,11 @@ __all__ = [
     "Pace",
     "Pipeline",
     "Plan",
-    "ProblemLine",
     "Progress",
     "Recorder",
     "RunBegun",
     "RunResult",
     "RunStatus",
-    "SampleLine",
     "Session",
     "Shard",
     "Signals",
@@ -52,7 +49,6 @@ __all__ = [
     "conditions_of",
     "evaluate",
     "merge",
-    "problem_line",
     "remind",
     "samples",
     "scorecard",

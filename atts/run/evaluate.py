@@ -13,12 +13,13 @@ import anyio
 import anyio.to_thread
 
 from atts import tasks
-from atts.core import Finish, Outcome, Problem
+from atts.core import Outcome, Problem
 from atts.errors import DatasetError, OptionError
 from atts.graph import Graph, ProblemResult, ProblemScope
 from atts.journal import (
     Decided,
     Entry,
+    FinishedProblem,
     Graded,
     Journal,
     JournalOptions,
@@ -30,18 +31,18 @@ from atts.journal import (
     RunState,
     SessionClosed,
     Taught,
+    VerdictStatus,
     Warned,
     check_directory,
     open_journal,
 )
-from atts.journal.events import VerdictStatus
 from atts.pipelines import Context, Learning, RoundGate
 from atts.run.conditions import check_conditions
 from atts.run.gates import AlarmWatch, StepGate, StepLearningGate, StepRoundGate, remind
 from atts.run.handed import Handed
 from atts.run.plan import Grade, Plan
 from atts.run.recorder import Listener, ProblemRecord, Recorder, RunBegun
-from atts.run.result import ProblemLine, RunResult, RunStatus, problem_line
+from atts.run.result import RunResult, RunStatus
 from atts.run.steps import Keeper, StepEngine
 from atts.run.stopping import Signals, Stop, heed_signals
 
@@ -152,7 +153,7 @@ class _Run:
         )
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
         self._places: dict[str, int] = {}  # of the problems in the dataset
-        self._lines: dict[str, ProblemLine] = {}
+        self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
         self._unfinished = 0
         self._taken = 0  # problems this session had to work on
@@ -164,8 +165,8 @@ class _Run:
         self._recorder.tell(self._begun())
         if doubt and not self._state.sessions:
             self._recorder.record(Warned("conditions", doubt))
-        for name in self._state.reached:
-            self._keep(name, self._recalled_line(name))
+        for name, problem in self._state.finished.items():
+            self._keep(name, problem)
         async with tasks.background(self._end_when_asked):
             await self._graph.drive(
                 self._left(problems), self._solve, self._finished, timeout_seconds=self._plan.timeout_seconds
@@ -180,7 +181,7 @@ class _Run:
         plan, state = self._plan, self._state
         return RunBegun(
             self._manifest.problems,
-            sum(map(state.is_over, state.reached)),
+            sum(map(state.is_over, state.finished)),
             plan.policy.samples,
             state.seconds,
             plan.draft.spec.model,
@@ -217,7 +218,7 @@ class _Run:
             await stop.finished()
             self._graph.cancel("interrupted")
 
-    async def _solve(self, problem: Problem, scope: ProblemScope) -> ProblemLine:
+    async def _solve(self, problem: Problem, scope: ProblemScope) -> FinishedProblem:
         recorded = self._state.open.pop(problem.id, None)
         if recorded is None:
             self._recorder.record(ProblemStarted(problem))
@@ -227,7 +228,7 @@ class _Run:
         outcome = await self._attempt(problem, context, scope)
         if self._state.is_over(problem.id):
             # it was over before, and is only lived through again
-            return self._lines.get(problem.id) or self._recalled_line(problem.id)
+            return self._lines.get(problem.id) or self._state.finished[problem.id]
         with self._session.stop.counted(), scope.concluding(len(outcome.rollouts)):
             line = await self._conclude(outcome, record)
         if self._session.directory is None and self._session.keep == "lines":
@@ -253,7 +254,7 @@ class _Run:
         draft, target = StepEngine(plan.draft, "draft", keeper), StepEngine(plan.target, "target", keeper)
         return Context(draft, target, gate, plan.answers, plan.seed, record)
 
-    async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> ProblemLine:
+    async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:
         """Grade, record, wait until it is written; nothing is recorded before everything is known."""
         graded = await anyio.to_thread.run_sync(self._grade, outcome)
         record.finished(outcome)
@@ -261,12 +262,18 @@ class _Run:
             self._recorder.record(verdict)
         samples = tuple(rollout.sample for rollout in outcome.rollouts)
         reached = OutcomeReached(
-            outcome.problem.id, outcome.status, outcome.answer, samples, outcome.votes, outcome.why, outcome.usage
+            outcome.problem.id,
+            outcome.status,
+            outcome.answer,
+            samples,
+            votes=outcome.votes,
+            why=outcome.why,
+            usage=outcome.usage,
         )
         self._recorder.record(reached)
         await self._recorder.saved()
-        finishes: list[Finish] = [rollout.finish or "cancelled" for rollout in outcome.rollouts]
-        return problem_line(reached, finishes, graded, self._handed.of(reached.problem))
+        escalated, judged = self._handed.of(reached.problem)
+        return FinishedProblem.of(outcome, graded, judged=judged, escalated=escalated)
 
     def _grade(self, outcome: Outcome) -> list[Graded]:
         """Every rollout's answer and the problem's own, each different text once; runs in a worker thread."""
@@ -283,18 +290,14 @@ class _Run:
             graded.append(Graded(problem.id, status, sample, answer, rule))
         return graded
 
-    def _recalled_line(self, name: str) -> ProblemLine:
-        state = self._state
-        return problem_line(state.reached[name], state.finishes[name], state.graded[name], self._handed.of(name))
-
-    def _finished(self, result: ProblemResult[ProblemLine]) -> None:
+    def _finished(self, result: ProblemResult[FinishedProblem]) -> None:
         if result.error is not None:  # not the pipeline's: that one became an outcome
             raise result.error
         if result.value is not None:
             self._unfinished -= 1
             self._keep(result.problem, result.value)
 
-    def _keep(self, name: str, line: ProblemLine) -> None:
+    def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.status != "failed":  # that one goes on
             self._handed.forget(name)
         if self._session.keep == "lines":

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from atts.core import Decision
 from atts.evaluators import Estimate, share_estimate
-from atts.journal import Decided, Event, Observed
+from atts.journal import Event, judged
 from atts.run.recorder import Heard
 
 
 class Handed:
     """A listener: of each problem, how many of its judged chunks were handed over.
 
-    A gate of single chunks is told what was really done; one of whole rounds is not, so its own word counts.
+    Which chunks those are is for `atts.journal.judged` to say.
     """
 
     def __init__(self) -> None:
@@ -47,11 +44,3 @@ class Handed:
     def rate(self) -> Estimate:
         """The share of chunks, clustered by problem."""
         return share_estimate(self._counts.values())
-
-
-def judged(event: Heard) -> Iterator[tuple[Decision, bool]]:
-    """The decision about a chunk that this event settles, if any, and whether the chunk was handed over."""
-    if isinstance(event, Observed):
-        yield event.decision, event.escalated == "yes"
-    elif isinstance(event, Decided) and event.asked == "round":
-        yield event.decision, event.decision.escalate

@@ -1,4 +1,4 @@
-"""Makes one run of several: the parts of an evaluation that was sharded over processes or machines."""
+"""Merging of runs: one run directory made of the shards of an evaluation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from atts.core import Problem
-from atts.errors import FingerprintError, JournalError, OptionError, UsageError
+from atts.errors import FingerprintError, OptionError, UsageError
 from atts.files import storage, sync_directory
 from atts.journal import (
     JOURNAL,
     MANIFEST,
+    MERGED,
     SCHEMA,
     Entry,
     Event,
@@ -22,14 +23,14 @@ from atts.journal import (
     Manifest,
     NodeFinished,
     ProblemStarted,
+    RecordedRun,
     RunState,
     SessionOpened,
     Setting,
     dataset_digest,
-    load_manifest,
     locked,
     open_append,
-    read_entries,
+    open_run,
     write_all,
 )
 from atts.journal.codec import Texts
@@ -37,7 +38,7 @@ from atts.journal.lines import LineWriter
 from atts.journal.manifest import save_manifest
 from atts.journal.writer import LOCK
 
-SHARD, MERGED = "shard", "merged"
+SHARD = "shard"
 _BLOCK = 1 << 20
 
 
@@ -71,11 +72,10 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MergedPart:
     """One of the runs to merge, whose problems are all over."""
 
-    directory: Path
-    manifest: Manifest
+    run: RecordedRun
     shard: Shard | None
     problems: tuple[Problem, ...]  # in the order of its dataset
     sessions: int
@@ -87,7 +87,7 @@ class Merged:
     """Where the union is, and what it is made of."""
 
     directory: Path
-    parts: tuple[Part, ...]
+    parts: tuple[MergedPart, ...]
     problems: int
 
 
@@ -120,25 +120,23 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
     return Merged(out, tuple(parts), len(problems))
 
 
-def _part(directory: Path) -> Part:
-    manifest = load_manifest(directory / MANIFEST)
-    if manifest is None or not (directory / JOURNAL).exists():
-        raise JournalError(directory, "there is no run here", "Give directories of `atts eval --shard I/N --out ...`")
+def _part(directory: Path) -> MergedPart:
+    run = open_run(directory, "Give directories of `atts eval --shard I/N --out ...`")
     state, problems = RunState(), dict[str, Problem]()
-    for entry in read_entries(directory / JOURNAL):
+    for entry in run.entries():
         state.apply(entry)
         if isinstance(entry.event, ProblemStarted):
             problems.setdefault(entry.event.problem.id, entry.event.problem)
     left = sum(not state.is_over(name) for name in problems)
-    left += max(0, (manifest.problems or 0) - len(problems))
+    left += max(0, (run.manifest.problems or 0) - len(problems))
     if left:
         raise UsageError(f"{directory}: {left} problems are left to do; run its command again to its end, then merge")
-    named = manifest.configuration.get(SHARD)
-    shard = None if named is None else Shard.parse(str(named.value))
-    return Part(directory, manifest, shard, tuple(problems.values()), state.sessions, state.last_node)
+    named = run.setting(SHARD)
+    shard = None if named is None else Shard.parse(str(named))
+    return MergedPart(run, shard, tuple(problems.values()), state.sessions, state.last_node)
 
 
-def _ordered(parts: list[Part]) -> list[Part]:
+def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
     """Shards by their numbers, all of them there; other runs as given."""
     shards = [part.shard for part in parts if part.shard is not None]
     if not shards:
@@ -155,15 +153,15 @@ def _ordered(parts: list[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: part.shard.number if part.shard is not None else 0)
 
 
-def _named(part: Part) -> str:
-    return f"{part.directory} ({f'shard {part.shard}' if part.shard else 'no shard'})"
+def _named(part: MergedPart) -> str:
+    return f"{part.run.directory} ({f'shard {part.shard}' if part.shard else 'no shard'})"
 
 
-def _check_same(first: Part, other: Part) -> None:
+def _check_same(first: MergedPart, other: MergedPart) -> None:
     try:
-        _neutral(other.manifest).check(_neutral(first.manifest), first.directory)
+        _neutral(other.run.manifest).check(_neutral(first.run.manifest), first.run.directory)
     except FingerprintError as error:
-        what = f"the run in {other.directory}, beside that in {first.directory},"
+        what = f"the run in {other.run.directory}, beside that in {first.run.directory},"
         raise FingerprintError(what, error.differences, "Merge runs of one configuration only") from None
 
 
@@ -173,7 +171,7 @@ def _neutral(manifest: Manifest) -> Manifest:
     return replace(manifest, dataset="", configuration=configuration)
 
 
-def _interleaved(parts: Sequence[Part]) -> list[Problem]:
+def _interleaved(parts: Sequence[MergedPart]) -> list[Problem]:
     """As they stood in the dataset before it was sharded."""
     if parts[0].shard is None:
         return [problem for part in parts for problem in part.problems]
@@ -181,19 +179,19 @@ def _interleaved(parts: Sequence[Part]) -> list[Problem]:
     return [part.problems[place] for place in range(longest) for part in parts if place < len(part.problems)]
 
 
-def _manifest(parts: Sequence[Part], problems: Sequence[Problem]) -> Manifest:
-    merged: list[Mapping[str, Json]] = [{"run": str(part.directory), "sessions": part.sessions} for part in parts]
-    first = _neutral(parts[0].manifest)
+def _manifest(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Manifest:
+    merged: list[Mapping[str, Json]] = [{"run": str(part.run.directory), "sessions": part.sessions} for part in parts]
+    first = _neutral(parts[0].run.manifest)
     return replace(
         first,
         dataset=dataset_digest(problems),
         problems=len(problems),
         configuration={**first.configuration, MERGED: Setting(merged, "atts merge")},
-        created=min(part.manifest.created for part in parts),
+        created=min(part.run.manifest.created for part in parts),
     )
 
 
-def _write(parts: Sequence[Part], problems: Sequence[Problem], out: Path) -> None:
+def _write(parts: Sequence[MergedPart], problems: Sequence[Problem], out: Path) -> None:
     writer = LineWriter(0, Texts())
     with storage(out / JOURNAL):
         file = open_append(out / JOURNAL)
@@ -213,11 +211,11 @@ def _write(parts: Sequence[Part], problems: Sequence[Problem], out: Path) -> Non
         sync_directory(out)
 
 
-def _entries(parts: Sequence[Part], problems: Sequence[Problem]) -> Iterator[Entry]:
+def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterator[Entry]:
     """Everything every part says, one after the other; all problems are started first, in the order of the dataset."""
     sessions = nodes = 0
     for part in parts:
-        for entry in read_entries(part.directory / JOURNAL):
+        for entry in part.run.entries():
             event = entry.event
             if isinstance(event, ProblemStarted):
                 continue

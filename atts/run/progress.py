@@ -24,8 +24,9 @@ from atts.journal import (
     Scored,
     TurnFinished,
     Warned,
+    judged,
 )
-from atts.run.handed import Handed, judged
+from atts.run.handed import Handed
 from atts.run.recorder import CallBegun, Heard, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]

@@ -1,17 +1,16 @@
-"""What a run came to: one line per problem, and the way to the whole story."""
+"""The result of a run: its finished problems in brief, and the way to their whole rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Literal
 
-from atts.core import Finish, Outcome, Usage, is_censored
-from atts.journal import FACTS, JOURNAL, Graded, Manifest, OutcomeReached, read_entries, read_outcomes
-from atts.journal.events import OutcomeStatus, VerdictStatus
+from atts.core import Outcome, Usage
+from atts.journal import FinishedProblem, Manifest, open_run
 
 RunStatus = Literal["finished", "interrupted", "stopped"]
 """Every problem is over; asked to end before that; out of time before that."""
@@ -19,76 +18,11 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
-class SampleLine:
-    """One rollout in brief."""
-
-    sample: int
-    finish: Finish
-    answer: str | None = None
-    verdict: VerdictStatus | None = None  # None: nobody graded it
-    rule: str = ""
-
-    @property
-    def is_censored(self) -> bool:
-        """Nobody knows what it would have answered."""
-        return is_censored(self.answer, self.finish)
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemLine:
-    """One problem in brief: how it ended, what was answered, what that was worth and cost."""
-
-    problem: str
-    status: OutcomeStatus
-    answer: str | None
-    verdict: VerdictStatus | None  # None: nobody graded it
-    rule: str
-    samples: tuple[SampleLine, ...]
-    votes: Mapping[str, float]
-    usage: Usage
-    why: str = ""
-    judged: int = 0  # chunks, also those of rollouts that were cut
-    handed: int = 0  # of them, to the target
-
-
-def problem_line(
-    reached: OutcomeReached, finishes: Sequence[Finish], graded: Sequence[Graded], handed: tuple[int, int]
-) -> ProblemLine:
-    """From what the journal says of a finished problem; of several verdicts the last counts.
-
-    `handed` is how many chunks went to the target, of how many that were judged.
-    """
-    of = {event.sample: event for event in graded}
-    whole = of.get(None)
-    return ProblemLine(
-        reached.problem,
-        reached.status,
-        reached.answer,
-        whole.status if whole else None,
-        whole.rule if whole else "",
-        tuple(
-            _sample(sample, finish, of.get(sample)) for sample, finish in zip(reached.samples, finishes, strict=True)
-        ),
-        reached.votes,
-        reached.usage,
-        reached.why,
-        handed[1],
-        handed[0],
-    )
-
-
-def _sample(sample: int, finish: Finish, graded: Graded | None) -> SampleLine:
-    if graded is None:
-        return SampleLine(sample, finish)
-    return SampleLine(sample, finish, graded.answer, graded.status, graded.rule)
-
-
-@dataclass(frozen=True, slots=True)
 class RunResult:
     """A run as it stands; `problems` are the finished ones, in the order of the dataset."""
 
     status: RunStatus
-    problems: tuple[ProblemLine, ...]
+    problems: tuple[FinishedProblem, ...]
     manifest: Manifest
     seconds: float  # by the run's clock, all sessions together
     sessions: int = 1
@@ -99,7 +33,7 @@ class RunResult:
     @property
     def usage(self) -> Usage:
         """What all finished problems cost."""
-        return reduce(add, (line.usage for line in self.problems), Usage())
+        return reduce(add, (problem.usage for problem in self.problems), Usage())
 
     @property
     def exit_code(self) -> int:
@@ -114,4 +48,4 @@ class RunResult:
         if self.directory is None:
             yield from self.kept
         else:
-            yield from read_outcomes(read_entries(self.directory / JOURNAL, kinds=FACTS))
+            yield from open_run(self.directory).outcomes()

@@ -1,22 +1,22 @@
-"""What a run came to in a handful of numbers, each with its interval: accuracy, rate, tokens."""
+"""The summary of a run: accuracy, escalation rate and tokens, each rate with its interval."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import reduce
-from operator import add
 from typing import Any
 
 from atts.core import Usage
 from atts.evaluators import Estimate, mean_estimate, share_estimate
-from atts.run.result import ProblemLine, RunResult
+from atts.journal import FinishedProblem
+from atts.run.result import RunResult
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The numbers of a run; accuracies are undefined where nothing was graded.
 
-    `rate` is the share of judged chunks that were handed over; `answers` the accuracy of the vote.
+    `rate` is the share of judged chunks that the target continued; `answers` the accuracy of the vote.
     """
 
     problems: int
@@ -42,28 +42,24 @@ class Summary:
 
 
 def summarise(result: RunResult) -> Summary:
-    """Add up the lines of a run's problems."""
-    graded = [line for line in result.problems if line.verdict is not None]
+    """Add up a run's problems."""
+    problems = result.problems
+    graded = [one for one in problems if one.verdict is not None]
     return Summary(
-        len(result.problems),
-        sum(len(line.samples) for line in result.problems),
-        mean_estimate([float(line.verdict == "correct") for line in graded], len(graded)),
-        _of_samples(graded),
-        share_estimate((line.handed, line.judged) for line in result.problems),
-        reduce(add, (line.usage for line in result.problems), Usage()),
-        result.seconds,
-        sum(line.status == "failed" for line in result.problems),
-        sum(line.status == "unanswered" for line in result.problems),
+        problems=len(problems),
+        samples=sum(len(one.samples) for one in problems),
+        answers=mean_estimate([float(one.is_correct) for one in graded], len(graded)),
+        samples_right=_of_samples(graded),
+        rate=share_estimate((one.escalated, one.judged) for one in problems),
+        usage=result.usage,
+        seconds=result.seconds,
+        failed=sum(one.status == "failed" for one in problems),
+        unanswered=sum(one.status == "unanswered" for one in problems),
     )
 
 
-def _of_samples(graded: list[ProblemLine]) -> Estimate:
+def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
     """The mean over problems of the share of right rollouts among those that ran to their end."""
-    shares: list[float] = []
-    count = 0
-    for line in graded:
-        verdicts = [sample.verdict for sample in line.samples if sample.verdict and not sample.is_censored]
-        count += len(verdicts)
-        if verdicts:
-            shares.append(sum(verdict == "correct" for verdict in verdicts) / len(verdicts))
-    return mean_estimate(shares, count)
+    verdicts = [[one.verdict for one in problem.complete_samples if one.verdict] for problem in graded]
+    shares = [sum(verdict == "correct" for verdict in found) / len(found) for found in verdicts if found]
+    return mean_estimate(shares, sum(map(len, verdicts)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -52,6 +52,60 @@ class Samples:
                 raise OptionError(name, f"{self.problem} has {len(held)} {name} for {len(self.correct)} samples")
         if unknown := [status for status in self.statuses if status not in get_args(SampleStatus)]:
             raise OptionError("status", f"{unknown[0]!r} is not a status", get_args(SampleStatus))
+
+
+class GradedSample(Protocol):
+    """A sample that ran to its end, as `samples_of` takes it."""
+
+    @property
+    def answer(self) -> str | None:
+        """Its answer, None without one."""
+        ...
+
+    @property
+    def finish(self) -> str:
+        """Why it ended."""
+        ...
+
+    @property
+    def verdict(self) -> str | None:
+        """ "correct", "wrong" or "unscored"; None: it was not graded."""
+        ...
+
+    @property
+    def rule(self) -> str:
+        """What the grader went by."""
+        ...
+
+
+def samples_of(
+    problem: str, samples: Sequence[GradedSample], group: Callable[[Sequence[str]], Sequence[int]]
+) -> Samples | None:
+    """One problem's samples for `score`; None where there are none, or one of them was not graded.
+
+    `group` gives each of some texts the class of its equals; every different text is compared once.
+    """
+    if not samples or any(one.verdict is None for one in samples):
+        return None
+    return Samples(
+        problem,
+        tuple(None if one.verdict == "unscored" else one.verdict == "correct" for one in samples),
+        answer_classes([one.answer for one in samples], group),
+        tuple(status_of(one.answer, one.finish, one.verdict, one.rule) for one in samples),
+    )
+
+
+def answer_classes(
+    answers: Sequence[str | None], group: Callable[[Sequence[str]], Sequence[int]]
+) -> tuple[int | None, ...]:
+    """A class per answer, None where there is none; each different text is compared once.
+
+    >>> answer_classes(["7", None, "8", "7"], lambda texts: range(len(texts)))
+    (0, None, 1, 0)
+    """
+    texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
+    classes = dict(zip(texts, group(texts), strict=True))
+    return tuple(None if answer is None else classes[answer] for answer in answers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Any
 from atts.api import answers_for
 from atts.core import Role, Usage
 from atts.evaluators import Dataset, Estimate, Samples, compare_runs, score, share_estimate
-from atts.run import ProblemLine, RunResult, samples
+from atts.journal import FinishedProblem
+from atts.run import RunResult, samples
 from scripts.studies.harness import Cell, Spread, Table
 from scripts.studies.pairs import Pair, Published
 
@@ -57,7 +58,7 @@ class Measured:
         """The share of judged chunks that went to the target."""
         handed, asked = Counter[str](), Counter[str]()
         for line in (line for run in self.runs for line in run.problems):
-            handed[line.problem] += line.handed
+            handed[line.problem] += line.escalated
             asked[line.problem] += line.judged
         return share_estimate((handed[problem], count) for problem, count in asked.items())
 
@@ -197,7 +198,7 @@ def _arm_json(one: Measured, alone: Measured | None) -> dict[str, Any]:
     }
 
 
-def _joined(lines: tuple[ProblemLine, ...]) -> ProblemLine:
+def _joined(lines: tuple[FinishedProblem, ...]) -> FinishedProblem:
     return replace(lines[0], samples=tuple(chain.from_iterable(line.samples for line in lines)))
 
 

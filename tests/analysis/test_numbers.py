@@ -27,7 +27,16 @@ from atts.calibration import Calibrator
 from atts.core import Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn
 from atts.errors import JournalError, OptionError, UsageError
 from atts.graph import Node
-from atts.journal import JOURNAL, Decided, JournalOptions, Observed, load_manifest, open_journal, read_entries
+from atts.journal import (
+    JOURNAL,
+    Decided,
+    FinishedProblem,
+    JournalOptions,
+    Observed,
+    load_manifest,
+    open_journal,
+    read_entries,
+)
 from atts.testing import toy_problems
 
 
@@ -226,7 +235,8 @@ def test_short_texts_are_whole_and_long_ones_say_what_is_missing(text: str, limi
 def test_pages_come_back_and_hold_no_markup(text: str) -> None:
     """Whatever a model wrote, its page is letters, digits, + / and =."""
     pages = Pages(1 << 20, 1)
-    pages.add(_outcome(text), {}, ())
+    outcome = _outcome(text)
+    pages.add(outcome, {}, FinishedProblem.of(outcome))
     packed = pages["p"]
     assert not set(packed) - set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
     written = unpack(packed)["rollouts"][0]["turns"][0]["chunks"][0][2]
@@ -238,7 +248,8 @@ def test_pages_keep_to_their_budget() -> None:
     noise = "".join(map(chr, Random(0).choices(range(33, 123), k=60_000)))
     pages = Pages(100 * 2000, 100)
     for number in range(100):
-        pages.add(_outcome(noise, str(number)), {}, ())
+        outcome = _outcome(noise, str(number))
+        pages.add(outcome, {}, FinishedProblem.of(outcome))
     assert pages.size <= 200_000
     assert (pages.shortened, pages.limit < 4000) == (100, True)
     assert unpack(pages["7"])["rollouts"][0]["turns"][0]["p"] == 0.25

@@ -15,10 +15,10 @@ from atts.journal import (
     FACTS,
     SCHEMA,
     Event,
+    JournalEnd,
     OutcomeReached,
     Sampled,
     SessionOpened,
-    Tail,
     TurnFinished,
     Warned,
     read_entries,
@@ -44,9 +44,9 @@ def chunk_of(event: Event) -> Completion:
     return Completion(chunk.draft_ids, chunk.text, chunk.ended, chunk.logprobs)
 
 
-def read(path: Path) -> tuple[list[Event], Tail]:
+def read(path: Path) -> tuple[list[Event], JournalEnd]:
     """Events after the session's opening, and where reading ended."""
-    tails: list[Tail] = []
+    tails: list[JournalEnd] = []
     events = [entry.event for entry in read_entries(path, tails.append)]
     return events[1:], tails[0]
 
@@ -58,7 +58,7 @@ def test_reading_gives_what_was_written(tmp_path: Path, story: list[Event]) -> N
     assert [entry.event for entry in entries] == [OPENED, *story]
     assert [entry.at for entry in entries] == [0.5 * place for place in range(len(entries))]
     assert {entry.session for entry in entries} == {1}
-    assert read(tmp_path / "j")[1] == Tail(len(lines), 1, sum(map(len, lines)))
+    assert read(tmp_path / "j")[1] == JournalEnd(len(lines), 1, sum(map(len, lines)))
 
 
 def test_long_texts_are_stored_once(tmp_path: Path, story: list[Event]) -> None:
@@ -76,12 +76,12 @@ def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
 def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event]) -> None:
     """In their places, with their texts, even where what is not wanted brought those; the tail is the same."""
     lines = write(tmp_path / "j", [Sampled("p0", "k", chunk_of(story[2]), "draft"), *story])
-    everything, tails = list(read_entries(tmp_path / "j")), list[Tail]()
+    everything, tails = list(read_entries(tmp_path / "j")), list[JournalEnd]()
     for kinds in ((TurnFinished,), (OutcomeReached, SessionOpened), (Sampled,), FACTS):
         found = list(read_entries(tmp_path / "j", tails.append, kinds))
         wanted = (*kinds, SessionOpened)  # sessions are always told of
         assert found == [entry for entry in everything if isinstance(entry.event, wanted)]
-        assert tails[-1] == Tail(len(lines), 1, sum(map(len, lines)))
+        assert tails[-1] == JournalEnd(len(lines), 1, sum(map(len, lines)))
 
 
 def test_what_is_not_wanted_keeps_texts_alive(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event
     before = b"".join(write(tmp_path / "j", story))
     for rubbish in (b"\x00" * 500, b"\x00" * 500 + b"\n", b"{}\n", b"\n"):
         (tmp_path / "j").write_bytes(before + rubbish)
-        assert read(tmp_path / "j") == (story, Tail(len(before.splitlines()), 1, len(before)))
+        assert read(tmp_path / "j") == (story, JournalEnd(len(before.splitlines()), 1, len(before)))
 
 
 @pytest.mark.parametrize(

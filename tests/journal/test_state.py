@@ -66,8 +66,9 @@ def test_a_finished_problem_lets_go_of_its_steps(story: list[Event]) -> None:
     for entry in entries([*story[:-1], graded[0], story[-1], graded[1], Scored("p0", "late", Scores((-1.0,)))]):
         state.apply(entry)
     assert not state.open
-    assert state.reached["p0"].answer == "4"
-    assert state.graded["p0"] == tuple(graded)
+    assert state.finished["p0"].answer == "4"
+    assert state.finished["p0"].verdict == "wrong"
+    assert [(one.sample, one.verdict) for one in state.finished["p0"].samples] == [(1, None), (0, "correct")]
 
 
 DONE = Completion((1,), "x", "end", (0.0,))

@@ -22,6 +22,8 @@ from atts.graph import Policy as Retries
 from atts.journal import (
     Drifted,
     Event,
+    FinishedProblem,
+    FinishedSample,
     Graded,
     NodeFinished,
     OutcomeReached,
@@ -40,10 +42,8 @@ from atts.run import (
     CallBegun,
     ChunkWritten,
     Heard,
-    ProblemLine,
     RunBegun,
     RunResult,
-    SampleLine,
     Stop,
     evaluate,
     samples,
@@ -362,18 +362,18 @@ def test_the_scorecard(world: Any) -> None:
     assert card.estimates["pass@1"].value == pytest.approx(share)
     assert (card.coverage.problems, card.coverage.samples) == (5, 20)
     assert "maj@4" in card.estimates
-    settled = ProblemLine(
+    settled = FinishedProblem(
         "p",
         "answered",
         "1",
         "correct",
         "",
         (
-            SampleLine(0, "answer", "1", "correct"),
-            SampleLine(1, "settled", None, "wrong"),
-            SampleLine(2, "turns", None, "wrong"),
-            SampleLine(3, "end", None, "wrong"),
-            SampleLine(4, "answer", "x", "unscored", "timeout"),
+            FinishedSample(0, "answer", "1", "correct"),
+            FinishedSample(1, "settled", None, "wrong"),
+            FinishedSample(2, "turns", None, "wrong"),
+            FinishedSample(3, "end", None, "wrong"),
+            FinishedSample(4, "answer", "x", "unscored", "timeout"),
         ),
         {},
         result.usage,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from atts.journal import (
     JOURNAL,
     MANIFEST,
     Decided,
-    Graded,
+    FinishedProblem,
     Manifest,
     NodeFinished,
     Place,
@@ -116,7 +116,7 @@ def read_record(directory: Path) -> Record:
             record.order.append(place)
             record.told[place] = event.features
     for outcome in record.outcomes:
-        _take(record, outcome, state.graded.get(outcome.problem.id, ()), seconds)
+        _take(record, outcome, state.finished[outcome.problem.id], seconds)
     if not record.cases:
         raise UsageError(
             f"{directory}: no problem is over and graded, so there is nothing to plan from; run some first"
@@ -124,12 +124,12 @@ def read_record(directory: Path) -> Record:
     return record
 
 
-def _take(record: Record, outcome: Outcome, graded: Sequence[Graded], seconds: Mapping[Place, float]) -> None:
+def _take(record: Record, outcome: Outcome, brief: FinishedProblem, seconds: Mapping[Place, float]) -> None:
     """A problem with at least one rollout that ran to its end."""
-    verdicts = {verdict.sample: verdict.status for verdict in graded}
+    verdicts = {one.sample: one.verdict for one in brief.samples}
     usage = outcome.usage
     record.written = (record.written[0] + usage.draft_tokens, record.written[1] + usage.target_tokens)
-    if None not in verdicts:
+    if brief.verdict is None:
         return
     ended = [rollout for rollout in outcome.rollouts if not is_censored(rollout.answer, rollout.finish)]
     record.spared += len(outcome.rollouts) - len(ended)
@@ -147,7 +147,7 @@ def _take(record: Record, outcome: Outcome, graded: Sequence[Graded], seconds: M
         for rollout in ended
     ]
     if lines:
-        record.cases.append(Case(outcome.problem.id, tuple(lines), float(verdicts[None] == "correct")))
+        record.cases.append(Case(outcome.problem.id, tuple(lines), float(brief.is_correct)))
 
 
 def _step(turn: Turn, seconds: float) -> Step:

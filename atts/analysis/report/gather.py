@@ -24,7 +24,7 @@ from atts.journal import (
     Drifted,
     Entry,
     Event,
-    Graded,
+    FinishedProblem,
     Manifest,
     NodeFinished,
     Observed,
@@ -197,14 +197,14 @@ class _Reading:
         found, state = self._evidence, self._state
         found.ended, found.seconds = state.ended, self._clock.seconds
         found.solved = {
-            name: replace(_graded(found.solved[name], state.graded[name]), seconds=self._seconds.get(name))
+            name: replace(_graded(found.solved[name], state.finished[name]), seconds=self._seconds.get(name))
             for name in found.started
             if name in found.solved
         }
         return found
 
     def _solved(self, outcome: Outcome) -> None:
-        graded = self._state.graded[outcome.problem.id]
+        brief = self._state.finished[outcome.problem.id]
         votes = list(outcome.votes.values())
         solved = Solved(
             outcome.problem,
@@ -217,8 +217,8 @@ class _Reading:
             "",
             tuple(_sample(rollout, outcome.problem) for rollout in outcome.rollouts),
         )
-        self._evidence.solved[outcome.problem.id] = solved = _graded(solved, graded)
-        self._evidence.pages.add(outcome, {line.sample: line.flags for line in solved.samples}, graded)
+        self._evidence.solved[outcome.problem.id] = solved = _graded(solved, brief)
+        self._evidence.pages.add(outcome, {line.sample: line.flags for line in solved.samples}, brief)
 
 
 def _first_sessions(manifest: Manifest) -> Iterator[int]:
@@ -231,14 +231,12 @@ def _first_sessions(manifest: Manifest) -> Iterator[int]:
         yield session
 
 
-def _graded(solved: Solved, graded: Iterable[Graded]) -> Solved:
-    of = {verdict.sample: verdict for verdict in graded}
+def _graded(solved: Solved, brief: FinishedProblem) -> Solved:
     samples = tuple(
-        replace(line, verdict=of[line.sample].status, rule=of[line.sample].rule) if line.sample in of else line
-        for line in solved.samples
+        replace(line, verdict=one.verdict, rule=one.rule)
+        for line, one in zip(solved.samples, brief.samples, strict=True)
     )
-    whole = of.get(None)
-    return replace(solved, samples=samples, verdict=whole.status if whole else None, rule=whole.rule if whole else "")
+    return replace(solved, samples=samples, verdict=brief.verdict, rule=brief.rule)
 
 
 def _sample(rollout: Rollout, problem: Problem) -> Sample:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from atts.analysis.report.strict import strict
-from atts.core import Chunk, Outcome, Rollout, Turn, is_censored
-from atts.journal import Graded
+from atts.core import Chunk, Outcome, Rollout, Turn
+from atts.journal import FinishedProblem, FinishedSample
 
 _LIMITS = (4000, 1500, 600, 240, 80, 0)  # characters of a chunk that are kept, the more the better
 _FEWEST = 40  # problems a budget is shared by when nobody knows how many there will be
@@ -26,14 +26,13 @@ class Pages:
         self.shortened = 0  # pages whose texts were cut to fit
         self.limit = _LIMITS[0]  # the shortest cut so far, in characters per chunk; set where something was cut
 
-    def add(self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], graded: Iterable[Graded]) -> None:
+    def add(self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem) -> None:
         """Keep this problem's story, as whole as its share of the budget allows."""
-        verdicts = {verdict.sample: verdict for verdict in graded}
         turns = (turn for line in outcome.rollouts for turn in line.turns)
         longest = max((len(chunk.text) for turn in turns for chunk in (*turn.chunks, *turn.discarded)), default=0)
         packed, limit = "", longest
         for limit in (longest, *(limit for limit in _LIMITS if limit < longest)):
-            packed = pack(_story(outcome, flags, verdicts, limit))
+            packed = pack(_story(outcome, flags, brief, limit))
             if len(packed) <= self._each:
                 break
         if limit < longest:
@@ -72,9 +71,9 @@ def unpack(packed: str) -> Any:
 
 
 def _story(
-    outcome: Outcome, flags: Mapping[int, tuple[str, ...]], verdicts: Mapping[int | None, Graded], limit: int
+    outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem, limit: int
 ) -> dict[str, Any]:
-    problem, whole = outcome.problem, verdicts.get(None)
+    problem = outcome.problem
     return {
         "id": problem.id,
         "text": short(problem.text, max(limit, 600)),
@@ -82,22 +81,21 @@ def _story(
         "answer": outcome.answer,
         "status": outcome.status,
         "why": outcome.why,
-        "verdict": whole.status if whole else None,
-        "rule": whole.rule if whole else "",
+        "verdict": brief.verdict,
+        "rule": brief.rule,
         "votes": [[short(answer, 200), weight] for answer, weight in outcome.votes.items()],
-        "rollouts": [_rollout(line, flags.get(line.sample, ()), verdicts.get(line.sample), limit)
-                     for line in outcome.rollouts],
+        "rollouts": [_rollout(line, flags.get(line.sample, ()), one, limit)
+                     for line, one in zip(outcome.rollouts, brief.samples, strict=True)],
     }  # fmt: skip
 
 
-def _rollout(rollout: Rollout, flags: tuple[str, ...], verdict: Graded | None, limit: int) -> dict[str, Any]:
+def _rollout(rollout: Rollout, flags: tuple[str, ...], brief: FinishedSample, limit: int) -> dict[str, Any]:
     return {
         "n": rollout.sample,
         "finish": rollout.finish or "cancelled",
         "answer": rollout.answer,
-        # nobody knows what a rollout that was spared would have answered: its verdict is no word about it
-        "verdict": verdict.status if verdict and not is_censored(rollout.answer, rollout.finish) else None,
-        "rule": verdict.rule if verdict else "",
+        "verdict": None if brief.is_censored else brief.verdict,  # what it would have answered is unknown
+        "rule": brief.rule,
         "error": rollout.error,
         "flags": flags,
         "draft": rollout.usage.draft_tokens,

@@ -1,0 +1,112 @@
+"""The one reader of run directories: what it says of recorded runs, and how it refuses what is none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from atts.core import Outcome, Problem, Prompt, Rollout
+from atts.errors import JournalCorrupt, JournalError, JournalVersion
+from atts.journal import (
+    MANIFEST,
+    SCHEMA,
+    Entry,
+    FinishedProblem,
+    Graded,
+    NodeFinished,
+    RunState,
+    SessionOpened,
+    open_run,
+)
+
+RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
+KINDS = ("finished", "rounds", "ordinal", "shard1", "merged", "killed", "interrupted", "failed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_problems_in_brief_are_the_outcomes(kind: str) -> None:
+    """Brief and whole say the same of every problem; verdicts, costs and times are there."""
+    run = open_run(RUNS / kind)
+    problems, outcomes = run.problems(), {outcome.problem.id: outcome for outcome in run.outcomes()}
+    assert problems.keys() == outcomes.keys()
+    for name, problem in problems.items():
+        plain = replace(problem, verdict=None, rule="", judged=0, escalated=0, seconds=None)
+        bare = replace(plain, samples=tuple(replace(one, verdict=None, rule="") for one in plain.samples))
+        assert bare == FinishedProblem.of(outcomes[name])
+        assert problem.status == "failed" or problem.seconds is not None
+        assert None not in (problem.verdict, *(one.verdict for one in problem.samples))
+
+
+def test_judged_chunks_are_counted() -> None:
+    """Every decision that was carried out, and how many of them the target continued."""
+    for kind in ("finished", "rounds"):
+        run = open_run(RUNS / kind)
+        decisions = [event.decision for event in run.decisions()]
+        problems = run.problems().values()
+        assert sum(problem.judged for problem in problems) == len(decisions)
+        assert sum(problem.escalated for problem in problems) == sum(decision.escalate for decision in decisions)
+
+
+def test_nodes_are_on_one_clock() -> None:
+    """Times of a later session follow those of an earlier one; what was recalled is left out."""
+    run = open_run(RUNS / "merged")
+    nodes = list(run.nodes())
+    assert {node.source for node in nodes} == {"live"}
+    assert max(node.ended for node in nodes) == pytest.approx(run.state((NodeFinished,)).seconds, abs=0.01)
+    (second,) = run.part_starts
+    assert second == 1 + open_run(RUNS / "shard1").state().sessions
+    assert not open_run(RUNS / "shard1").part_starts
+
+
+def test_settings_are_found_by_name() -> None:
+    """Values of the configuration; None for what the run does not have."""
+    run = open_run(RUNS / "finished")
+    assert run.setting("method") == "atts"
+    assert run.setting("nothing of the kind") is None
+    assert run.policy["samples"] >= 2
+
+
+def test_sessions_without_a_last_word_are_counted() -> None:
+    """The last session is not: the file does not tell whether it was killed or still runs."""
+    state = RunState()
+    opened = SessionOpened(SCHEMA, 1, "", 1)
+    for session in (1, 2, 3):
+        state.apply(Entry(0, session, 0.0, 0.0, replace(opened, session=session)))
+    assert (state.killed, state.ended) == (2, None)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    """No directory, an empty one, one without a journal, one without a manifest: one sentence, one exit code."""
+    for name, files in (("none", ()), ("empty", ()), ("bare", (MANIFEST,)), ("headless", ("journal.jsonl",))):
+        if name != "none":
+            (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_bytes((RUNS / "finished" / file).read_bytes())
+        with pytest.raises(JournalError, match="there is no run here. Look elsewhere") as caught:
+            open_run(tmp_path / name, "Look elsewhere")
+        assert caught.value.exit_code == 4
+
+
+def test_damaged_and_newer_runs_are_refused(tmp_path: Path) -> None:
+    """By what their manifests say, before any line is read."""
+    for text, error in (("{", JournalCorrupt), (json.dumps({"schema": SCHEMA + 1}), JournalVersion)):
+        (tmp_path / MANIFEST).write_text(text)
+        with pytest.raises(error):
+            open_run(tmp_path)
+
+
+def test_the_last_verdict_counts() -> None:
+    """Of several on one answer; agreement is the winner's share of the votes."""
+    rollouts = (
+        Rollout("p", 0, Prompt((), ()), finish="answer", answer="4"),
+        Rollout("p", 1, Prompt((), ()), finish="settled"),
+    )
+    outcome = Outcome(Problem("p", "2+2?"), rollouts, "4", votes={"4": 3.0, "5": 1.0})
+    found = FinishedProblem.of(outcome, [Graded("p", "wrong"), Graded("p", "correct"), Graded("p", "correct", 0)])
+    assert (found.is_correct, found.agreement) == (True, 0.75)
+    assert [one.sample for one in found.complete_samples] == [0]
+    assert found.as_json()["samples"][0]["verdict"] == "correct"
+    assert "seconds" not in found.as_json()

@@ -13,7 +13,7 @@
 from atts.calibration.budget import GroupBudget, TokenBucket, capped
 from atts.calibration.certificate import Candidate, Certificate, certify
 from atts.calibration.drift import DriftEvent, DriftMonitor, Policy
-from atts.calibration.health import Health, examine
+from atts.calibration.health import Health, examine, first_alarm
 from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
@@ -24,8 +24,10 @@ from atts.calibration.ranks import Ranks
 from atts.calibration.rates import rate_of
 from atts.calibration.replay import Replay, replay
 from atts.calibration.risk import lost_answers
-from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale
-from atts.calibration.stored import StoredScores, read_scores
+from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named
+from atts.calibration.state import write_state
+from atts.calibration.stored import StoredScores, check_fingerprint, parse_lines, read_scores
+from atts.calibration.verdict import judge_rate
 
 __all__ = [
     "Calibrator",
@@ -55,13 +57,19 @@ __all__ = [
     "Tuning",
     "capped",
     "certify",
+    "check_fingerprint",
     "examine",
     "feature_row",
+    "first_alarm",
     "fit_ordinal",
+    "judge_rate",
     "lost_answers",
+    "parse_lines",
     "rank_class",
     "rate_metrics",
     "rate_of",
     "read_scores",
     "replay",
+    "scale_named",
+    "write_state",
 ]

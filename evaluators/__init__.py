@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from atts.evaluators.answers.extraction import extract as extract
     from atts.evaluators.answers.extraction import extraction as extraction
     from atts.evaluators.datasets.columns import Columns as Columns
+    from atts.evaluators.datasets.hub import cached_snapshot as cached_snapshot
     from atts.evaluators.datasets.loading import Dataset as Dataset
     from atts.evaluators.datasets.loading import LoadOptions as LoadOptions
     from atts.evaluators.datasets.loading import digest as digest
@@ -109,6 +110,7 @@ __all__ = [
     "avg_at_n",
     "bayesian_estimate",
     "benchmark_estimate",
+    "cached_snapshot",
     "compare_runs",
     "cost",
     "count",
@@ -149,6 +151,7 @@ __all__ = [
 _NAMES = {
     "answers.extraction": "Extraction Extractor extract extraction",
     "datasets.columns": "Columns",
+    "datasets.hub": "cached_snapshot",
     "datasets.loading": "Dataset LoadOptions digest load_dataset overlap",
     "datasets.rows": "json_lines",
     "datasets.selection": "Selection select",

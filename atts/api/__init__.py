@@ -2,10 +2,10 @@
 
 from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, scores_of
 from atts.api.comparing import compare
-from atts.api.config import Configuration, Job, configure
+from atts.api.config import Configuration, Job, configure, keys
 from atts.api.engines import SCHEMES, build_engine
+from atts.api.estimate import DryRun, Tokens, dry_run
 from atts.api.evaluation import evaluate, evaluate_sync, solve, solve_sync
-from atts.api.forecasting import Forecast, forecast
 from atts.api.planning import plan
 from atts.api.replaying import Replay, replay
 from atts.api.reporting import report, trace
@@ -15,10 +15,11 @@ from atts.api.uniting import merge
 __all__ = [
     "SCHEMES",
     "Configuration",
-    "Forecast",
+    "DryRun",
     "Job",
     "Replay",
     "Setup",
+    "Tokens",
     "answers_for",
     "build_engine",
     "calibrate",
@@ -26,9 +27,10 @@ __all__ = [
     "calibrator_of",
     "compare",
     "configure",
+    "dry_run",
     "evaluate",
     "evaluate_sync",
-    "forecast",
+    "keys",
     "load_problems",
     "merge",
     "plan",

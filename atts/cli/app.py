@@ -1,4 +1,4 @@
-"""Builds the command tree, importing only the command that was asked for."""
+"""The entry point of the command line: parsing, exit codes, and only the asked command's module imported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from atts.cli.registry import COMMANDS
-from atts.cli.saying import warnings_said
-from atts.cli.visible import visible
+from atts.cli.terminal import sanitized, warnings_on_stderr
 from atts.errors import ATTSError
 
 EXIT_CODES: dict[int, str] = {
@@ -34,18 +33,18 @@ INTERRUPTED, CLOSED_PIPE, DISK = 130, 141, 4
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; errors become one message on stderr and their documented exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    _say_anything()
+    _never_fail_to_encode()
     try:
-        with warnings_said():
+        with warnings_on_stderr():
             code = _run(words)
         sys.stdout.flush()  # a full disk or a reader that left is noticed here at the latest
     except ATTSError as error:
         return _failed(str(error), error.exit_code)
     except BrokenPipeError:
-        return _left()
+        return _closed_pipe()
     except OSError as error:
         if error.errno == errno.EPIPE:
-            return _left()
+            return _closed_pipe()
         return _failed(f"{error.filename or 'output'}: {error.strerror or error}", DISK)
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
@@ -71,7 +70,7 @@ def build(words: Sequence[str]) -> typer.Typer:
         if name == asked or completing:
             _attach(app, name, getattr(importlib.import_module(entry.module), entry.attribute), entry.help)
         else:
-            app.command(name, help=entry.help)(_elsewhere)
+            app.command(name, help=entry.help)(_not_loaded)
     return app
 
 
@@ -104,22 +103,22 @@ def _misunderstood(error: Any) -> int:
 
 
 def _failed(text: str, code: int) -> int:
-    """The message, unless not even that can be said."""
+    """Print the message on stderr, if that can still be written; the code."""
     try:
-        print(f"atts: {visible(text)}", file=sys.stderr, flush=True)
+        print(f"atts: {sanitized(text)}", file=sys.stderr, flush=True)
     except OSError:
         return code
     return code
 
 
-def _left() -> int:
+def _closed_pipe() -> int:
     """The reader left: keep the interpreter from complaining about it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return CLOSED_PIPE
 
 
-def _say_anything() -> None:
-    """A model may write what the terminal cannot show: that is no reason to fail."""
+def _never_fail_to_encode() -> None:
+    """Text that the terminal's encoding lacks is printed with escapes."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -145,7 +144,7 @@ def flowing(docstring: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-def _elsewhere() -> None:
+def _not_loaded() -> None:
     raise AssertionError("only the command that was asked for is ever called")
 
 

@@ -1,8 +1,7 @@
-"""Fits, imports, reports on, checks and replays calibrations."""
+"""`atts calibration`: fit, import, report on, check and replay calibration scores."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import asdict
@@ -12,19 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atts.cli.options import Json
+from atts.cli.output import print_json, print_result
 from atts.errors import CalibrationInputError, CheckFailed, OptionError
 
 if TYPE_CHECKING:
     from atts.analysis import Calibration
-    from atts.calibration.health import Health
-    from atts.calibration.replay import Replay
-    from atts.calibration.stored import StoredScores
+    from atts.calibration import Health, Replay, StoredScores
 
 app = typer.Typer(no_args_is_help=True)
 
 Rate = Annotated[float, typer.Option(help="The fraction of chunks the target takes over.")]
 Mode = Annotated[str, typer.Option(help="split, marginal, aci, tracking, turn, question or question-turn.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 Scale = Annotated[str, typer.Option(help="What the scores are: perplexity, logprob or real.")]
 PerQuestion = Annotated[int | None, typer.Option(help="This many consecutive scores of an array are one question.")]
 Condition = Annotated[list[str] | None, typer.Option(help="NAME=VALUE the scores were made under; repeatable.")]
@@ -33,7 +31,7 @@ Source = Annotated[
 ]
 
 
-_COLUMNS = ("question", "turn", "sample", "score", "p", "escalate", "why")
+_DECISION = ("question", "turn", "sample", "score", "p", "escalate", "why")
 
 
 @app.command("replay")
@@ -54,8 +52,8 @@ def replay(
 
     Example: atts calibration replay scores.jsonl --rate 0.4 --mode question-turn --json
     """
-    from atts.calibration.replay import replay as decide
-    from atts.calibration.scale import scale_named
+    from atts.calibration import replay as decide
+    from atts.calibration import scale_named
 
     records = _records(file, per_question, scale)
     start = () if stored is None else _scores(str(stored), per_question, scale, None)
@@ -80,10 +78,12 @@ def import_scores(
 
     Example: atts calibration import ppls_math500.npy --per-question 16 --condition model=QwQ-32B --out scores.json
     """
+    from atts.calibration import write_state
+
     found = _scores(file, per_question, scale, condition)
-    _write(out, found.state())
+    write_state(out, found.state())
     facts = {"scores": len(found), "questions": len(set(found.questions)), "out": str(out)}
-    print(json.dumps(facts) if as_json else f"{facts['scores']} scores of {facts['questions']} questions: {out}")
+    print_result(facts, as_json, lambda _: [f"{facts['scores']} scores of {facts['questions']} questions: {out}"])
 
 
 @app.command("fit")
@@ -102,14 +102,14 @@ def fit(
 
     Example: atts calibration fit scores.jsonl --rate 0.4 --mode turn --condition model=QwQ-32B --out calibrator.json
     """
-    from atts.calibration.online import Calibrator
+    from atts.calibration import Calibrator
 
     found = _scores(file, per_question, scale, condition)
     made = Calibrator(rate, mode, seed=seed, stored=found)  # type: ignore[arg-type]  # checked there
     made.save(out)
     if as_json:
         facts = {"out": str(out), "rate": rate, "mode": mode, "scores": len(found)}
-        print(json.dumps({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by}))
+        print_json({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by})
         return
     print(f"{out}: {len(found)} scores, mode {mode}, rate {rate:g}")
     print(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
@@ -123,11 +123,11 @@ def report(
 
     Example: atts calibration report ppls_math500.npy --per-question 16 --rate 0.4
     """
-    from atts.calibration.health import examine
+    from atts.calibration import examine
 
     health = examine(_scores(file, per_question, scale, None), rate)
     if as_json:
-        print(json.dumps(_plain({**asdict(health), "warnings": health.warnings})))
+        print_json({**asdict(health), "warnings": health.warnings})
     else:
         _print_health(health)
 
@@ -151,8 +151,7 @@ def check(
 
     Example: atts calibration check scores.json --live runs/first
     """
-    from atts.calibration.health import examine, first_alarm
-    from atts.calibration.stored import check_fingerprint
+    from atts.calibration import check_fingerprint, examine, first_alarm
 
     if file != "-" and Path(file).is_dir() and live is None:
         return check_run(Path(file), as_json)
@@ -164,7 +163,7 @@ def check(
     monitor = first_alarm(stored, None if live is None else other)
     events = [event.state() for event in monitor.events]
     if as_json:
-        print(json.dumps(_plain({"ok": not events, "events": events, "warnings": health.warnings})))
+        print_json({"ok": not events, "events": events, "warnings": health.warnings})
     if events:
         noticed = f" (noticed after {events[0]['scores']} scores)" if live is not None else ""
         raise CheckFailed(f"{file}: {events[0]['message']}{noticed}")
@@ -188,7 +187,7 @@ def check_run(directory: Path, as_json: bool) -> None:
     if facts["standing"] == "left":
         problems.insert(0, said)
     if as_json:
-        print(json.dumps(_plain({"ok": not problems, **facts, "problems": problems, "audit": held.promise.audit})))
+        print_json({"ok": not problems, **facts, "problems": problems, "audit": held.promise.audit})
     if problems:
         raise CheckFailed(f"{directory}: " + "; ".join(problems))
     if not as_json:
@@ -197,7 +196,7 @@ def check_run(directory: Path, as_json: bool) -> None:
 
 def _rate_words(held: Calibration) -> tuple[str, dict[str, Any]]:
     """What the rate of a run came to, in words and as fields."""
-    from atts.calibration.verdict import judge_rate
+    from atts.calibration import judge_rate
 
     share = held.escalated / held.decisions
     facts: dict[str, Any] = {"decisions": held.decisions, "rate": share, "nominal": held.nominal}
@@ -209,8 +208,7 @@ def _rate_words(held: Calibration) -> tuple[str, dict[str, Any]]:
 
 
 def _scores(file: str, per_question: int | None, scale: str, conditions: list[str] | None) -> StoredScores:
-    from atts.calibration.scale import scale_named
-    from atts.calibration.stored import StoredScores, read_scores
+    from atts.calibration import StoredScores, read_scores, scale_named
 
     fingerprint = _conditions(conditions or [])
     if file != "-" and Path(file).is_dir():
@@ -230,7 +228,7 @@ def _scores(file: str, per_question: int | None, scale: str, conditions: list[st
 
 
 def _records(file: str, per_question: int | None, scale: str) -> list[dict[str, Any]]:
-    from atts.calibration.stored import parse_lines
+    from atts.calibration import parse_lines
 
     if file != "-" and (Path(file).is_dir() or Path(file).suffix in (".npy", ".json")):
         found = _scores(file, per_question, scale, None)
@@ -259,23 +257,14 @@ def _conditions(pairs: list[str]) -> dict[str, object]:
     return conditions
 
 
-def _write(path: Path, state: dict[str, Any]) -> None:
-    from atts.calibration.state import write_state
-
-    write_state(path, state)
-
-
 def _print_decisions(done: Replay) -> None:
     for decision in done.decisions:
-        row = {
-            name: getattr(decision, name) for name in ("question", "turn", "sample", "score", "p", "escalate", "why")
-        }
-        print(json.dumps(_plain({"type": "decision", **row})))
+        print_json({"type": "decision", **{name: getattr(decision, name) for name in _DECISION}})
     for event in done.events:
-        print(json.dumps(_plain({"type": "drift", **event.state()})))
+        print_json({"type": "drift", **event.state()})
     summary = {"rate": done.rate, "mode": done.mode, "decisions": len(done.decisions), "escalated": done.escalated}
     words = {"guarantee": done.guarantee, "voided_by": done.voided_by}
-    print(json.dumps(_plain({"type": "summary", **summary, **done.metrics, **words})))
+    print_json({"type": "summary", **summary, **done.metrics, **words})
 
 
 def _print_replay(done: Replay) -> None:
@@ -313,14 +302,3 @@ def _threshold(value: float) -> str:
     if math.isinf(value):
         return "none"
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
-
-
-def _plain(value: Any) -> Any:
-    """The value as strict JSON: NaN is null, infinities are strings."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value

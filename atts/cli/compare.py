@@ -1,8 +1,7 @@
-"""Sets two runs side by side."""
+"""`atts compare`: two runs side by side."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atts.cli.options import Json
+from atts.cli.output import print_result
 
 if TYPE_CHECKING:
     from atts.analysis import Compared
@@ -23,7 +23,7 @@ _COSTS = {
     "target_tokens": "target tokens",
     "seconds": "seconds it took",
 }
-_MANY = 100_000  # problems; nobody has more, and a difference that wants them is none
+_MANY = 100_000  # problems: more than any benchmark has
 
 
 def compare(first: Run, second: Run, as_json: Json = False) -> None:
@@ -33,7 +33,6 @@ def compare(first: Run, second: Run, as_json: Json = False) -> None:
 
     Example: atts compare runs/target-only runs/first
     """
-    from atts.analysis import strict
     from atts.api import compare as compared
 
     found = compared(first, second)
@@ -44,7 +43,7 @@ def compare(first: Run, second: Run, as_json: Json = False) -> None:
             "left out",
             file=sys.stderr,
         )
-    print(json.dumps(strict(found)) if as_json else "\n".join(_table(found)))
+    print_result(found, as_json, _table)
 
 
 def _table(found: Compared) -> list[str]:

@@ -1,14 +1,15 @@
-"""Shows the configuration, and who set what."""
+"""`atts config`: every key, its value, and what set it."""
 
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import typer
 
 from atts.cli.options import ConfigFile, Json, Pairs, configured
+from atts.cli.output import print_json
+from atts.jsonable import jsonable
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -34,7 +35,7 @@ def show(
 
     Example: ATTS_RATE=0.3 atts config show rate
     """
-    from atts.api.config import keys
+    from atts.api import keys
     from atts.errors import OptionError
 
     found = configured({}, config, pairs).settings
@@ -42,17 +43,12 @@ def show(
     if not shown:
         raise OptionError("config", f"no key contains {key!r}; `atts config show` lists them all")
     for name, known in shown.items():
-        value, origin = _plain(found[name].value), found[name].origin
+        value, origin = jsonable(found[name].value), found[name].origin
         if as_json:
-            facts = {"key": name, "value": value, "origin": origin, "default": _plain(known.default)}
-            print(json.dumps({**facts, "variable": known.variable, "help": known.help}))
+            facts = {"key": name, "value": value, "origin": origin, "default": known.default}
+            print_json({**facts, "variable": known.variable, "help": known.help})
         else:
             print(f"{name:<28}{_word(value):<34}{origin}")
-
-
-def _plain(value: Any) -> Any:
-    """As strict JSON: what is not finite as its word."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _word(value: Any) -> str:

@@ -1,8 +1,7 @@
-"""Lists datasets and shows what is in one."""
+"""`atts datasets`: benchmarks and files, and what is in one."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from atts.cli.visible import visible
+from atts.cli.options import Json
+from atts.cli.output import print_json
+from atts.cli.terminal import sanitized
 from atts.errors import OptionError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(invoke_without_command=True)
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 Cache = Annotated[Path | None, typer.Option(help="Hub cache folder, if not the usual one.")]
 
 
@@ -45,7 +45,7 @@ def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
     for benchmark in BENCHMARKS.values():
         facts = _facts(benchmark, cache)
         if as_json:
-            print(json.dumps(facts))
+            print_json(facts)
         else:
             print(f"{benchmark.name:<14}{benchmark.size:>6}  {facts['here']:<11}{benchmark.title}")
     if not as_json:
@@ -101,10 +101,10 @@ def show(
 
 
 def _facts(benchmark: Benchmark, cache: Path | None) -> dict[str, object]:
-    from atts.evaluators.datasets.hub import cached
+    from atts.evaluators import cached_snapshot
 
     copies = [hub.repo for hub in benchmark.hubs]
-    held = [hub.repo for hub in benchmark.hubs if cached(hub.repo, "main", hub.files, cache)]
+    held = [hub.repo for hub in benchmark.hubs if cached_snapshot(hub.repo, "main", hub.files, cache)]
     return {
         "name": benchmark.name,
         "title": benchmark.title,
@@ -130,9 +130,9 @@ def _mapping(pairs: Sequence[str]) -> dict[str, str]:
 
 def _print_json(found: Dataset) -> None:
     record = {name: getattr(found, name) for name in ("name", "source", "revision", "digest", "notes")}
-    print(json.dumps({"type": "dataset", **record, "problems": len(found)}))
+    print_json({"type": "dataset", **record, "problems": len(found)})
     for problem in found:
-        print(json.dumps({"type": "problem", **asdict(problem)}))
+        print_json({"type": "problem", **asdict(problem)})
 
 
 def _print_words(found: Dataset, limit: int) -> None:
@@ -144,7 +144,7 @@ def _print_words(found: Dataset, limit: int) -> None:
         print(f"  note      {note}")
     for problem in found.problems[: max(0, limit)]:
         told = f"{_heading(problem)}\n{problem.text}\n→ {problem.answer or 'no reference answer'}"
-        print(f"\n{visible(told)}")
+        print(f"\n{sanitized(told)}")
     if len(found) > limit:
         print(f"({len(found) - limit} more; --limit or --json shows them)", file=sys.stderr)
 

@@ -1,47 +1,26 @@
-"""Runs one evaluation and says what came of it."""
+"""`atts eval`: one evaluation, its progress, its results."""
 
 from __future__ import annotations
 
-import json
-import math
 import signal
 import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atts.cli.options import (
-    ConfigFile,
-    Draft,
-    Limit,
-    MaxTokens,
-    Method,
-    Mode,
-    Pairs,
-    Rate,
-    Rollouts,
-    Samples,
-    Scores,
-    Seed,
-    Target,
-    Turns,
-    configured,
-)
+from atts.cli import options
+from atts.cli.output import interval, json_line, print_result
 from atts.errors import EngineError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from atts.api import Configuration, Forecast
-    from atts.api.forecasting import Tokens
+    from atts.api import Configuration, DryRun, Tokens
     from atts.evaluators import Estimate
-    from atts.run import RunResult, Summary
-
-Form = Literal["words", "lines"]
-"""For people, or JSON Lines."""
+    from atts.run import RunResult
 
 
 def evaluate(
@@ -52,18 +31,18 @@ def evaluate(
             help="A benchmark, a file or hub:owner/name; a slice may follow.", show_default="arithmetic[:40]"
         ),
     ] = None,
-    method: Method = None,
-    rate: Rate = None,
-    samples: Samples = None,
-    turns: Turns = None,
-    max_tokens: MaxTokens = None,
-    mode: Mode = None,
-    scores: Scores = None,
-    draft: Draft = None,
-    target: Target = None,
-    limit: Limit = None,
-    seed: Seed = None,
-    rollouts: Rollouts = None,
+    method: options.Method = None,
+    rate: options.Rate = None,
+    samples: options.Samples = None,
+    turns: options.Turns = None,
+    max_tokens: options.MaxTokens = None,
+    mode: options.Mode = None,
+    scores: options.Scores = None,
+    draft: options.Draft = None,
+    target: options.Target = None,
+    limit: options.Limit = None,
+    seed: options.Seed = None,
+    rollouts: options.Rollouts = None,
     out: Annotated[
         str | None,
         typer.Option(
@@ -77,8 +56,8 @@ def evaluate(
         str | None,
         typer.Option(help="Part 2/3: every third problem from the second on; `atts merge` joins.", metavar="I/N"),
     ] = None,
-    config: ConfigFile = None,
-    pairs: Pairs = None,
+    config: options.ConfigFile = None,
+    pairs: options.Pairs = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object per problem, then a summary.")] = False,
 ) -> None:
@@ -91,45 +70,44 @@ def evaluate(
 
     Example: atts eval math500 --draft hf:Qwen/Qwen3-1.7B --target vllm:http://localhost:8000/Qwen/Qwen3-32B --dry-run
     """
-    configuration = configured(context.params, config, pairs)
-    form: Form = "lines" if as_json else "words"
-    raise typer.Exit(foresee(configuration, form) if dry_run else evaluate_and_tell(configuration, shard, form))
+    configuration = options.configured(context.params, config, pairs)
+    raise typer.Exit(dry_run_only(configuration, as_json) if dry_run else run_and_print(configuration, shard, as_json))
 
 
-def foresee(configuration: Configuration, form: Form) -> int:
-    """Say what would run; the exit code."""
-    from atts.api import forecast
+def dry_run_only(configuration: Configuration, as_json: bool) -> int:
+    """Print what would run; the exit code."""
+    from atts.api import dry_run
 
-    would = forecast(configuration)
-    print(json.dumps(would.as_json()) if form == "lines" else "\n".join(foretell(would, configuration)))
+    found = dry_run(configuration)
+    print_result(found.as_json() if as_json else found, as_json, lambda _: dry_run_lines(found, configuration))
     return 0
 
 
-def evaluate_and_tell(configuration: Configuration, shard: str | None, form: Form) -> int:
-    """Run it, write its report, say what came of it; the exit code."""
-    show = as_lines if form == "lines" else as_table
+def run_and_print(configuration: Configuration, shard: str | None, as_json: bool) -> int:
+    """Run it, write its report, print the results; the exit code."""
+    lines = result_objects if as_json else result_table
     try:
         result = run(configuration, shard)
-        print("\n".join(show(result, configuration, write_page(result, configuration))))
+        print("\n".join(lines(result, configuration, write_report(result, configuration))))
     except KeyboardInterrupt:  # one that came before the run listened, or after it had ended
-        return _not_over("interrupted: everything done is kept", 130)
+        return _unfinished("interrupted: everything done is kept", 130)
     if result.status != "finished":
-        return _not_over(f"{result.status}: {result.why}", result.exit_code)
-    if failed := [line.why for line in result.problems if line.status == "failed"]:
+        return _unfinished(f"{result.status}: {result.why}", result.exit_code)
+    if failed := [problem.why for problem in result.problems if problem.status == "failed"]:
         text = f"{len(failed)} of {len(result.problems)} problems failed, as in {failed[0]}"
-        return _not_over(text, EngineError.exit_code if len(failed) == len(result.problems) else 0)
+        return _unfinished(text, EngineError.exit_code if len(failed) == len(result.problems) else 0)
     return 0
 
 
-def _not_over(why: str, code: int) -> int:
-    with _uncut():
+def _unfinished(why: str, code: int) -> int:
+    with _interrupts_ignored():
         print(f"atts: {why}; the same command goes on from here", file=sys.stderr)
     return code
 
 
 @contextmanager
-def _uncut() -> Generator[None]:
-    """It ends here anyway: one more Ctrl-C may not cut its last words."""
+def _interrupts_ignored() -> Generator[None]:
+    """One more Ctrl-C may not cut the last words of a run that ends anyway."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -141,11 +119,11 @@ def _uncut() -> Generator[None]:
 
 
 def run(configuration: Configuration, shard: str | None = None) -> RunResult:
-    """The evaluation or a part of it, to its end or until somebody ends it."""
+    """The evaluation or a part of it, to its end or to an interrupt."""
     import anyio
 
     from atts.api import evaluate as evaluation
-    from atts.cli.progress import shown
+    from atts.cli.progress import progress_display
     from atts.journal import JOURNAL
     from atts.run import Progress, Session, Shard
 
@@ -159,7 +137,7 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
     session = Session(listeners=(progress,))
 
     async def main() -> RunResult:
-        async with shown(progress):
+        async with progress_display(progress):
             return await evaluation(
                 job.dataset, setup, limit=job.limit, directory=directory, session=session, shard=part
             )
@@ -167,8 +145,8 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
     return anyio.run(main)
 
 
-def write_page(result: RunResult, configuration: Configuration) -> Path | None:
-    """The report, unless nobody wants one."""
+def write_report(result: RunResult, configuration: Configuration) -> Path | None:
+    """The report's path; None where the configuration asks for none."""
     kind = configuration.job.report
     if kind == "none":
         return None
@@ -177,32 +155,29 @@ def write_page(result: RunResult, configuration: Configuration) -> Path | None:
     return report(result, format=kind)
 
 
-def foretell(would: Forecast, configuration: Configuration) -> list[str]:
-    """The forecast in lines for people."""
-    output = "new"
-    if would.done:
-        output = f"{would.done} of {would.problems} problems are done there"
-    lines = [
-        f"{would.dataset}: {would.problems} problems x {configuration['samples']} rollouts, method "
+def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
+    """A dry run in lines for people."""
+    output = f"{found.done} of {found.problems} problems are done there" if found.done else "new"
+    expected = [] if found.expected is None else [f"  about     {_tokens(found.expected)}"]
+    return [
+        f"{found.dataset}: {found.problems} problems x {configuration['samples']} rollouts, method "
         f"{configuration['method']}, rate {configuration['rate']:g}",
         f"  draft     {configuration['draft']}",
         f"  target    {configuration['target']}",
-        f"  output    {would.directory} ({output})",
+        f"  output    {found.directory} ({output})",
+        *expected,
+        f"            {found.basis}",
+        f"  at most   {_tokens(found.at_most)}",
+        "Nothing was run.",
     ]
-    if would.expected is not None:
-        lines.append(f"  about     {_tokens(would.expected)}")
-    lines += [f"            {would.basis}", f"  at most   {_tokens(would.at_most)}"]
-    lines.append("Nothing was run.")
-    return lines
 
 
 def _tokens(sums: Tokens) -> str:
     return f"{sums.draft:,.0f} tokens by the draft, {sums.scored:,.0f} scored, {sums.target:,.0f} by the target"
 
 
-def as_lines(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
+def result_objects(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
     """One JSON object per problem, then the summary: what `atts compare` reads."""
-    from atts.analysis import strict
     from atts.run import summarise
 
     summary = {
@@ -214,26 +189,20 @@ def as_lines(result: RunResult, configuration: Configuration, page: Path | None)
         "report": None if page is None else str(page),
         **summarise(result).as_json(),
     }
-    problems = ({"type": "problem", **line.as_json()} for line in result.problems)
-    return [json.dumps(strict(line)) for line in (*problems, summary)]
+    problems = ({"type": "problem", **problem.as_json()} for problem in result.problems)
+    return [json_line(each) for each in (*problems, summary)]
 
 
-def as_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
+def result_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
     """The summary in lines for people, then where to read on."""
     from atts.run import summarise
 
-    head = f"{configuration['method']} on {configuration['dataset']}: "
-    lines = describe(head, configuration["rate"], summarise(result))
-    return [*lines, f"{'run':<20}{result.directory}", *([f"{'report':<20}{page}"] if page is not None else [])]
-
-
-def describe(head: str, rate: float, summary: Summary) -> list[str]:
-    """The summary in lines for people."""
+    summary = summarise(result)
     usage = summary.usage
     rows = [
-        ("answers right", f"{_rate(summary.answers)}   the vote of each problem's rollouts"),
-        ("rollouts right", f"{_rate(summary.samples_right)}   each by itself"),
-        ("chunks handed over", f"{_rate(summary.rate)}   asked for: {rate:g}"),
+        ("answers right", f"{_share(summary.answers)}   the vote of each problem's rollouts"),
+        ("rollouts right", f"{_share(summary.samples_right)}   each by itself"),
+        ("chunks handed over", f"{_share(summary.rate)}   asked for: {configuration['rate']:g}"),
         ("tokens written", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target"),
         ("", f"{summary.target_share:.1%} of them by the target; {usage.wasted_tokens:,} were thrown away"),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
@@ -241,15 +210,16 @@ def describe(head: str, rate: float, summary: Summary) -> list[str]:
         ("without an answer", f"{summary.unanswered} problems" if summary.unanswered else ""),
     ]
     return [
-        f"{head}{summary.problems} problems, {summary.samples} rollouts, {summary.seconds:.1f} s",
+        f"{configuration['method']} on {configuration['dataset']}: {summary.problems} problems, "
+        f"{summary.samples} rollouts, {summary.seconds:.1f} s",
         "",
         *(f"{name:<20}{words}" for name, words in rows if words),
         "Brackets are 95 % intervals over problems.",
         "",
+        f"{'run':<20}{result.directory}",
+        *([f"{'report':<20}{page}"] if page is not None else []),
     ]
 
 
-def _rate(found: Estimate) -> str:
-    if math.isnan(found.value):
-        return "nothing to count    "
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+def _share(found: Estimate) -> str:
+    return interval(found, "nothing to count    ")

@@ -1,8 +1,7 @@
-"""Grades answers against references."""
+"""`atts grade`: answers against references."""
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import IO, Annotated, Any, Literal
 
 import typer
 
-from atts.cli.visible import visible
+from atts.cli.output import print_json, print_result
+from atts.cli.terminal import sanitized
 from atts.errors import DatasetError
 
 
@@ -48,12 +48,12 @@ def grade(
         for each in graded(records, kind, fallback=fallback, slow=pool, source=file):
             tally.add(each)
             if as_json:
-                print(json.dumps(each.as_json()))
+                print_json(each.as_json())
             else:
                 detail = f" ({each.verdict.detail})" if each.verdict.detail else ""
-                print(visible(f"{each.id:<16}{each.verdict.status:<11}{each.verdict.rule}{detail}"))
+                print(sanitized(f"{each.id:<16}{each.verdict.status:<11}{each.verdict.rule}{detail}"))
     summary = tally.as_json()
-    print(json.dumps(summary) if as_json else _words(summary))
+    print_result(summary, as_json, lambda counted: [_words(counted)])
 
 
 def _opened(file: str) -> AbstractContextManager[IO[str]]:

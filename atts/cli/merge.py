@@ -1,8 +1,7 @@
-"""Makes one run of the shards of an evaluation."""
+"""`atts merge`: one run directory made of the shards of an evaluation."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from atts.cli.options import Json
+from atts.cli.output import print_json
 
 CALIBRATOR = "calibrator.json"
 
@@ -27,10 +27,10 @@ def merge(
     Example: atts merge runs/part-1 runs/part-2 runs/part-3 --out runs/whole
     """
     from atts.api import calibrator_of
-    from atts.api import merge as unite
+    from atts.api import merge as merge_runs
     from atts.errors import CalibrationInputError
 
-    made = unite(directories, out)
+    made = merge_runs(directories, out)
     facts: dict[str, object] = {"run": str(out), "runs": len(made.parts), "problems": made.problems, "calibrator": None}
     try:
         calibrator = calibrator_of(out)
@@ -41,7 +41,7 @@ def merge(
         facts |= {"calibrator": str(out / CALIBRATOR), "decisions": calibrator.decided}
         facts |= {"escalated": calibrator.escalated, "guarantee": calibrator.guarantee}
     if as_json:
-        print(json.dumps(facts))
+        print_json(facts)
         return
     print(out)
     print(f"{made.problems} problems of {len(made.parts)} runs. Next: atts report {out}", file=sys.stderr)

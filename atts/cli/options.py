@@ -1,4 +1,4 @@
-"""Options that several commands share, and how flags become a configuration."""
+"""Command-line options that several commands share, and the configuration they make."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from atts.api import Configuration
 
+RunDirectory = Annotated[Path, typer.Argument(help="The run: the directory given to `atts eval --out`.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
 Method = Annotated[
     str | None, typer.Option(help="atts, or a baseline: draft-only, target-only, top-b, ...", show_default="atts")
@@ -48,8 +49,7 @@ def configured(given: Mapping[str, Any], config: Path | None, pairs: Sequence[st
 
     :raises OptionError: see `atts.api.configure`.
     """
-    from atts.api import configure
-    from atts.api.config import keys
+    from atts.api import configure, keys
 
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name in keys()}
     return configure(flags, pairs or (), file=config)

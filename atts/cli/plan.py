@@ -1,14 +1,14 @@
-"""Advises what to spend on a problem."""
+"""`atts plan`: what to spend on a problem, from recorded runs."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atts.cli.options import Json
+from atts.cli.output import interval, print_result
 
 if TYPE_CHECKING:
     from atts.analysis import Advice, ChunkAdvice, Option
@@ -32,11 +32,10 @@ def plan(
 
     Example: atts plan runs/rate-0.1 runs/rate-0.2 runs/rate-0.4 --seconds 20
     """
-    from atts.analysis import strict
     from atts.api import plan as planned
 
     found = planned(runs, target_tokens=target_tokens, tokens=tokens, seconds=seconds)
-    print(json.dumps(strict(found)) if as_json else "\n".join(_words(found)))
+    print_result(found, as_json, _words)
 
 
 def _words(found: Advice) -> list[str]:
@@ -91,10 +90,9 @@ def _head() -> str:
 
 
 def _row(option: Option) -> str:
-    right = option.accuracy
     numbers = (f"{option.target_tokens:,.0f}", f"{option.tokens:,.0f}", f"{option.seconds:,.2f}")
     chosen = (option.method, f"{option.rate:g}", str(option.samples), str(option.turns))
-    return _columns((*chosen, *numbers, f"{right.value:.3f} [{right.low:.3f}, {right.high:.3f}]"))
+    return _columns((*chosen, *numbers, interval(option.accuracy)))
 
 
 def _columns(cells: tuple[str, ...]) -> str:

@@ -1,14 +1,14 @@
-"""Looks at a server before a run depends on it."""
+"""`atts probe`: what a server can do, before a run depends on it."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import typer
 
+from atts.cli.output import json_line
 from atts.errors import CheckFailed
 
 Dialect = Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "chat"]
@@ -71,7 +71,7 @@ def probe(
             tokenizer=tokenizer or None,
             options=options,
         )
-        print(json.dumps(report.as_json()) if as_json else report)
+        print(json_line(report.as_json()) if as_json else report)
         if need != "nothing" and need not in report.can:
             raise CheckFailed(f"{url} cannot {need}")
 

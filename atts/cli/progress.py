@@ -1,8 +1,7 @@
-"""Shows a run as it goes: a small live table on a terminal, a line every few seconds elsewhere, a file for machines."""
+"""The live progress display: a table on a terminal, lines elsewhere, and `progress.json` for programs."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import AsyncGenerator
@@ -12,20 +11,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 import anyio
 
 from atts import tasks
+from atts.cli.output import interval, json_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from atts.evaluators import Estimate
     from atts.run import Progress, Snapshot
 
 FILE = "progress.json"
-LOOK_SECONDS, LINE_SECONDS, FILE_SECONDS = 0.25, 5.0, 1.0
+REFRESH_SECONDS, LINE_SECONDS, FILE_SECONDS = 0.25, 5.0, 1.0
 _BAR = 28
 
 
 @asynccontextmanager
-async def shown(progress: Progress, stream: TextIO | None = None) -> AsyncGenerator[None, None]:
+async def progress_display(progress: Progress, stream: TextIO | None = None) -> AsyncGenerator[None, None]:
     """Show the run on `stream` (stderr) as long as the block lasts, and once more at its end.
 
     The run's directory, once it has one, holds `progress.json`, replaced whole every second.
@@ -36,15 +35,15 @@ async def shown(progress: Progress, stream: TextIO | None = None) -> AsyncGenera
         async with tasks.background(_follow, display, progress):
             yield
         progress.over()
-        display.look()
+        display.refresh()
         save(progress.snapshot())
 
 
 async def _follow(display: _Display, progress: Progress) -> None:
     saved = -math.inf
     while True:
-        display.look()
-        await anyio.sleep(LOOK_SECONDS)
+        display.refresh()
+        await anyio.sleep(REFRESH_SECONDS)
         if anyio.current_time() - saved >= FILE_SECONDS:
             saved = anyio.current_time()
             save(progress.snapshot())
@@ -55,17 +54,16 @@ def save(snapshot: Snapshot) -> None:
 
     :raises StorageError: the disk refuses.
     """
-    from atts.analysis import strict
     from atts.files import write_atomic
 
     if snapshot.directory is None or not snapshot.directory.is_dir():
         return
-    text = json.dumps(strict(snapshot.as_json())) + "\n"
+    text = json_line(snapshot.as_json()) + "\n"
     write_atomic(snapshot.directory / FILE, text.encode(), durable=False)
 
 
 class _Display:
-    """What both ways of showing share."""
+    """A way to show progress; a context manager that is refreshed from time to time."""
 
     def __init__(self, progress: Progress, stream: TextIO) -> None:
         self._progress = progress
@@ -77,7 +75,7 @@ class _Display:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Show the run as it stands, if it is time to."""
         raise NotImplementedError
 
@@ -90,7 +88,7 @@ class _Lines(_Display):
         self._next = LINE_SECONDS
         self._state = "running"
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         snapshot = self._progress.snapshot()
         now = snapshot.seconds
         if now < self._next and snapshot.state == self._state:
@@ -119,7 +117,7 @@ class _Table(_Display):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         self._live.update(table(self._progress.snapshot()), refresh=True)
 
 
@@ -183,8 +181,8 @@ def _facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     rows = [
         ("rollouts", busy if snapshot.state != "over" else f"{snapshot.rollouts_done:,} ended"),
         ("chunks", chunks if snapshot.accepted + snapshot.escalated else ""),
-        ("rate", f"{_interval(snapshot.rate)}{nominal}" if snapshot.rate.n_problems else ""),
-        ("accuracy", _interval(snapshot.accuracy) if snapshot.graded else ""),
+        ("rate", f"{interval(snapshot.rate)}{nominal}" if snapshot.rate.n_problems else ""),
+        ("accuracy", interval(snapshot.accuracy) if snapshot.graded else ""),
         ("tokens", f"{share}; {speed}" if tokens["draft"] + tokens["target"] else ""),
         ("trouble", _trouble(snapshot)),
     ]
@@ -207,10 +205,6 @@ def _trouble(snapshot: Snapshot) -> str:
         f"{snapshot.failed_calls:,} calls failed" if snapshot.failed_calls else "",
     ]
     return ", ".join(part for part in parts if part)
-
-
-def _interval(found: Estimate) -> str:
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
 def duration(seconds: float) -> str:

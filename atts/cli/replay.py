@@ -1,24 +1,21 @@
-"""Runs another policy over a recorded run, without a model."""
+"""`atts replay`: another policy over a recorded run, without a model."""
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from atts.cli.options import Json
+from atts.cli.options import Json, RunDirectory
+from atts.cli.output import interval, json_line
 
 if TYPE_CHECKING:
-    from atts.api.replaying import Replay
-    from atts.evaluators import Estimate
+    from atts.api import Replay
 
 
 def replay(
-    directory: Annotated[Path, typer.Argument(help="The run: the directory given to `atts eval --out`.")],
+    directory: RunDirectory,
     method: Annotated[str | None, typer.Option(help="The gate of another method.", show_default="as recorded")] = None,
     rate: Annotated[
         float | None, typer.Option(help="Another share for the target.", show_default="as recorded")
@@ -48,8 +45,6 @@ def replay(
 
 def as_lines(found: Replay) -> list[str]:
     """One object per decision and per problem, then the summary."""
-    from atts.analysis import strict
-
     decisions = (
         {
             "type": "decision",
@@ -66,7 +61,7 @@ def as_lines(found: Replay) -> list[str]:
     )
     rest = {name: getattr(found, name) for name in ("nominal", "changed", "off_policy")}
     sides = {name: asdict(getattr(found, name)) for name in ("recorded", "replayed", "on_policy_accuracy")}
-    return [json.dumps(strict(line)) for line in (*decisions, *problems, {"type": "summary", **rest, **sides})]
+    return [json_line(line) for line in (*decisions, *problems, {"type": "summary", **rest, **sides})]
 
 
 def as_table(found: Replay) -> list[str]:
@@ -74,8 +69,8 @@ def as_table(found: Replay) -> list[str]:
     old, new = found.recorded, found.replayed
     rows = [
         ("", "recorded", "replayed"),
-        ("chunks handed over", _rate(old.rate), _rate(new.rate)),
-        ("answers right", _rate(old.accuracy), _rate(new.accuracy)),
+        ("chunks handed over", interval(old.rate), interval(new.rate)),
+        ("answers right", interval(old.accuracy), interval(new.accuracy)),
         ("decisions", f"{old.decisions:,}", f"{new.decisions:,}"),
         ("tokens, draft", f"{old.draft_tokens:,}", f"{new.draft_tokens:,}"),
         ("tokens, target", f"{old.target_tokens:,}", f"{new.target_tokens:,}"),
@@ -91,11 +86,7 @@ def as_table(found: Replay) -> list[str]:
         )
         clean = found.on_policy_accuracy
         if clean.n_problems:
-            lines.append(f"Problems without such rollouts: {clean.n_problems}, right {_rate(clean)}.")
+            lines.append(f"Problems without such rollouts: {clean.n_problems}, right {interval(clean)}.")
         else:
             lines.append("No problem is without such rollouts: the accuracy above is that of the recorded texts.")
     return lines
-
-
-def _rate(found: Estimate) -> str:
-    return "-" if math.isnan(found.value) else f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"

@@ -1,21 +1,22 @@
-"""Writes the report of a run."""
+"""`atts report`: the report of a run."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from atts.cli.options import RunDirectory
+from atts.cli.output import print_json
 from atts.errors import OptionError
 
 _SHORT = {"md": "markdown"}
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(help="The run: the directory given to `atts eval --out`.")],
+    directory: RunDirectory,
     format: Annotated[str, typer.Option(help="html, markdown or json.")] = "html",
     out: Annotated[
         Path | None,
@@ -46,7 +47,7 @@ def report(
     write_atomic(path, text.encode("utf-8", "replace"))
     verdict = collected.report.verdict
     if as_json:
-        print(json.dumps({"report": str(path), "standing": verdict.standing, "verdict": verdict.line}))
+        print_json({"report": str(path), "standing": verdict.standing, "verdict": verdict.line})
     else:
         print(path)
         print(f"{verdict.line}", file=sys.stderr)

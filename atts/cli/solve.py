@@ -1,8 +1,7 @@
-"""Solves one problem and shows how: who wrote what, and what became of it."""
+"""`atts solve`: one problem, with the reasoning of each model as it is written."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -11,22 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atts.cli.options import (
-    ConfigFile,
-    Draft,
-    MaxTokens,
-    Method,
-    Mode,
-    Pairs,
-    Rate,
-    Samples,
-    Scores,
-    Seed,
-    Target,
-    Turns,
-    configured,
-)
-from atts.cli.visible import visible
+from atts.cli import options
+from atts.cli.output import print_json
+from atts.cli.terminal import sanitized
 from atts.errors import OptionError, UsageError
 
 if TYPE_CHECKING:
@@ -44,18 +30,18 @@ def solve(
     problem: Annotated[str, typer.Argument(help="The problem, a file that holds it, or - for stdin.")],
     kind: Annotated[str, typer.Option(help="Of the answer: math, choice or text.")] = "math",
     follow: Annotated[str, typer.Option(help="Which rollout is shown: a number, or all.")] = "0",
-    method: Method = None,
-    rate: Rate = None,
-    samples: Samples = None,
-    turns: Turns = None,
-    max_tokens: MaxTokens = None,
-    mode: Mode = None,
-    scores: Scores = None,
-    draft: Draft = None,
-    target: Target = None,
-    seed: Seed = None,
-    config: ConfigFile = None,
-    pairs: Pairs = None,
+    method: options.Method = None,
+    rate: options.Rate = None,
+    samples: options.Samples = None,
+    turns: options.Turns = None,
+    max_tokens: options.MaxTokens = None,
+    mode: options.Mode = None,
+    scores: options.Scores = None,
+    draft: options.Draft = None,
+    target: options.Target = None,
+    seed: options.Seed = None,
+    config: options.ConfigFile = None,
+    pairs: options.Pairs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every rollout's events, one object per line.")] = False,
 ) -> None:
     """Solve one problem and show the reasoning as it is written.
@@ -75,19 +61,19 @@ def solve(
     if kind not in _KINDS:
         raise OptionError("kind", f"{kind!r} is not a kind of answer", _KINDS, kind)
     asked = Problem("problem", text_of(problem), kind=kind)  # type: ignore[arg-type]  # checked above
-    setup = configured(context.params, config, pairs).setup()
-    teller: Story | Lines = Lines() if as_json else Story(follow, setup.policy.samples)
+    setup = options.configured(context.params, config, pairs).setup()
+    printer: StoryPrinter | EventPrinter = EventPrinter() if as_json else StoryPrinter(follow, setup.policy.samples)
 
     async def main() -> RunResult:
         async with evaluate([asked], setup) as run:
             async for event in run:
-                teller.tell(event)
+                printer.show(event)
             return await run.result()
 
     result = anyio.run(main)
     outcomes = list(result.outcomes())
     if outcomes:
-        teller.end(outcomes[0])
+        printer.end(outcomes[0])
     raise typer.Exit(result.exit_code)
 
 
@@ -110,7 +96,7 @@ def text_of(problem: str) -> str:
     return text.strip()
 
 
-class Story:
+class StoryPrinter:
     """The reasoning of one rollout, or of all, for people: a label before every piece, colours on a terminal."""
 
     def __init__(self, follow: str, samples: int) -> None:
@@ -122,7 +108,7 @@ class Story:
         self._follow = None if follow == "all" else int(follow)
         self._console: Console = Console(highlight=False, soft_wrap=True)
 
-    def tell(self, event: Heard) -> None:
+    def show(self, event: Heard) -> None:
         """Show what concerns a rollout that is followed."""
         from atts.journal import Decided
         from atts.run import ChunkWritten
@@ -140,11 +126,11 @@ class Story:
         spared = ends["settled"]
         self._console.print()
         self._say("answer", None, outcome.answer if outcome.answer is not None else "none")
-        self._plain("votes", votes or "none" + (f"; {outcome.why}" if outcome.why else ""))
+        self._fact("votes", votes or "none" + (f"; {outcome.why}" if outcome.why else ""))
         of = f", {spared} of them spared once the vote was settled" if spared else ""
-        self._plain("rollouts", f"{len(outcome.rollouts)}{of}")
+        self._fact("rollouts", f"{len(outcome.rollouts)}{of}")
         scored = f"{usage.scored_tokens:,} scored"
-        self._plain("tokens", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target, {scored}")
+        self._fact("tokens", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target, {scored}")
 
     def _follows(self, sample: int) -> bool:
         return self._follow is None or sample == self._follow
@@ -153,11 +139,11 @@ class Story:
         from rich.text import Text
 
         number = f"{sample} " if sample is not None and self._follow is None else ""
-        for line in visible(text).rstrip("\n").split("\n") if text.strip() else [""]:
+        for line in sanitized(text).rstrip("\n").split("\n") if text.strip() else [""]:
             self._console.print(Text.assemble((f"{number}{label:<9}│ ", "dim"), (line, _STYLES[label])))
 
-    def _plain(self, label: str, text: str) -> None:
-        self._console.print(f"{label:<9}  {visible(text)}", markup=False)
+    def _fact(self, label: str, text: str) -> None:
+        self._console.print(f"{label:<9}  {sanitized(text)}", markup=False)
 
 
 def _because(decision: Decision) -> str:
@@ -166,28 +152,21 @@ def _because(decision: Decision) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
+class EventPrinter:
     """Everything that happens, for machines."""
 
-    def tell(self, event: Heard) -> None:
+    def show(self, event: Heard) -> None:
         """One object per chunk, decision and rollout."""
         line = _line(event)
         if line is not None:
-            self._print(line)
+            print_json(line)
 
     def end(self, outcome: Outcome) -> None:
         """The outcome."""
         from dataclasses import asdict
 
         votes = {"votes": dict(outcome.votes), "usage": asdict(outcome.usage)}
-        self._print(
-            {"type": "outcome", "answer": outcome.answer, "status": outcome.status, "why": outcome.why, **votes}
-        )
-
-    def _print(self, line: dict[str, Any]) -> None:
-        from atts.analysis import strict
-
-        print(json.dumps(strict(line)), flush=True)
+        print_json({"type": "outcome", "answer": outcome.answer, "status": outcome.status, "why": outcome.why, **votes})
 
 
 def _line(event: Heard) -> dict[str, Any] | None:

@@ -1,19 +1,19 @@
-"""Writes the task graph of a run as a picture of time."""
+"""`atts trace`: the task graph of a run as a Chrome trace."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from atts.cli.options import Json
+from atts.cli.options import Json, RunDirectory
+from atts.cli.output import json_line
 
 
 def trace(
-    directory: Annotated[Path, typer.Argument(help="The run: the directory given to `atts eval --out`.")],
+    directory: RunDirectory,
     out: Annotated[
         Path | None, typer.Option(help="Where to write; - is stdout.", show_default="trace.json in the run")
     ] = None,
@@ -34,6 +34,6 @@ def trace(
     from atts.api import trace as write
 
     path = write(directory, out)
-    print(json.dumps({"trace": str(path), "bytes": path.stat().st_size}) if as_json else path)
+    print(json_line({"trace": str(path), "bytes": path.stat().st_size}) if as_json else path)
     if not as_json:
         print("Open it at https://ui.perfetto.dev or chrome://tracing.", file=sys.stderr)

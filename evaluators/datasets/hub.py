@@ -37,14 +37,14 @@ def snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | No
 
     A cached branch is not moved: the commit found is the one recorded. Raises DatasetError saying how to get the files.
     """
-    if here := cached(repo, revision, patterns, cache):
+    if here := cached_snapshot(repo, revision, patterns, cache):
         return here
     if network == "never":
         raise _absent(repo, revision, "it is not in the local cache, and the network is not to be used")
     return _fetch(repo, revision, patterns, cache)
 
 
-def cached(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> Snapshot | None:
+def cached_snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> Snapshot | None:
     """The snapshot if it is on this machine with all files asked for; never uses the network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

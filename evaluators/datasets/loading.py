@@ -131,7 +131,7 @@ def _load(name: str, options: LoadOptions, selection: Selection) -> Dataset:
 def _benchmark(benchmark: Benchmark, options: LoadOptions) -> Dataset:
     """From the first copy on this machine, else from the first copy there is."""
     for copy in benchmark.hubs:
-        if hub.cached(copy.repo, options.revision, copy.files, options.cache):
+        if hub.cached_snapshot(copy.repo, options.revision, copy.files, options.cache):
             return _copy(benchmark, copy, options)
     return _copy(benchmark, benchmark.hubs[0], options)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from atts.api.config import keys
+from atts.api import keys
 from atts.cli.app import EXIT_CODES, build
 from atts.cli.registry import COMMANDS
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atts.api import Setup, configure
-from atts.api.config import keys
+from atts.api import Setup, configure, keys
 from atts.errors import OptionError, UsageError
 from atts.journal import MANIFEST, load_manifest
 from atts.pipelines import Policy

@@ -1,4 +1,4 @@
-"""What a configuration would run, and how many tokens that may take, before any model is loaded."""
+"""Dry runs: what a configuration would run and an estimate of its tokens, no model loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class DryRun:
     """What would run; `expected` is None where nothing is known to go by, and `basis` says what it rests on."""
 
     dataset: str
@@ -63,7 +63,7 @@ class _Past:
     dataset: str
 
 
-def forecast(configuration: Configuration) -> Forecast:
+def dry_run(configuration: Configuration) -> DryRun:
     """What this configuration would do. Reads the dataset and earlier runs of the same models; loads no model.
 
     :raises DatasetError: the dataset cannot be read, or holds nothing.
@@ -76,16 +76,16 @@ def forecast(configuration: Configuration) -> Forecast:
     policy = preset(setup.method).policy(setup.policy)
     rollouts = len(problems) * policy.samples
     done = len({line["problem"] for line in _outcomes(directory / JOURNAL) if line.get("status") != "failed"})
-    mean, basis = _mean(configuration, setup, problems)
-    return Forecast(
+    mean, basis = _mean_rollout(configuration, setup, problems)
+    return DryRun(
         job.dataset,
         len(problems),
         rollouts,
         directory,
-        done,
-        mean.times(rollouts) if mean else None,
-        basis,
-        _limits(setup, policy).times(rollouts),
+        done=done,
+        expected=mean.times(rollouts) if mean else None,
+        basis=basis,
+        at_most=_limits(setup, policy).times(rollouts),
     )
 
 
@@ -94,7 +94,7 @@ def _limits(setup: Setup, policy: Policy) -> Tokens:
     length = min(policy.max_tokens, policy.turns * (policy.chunking.draft_tokens + policy.chunking.target_tokens))
     if policy.drafter == "target":
         return Tokens(0, 0, length)
-    if _asks_nobody(setup):
+    if _accepts_everything(setup):
         return Tokens(min(length, policy.turns * policy.chunking.draft_tokens), 0, 0)
     tries = policy.attempts if policy.takeover in ("resample", "retry") else 1
     draft = policy.turns * policy.chunking.draft_tokens * tries
@@ -103,16 +103,16 @@ def _limits(setup: Setup, policy: Policy) -> Tokens:
     return Tokens(draft, draft, min(length, policy.turns * policy.chunking.target_tokens))
 
 
-def _asks_nobody(setup: Setup) -> bool:
+def _accepts_everything(setup: Setup) -> bool:
     """Whether the method's gate accepts whatever the draft writes."""
     gate, _ = setup.decider()
     return isinstance(gate, FixedGate)
 
 
-def _mean(configuration: Configuration, setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens | None, str]:
+def _mean_rollout(configuration: Configuration, setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens | None, str]:
     """Tokens of one rollout, and how that is known."""
-    dataset = _bare(configuration["dataset"])
-    past = max(_earlier(configuration), key=lambda run: (run.dataset == dataset, run.rollouts), default=None)
+    dataset = _without_slice(configuration["dataset"])
+    past = max(_earlier_runs(configuration), key=lambda run: (run.dataset == dataset, run.rollouts), default=None)
     if past is not None:
         words = f"as in {past.directory}: the same models and method, {past.rollouts:,} rollouts"
         grown = setup.rate / past.rate if past.rate > 0 else 1.0
@@ -146,7 +146,7 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
     words = f"the worked solutions of {len(texts)} of these problems have {length:.0f} tokens on average"
     if setup.method == "target-only":
         return Tokens(0, 0, length), words
-    if _asks_nobody(setup):
+    if _accepts_everything(setup):
         return Tokens(length, 0, 0), words
     appended = setup.policy.takeover == "continue"  # then what the target writes comes on top of the draft's chunk
     drafted = length / (1 + setup.rate) if appended else length
@@ -154,7 +154,7 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
     return Tokens(drafted, drafted, drafted * setup.rate), words
 
 
-def _earlier(configuration: Configuration) -> Iterator[_Past]:
+def _earlier_runs(configuration: Configuration) -> Iterator[_Past]:
     """Runs beside this one, and its own beginning, that had the same models and method."""
     folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")} | {configuration.directory}
     for folder in sorted(folders):
@@ -183,7 +183,7 @@ def _past(folder: Path, manifest: Manifest) -> _Past | None:
     if not rollouts:
         return None
     rate, dataset = manifest.settings["rate"].value, manifest.settings.get("dataset")
-    name = _bare(str(dataset.value)) if dataset else "other problems"
+    name = _without_slice(str(dataset.value)) if dataset else "other problems"
     return _Past(
         folder, rollouts, totals.times(1 / rollouts), float(rate) if isinstance(rate, int | float) else 0.0, name
     )
@@ -202,5 +202,5 @@ def _outcomes(journal: Path) -> Iterator[dict[str, Any]]:
                     continue  # a torn last line
 
 
-def _bare(dataset: str) -> str:
+def _without_slice(dataset: str) -> str:
     return dataset.partition("[")[0]

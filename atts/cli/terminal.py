@@ -1,0 +1,47 @@
+"""Terminal output: control characters of model text made visible, the package's log warnings on standard error."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Everything that makes a terminal do something else than show a letter, line ends and tabs left alone."""
+
+
+def sanitized(text: str) -> str:
+    """A text from a model, a file or a server, for a terminal: its control codes are shown, not obeyed.
+
+    >>> sanitized("red: \x1b[31m, bell: \x07, back: \u202e")
+    'red: ␛[31m, bell: ␇, back: \\\\u202e'
+    """
+    return _CONTROLS.sub(_picture, text)
+
+
+def _picture(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 32 else f"\\u{code:04x}"
+
+
+class _StderrHandler(logging.Handler):
+    """One line on standard error, wherever that is at the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(f"atts: {record.getMessage()}", file=sys.stderr, flush=True)
+        except OSError:
+            return  # the reader of standard error is gone
+
+
+@contextmanager
+def warnings_on_stderr() -> Generator[None]:
+    """Within the block, logged warnings of this package are printed; the root logger stays as it is."""
+    handler, logger = _StderrHandler(logging.WARNING), logging.getLogger("atts")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

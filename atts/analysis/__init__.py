@@ -16,7 +16,6 @@ from atts.analysis.replay import Replayed, ReplayedProblem, ReplayedRollout, rep
 from atts.analysis.report.collect import PAGE_BYTES, Collected, collect
 from atts.analysis.report.nodes import read_nodes
 from atts.analysis.report.numbers import Calibration, Report, Standing
-from atts.analysis.report.strict import dumps, strict
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.report.write import FORMATS, NAMES, Format, render, write_report
 from atts.analysis.results import Side, Solved, read_side
@@ -48,11 +47,9 @@ __all__ = [
     "advise",
     "collect",
     "compare",
-    "dumps",
     "read_nodes",
     "read_side",
     "render",
     "replay_policy",
-    "strict",
     "write_report",
 ]

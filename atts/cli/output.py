@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def json_line(value: Any) -> str:
     """The value as strict JSON; dataclasses are objects, what is not finite is null or its word."""
-    return json.dumps(jsonable(value))
+    return json.dumps(jsonable(value), allow_nan=False)
 
 
 def print_json(value: Any) -> None:

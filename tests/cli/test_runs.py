@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from atts.analysis import collect, strict
+from atts.analysis import collect
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
 from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
 from atts.journal import JOURNAL, MANIFEST, Decided, NodeFinished, Observed, Sampled, Scored, read_entries
+from atts.jsonable import jsonable
 from atts.models import path as model_path
 from atts.pipelines import Policy
 from atts.testing import toy_problems
@@ -207,7 +208,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numbers(run: Path) -> dict[str, Any]:
     """What a report says, but for time, place and the order of events."""
-    report = strict(asdict(collect(run).report))
+    report = jsonable(asdict(collect(run).report))
     held = report["calibration"]
     kept = {name: report[name] for name in ("verdict", "accuracy", "coverage", "spend")}
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in report["problems"]]

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from atts.analysis.report.strict import strict
 from atts.core import Chunk, Outcome, Rollout, Turn
 from atts.journal import FinishedProblem, FinishedSample
+from atts.jsonable import jsonable
 
 _LIMITS = (4000, 1500, 600, 240, 80, 0)  # characters of a chunk that are kept, the more the better
 _FEWEST = 40  # problems a budget is shared by when nobody knows how many there will be
@@ -55,7 +55,7 @@ def pack(story: Mapping[str, Any]) -> str:
     try:
         text = _plain(story)
     except ValueError:  # a number JSON has no word for: rare, and looking for it is slow
-        text = _plain(strict(story))
+        text = _plain(jsonable(story))
     squeezer = zlib.compressobj(6, zlib.DEFLATED, -15)
     body = squeezer.compress(text.encode("utf-8", "replace")) + squeezer.flush()
     return base64.b64encode(body).decode("ascii")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -9,9 +10,10 @@ from typing import Literal, get_args
 from atts.analysis.report.collect import PAGE_BYTES, Collected, collect
 from atts.analysis.report.html import render_html
 from atts.analysis.report.markdown import render_markdown
-from atts.analysis.report.strict import dumps
+from atts.analysis.report.numbers import Report
 from atts.errors import OptionError
 from atts.files import write_atomic
+from atts.jsonable import jsonable
 
 Format = Literal["html", "markdown", "json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -27,7 +29,7 @@ def render(collected: Collected, format: Format) -> str:
         raise OptionError("format", f"{format!r} is not a format", FORMATS, format)
     if format == "html":
         return render_html(collected)
-    return render_markdown(collected.report) if format == "markdown" else dumps(collected.report) + "\n"
+    return render_markdown(collected.report) if format == "markdown" else _json(collected.report)
 
 
 def write_report(
@@ -49,3 +51,7 @@ def write_report(
     path = out or directory / NAMES[format]
     write_atomic(path, render(collect(directory, against, page_bytes=page_bytes), format).encode("utf-8", "replace"))
     return path
+
+
+def _json(report: Report) -> str:
+    return json.dumps(jsonable(report), allow_nan=False, ensure_ascii=False) + "\n"

@@ -1,15 +1,17 @@
-"""What a pipeline may ask of a model: the protocol and its spec."""
+"""The engine protocol: what pipelines may ask of a model, what an engine says of itself, and what it counts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.errors import ContextOverflow, UsageError
 
+_Request = TypeVar("_Request", SampleRequest, ScoreRequest)
+_Answer = TypeVar("_Answer", Completion, Scores)
 Capability = Literal["sample", "score", "rate"]
 """rate: scores a suffix of one token only, of a few likely ones: enough for a rating of one digit."""
 
@@ -120,7 +122,7 @@ class EngineCounters:
 class Engine(Protocol):
     """A model that samples and scores; opened by `async with`, safe to call from many tasks at once.
 
-    Cancelling the awaiting scope frees the work. Who else is in flight changes speed, never the law.
+    Cancelling the awaiting scope frees the work. Who else is in flight changes speed, never the distribution.
     Stop strings are looked for in what this request generated, never across its beginning. Closing twice is fine, and a
     closed engine raises EngineUnavailable. `atts.testing.check_engine` checks all of this from outside.
     """
@@ -160,10 +162,9 @@ class Engine(Protocol):
 
 
 class EngineAround:
-    """An engine as another one is, until a subclass says otherwise: for those who watch, record or disturb calls.
+    """A wrapper that passes everything on to another engine; subclasses watch, record or disturb the calls.
 
-    Its lifetime is its "own", so that opening and closing it opens and closes the engine inside, or it is "lent" one
-    that somebody else opens and closes.
+    With lifetime "own", opening and closing the wrapper opens and closes the engine inside; with "lent" it does not.
     """
 
     def __init__(self, engine: Engine, lifetime: Literal["own", "lent"]) -> None:
@@ -185,12 +186,16 @@ class EngineAround:
         return self._engine.stats()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As the inner engine."""
-        return await self._engine.sample(request)
+        """As the inner engine, by way of `around`."""
+        return await self.around(request, self._engine.sample)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """As the inner engine."""
-        return await self._engine.score(request)
+        """As the inner engine, by way of `around`."""
+        return await self.around(request, self._engine.score)
+
+    async def around(self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
+        """Every call of either kind; a subclass may do something before it, after it or instead."""
+        return await call(request)
 
     async def __aenter__(self) -> Self:
         if self._lifetime == "own":
@@ -209,11 +214,11 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
     :raises UsageError: empty ids, an id outside the vocabulary, or an impossible limit or temperature.
     :raises ContextOverflow: the ids plus `max_tokens` exceed the context.
     """
-    law = request.sampling
+    sampling = request.sampling
     if request.max_tokens < 1:
         raise UsageError(f"max_tokens is {request.max_tokens}, expected at least 1")
-    if law.temperature < 0 or not 0 < law.top_p <= 1 or not 0 <= law.min_p <= 1 or law.top_k < 0:
-        raise UsageError(f"{law}: expected temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1 or sampling.top_k < 0:
+        raise UsageError(f"{sampling}: expected temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0")
     if "" in request.stop:
         raise UsageError("an empty stop string would stop everywhere")
     _check_ids(request.ids, spec, "the prompt")

@@ -1,4 +1,4 @@
-"""Random numbers that belong to what they are for, not to when they are drawn.
+"""Seeded random streams: each belongs to what it is for, not to when it is drawn.
 
 Every uniform is a function of (run seed, problem, sample, turn, role, attempt, position) alone: any schedule, batch or
 restart draws the same ones. Philox is counter-based, its key a hash of the fields.

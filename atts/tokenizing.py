@@ -1,4 +1,4 @@
-"""Text and ids the way engines need them: exact joins, one digest, stops across tokens, files found."""
+"""Model tokenizers: text to ids and back exactly, digests, stop strings across tokens, model folders and hub ids."""
 
 from __future__ import annotations
 

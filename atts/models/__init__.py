@@ -1,4 +1,4 @@
-"""Says where the embedded draft and target are and what they are; opening them is an engine's work."""
+"""The embedded draft and target models: where their files are, how large they are, what a token costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, get_args
 
 from atts.errors import ModelLoadError, OptionError
 
-__all__ = ["EMBEDDED", "Embedded", "Info", "info", "path"]
+__all__ = ["EMBEDDED", "Embedded", "ModelInfo", "info", "path"]
 
 Embedded = Literal["draft", "target"]
 EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
@@ -20,13 +20,13 @@ _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_confi
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
+class ModelInfo:
     """What a reader wants to know of an embedded model before loading it."""
 
     name: Embedded
     path: Path
     layers: int
-    hidden: int
+    hidden_size: int
     context_length: int
     vocabulary: int
     weights_per_token: int  # multiply-adds of one token in all matrices, the output matrix included
@@ -60,7 +60,7 @@ def path(name: Embedded) -> Path:
     return folder
 
 
-def info(name: Embedded) -> Info:
+def info(name: Embedded) -> ModelInfo:
     """Size and cost, read from the model's own configuration.
 
     :raises OptionError: there is no embedded model of that name.
@@ -74,11 +74,11 @@ def info(name: Embedded) -> Info:
     hidden, layers, head = int(config["hidden_size"]), int(config["num_hidden_layers"]), int(config["head_dim"])
     heads, kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
     matrices = 2 * hidden * head * (heads + kv_heads) + 3 * hidden * int(config["intermediate_size"])
-    return Info(
+    return ModelInfo(
         name=name,
         path=folder,
         layers=layers,
-        hidden=hidden,
+        hidden_size=hidden,
         context_length=int(config["max_position_embeddings"]),
         vocabulary=int(config["vocab_size"]),
         weights_per_token=layers * matrices + int(config["vocab_size"]) * hidden,

@@ -1,13 +1,13 @@
-"""What it takes to test without models: a scripted engine, virtual time, faults, and a suite for any engine."""
+"""Test tools that need no model: a scripted engine, virtual time, faults, dialect servers, a conformance suite."""
 
-from atts.testing.canned import CannedEngine
 from atts.testing.clock import Backend, run_virtual, virtual_options
-from atts.testing.conformance import CHECKS, CheckOptions, Finding, Report, check_engine
+from atts.testing.conformance import CheckResult, ConformanceReport, check_engine
+from atts.testing.conformance_probe import CHECKS, CheckOptions
 from atts.testing.faults import FaultKind, Faults, FaultyEngine
 from atts.testing.interrupts import Interrupted, Interrupter, Interruption, interruptions
 from atts.testing.language import DRAFT, TARGET, Skill, ToyModel
 from atts.testing.questions import toy_answer, toy_groups, toy_problems
-from atts.testing.scripted import Drift, Latency, ScriptedEngine
+from atts.testing.scripted import Latency, ScoreDrift, ScriptedEngine
 from atts.testing.server_settings import ServerDialect, ServerFault, ServerFaults, ServerQuirks
 from atts.testing.servers import DialectServer
 from atts.testing.tokenizer import ToyTokenizer
@@ -17,19 +17,18 @@ __all__ = [
     "DRAFT",
     "TARGET",
     "Backend",
-    "CannedEngine",
     "CheckOptions",
+    "CheckResult",
+    "ConformanceReport",
     "DialectServer",
-    "Drift",
     "FaultKind",
     "Faults",
     "FaultyEngine",
-    "Finding",
     "Interrupted",
     "Interrupter",
     "Interruption",
     "Latency",
-    "Report",
+    "ScoreDrift",
     "ScriptedEngine",
     "ServerDialect",
     "ServerFault",

@@ -1,19 +1,19 @@
-"""Failures on a seeded schedule, for engines and for those who call them."""
+"""Fault injection: engine calls that fail, hang or answer nonsense, on a seeded schedule."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 import anyio
 
-from atts.core import Completion, SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine, EngineAround
 from atts.errors import EngineTimeout, EngineUnavailable, OptionError, UsageError
 from atts.seeds import Seed
+from atts.testing.recent import Recent
 
 FaultKind = Literal["refused", "slow", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"]
 """refused: turned away at once. slow: answers late. dropped: fails mid-answer. timeout: gives up late. hang: for ever.
@@ -21,8 +21,9 @@ FaultKind = Literal["refused", "slow", "dropped", "timeout", "wrong_length", "na
 The others answer what cannot be true: a log-prob too few, a NaN among them, nothing at all, ids no vocabulary has (a
 score has no ids: a positive log-prob).
 """
-_REMEMBERED = 4096  # scores whose attempts are counted: whoever tries again does so soon
-_Answer = TypeVar("_Answer", bound=Completion | Scores)
+_REMEMBERED = 4096  # scores whose attempts are counted: retries come soon
+_Request = TypeVar("_Request", SampleRequest, ScoreRequest)
+_Answer = TypeVar("_Answer", Completion, Scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class FaultSchedule:
         self._faults = faults
         self._engine = engine
         self._calls = 0
-        self._asked: OrderedDict[tuple[str, int, int], int] = OrderedDict()
+        self._asked: Recent[tuple[str, int, int], int] = Recent(_REMEMBERED)
 
     def pick(self, request: SampleRequest | ScoreRequest) -> FaultKind | None:
         """What goes wrong with this call, if anything."""
@@ -85,9 +86,7 @@ class FaultSchedule:
             seed = request.seed
             return replace(seed, purpose=f"fault {self._faults.seed} {seed.purpose} {hash(request.ids)}")
         key = (request.rollout, hash(request.prefix), hash(request.suffix))  # hashes of ints are the same in every run
-        self._asked[key] = attempt = self._asked.pop(key, -1) + 1
-        if len(self._asked) > _REMEMBERED:
-            self._asked.popitem(last=False)
+        self._asked[key] = attempt = self._asked.get(key, -1) + 1
         return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
 
     async def before(self, kind: FaultKind | None) -> None:
@@ -109,24 +108,19 @@ class FaultSchedule:
 
     def after(self, kind: FaultKind | None, answer: _Answer, vocabulary: int) -> _Answer:
         """The answer as it arrives."""
-        logprobs = answer.logprobs
-        match kind:
-            case "wrong_length":
-                return replace(answer, logprobs=logprobs[:-1])
-            case "nan":
-                return replace(answer, logprobs=(*logprobs[:-1], math.nan))
-            case "empty":
-                return replace(answer, logprobs=(), **_ids_and_text(answer, (), ""))
-            case "wrong_ids" if isinstance(answer, Completion):
-                return replace(answer, **_ids_and_text(answer, (*answer.ids[:-1], vocabulary + 7), answer.text))
-            case "wrong_ids":
-                return replace(answer, logprobs=(*logprobs[:-1], 1.0))
-            case _:
-                return answer
-
-
-def _ids_and_text(answer: Completion | Scores, ids: TokenIds, text: str) -> dict[str, Any]:
-    return {"ids": ids, "text": text} if isinstance(answer, Completion) else {}
+        logprobs: tuple[float, ...] = answer.logprobs
+        if kind == "wrong_length":
+            return replace(answer, logprobs=logprobs[:-1])
+        if kind == "nan":
+            return replace(answer, logprobs=(*logprobs[:-1], math.nan))
+        if kind == "empty":
+            spoilt = replace(answer, logprobs=())
+            return replace(spoilt, ids=(), text="") if isinstance(spoilt, Completion) else spoilt
+        if kind == "wrong_ids":
+            if isinstance(answer, Completion):
+                return replace(answer, ids=(*answer.ids[:-1], vocabulary + 7))
+            return replace(answer, logprobs=(*logprobs[:-1], 1.0))
+        return answer
 
 
 class FaultyEngine(EngineAround):
@@ -137,19 +131,8 @@ class FaultyEngine(EngineAround):
         self._faults = faults
         self._schedule: FaultSchedule | None = None
 
-    async def sample(self, request: SampleRequest) -> Completion:
-        """As the inner engine, or as the schedule has it."""
-        return await self._pass(request, self._engine.sample)
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        """As the inner engine, or as the schedule has it."""
-        return await self._pass(request, self._engine.score)
-
-    async def _pass(
-        self,
-        request: SampleRequest | ScoreRequest,
-        call: Callable[..., Awaitable[_Answer]],
-    ) -> _Answer:
+    async def around(self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
+        """The inner engine's answer, or what the schedule has instead."""
         if self._schedule is None:
             raise UsageError("a faulty engine must be opened with `async with` before it is called")
         kind = self._schedule.pick(request)

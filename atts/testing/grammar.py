@@ -1,4 +1,4 @@
-"""The toy language's grammar: what a reader has understood of a solution so far."""
+"""The toy language's grammar: what a state has understood of a solution so far."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ _NEXT: dict[tuple[Phase, str], Phase] = {
 }
 
 
-class Reader:
-    """What a model has understood of the ids so far; reads one id at a time, and copies cheaply."""
+class ReadingState:
+    """What has been understood of the ids so far; takes one word at a time, and copies cheaply."""
 
     __slots__ = ("answered", "left", "operand", "phase", "prompt", "question", "sign", "step", "steps", "value", "word")
 
@@ -89,10 +89,10 @@ class Reader:
         self.sign, self.operand = 1, 0
         self.answered = False
 
-    def copy(self) -> Reader:
-        """An independent reader at the same place."""
-        other = Reader.__new__(Reader)
-        for name in Reader.__slots__:
+    def copy(self) -> ReadingState:
+        """An independent copy."""
+        other = ReadingState.__new__(ReadingState)
+        for name in ReadingState.__slots__:
             setattr(other, name, getattr(self, name))
         if self.prompt is not None:
             other.prompt = list(self.prompt)

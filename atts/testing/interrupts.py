@@ -1,4 +1,4 @@
-"""Cancellations at seeded places, for tests of what a pipeline leaves behind when it is cut short."""
+"""Cancellation at seeded places, by time or by engine call, for tests of what a pipeline leaves behind."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from atts.seeds import Seed, generator
 
 _Result = TypeVar("_Result")
 _Args = TypeVarTuple("_Args")
+_Request = TypeVar("_Request", SampleRequest, ScoreRequest)
+_Answer = TypeVar("_Answer", Completion, Scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,9 @@ class Interrupter:
 
     >>> from atts.testing import ScriptedEngine, run_virtual
     >>> async def main() -> bool:
-    ...     cutter = Interrupter(Interruption(at_call=0))
-    ...     async with cutter.wrap(ScriptedEngine()) as engine:
-    ...         return (await cutter.run(engine.sample, SampleRequest((3,), 5))).fired
+    ...     interrupter = Interrupter(Interruption(at_call=0))
+    ...     async with interrupter.wrap(ScriptedEngine()) as engine:
+    ...         return (await interrupter.run(engine.sample, SampleRequest((3,), 5))).fired
     >>> run_virtual(main)
     True
     """
@@ -99,24 +101,14 @@ class Interrupter:
 class _CountedEngine(EngineAround):
     """An engine that tells an interrupter of its calls."""
 
-    def __init__(self, engine: Engine, cutter: Interrupter) -> None:
+    def __init__(self, engine: Engine, interrupter: Interrupter) -> None:
         super().__init__(engine, "own")
-        self._cutter = cutter
+        self._interrupter = interrupter
 
-    async def sample(self, request: SampleRequest) -> Completion:
-        number = self._begin()
-        answer = await self._engine.sample(request)
-        self._cutter.pass_by(number, "after")
+    async def around(self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
+        number = self._interrupter.calls
+        self._interrupter.calls += 1
+        self._interrupter.pass_by(number, "before")
+        answer = await call(request)
+        self._interrupter.pass_by(number, "after")
         return answer
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        number = self._begin()
-        answer = await self._engine.score(request)
-        self._cutter.pass_by(number, "after")
-        return answer
-
-    def _begin(self) -> int:
-        number = self._cutter.calls
-        self._cutter.calls += 1
-        self._cutter.pass_by(number, "before")
-        return number

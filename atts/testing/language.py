@@ -1,4 +1,4 @@
-"""A toy language of reasoning with real log-probabilities: every law is an honest function of the ids before it.
+"""The toy language model: next-token distributions that are an honest function of the ids before.
 
 A solution is a chain of steps ended by blank lines, `So we take: 17 plus 5 is 22.`, and a last one, `The answer is
 \\boxed{31}.` A model that slips goes on from its wrong value, so a wrong step makes a wrong answer, unless some later
@@ -8,20 +8,21 @@ step (`Wait that was 22.`) repairs it. How often a model slips, notices and ramb
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from atts.core import TokenIds
-from atts.testing.grammar import Phase, Reader, atoms
-from atts.testing.laws import Law, blend
+from atts.testing.distributions import Distribution
+from atts.testing.grammar import Phase, ReadingState, atoms
 from atts.testing.questions import MOODS, Question, read_question
+from atts.testing.recent import Recent
 from atts.testing.tokenizer import FILLERS, SPECIALS, ToyTokenizer
 
 _ASSISTANT = SPECIALS.index("<|assistant|>")
 _LEAK = 1e-4  # shared by the whole vocabulary, so that nothing is impossible
 _QUESTIONS_KEPT = 4096
+_DISTRIBUTIONS_KEPT = 4096  # a hundred problems of eight rollouts need a third of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,78 +49,76 @@ TARGET = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
 
 
 class ToyModel:
-    """A skill and a tokenizer: ids in, laws out. Equal models give equal laws, whatever they were asked before."""
+    """A skill and a tokenizer: ids in, next-token distributions out; equal models give equal ones."""
 
     def __init__(self, skill: Skill, tokenizer: ToyTokenizer) -> None:
         self.skill = skill
         self.tokenizer = tokenizer
         self._atoms = tuple(atoms(piece) for piece in tokenizer.pieces)
-        self._laws: dict[tuple[int, ...], Law] = {}
-        self._questions: OrderedDict[TokenIds, Question] = OrderedDict()
-        self._writers: dict[Phase, Callable[[Reader], Law]] = {
+        self._known: Recent[tuple[int, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
+        self._questions: Recent[TokenIds, Question] = Recent(_QUESTIONS_KEPT)
+        self._writers: dict[Phase, Callable[[ReadingState], Distribution]] = {
             Phase.OPEN: self._open,
             Phase.RESULT: self._result,
             Phase.REPAIR: self._repair,
         }
 
-    def read(self, ids: Sequence[int], reader: Reader | None = None) -> Reader:
-        """A reader after `ids`; going on from `reader`, which is left as it was, when one is given."""
+    def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
+        """A state after `ids`; going on from `state`, which is left as it was, when one is given."""
         # ids that open no assistant's turn are a text to go on with: its question is made from the first id alone
-        reader = Reader(self._question((ids[0],))) if reader is None else reader.copy()
+        state = ReadingState(self._question((ids[0],))) if state is None else state.copy()
         for index in ids:
-            self.advance(reader, index)
-        return reader
+            self.advance(state, index)
+        return state
 
-    def advance(self, reader: Reader, index: int) -> None:
+    def advance(self, state: ReadingState, index: int) -> None:
         """Read one id, in place."""
-        if reader.prompt is None:
+        if state.prompt is None:
             for kind, payload in self._atoms[index]:
-                reader.take(kind, payload)
+                state.take(kind, payload)
         elif index >= len(SPECIALS):
-            reader.prompt.append(index)
+            state.prompt.append(index)
         if 0 < index < len(SPECIALS):
-            self._turn(reader, index)
+            self._turn(state, index)
 
-    def _turn(self, reader: Reader, index: int) -> None:
+    def _turn(self, state: ReadingState, index: int) -> None:
         if index == _ASSISTANT:
-            reader.restart(self._question(tuple(reader.prompt or ())))
+            state.restart(self._question(tuple(state.prompt or ())))
         else:  # what the system and the user say is read as one text
-            reader.prompt = reader.prompt or []
+            state.prompt = state.prompt or []
 
     def _question(self, prompt: TokenIds) -> Question:
         found = self._questions.get(prompt)
         if found is None:
             found = self._questions[prompt] = read_question(self.tokenizer.decode(prompt))
-            if len(self._questions) > _QUESTIONS_KEPT:
-                self._questions.popitem(last=False)
         return found
 
-    def law(self, reader: Reader) -> Law:
-        """The law of the next id."""
-        return self._writers.get(reader.phase, self._phrase)(reader)
+    def distribution(self, state: ReadingState) -> Distribution:
+        """The distribution of the next id."""
+        return self._writers.get(state.phase, self._phrase)(state)
 
-    def _open(self, reader: Reader) -> Law:
-        last = reader.step >= len(reader.question.operations)
-        wrong = reader.value != reader.truth
-        key = (Phase.OPEN, reader.answered, last, wrong, reader.question.hardness, reader.question.mood)
-        return self._laws.get(key) or self._store(key, self._openings(reader, last=last, wrong=wrong))
+    def _open(self, state: ReadingState) -> Distribution:
+        last = state.step >= len(state.question.operations)
+        wrong = state.value != state.truth
+        key = (Phase.OPEN, state.answered, last, wrong, state.question.hardness, state.question.mood)
+        return self._known.get(key) or self._store(key, self._openings(state, last=last, wrong=wrong))
 
-    def _openings(self, reader: Reader, *, last: bool, wrong: bool) -> list[tuple[str, float]]:
-        if reader.answered:
+    def _openings(self, state: ReadingState, *, last: bool, wrong: bool) -> list[tuple[str, float]]:
+        if state.answered:
             return [("<|end|>", 0.97), ("Hmm", 0.02), ("The", 0.01)]
-        wander = min(0.5, self.skill.wander * _hard(reader.question))
+        wander = min(0.5, self.skill.wander * _hard(state.question))
         repair = (self.skill.repair if wrong else 0.005) * (1 - wander)
         rest = 1 - wander - repair
-        going_on = [("The", rest)] if last else self._choice(_OPENERS, reader, rest)
+        going_on = [("The", rest)] if last else self._choice(_OPENERS, state, rest)
         return [("Hmm", wander), ("Wait", repair), *going_on]
 
     def _firmness(self, question: Question) -> float:
         """How settled the phrasing is, from 0 (anything goes) to `fluency` (nearly always the same)."""
         return self.skill.fluency * (1 - question.mood / (MOODS - 1))
 
-    def _idle(self, reader: Reader) -> list[tuple[str, float]]:
+    def _idle(self, state: ReadingState) -> list[tuple[str, float]]:
         """Idle words, each with a liking for some of the others, and for going on at all."""
-        firmness, likings = self._firmness(reader.question), _LIKINGS[reader.word]
+        firmness, likings = self._firmness(state.question), _LIKINGS[state.word]
         weights = [
             (word, math.exp((3 + 20 * firmness) * liking)) for word, liking in zip(FILLERS, likings, strict=False)
         ]
@@ -127,84 +126,86 @@ class ToyModel:
         share = going / (1 + going) / sum(weight for _, weight in weights)
         return [(word, weight * share) for word, weight in weights]
 
-    def _choice(self, options: tuple[tuple[str, float], ...], reader: Reader, total: float) -> list[tuple[str, float]]:
+    def _choice(
+        self, options: tuple[tuple[str, float], ...], state: ReadingState, total: float
+    ) -> list[tuple[str, float]]:
         """One of several ways to say the same, the likeliest the likelier the firmer the phrasing."""
-        power = 1 + 3 * self._firmness(reader.question)
+        power = 1 + 3 * self._firmness(state.question)
         weights = [(word, share**power) for word, share in options]
         scale = total / sum(weight for _, weight in weights)
         return [(word, weight * scale) for word, weight in weights]
 
-    def _result(self, reader: Reader) -> Law:
-        right = (reader.left + reader.sign * reader.operand) % 100
-        slip = reader.question.misconception(reader.step)
-        key = (Phase.RESULT, right, slip, reader.question.hardness)
-        found = self._laws.get(key)
+    def _result(self, state: ReadingState) -> Distribution:
+        right = (state.left + state.sign * state.operand) % 100
+        slip = state.question.misconception(state.step)
+        key = (Phase.RESULT, right, slip, state.question.hardness)
+        found = self._known.get(key)
         if found is not None:
             return found
-        wrong = min(0.9, (1 - self.skill.right) * _hard(reader.question))
+        wrong = min(0.9, (1 - self.skill.right) * _hard(state.question))
         rare = wrong * (1 - self.skill.typical) / len(_RARE_SLIPS)
         values = [(right, 1 - wrong), ((right + slip) % 100, wrong * self.skill.typical)]
         values += [((right + other) % 100, rare) for other in _RARE_SLIPS]
         return self._store(key, [(f" {value}", weight) for value, weight in values])
 
-    def _repair(self, reader: Reader) -> Law:
-        key = (Phase.REPAIR, reader.truth, reader.value)
+    def _repair(self, state: ReadingState) -> Distribution:
+        key = (Phase.REPAIR, state.truth, state.value)
         kept = 1 - self.skill.right
-        return self._laws.get(key) or self._store(
-            key, [(f" {reader.truth}", self.skill.right), (f" {reader.value}", kept)]
+        return self._known.get(key) or self._store(
+            key, [(f" {state.truth}", self.skill.right), (f" {state.value}", kept)]
         )
 
-    def _phrase(self, reader: Reader) -> Law:
-        phase = reader.phase
-        last = reader.step >= len(reader.question.operations)
-        # what a law looks at beyond the phase: the sum, the value, or the mood
+    def _phrase(self, state: ReadingState) -> Distribution:
+        phase = state.phase
+        last = state.step >= len(state.question.operations)
+        # what it depends on beyond the phase: the sum, the value, or the mood
         if phase in (Phase.VALUE, Phase.OPERATION):
-            trait = reader.operation
+            trait = state.operation
         elif phase in (Phase.QUOTE, Phase.BOXED):
-            trait = reader.value
+            trait = state.value
         else:
-            trait = reader.question.mood
-        key = (phase, reader.word, trait, reader.answered, last)
-        return self._laws.get(key) or self._store(key, self._phrases(reader, last=last))
+            trait = state.question.mood
+        key = (phase, state.word, trait, state.answered, last)
+        return self._known.get(key) or self._store(key, self._phrases(state, last=last))
 
-    def _phrases(self, reader: Reader, *, last: bool) -> list[tuple[str, float]]:
-        match reader.phase:
+    def _phrases(self, state: ReadingState, *, last: bool) -> list[tuple[str, float]]:
+        match state.phase:
             case Phase.VALUE:
-                rising = 0.995 if reader.operation > 0 else 0.005
+                rising = 0.995 if state.operation > 0 else 0.005
                 return [(" plus", rising), (" minus", 1 - rising)]
             case Phase.OPERATION:
-                return [(f" {abs(reader.operation)}", 0.995), (f" {(abs(reader.operation) + 1) % 100}", 0.005)]
+                return [(f" {abs(state.operation)}", 0.995), (f" {(abs(state.operation) + 1) % 100}", 0.005)]
             case Phase.CLAIM:
-                idle = self._idle(reader)
+                idle = self._idle(state)
                 return [*idle, (":", 1 - sum(weight for _, weight in idle))]
             case Phase.QUOTE:
-                return [(f" {reader.value}", 0.995), (f" {(reader.value + 10) % 100}", 0.005)]
+                return [(f" {state.value}", 0.995), (f" {(state.value + 10) % 100}", 0.005)]
             case Phase.BOXED:
-                return [(f"{reader.value}", 1.0)]
-            case Phase.AFTER if not reader.answered:
-                comma = 0.5 - 0.45 * self._firmness(reader.question)
-                return [(",", comma), *self._choice(_FULL_STOPS, reader, 1 - comma)]
+                return [(f"{state.value}", 1.0)]
+            case Phase.AFTER if not state.answered:
+                comma = 0.5 - 0.45 * self._firmness(state.question)
+                return [(",", comma), *self._choice(_FULL_STOPS, state, 1 - comma)]
             case Phase.TAIL | Phase.MUSE:
-                idle = self._idle(reader)
+                idle = self._idle(state)
                 rest = 1 - sum(weight for _, weight in idle)
-                return [*idle, *self._choice(_FULL_STOPS, reader, rest)]
-            case Phase.NEWLINE if not reader.answered and not last:
-                return [("\n", 0.6), *((f"\n{word}", share) for word, share in self._choice(_OPENERS, reader, 0.4))]
-            case Phase.AFTER | Phase.DOT if reader.answered:
-                return [("<|end|>", 0.8), (".", 0.1 if reader.phase == Phase.AFTER else 0.0), ("\n\n", 0.1)]
+                return [*idle, *self._choice(_FULL_STOPS, state, rest)]
+            case Phase.NEWLINE if not state.answered and not last:
+                return [("\n", 0.6), *((f"\n{word}", share) for word, share in self._choice(_OPENERS, state, 0.4))]
+            case Phase.AFTER | Phase.DOT if state.answered:
+                return [("<|end|>", 0.8), (".", 0.1 if state.phase == Phase.AFTER else 0.0), ("\n\n", 0.1)]
             case phase:
                 return _FIXED_PHRASES[phase]
 
-    def _store(self, key: tuple[int, ...], words: list[tuple[str, float]]) -> Law:
-        ids = ((self.tokenizer.end_id if word == "<|end|>" else self.tokenizer.piece_id(word), p) for word, p in words)
-        law = self._laws[key] = Law.of(blend(ids), self.tokenizer.vocabulary, _LEAK)
-        if len(self._laws) > _REMEMBERED:  # the oldest is made again when it is asked for: laws depend on nothing else
-            del self._laws[next(iter(self._laws))]
-        return law
+    def _store(self, key: tuple[int, ...], words: list[tuple[str, float]]) -> Distribution:
+        weights: dict[int, float] = {}
+        for word, weight in words:
+            index = self.tokenizer.end_id if word == "<|end|>" else self.tokenizer.piece_id(word)
+            if index is not None:  # the other dialect lacks some tokens
+                weights[index] = weights.get(index, 0.0) + weight
+        found = self._known[key] = Distribution.of(weights, self.tokenizer.vocabulary, _LEAK)
+        return found
 
 
-_REMEMBERED = 4096
-"""Laws a model keeps at hand; a hundred problems of eight rollouts need a third of them."""
 _OPENERS = (("So", 0.4), ("Now", 0.3), ("Next", 0.2), ("Then", 0.1))
 _FULL_STOPS = ((".", 0.35), (".\n", 0.15), (".\n\n", 0.5))
 _RARE_SLIPS = (3, -3, 5, -5, 7, -7, 20, -20)

@@ -1,4 +1,4 @@
-"""An engine without a model: toy laws behind real queues, waits, failures and cancellations."""
+"""`ScriptedEngine`: the toy language model behind real queues, latencies, faults and cancellations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from atts.testing.language import DRAFT, TARGET, ToyModel
 from atts.testing.tokenizer import ToyTokenizer
 from atts.testing.writing import PrefixMemory, Writer, drifted
 
-_Answer = TypeVar("_Answer", bound=Completion | Scores)
+_Request = TypeVar("_Request", SampleRequest, ScoreRequest)
+_Answer = TypeVar("_Answer", Completion, Scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ NO_LATENCY = Latency()
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
+class ScoreDrift:
     """Scores that stop being what they were: log-probabilities times `factor` (above 1: perplexity rises).
 
     It sets in after `after` score calls, or for rollouts whose text before the scored suffix has `after` steps or more.
@@ -69,7 +70,7 @@ class Drift:
             raise OptionError("drift", f"{self.when!r} is unknown", ("calls", "steps"))
 
 
-NO_DRIFT = Drift()
+NO_DRIFT = ScoreDrift()
 
 
 class ScriptedEngine:
@@ -97,14 +98,14 @@ class ScriptedEngine:
         latency: Latency = NO_LATENCY,
         concurrency: int | None = None,
         faults: Faults = NO_FAULTS,
-        drift: Drift = NO_DRIFT,
+        drift: ScoreDrift = NO_DRIFT,
         context_length: int = 8192,
         capabilities: frozenset[Capability] = frozenset({"sample", "score"}),
     ) -> None:
         if role not in ("draft", "target"):
             raise OptionError("role", f"{role!r} is unknown", ("draft", "target"))
         if concurrency is not None and concurrency < 1:
-            raise OptionError("concurrency", f"{concurrency} slots serve nobody; expected at least 1, or None")
+            raise OptionError("concurrency", f"{concurrency} slots serve no request; expected at least 1, or None")
         self._model = model or ToyModel(DRAFT if role == "draft" else TARGET, ToyTokenizer())
         self._writer = Writer(self._model)
         self._cache = PrefixMemory()
@@ -113,7 +114,7 @@ class ScriptedEngine:
         self._drift = drift
         self._faults = FaultSchedule(faults, role)
         self._spec = engine_spec(role, self._model, context_length, capabilities)
-        self._counts = _Counters()
+        self._counts = EngineCounters()
         self._state: Literal["new", "open", "closed"] = "new"
         self._busy_since = 0.0
         self._serving = 0
@@ -210,8 +211,10 @@ class ScriptedEngine:
         seconds = times.per_sample + times.sampled_token * sampled + times.prefilled_token * prefilled
         await self._wait(seconds, replace(request.seed, purpose=f"latency {times.seed}"))
         self._cache.keep(request.rollout, request.ids + written.ids)
-        self._counts.add(prefilled=prefilled, cached=cached, sampled=sampled)
-        return replace(written, cached_tokens=cached)
+        done = replace(written, cached_tokens=cached)
+        self._counts.sampled(request, done)
+        self._counts.steps += sampled
+        return done
 
     async def _score(self, request: ScoreRequest) -> Scores:
         logprobs = self._writer.score(request)
@@ -225,8 +228,10 @@ class ScriptedEngine:
         name = f"{hash(request.prefix)} {hash(request.suffix)}"  # hashes of ints are the same in every run
         await self._wait(seconds, Seed(run=times.seed, problem=name, purpose="latency"))
         self._cache.keep(request.rollout, request.prefix + request.suffix)
-        self._counts.add(prefilled=prefilled + scored, cached=cached, scored=scored)
-        return Scores(logprobs, cached)
+        done = Scores(logprobs, cached)
+        self._counts.scored(request, done)
+        self._counts.steps += 1
+        return done
 
     async def _wait(self, seconds: float, key: Seed) -> None:
         if seconds > 0:
@@ -240,16 +245,6 @@ class ScriptedEngine:
         if self._drift.when == "calls":
             return self._scored >= self._drift.after
         return self._model.read(request.prefix).steps >= self._drift.after
-
-
-class _Counters(EngineCounters):
-    def add(self, *, prefilled: int, cached: int, sampled: int = 0, scored: int = 0) -> None:
-        """One request served: a step per sampled token, one step per score."""
-        self.prefilled_tokens += prefilled
-        self.cached_tokens += cached
-        self.sampled_tokens += sampled
-        self.scored_tokens += scored
-        self.steps += sampled or 1
 
 
 def engine_spec(

@@ -1,15 +1,15 @@
-"""How a toy model writes and scores: the engine's work, without the engine."""
+"""Sampling and scoring with the toy model: an engine's work, without the engine."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from atts.core import Completion, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.seeds import uniforms
-from atts.testing.grammar import Reader
+from atts.testing.grammar import ReadingState
 from atts.testing.language import ToyModel
+from atts.testing.recent import Recent
 from atts.tokenizing import StopMatcher
 
 
@@ -18,67 +18,59 @@ class Writer:
 
     def __init__(self, model: ToyModel, memory: int = 1024) -> None:
         self.model = model
-        self._memory = memory
-        self._readers: OrderedDict[TokenIds, Reader] = OrderedDict()
+        self._states: Recent[TokenIds, ReadingState] = Recent(memory)
 
     def write(self, request: SampleRequest) -> Completion:
         """Continue a text: one uniform of the request's stream per position."""
         model, end = self.model, self.model.tokenizer.end_id
-        reader = self._read(request.ids).copy()
+        state = self._read(request.ids).copy()
         draws = uniforms(request.seed, request.max_tokens).tolist()
         stops = StopMatcher(request.stop)
         ids: list[int] = []
         logprobs: list[float] = []
         ended: Ending = "length"
         for uniform in draws:
-            law = model.law(reader)
-            index = law.shape(request.sampling).draw(uniform)
+            distribution = model.distribution(state)
+            index = distribution.under(request.sampling).draw(uniform)
             ids.append(index)
-            logprobs.append(law.logprob(index))
+            logprobs.append(distribution.logprob(index))
             if index == end:
                 ended = "end"
                 break
-            model.advance(reader, index)
+            model.advance(state, index)
             if stops.feed(model.tokenizer.pieces[index]) or index in request.stop_ids:
                 ended = "delimiter"
                 break
         kept = tuple(ids)
         if ended != "end":
-            self._remember(request.ids + kept, reader)
+            self._states[request.ids + kept] = state
         return Completion(kept, model.tokenizer.decode(kept), ended, tuple(logprobs))
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
         """The raw log-probability of every token of the suffix."""
-        reader = self._read(request.prefix).copy()
+        state = self._read(request.prefix).copy()
         logprobs: list[float] = []
         for index in request.suffix:
-            logprobs.append(self.model.law(reader).logprob(index))
-            self.model.advance(reader, index)
-        self._remember(request.prefix + request.suffix, reader)
+            logprobs.append(self.model.distribution(state).logprob(index))
+            self.model.advance(state, index)
+        self._states[request.prefix + request.suffix] = state
         return tuple(logprobs)
 
-    def _read(self, ids: TokenIds) -> Reader:
-        reader = self._readers.get(ids)
-        if reader is None:
-            reader = self.model.read(ids)
-            self._remember(ids, reader)
-        return reader
-
-    def _remember(self, ids: TokenIds, reader: Reader) -> None:
-        self._readers[ids] = reader
-        if len(self._readers) > self._memory:
-            self._readers.popitem(last=False)
+    def _read(self, ids: TokenIds) -> ReadingState:
+        state = self._states.get(ids)
+        if state is None:
+            state = self._states[ids] = self.model.read(ids)
+        return state
 
 
 class PrefixMemory:
     """What a cache would hold: the ids each rollout last went through, the least recent forgotten first."""
 
     def __init__(self, rollouts: int = 4096) -> None:
-        self._rollouts = rollouts
-        self._seen: OrderedDict[str, TokenIds] = OrderedDict()
+        self._seen: Recent[str, TokenIds] = Recent(rollouts)
 
     def cached(self, rollout: str, ids: TokenIds) -> int:
-        """How many leading ids need no computing; never all of them, for the last one gives the next law."""
+        """How many leading ids need no computing; never all of them, for the last one gives the next distribution."""
         seen = self._seen.get(rollout, ())
         limit = min(len(seen), len(ids) - 1)
         if seen[:limit] == ids[:limit]:
@@ -87,12 +79,8 @@ class PrefixMemory:
 
     def keep(self, rollout: str, ids: TokenIds) -> None:
         """Remember a rollout's latest ids; a request without a rollout leaves nothing behind."""
-        if not rollout:
-            return
-        self._seen[rollout] = ids
-        self._seen.move_to_end(rollout)
-        if len(self._seen) > self._rollouts:
-            self._seen.popitem(last=False)
+        if rollout:
+            self._seen[rollout] = ids
 
 
 def drifted(logprobs: Sequence[float], factor: float) -> tuple[float, ...]:

@@ -169,7 +169,7 @@ def _cost() -> Table:
     rows: list[tuple[Cell, ...]] = []
     for name, found in known.items():
         flops = [round(found.flops_per_token(context) / 1e6, 3) for context in (0, 128, 256)]
-        rows.append((name, found.layers, found.hidden, found.weights_per_token, *flops, found.bytes))
+        rows.append((name, found.layers, found.hidden_size, found.weights_per_token, *flops, found.bytes))
     ratios = [known["target"].flops_per_token(c) / known["draft"].flops_per_token(c) for c in (0, 128, 256)]
     rows.append(("ratio", None, None, None, *ratios, None))
     columns = ("model", "layers", "hidden", "weights/token", "MFLOP, no context", "at 128", "at 256", "bytes")

@@ -30,7 +30,7 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import EMBEDDED, path
 from atts.pipelines import Context, Policy, solve
 from atts.run import Plan, RunResult, Session, evaluate
-from atts.testing import Drift, FaultKind, Faults, FaultyEngine, Latency, ScriptedEngine, toy_problems
+from atts.testing import FaultKind, Faults, FaultyEngine, Latency, ScoreDrift, ScriptedEngine, toy_problems
 from scripts.studies.charts import Chart
 from scripts.studies.harness import Cell, Options, Table, say
 
@@ -118,15 +118,15 @@ async def _stations(stack: AsyncExitStack, kinds: Sequence[Kind]) -> dict[Kind, 
     """Those that these kinds of episodes need."""
     stations: dict[Kind, Station] = {}
     if "faults" in kinds or "cancelled and resumed" in kinds:
-        stations["faults"] = stations["cancelled and resumed"] = await _scripted(stack, Drift())
+        stations["faults"] = stations["cancelled and resumed"] = await _scripted(stack, ScoreDrift())
     if "drift" in kinds:
-        stations["drift"] = await _scripted(stack, Drift(after=500, factor=1.3))
+        stations["drift"] = await _scripted(stack, ScoreDrift(after=500, factor=1.3))
     if "embedded pair" in kinds or "embedded pair, cancelled" in kinds:
         stations["embedded pair"] = stations["embedded pair, cancelled"] = await _embedded(stack)
     return stations
 
 
-async def _scripted(stack: AsyncExitStack, drift: Drift) -> Station:
+async def _scripted(stack: AsyncExitStack, drift: ScoreDrift) -> Station:
     faults = Faults(SHARES, delay_seconds=0.02)
     latency = Latency(per_sample=0.001, per_score=0.001, sampled_token=2e-5)
     drafts = ScriptedEngine("draft", latency=latency, concurrency=16, faults=faults)

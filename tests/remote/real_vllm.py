@@ -174,7 +174,7 @@ def local(role: Role) -> LocalEngine:
 async def _promises(server: Served) -> tuple[str, str, str]:
     patient = CheckOptions(tolerance=5e-3, tie=5e-3, timeout_seconds=300.0, settle_seconds=10.0, draws=64)
     report = await check_engine(partial(remote, server), options=patient, broken="report")
-    kept = sum(finding.status == "kept" for finding in report.findings)
+    kept = sum(result.status == "kept" for result in report.results)
     said = "; ".join(str(finding) for finding in report.broken)
     return f"{server.role}: check_engine", f"{kept} kept, {len(report.broken)} broken. {said}", _word(not report.broken)
 

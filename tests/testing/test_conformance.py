@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import anyio
 import anyio.lowlevel
@@ -28,6 +28,7 @@ from atts.testing import (
     run_virtual,
 )
 
+Logprobs = tuple[float, ...]
 QUICK = CheckOptions(timeout_seconds=30, settle_seconds=0.5)
 SLOW = Latency(per_sample=0.01, per_score=0.005, sampled_token=0.002, jitter=0.2)
 
@@ -39,16 +40,101 @@ class Rig(ScriptedEngine):
         super().__init__(latency=SLOW, concurrency=3, context_length=1024)
 
 
-class WrongDigest(Rig):
-    @property
-    def spec(self) -> EngineSpec:
-        return replace(super().spec, tokenizer="of another model")
+def asks(change: Callable[[Rig, SampleRequest], SampleRequest]) -> type[Rig]:
+    """An engine that samples something else than it was asked for."""
+
+    class Saboteur(Rig):
+        async def sample(self, request: SampleRequest) -> Completion:
+            return await super().sample(change(self, request))
+
+    return Saboteur
 
 
-class EndOutside(Rig):
-    @property
-    def spec(self) -> EngineSpec:
-        return replace(super().spec, end_ids=(10**6,))
+def answers(change: Callable[[Rig, Completion], Completion]) -> type[Rig]:
+    """An engine that changes what it sampled."""
+
+    class Saboteur(Rig):
+        async def sample(self, request: SampleRequest) -> Completion:
+            return change(self, await super().sample(request))
+
+    return Saboteur
+
+
+def scores(change: Callable[[Logprobs, ScoreRequest], Logprobs]) -> type[Rig]:
+    """An engine that changes what it scored."""
+
+    class Saboteur(Rig):
+        async def score(self, request: ScoreRequest) -> Scores:
+            return Scores(change((await super().score(request)).logprobs, request))
+
+    return Saboteur
+
+
+def counts(change: Callable[[EngineStats], EngineStats]) -> type[Rig]:
+    """An engine that counts otherwise."""
+
+    class Saboteur(Rig):
+        def stats(self) -> EngineStats:
+            return change(super().stats())
+
+    return Saboteur
+
+
+def claims(**fields: Any) -> type[Rig]:
+    """An engine that says something else of itself."""
+
+    class Saboteur(Rig):
+        @property
+        def spec(self) -> EngineSpec:
+            return replace(super().spec, **fields)
+
+    return Saboteur
+
+
+def ignores(**settings: Any) -> type[Rig]:
+    """An engine that checks requests and then leaves some sampling settings out of account."""
+
+    def change(engine: Rig, request: SampleRequest) -> SampleRequest:
+        check_sample(request, engine.spec)
+        return replace(request, sampling=replace(request.sampling, **settings))
+
+    return asks(change)
+
+
+def seeded(purpose: Callable[[Rig], object]) -> type[Rig]:
+    """An engine that draws from a stream that depends on more than the seed."""
+    return asks(lambda engine, r: replace(r, seed=replace(r.seed, purpose=str(purpose(engine)))))
+
+
+def reheated(temperature: Callable[[float], float]) -> type[Rig]:
+    """An engine that samples at another temperature than it was asked for."""
+    return asks(lambda _, r: replace(r, sampling=replace(r.sampling, temperature=temperature(r.sampling.temperature))))
+
+
+def cut(engine: ScriptedEngine, done: Completion, count: int) -> Completion:
+    """The first tokens of a completion."""
+    return Completion(done.ids[:count], engine.tokenizer.decode(done.ids[:count]), "delimiter", done.logprobs[:count])
+
+
+def drops_the_stop(engine: Rig, done: Completion) -> Completion:
+    """Leaves the completing token out, as servers do unless told otherwise."""
+    return cut(engine, done, len(done.ids) - 1) if done.ended == "delimiter" and len(done.ids) > 1 else done
+
+
+def goes_on_after_the_end(_: Rig, done: Completion) -> Completion:
+    """One token more than the model wrote."""
+    return replace(done, ids=(*done.ids, 9), logprobs=(*done.logprobs, -1.0)) if done.ended == "end" else done
+
+
+def hides_the_end(_: Rig, done: Completion) -> Completion:
+    """The end token is left out."""
+    return replace(done, ids=done.ids[:-1], logprobs=done.logprobs[:-1]) if done.ended == "end" else done
+
+
+def truncates(engine: Rig, request: SampleRequest) -> SampleRequest:
+    """Cuts long prompts instead of saying so."""
+    room = engine.spec.context_length - request.max_tokens
+    return replace(request, ids=request.ids[-max(1, room) :]) if room > 0 else request
 
 
 class TidyTokenizer(ToyTokenizer):
@@ -63,40 +149,6 @@ class Tidy(ScriptedEngine):
         super().__init__(model=ToyModel(TARGET, TidyTokenizer()))
 
 
-class StripsText(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        done = await super().sample(request)
-        return replace(done, text=done.text.strip())
-
-
-class LosesFirstLogprob(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        done = await super().sample(request)
-        return replace(done, logprobs=done.logprobs[1:])
-
-
-class NotANumber(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        done = await super().sample(request)
-        return replace(done, logprobs=(*done.logprobs[:-1], math.nan))
-
-
-class OneTooMany(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        return await super().sample(replace(request, max_tokens=request.max_tokens + 1))
-
-
-class OneTooFew(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        return await super().sample(replace(request, max_tokens=max(1, request.max_tokens - 1)))
-
-
-def cut(engine: ScriptedEngine, done: Completion, count: int, *, delimiter: bool = True) -> Completion:
-    """The first tokens of a completion."""
-    ids = done.ids[:count]
-    return Completion(ids, engine.tokenizer.decode(ids), "delimiter" if delimiter else "length", done.logprobs[:count])
-
-
 class StopsInsideTokensOnly(Rig):
     """Looks for the stop string in each token by itself."""
 
@@ -108,62 +160,6 @@ class StopsInsideTokensOnly(Rig):
         return done
 
 
-class DropsTheStop(Rig):
-    """Leaves the completing token out, as servers do unless told otherwise."""
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        done = await super().sample(request)
-        return cut(self, done, len(done.ids) - 1) if done.ended == "delimiter" and len(done.ids) > 1 else done
-
-
-class CallsItLength(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        done = await super().sample(request)
-        return replace(done, ended="length") if done.ended == "delimiter" else done
-
-
-class IgnoresStopIds(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        return await super().sample(replace(request, stop_ids=()))
-
-
-class GoesOnAfterTheEnd(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        done = await super().sample(request)
-        if done.ended == "end":
-            return replace(done, ids=(*done.ids, 9), logprobs=(*done.logprobs, -1.0))
-        return done
-
-
-class HidesTheEnd(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        done = await super().sample(request)
-        return replace(done, ids=done.ids[:-1], logprobs=done.logprobs[:-1]) if done.ended == "end" else done
-
-
-class OffByOne(Rig):
-    """Scores each token with the law after it."""
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        done = await super().score(request)
-        return Scores((*done.logprobs[1:], done.logprobs[0]))
-
-
-class DropsAScore(Rig):
-    async def score(self, request: ScoreRequest) -> Scores:
-        return Scores((await super().score(request)).logprobs[1:] or (-1.0,))
-
-
-class ScoresNotANumber(Rig):
-    async def score(self, request: ScoreRequest) -> Scores:
-        return Scores((*(await super().score(request)).logprobs[1:], math.nan))
-
-
-class ScoresAtATemperature(Rig):
-    async def score(self, request: ScoreRequest) -> Scores:
-        return Scores(tuple(value / 0.8 for value in (await super().score(request)).logprobs))
-
-
 class ForgetsThePrefix(Rig):
     """Scores parts as if nothing but the prompt's start had come before."""
 
@@ -171,89 +167,11 @@ class ForgetsThePrefix(Rig):
         return await super().score(replace(request, prefix=request.prefix[:-3] or request.prefix))
 
 
-class LooksAhead(Rig):
-    """Every token's score depends on the last one."""
-
+class ScoresDependOnCompany(Rig):
     async def score(self, request: ScoreRequest) -> Scores:
+        company = self.stats().in_flight
         done = await super().score(request)
-        return Scores(tuple(value - 1e-4 * request.suffix[-1] for value in done.logprobs))
-
-
-class LooksAheadFromTheMiddle(Rig):
-    async def score(self, request: ScoreRequest) -> Scores:
-        done = await super().score(request)
-        middle = request.suffix[len(request.suffix) // 2]
-        return Scores((done.logprobs[0] - 1e-3 * (middle % 7), *done.logprobs[1:]))
-
-
-class LikesEverything(Rig):
-    async def score(self, request: ScoreRequest) -> Scores:
-        return Scores(tuple(-0.5 for _ in request.suffix))
-
-
-class NeverGreedy(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        law = request.sampling
-        return await super().sample(replace(request, sampling=replace(law, temperature=law.temperature or 1.0)))
-
-
-class Ignores(Rig):
-    """Leaves one setting out of account."""
-
-    ignored: ClassVar[Sampling] = Sampling()
-    names: ClassVar[tuple[str, ...]] = ()
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        check_sample(request, self.spec)
-        settings = {name: getattr(self.ignored, name) for name in self.names}
-        return await super().sample(replace(request, sampling=replace(request.sampling, **settings)))
-
-
-class IgnoresTopK(Ignores):
-    names = ("top_k",)
-
-
-class IgnoresTopP(Ignores):
-    names = ("top_p",)
-
-
-class IgnoresMinP(Ignores):
-    names = ("min_p",)
-
-
-class IgnoresTemperature(Ignores):
-    """But not zero."""
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        if request.sampling.temperature > 0:
-            request = replace(request, sampling=replace(request.sampling, temperature=1.0))
-        return await super().sample(request)
-
-
-class Sharpens(Rig):
-    """Draws at a lower temperature than it says."""
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        temperature = request.sampling.temperature * 0.4
-        return await super().sample(replace(request, sampling=replace(request.sampling, temperature=temperature)))
-
-
-class OneStream(Rig):
-    """Draws every request's numbers from one stream, in order of arrival."""
-
-    arrivals = 0
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        self.arrivals += 1
-        return await super().sample(replace(request, seed=replace(request.seed, purpose=str(self.arrivals))))
-
-
-class CompanyMatters(Rig):
-    """The numbers drawn depend on how many others are in flight."""
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        company = min(1, self.stats().in_flight)
-        return await super().sample(replace(request, seed=replace(request.seed, purpose=f"{company}")))
+        return Scores(tuple(value - 0.01 * company for value in done.logprobs))
 
 
 class LogprobsDriftInCompany(Rig):
@@ -261,16 +179,6 @@ class LogprobsDriftInCompany(Rig):
         company = self.stats().in_flight
         done = await super().sample(request)
         return replace(done, logprobs=tuple(value - 0.01 * company for value in done.logprobs))
-
-
-class IgnoresTurn(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        return await super().sample(replace(request, seed=replace(request.seed, turn=0)))
-
-
-class IgnoresAttempt(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        return await super().sample(replace(request, seed=replace(request.seed, attempt=0)))
 
 
 class TrustsHints(Rig):
@@ -297,21 +205,6 @@ class TrustsHintsWhenScoring(Rig):
         return await super().score(request)
 
 
-class ScoresDependOnCompany(Rig):
-    async def score(self, request: ScoreRequest) -> Scores:
-        company = self.stats().in_flight
-        done = await super().score(request)
-        return Scores(tuple(value - 0.01 * company for value in done.logprobs))
-
-
-class Truncates(Rig):
-    """Cuts long prompts instead of saying so."""
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        room = self.spec.context_length - request.max_tokens
-        return await super().sample(replace(request, ids=request.ids[-max(1, room) :]) if room > 0 else request)
-
-
 class WrongKindOfOverflow(Rig):
     async def score(self, request: ScoreRequest) -> Scores:
         try:
@@ -330,18 +223,6 @@ class RefusesTheLastToken(Rig):
 class ScoresNothing(Rig):
     async def score(self, request: ScoreRequest) -> Scores:
         return Scores(()) if not request.suffix else await super().score(request)
-
-
-class TakesAnyId(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        known = tuple(index for index in request.ids if 0 <= index < self.spec.vocabulary)
-        return await super().sample(replace(request, ids=known))
-
-
-class ClampsSettings(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        top_p = request.sampling.top_p or 1.0
-        return await super().sample(replace(request, sampling=replace(request.sampling, top_p=top_p)))
 
 
 class ScoresAfterAll(ScriptedEngine):
@@ -363,11 +244,6 @@ class MixesUpAnswers(Rig):
         return await super().sample(self.last if self.stats().in_flight > 20 else request)
 
 
-class CountsNothing(Rig):
-    def stats(self) -> EngineStats:
-        return EngineStats()
-
-
 class ForgetsCounts(Rig):
     """Counters that start again."""
 
@@ -376,12 +252,6 @@ class ForgetsCounts(Rig):
     def stats(self) -> EngineStats:
         self.asked += 1
         return replace(super().stats(), prefilled_tokens=0 if self.asked > 1 else 5)
-
-
-class CountsTwice(Rig):
-    def stats(self) -> EngineStats:
-        stats = super().stats()
-        return replace(stats, scored_tokens=2 * stats.scored_tokens)
 
 
 class ClosesOnce(Rig):
@@ -448,12 +318,6 @@ class LeaksSlots(Rig):
         return done
 
 
-class StaysInFlight(Rig):
-    def stats(self) -> EngineStats:
-        stats = super().stats()
-        return replace(stats, in_flight=stats.in_flight + stats.cancelled)
-
-
 class FinishesAnyway(Rig):
     """Works on to the end when cancelled."""
 
@@ -474,35 +338,87 @@ class SwallowsCancellation(Rig):
             return Completion((9,), self.tokenizer.decode((9,)), "length", (-1.0,))
 
 
-class ConfusedByCancellation(Rig):
-    async def sample(self, request: SampleRequest) -> Completion:
-        run = 1 if self.stats().cancelled else 0
-        return await super().sample(replace(request, seed=replace(request.seed, purpose=f"{run}")))
+def _arrival(engine: Rig) -> int:
+    return engine.stats().requests
 
 
-SABOTEURS: list[tuple[str, Callable[[], Engine]]] = [
-    ("spec", WrongDigest), ("spec", EndOutside), ("tokenizer", Tidy),
-    ("ids", StripsText), ("ids", LosesFirstLogprob), ("ids", NotANumber),
-    ("length", OneTooMany), ("length", OneTooFew),
-    ("stop", StopsInsideTokensOnly), ("stop", DropsTheStop), ("stop", CallsItLength),
-    ("stop_ids", IgnoresStopIds), ("stop_ids", DropsTheStop), ("end", GoesOnAfterTheEnd), ("end", HidesTheEnd),
-    ("alignment", OffByOne), ("alignment", DropsAScore), ("alignment", ScoresAtATemperature),
-    ("score_company", ScoresNotANumber),
-    ("alignment", ForgetsThePrefix), ("alignment", LooksAhead), ("improbable", LooksAheadFromTheMiddle),
-    ("improbable", LikesEverything), ("improbable", OffByOne),
-    ("greedy", NeverGreedy), ("greedy", IgnoresTopK), ("greedy", IgnoresTopP), ("greedy", IgnoresMinP),
-    ("seeds", OneStream), ("seeds", CompanyMatters), ("seeds", LogprobsDriftInCompany),
-    ("seed_fields", IgnoresTurn), ("seed_fields", IgnoresAttempt),
-    ("law", Sharpens), ("law", IgnoresTopK), ("law", IgnoresTemperature),
-    ("hints", TrustsHints), ("hints", TrustsHintsWhenScoring), ("score_company", ScoresDependOnCompany),
-    ("context", Truncates), ("context", WrongKindOfOverflow), ("context", RefusesTheLastToken),
-    ("refusals", ScoresNothing), ("refusals", TakesAnyId), ("refusals", ClampsSettings),
-    ("capabilities", ScoresAfterAll), ("order", MixesUpAnswers),
-    ("stats", CountsNothing), ("stats", ForgetsCounts), ("stats", CountsTwice),
-    ("closing", ClosesOnce), ("closing", ServesWhenClosed), ("isolation", SharesSettings), ("isolation", ClosesForAll),
-    ("cancellation", LeaksSlots), ("cancellation", StaysInFlight), ("cancellation", FinishesAnyway),
-    ("cancellation", SwallowsCancellation), ("cancellation", ConfusedByCancellation),
-]  # fmt: skip
+STRIPS_TEXT = answers(lambda _, done: replace(done, text=done.text.strip()))
+DROPS_THE_STOP = answers(drops_the_stop)
+IGNORES_TOP_K = ignores(top_k=0)
+ONE_STREAM = seeded(_arrival)  # draws every request's numbers from one stream, in order of arrival
+OFF_BY_ONE = scores(lambda logprobs, _: (*logprobs[1:], logprobs[0]))  # each token with the distribution after it
+
+SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
+    ("spec", "wrong digest"): claims(tokenizer="of another model"),
+    ("spec", "end outside the vocabulary"): claims(end_ids=(10**6,)),
+    ("tokenizer", "merges spaces"): Tidy,
+    ("ids", "strips text"): STRIPS_TEXT,
+    ("ids", "loses a log-prob"): answers(lambda _, done: replace(done, logprobs=done.logprobs[1:])),
+    ("ids", "not a number"): answers(lambda _, done: replace(done, logprobs=(*done.logprobs[:-1], math.nan))),
+    ("length", "one too many"): asks(lambda _, r: replace(r, max_tokens=r.max_tokens + 1)),
+    ("length", "one too few"): asks(lambda _, r: replace(r, max_tokens=max(1, r.max_tokens - 1))),
+    ("stop", "inside tokens only"): StopsInsideTokensOnly,
+    ("stop", "drops the stop"): DROPS_THE_STOP,
+    ("stop", "calls it length"): answers(
+        lambda _, done: replace(done, ended="length") if done.ended == "delimiter" else done
+    ),
+    ("stop_ids", "ignores them"): asks(lambda _, r: replace(r, stop_ids=())),
+    ("stop_ids", "drops the stop"): DROPS_THE_STOP,
+    ("end", "goes on"): answers(goes_on_after_the_end),
+    ("end", "hides it"): answers(hides_the_end),
+    ("alignment", "off by one"): OFF_BY_ONE,
+    ("alignment", "drops a score"): scores(lambda logprobs, _: logprobs[1:] or (-1.0,)),
+    ("alignment", "at a temperature"): scores(lambda logprobs, _: tuple(value / 0.8 for value in logprobs)),
+    ("alignment", "forgets the prefix"): ForgetsThePrefix,
+    ("alignment", "looks ahead"): scores(lambda logprobs, r: tuple(x - 1e-4 * r.suffix[-1] for x in logprobs)),
+    ("improbable", "looks ahead"): scores(
+        lambda logprobs, r: (logprobs[0] - 1e-3 * (r.suffix[len(r.suffix) // 2] % 7), *logprobs[1:])
+    ),
+    ("improbable", "likes everything"): scores(lambda logprobs, _: (-0.5,) * len(logprobs)),
+    ("improbable", "off by one"): OFF_BY_ONE,
+    ("greedy", "never"): reheated(lambda temperature: temperature or 1.0),
+    ("greedy", "ignores top_k"): IGNORES_TOP_K,
+    ("greedy", "ignores top_p"): ignores(top_p=1.0),
+    ("greedy", "ignores min_p"): ignores(min_p=0.0),
+    ("seeds", "one stream"): ONE_STREAM,
+    ("seeds", "company matters"): seeded(lambda engine: min(1, engine.stats().in_flight)),
+    ("seeds", "log-probs drift in company"): LogprobsDriftInCompany,
+    ("seed_fields", "ignores the turn"): asks(lambda _, r: replace(r, seed=replace(r.seed, turn=0))),
+    ("seed_fields", "ignores the attempt"): asks(lambda _, r: replace(r, seed=replace(r.seed, attempt=0))),
+    ("distribution", "sharpens"): reheated(lambda temperature: temperature * 0.4),
+    ("distribution", "ignores top_k"): IGNORES_TOP_K,
+    ("distribution", "ignores the temperature"): reheated(lambda temperature: 1.0 if temperature else 0.0),
+    ("hints", "trusts them"): TrustsHints,
+    ("hints", "trusts them when scoring"): TrustsHintsWhenScoring,
+    ("score_company", "company matters"): ScoresDependOnCompany,
+    ("score_company", "not a number"): scores(lambda logprobs, _: (*logprobs[1:], math.nan)),
+    ("context", "truncates"): asks(truncates),
+    ("context", "wrong kind of overflow"): WrongKindOfOverflow,
+    ("context", "refuses the last token"): RefusesTheLastToken,
+    ("refusals", "scores nothing"): ScoresNothing,
+    ("refusals", "takes any id"): asks(
+        lambda engine, r: replace(r, ids=tuple(index for index in r.ids if 0 <= index < engine.spec.vocabulary))
+    ),
+    ("refusals", "clamps settings"): asks(
+        lambda _, r: replace(r, sampling=replace(r.sampling, top_p=r.sampling.top_p or 1.0))
+    ),
+    ("capabilities", "scores after all"): ScoresAfterAll,
+    ("order", "mixes up answers"): MixesUpAnswers,
+    ("stats", "counts nothing"): counts(lambda _: EngineStats()),
+    ("stats", "forgets"): ForgetsCounts,
+    ("stats", "counts twice"): counts(lambda stats: replace(stats, scored_tokens=2 * stats.scored_tokens)),
+    ("closing", "once only"): ClosesOnce,
+    ("closing", "serves when closed"): ServesWhenClosed,
+    ("isolation", "shares settings"): SharesSettings,
+    ("isolation", "closes for all"): ClosesForAll,
+    ("cancellation", "leaks slots"): LeaksSlots,
+    ("cancellation", "stays in flight"): counts(
+        lambda stats: replace(stats, in_flight=stats.in_flight + stats.cancelled)
+    ),
+    ("cancellation", "finishes anyway"): FinishesAnyway,
+    ("cancellation", "swallows it"): SwallowsCancellation,
+    ("cancellation", "confused by it"): seeded(lambda engine: 1 if engine.stats().cancelled else 0),
+}
 
 
 def only(check: str, options: CheckOptions = QUICK) -> CheckOptions:
@@ -510,11 +426,11 @@ def only(check: str, options: CheckOptions = QUICK) -> CheckOptions:
     return replace(options, skip=frozenset(set(CHECKS) - {check}))
 
 
-@pytest.mark.parametrize(("check", "saboteur"), SABOTEURS)
-def test_a_saboteur_is_caught_by_its_check(check: str, saboteur: Callable[[], Engine]) -> None:
+@pytest.mark.parametrize(("check", "what"), SABOTEURS)
+def test_a_saboteur_is_caught_by_its_check(check: str, what: str) -> None:
     """Each planted bug breaks the promise it is about."""
-    report = run_virtual(partial(check_engine, saboteur, options=only(check), broken="report"))
-    assert [finding.check for finding in report.broken] == [check]
+    report = run_virtual(partial(check_engine, SABOTEURS[check, what], options=only(check), broken="report"))
+    assert [result.check for result in report.broken] == [check]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -539,15 +455,15 @@ def test_every_check_has_a_saboteur_and_spares_the_sound(check: str) -> None:
 def test_sound_engines_pass(factory: Callable[[], Engine], backend: Literal["asyncio", "trio"]) -> None:
     """Either role, any queue, either tokenizer, one capability or both, on both back ends."""
     report = run_virtual(check_engine, factory, backend=backend)
-    assert {finding.check for finding in report.findings} == set(CHECKS)
+    assert {result.check for result in report.results} == set(CHECKS)
 
 
 def test_an_engine_without_seeds_passes_where_seeds_are_not_promised() -> None:
     """Such an engine breaks several promises by default, and none when compared by greedy texts."""
-    broken = run_virtual(partial(check_engine, OneStream, options=QUICK, broken="report")).broken
-    assert {"seeds", "hints", "order"} <= {finding.check for finding in broken}
-    report = run_virtual(partial(check_engine, OneStream, options=replace(QUICK, seeding="none")))
-    skipped = {finding.check for finding in report.findings if finding.status == "skipped"}
+    broken = run_virtual(partial(check_engine, ONE_STREAM, options=QUICK, broken="report")).broken
+    assert {"seeds", "hints", "order"} <= {result.check for result in broken}
+    report = run_virtual(partial(check_engine, ONE_STREAM, options=replace(QUICK, seeding="none")))
+    skipped = {result.check for result in report.results if result.status == "skipped"}
     assert skipped == {"seeds", "seed_fields", "capabilities"}
 
 
@@ -556,7 +472,7 @@ async def test_an_open_engine_is_checked_and_stays_open() -> None:
     """In real time too; what would close it is skipped with a reason."""
     async with ScriptedEngine() as engine:
         report = await check_engine(engine)
-        skipped = {finding.check: finding.why for finding in report.findings if finding.status == "skipped"}
+        skipped = {result.check: result.why for result in report.results if result.status == "skipped"}
         assert skipped.keys() == {"capabilities", "closing", "isolation"}
         assert "factory" in skipped["closing"]
         assert (await engine.sample(SampleRequest((3,), 2))).ids
@@ -564,13 +480,19 @@ async def test_an_open_engine_is_checked_and_stays_open() -> None:
 
 def test_a_broken_engine_raises_with_a_list() -> None:
     """Every broken promise is named with what was seen; the kept ones are not."""
+
+    class TwoFlaws(Rig):
+        @property
+        def spec(self) -> EngineSpec:
+            return replace(super().spec, tokenizer="of another model")
+
+        async def sample(self, request: SampleRequest) -> Completion:
+            done = await super().sample(request)
+            return replace(done, text=done.text.strip())
+
     with pytest.raises(CheckFailed, match=r"\n  broken  spec: .*another model.*\n  broken  ids: text") as caught:
-        run_virtual(partial(check_engine, _TwoFlaws, options=QUICK))
+        run_virtual(partial(check_engine, TwoFlaws, options=QUICK))
     assert "kept" not in str(caught.value)
-
-
-class _TwoFlaws(WrongDigest, StripsText):
-    pass
 
 
 def test_an_engine_that_fails_or_hangs_is_reported_not_raised() -> None:

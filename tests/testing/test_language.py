@@ -1,4 +1,4 @@
-"""The toy language is honest: its laws are laws, its texts parse, its skills show."""
+"""The toy language is honest: its distributions sum to one, its texts parse, its skills show."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from atts.core import Completion, Message, Problem, SampleRequest, Sampling, Sco
 from atts.errors import OptionError, UsageError
 from atts.seeds import Seed
 from atts.testing import DRAFT, TARGET, Skill, ToyModel, ToyTokenizer, language, toy_problems
-from atts.testing.laws import Law
+from atts.testing.distributions import Distribution
 from atts.testing.questions import read_question
 from atts.testing.writing import Writer
 
@@ -102,7 +102,7 @@ def test_dialects_differ_in_digest_and_are_equal_to_themselves() -> None:
         ToyTokenizer("plane")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-# --- laws ------------------------------------------------------------------------------------------------
+# --- distributions ---------------------------------------------------------------------------------------
 
 samplings = st.builds(
     Sampling,
@@ -111,71 +111,74 @@ samplings = st.builds(
     top_p=st.sampled_from([1.0, 0.95, 0.5, 1e-9]),
     min_p=st.sampled_from([0.0, 0.05, 1.0]),
 )
-weights = st.dictionaries(st.integers(0, 11), st.floats(0.01, 10), min_size=1, max_size=6)
+weights = st.dictionaries(st.integers(0, 11), st.integers(1, 1000).map(lambda n: n / 100), min_size=1, max_size=6)
+# hundredths: equal, or apart by more than rounding
 
 
-def dense(law: Law, size: int = 12) -> Vector:
-    """All probabilities of a law."""
-    return np.array([math.exp(law.logprob(index)) for index in range(size)])
+def dense(distribution: Distribution, size: int = 12) -> Vector:
+    """All probabilities of a distribution."""
+    return np.array([math.exp(distribution.logprob(index)) for index in range(size)])
 
 
-def shaped(raw: Vector, sampling: Sampling) -> Vector:
+def filtered(raw: Vector, sampling: Sampling) -> Vector:
     """Temperature, top-k, top-p, min-p, written out plainly; ties go to the lower id."""
     order = np.lexsort((np.arange(len(raw)), -raw.round(13)))
     if sampling.temperature == 0:
         return np.asarray(np.eye(len(raw))[order[0]])
-    law = raw ** (1 / sampling.temperature)
+    probs = raw ** (1 / sampling.temperature)
     kept = np.zeros(len(raw), dtype=bool)
     kept[order[: sampling.top_k or None]] = True
-    law = np.where(kept, law, 0) / law[kept].sum()
-    reached = np.cumsum(law[order]) - law[order]
+    probs = np.where(kept, probs, 0) / probs[kept].sum()
+    reached = np.cumsum(probs[order]) - probs[order]
     kept[order[reached >= sampling.top_p - 1e-12]] = sampling.top_p >= 1
     kept[order[0]] = True
-    kept &= law >= sampling.min_p * law.max() * (1 - 1e-12)
-    return np.asarray(np.where(kept, law, 0) / law[kept].sum())
+    kept &= probs >= sampling.min_p * probs.max() * (1 - 1e-12)
+    return np.asarray(np.where(kept, probs, 0) / probs[kept].sum())
 
 
 @QUICK
 @given(weights, samplings)
-def test_shaping_is_what_it_says(table: dict[int, float], sampling: Sampling) -> None:
-    """The sparse law, shaped, equals the dense one shaped step by step, and sums to one."""
-    law = Law.of(table, 12, 1e-3)
-    assert dense(law).sum() == pytest.approx(1)
-    assert dense(law.shape(sampling)) == pytest.approx(shaped(dense(law), sampling), abs=1e-9)
+def test_filtering_is_what_it_says(table: dict[int, float], sampling: Sampling) -> None:
+    """The sparse distribution, filtered, equals the dense one filtered step by step, and sums to one."""
+    distribution = Distribution.of(table, 12, 1e-3)
+    assert dense(distribution).sum() == pytest.approx(1)
+    assert dense(distribution.under(sampling)) == pytest.approx(filtered(dense(distribution), sampling), abs=1e-9)
 
 
 @QUICK
 @given(weights, samplings)
 def test_drawing_is_the_inverse_distribution(table: dict[int, float], sampling: Sampling) -> None:
     """A fine grid of uniforms draws every token as often as its probability says, the rare ones included."""
-    law = Law.of(table, 12, 0.05).shape(sampling)
+    distribution = Distribution.of(table, 12, 0.05).under(sampling)
     grid = 4000
-    drawn = Counter(law.draw((n + 0.5) / grid) for n in range(grid))
-    expected = dense(law)
+    drawn = Counter(distribution.draw((n + 0.5) / grid) for n in range(grid))
+    expected = dense(distribution)
     assert all(abs(drawn[index] / grid - expected[index]) <= 2 / grid for index in range(12))
     assert sum(drawn.values()) == grid
 
 
 @QUICK
 @given(st.integers(0, 50), any_ids.filter(bool))
-def test_every_prefix_has_a_law(problem: int, ids: TokenIds) -> None:
+def test_every_prefix_has_a_distribution(problem: int, ids: TokenIds) -> None:
     """Whatever was written before, the next token's probabilities are positive and sum to one."""
     for prefix in (ids, ask(toy_problems(51)[problem]) + ids):
-        law = MODEL.law(MODEL.read(prefix))
-        assert math.fsum(dense(law, PLAIN.vocabulary)) == pytest.approx(1)
-        assert dense(law, PLAIN.vocabulary).min() > 0
+        distribution = MODEL.distribution(MODEL.read(prefix))
+        assert math.fsum(dense(distribution, PLAIN.vocabulary)) == pytest.approx(1)
+        assert dense(distribution, PLAIN.vocabulary).min() > 0
 
 
 @QUICK
 @given(st.integers(0, 50), any_ids, st.integers(0, 30))
-def test_the_law_is_a_function_of_the_prefix(problem: int, ids: TokenIds, cut: int) -> None:
-    """Read at once, in two parts, by another equal model or after other work: the law is the same."""
+def test_the_distribution_is_a_function_of_the_prefix(problem: int, ids: TokenIds, cut: int) -> None:
+    """Read at once, in two parts, by another equal model or after other work: the distribution is the same."""
     prefix = ask(toy_problems(51)[problem]) + ids
     place = min(cut, len(prefix) - 1) or 1
-    whole = dense(MODEL.law(MODEL.read(prefix)), PLAIN.vocabulary)
+    whole = dense(MODEL.distribution(MODEL.read(prefix)), PLAIN.vocabulary)
     fresh = ToyModel(DRAFT, ToyTokenizer())
-    assert (dense(MODEL.law(MODEL.read(prefix[place:], MODEL.read(prefix[:place]))), PLAIN.vocabulary) == whole).all()
-    assert (dense(fresh.law(fresh.read(prefix)), PLAIN.vocabulary) == whole).all()
+    assert (
+        dense(MODEL.distribution(MODEL.read(prefix[place:], MODEL.read(prefix[:place]))), PLAIN.vocabulary) == whole
+    ).all()
+    assert (dense(fresh.distribution(fresh.read(prefix)), PLAIN.vocabulary) == whole).all()
 
 
 @QUICK
@@ -195,14 +198,14 @@ def test_scores_are_the_log_probs_of_sampling(problem: int, sample: int, cut: in
 # --- problems and texts ----------------------------------------------------------------------------------
 
 
-def test_laws_that_were_forgotten_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributions_that_were_forgotten_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with room for three writes what one with room for all writes, and keeps three."""
     found = toy_problems(5, 1)
     whole = [solve(Writer(ToyModel(DRAFT, PLAIN)), problem) for problem in found]
-    monkeypatch.setattr(language, "_REMEMBERED", 3)
+    monkeypatch.setattr(language, "_DISTRIBUTIONS_KEPT", 3)
     small = ToyModel(DRAFT, PLAIN)
     assert [solve(Writer(small), problem) for problem in found] == whole
-    assert len(small._laws) == 3  # pyright: ignore[reportPrivateUsage]
+    assert len(small._known) == 3  # pyright: ignore[reportPrivateUsage]
 
 
 def test_problems_are_seeded_different_and_right() -> None:

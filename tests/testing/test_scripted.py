@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest, TokenIds
-from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine, UsageError
+from atts.core import Message, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.seeds import Seed
 from atts.slots import SlotQueue
 from atts.tasks import collect, task_group
-from atts.testing import CannedEngine, Drift, Latency, ScriptedEngine, run_virtual, toy_problems
+from atts.testing import Latency, ScoreDrift, ScriptedEngine, run_virtual, toy_problems
 
 Backend = Literal["asyncio", "trio"]
 PROBLEM = next(problem for problem in toy_problems(20) if problem.level == 5)  # ten steps or more
@@ -27,7 +27,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return "trio" if request.param == "trio" else "asyncio"
 
 
-def ids_of(engine: ScriptedEngine | CannedEngine) -> TokenIds:
+def ids_of(engine: ScriptedEngine) -> TokenIds:
     """A prompt."""
     return engine.tokenizer.render([Message("user", PROBLEM.text)])
 
@@ -219,12 +219,12 @@ def solve_with(draft: ScriptedEngine, target: ScriptedEngine) -> list[float]:
 def test_drift_is_planted_where_it_was_asked_for() -> None:
     """From a number of calls or of steps on, log-probabilities are scaled; before that they are honest."""
     plain = solve_with(ScriptedEngine(), ScriptedEngine("target"))
-    for drift in (Drift(4, 1.5), Drift(4, 1.5, when="steps")):
+    for drift in (ScoreDrift(4, 1.5), ScoreDrift(4, 1.5, when="steps")):
         drifted = solve_with(ScriptedEngine(), ScriptedEngine("target", drift=drift))
         assert drifted[:4] == plain[:4]
         assert drifted[4:] == pytest.approx([value**1.5 for value in plain[4:]])
     with pytest.raises(OptionError, match="known: calls, steps"):
-        Drift(when="turns")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        ScoreDrift(when="turns")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 # --- life ------------------------------------------------------------------------------------------------
@@ -260,36 +260,3 @@ def test_impossible_options_are_errors() -> None:
         ScriptedEngine(concurrency=0)
     with pytest.raises(TypeError, match="latancy"):
         ScriptedEngine(latancy=Latency())  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-
-
-# --- canned answers --------------------------------------------------------------------------------------
-
-
-@pytest.mark.anyio
-async def test_canned_answers_are_texts_of_the_language_picked_by_seed() -> None:
-    """Steps, then an end with a box; scores are those of the text as it was written; the same seed, the same answer."""
-    async with CannedEngine(turns=3) as engine:
-
-        async def turn(number: int, sample: int = 0, tokens: int = 500) -> Completion:
-            return await engine.sample(SampleRequest((3,), tokens, seed=Seed(sample=sample, turn=number)))
-
-        steps = [await turn(0, sample) for sample in range(50)]
-        assert {step.ended for step in steps} == {"delimiter"}
-        assert all("\n\n" in step.text and "boxed" not in step.text for step in steps)
-        assert len({step.ids for step in steps}) > 20
-        assert await turn(0, 7) == steps[7]
-        last = await turn(2)
-        assert last.ended == "end"
-        assert "\\boxed{" in last.text
-        for done in (*steps, last):
-            scores = await engine.score(ScoreRequest((3,), done.ids))
-            assert len(scores.logprobs) == len(done.ids) == len(done.logprobs)
-            assert scores.perplexity > 1
-        cut = await turn(0, tokens=2)
-        assert (cut.ended, cut.ids, cut.text) == ("length", steps[0].ids[:2], engine.tokenizer.decode(steps[0].ids[:2]))
-        stats = engine.stats()
-        assert (stats.requests, stats.in_flight) == (104, 0)
-        with pytest.raises(UsageError):
-            await turn(0, tokens=0)
-    with pytest.raises(EngineUnavailable):
-        await turn(0)

@@ -1,10 +1,10 @@
-"""What the conformance checks share: bounded requests, comparisons that know about ties, and how a check says no."""
+"""What conformance checks share: their registry and options, bounded requests, comparisons that know about ties."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Literal, NoReturn, TypeVar
 
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest, TokenIds
@@ -32,7 +32,7 @@ class CheckOptions:
 
     `tolerance` is in nats per token, between a token's log-prob when sampled and when scored; `tie` how close two best
     tokens may be before either counts as greedy. `tokens` bounds ordinary requests, `long_tokens` those meant to be
-    cancelled or to reach the model's end. `draws` is how many single tokens test the sampling law. `timeout_seconds`
+    cancelled or to reach the model's end. `draws` is how many single tokens test how they are drawn. `timeout_seconds`
     holds for each check, `settle_seconds` for the release of cancelled work. `boundary` is the longest context that is
     filled to the brim. `seeding` "none" is for engines that do not promise to reproduce a seed: they are compared by
     greedy texts, up to ties. `skip` names checks to leave out.
@@ -55,6 +55,27 @@ class CheckOptions:
     )
 
 
+Need = Capability | Literal["seeds", "factory"]
+Check = Callable[["Probe"], Awaitable[None]]
+CHECKS: dict[str, Check] = {}
+"""Every check by name, in the order they are made; the first line of its docstring is the promise."""
+
+
+def check(*needs: Need) -> Callable[[Check], Check]:
+    """Register a function as the check of its name; it is left out where the engine lacks what it needs."""
+
+    def register(function: Check) -> Check:
+        @wraps(function)
+        async def checked(probe: Probe) -> None:
+            probe.need(*needs)
+            await function(probe)
+
+        CHECKS[function.__name__.removeprefix("check_")] = checked
+        return checked
+
+    return register
+
+
 class Probe:
     """An open engine and the requests its checks make."""
 
@@ -72,8 +93,8 @@ class Probe:
     def request(self, prompt: int = 0, seed: int = 0, sampling: Sampling = PLAIN) -> SampleRequest:
         """A request whose answer can be asked for again: a greedy one where seeds are not reproduced."""
         name = Seed(run=20_250_918, problem=f"check {prompt}", sample=seed)
-        law = sampling if self.options.seeding == "exact" else GREEDY
-        return SampleRequest(self.prompts[prompt], self.options.tokens, law, name)
+        sampling = sampling if self.options.seeding == "exact" else GREEDY
+        return SampleRequest(self.prompts[prompt], self.options.tokens, sampling, name)
 
     def requests(self, seeds: int, sampling: Sampling = PLAIN) -> list[SampleRequest]:
         """Several seeds for every prompt."""
@@ -96,11 +117,24 @@ class Probe:
         require(not wrong, f"scored log-probs must be numbers and at most 0, got {wrong[:3]}")
         return logprobs
 
-    def need(self, *capabilities: Capability) -> None:
-        """Leave the check out unless the engine has them all."""
-        missing = set(capabilities) - self.engine.spec.capabilities
+    def new_engine(self) -> Engine:
+        """A second engine, not open yet, for checks that need a factory."""
+        assert self.factory is not None, "the check says that it needs a factory"
+        return self.factory()
+
+    def can(self, capability: Capability) -> bool:
+        """Whether the engine says that it has this capability."""
+        return capability in self.engine.spec.capabilities
+
+    def need(self, *needs: Need) -> None:
+        """Leave the check out unless all of these are there."""
+        missing = {"sample", "score"}.intersection(needs) - self.engine.spec.capabilities
         if missing:
             raise NotApplicable(f"the engine does not {' or '.join(sorted(missing))}")
+        if "seeds" in needs and self.options.seeding != "exact":
+            raise NotApplicable("the engine does not promise to reproduce seeds")
+        if "factory" in needs and self.factory is None:
+            raise NotApplicable("a second engine is needed, and an open one is not closed: give a factory")
 
     def require_close(self, what: str, ours: Iterable[float], theirs: Iterable[float]) -> None:
         """Two series of log-probabilities agree position by position."""
@@ -113,7 +147,7 @@ class Probe:
         if ours == theirs:
             return
         same = first_difference(ours, theirs)
-        greedy = request.sampling.temperature == 0 and "score" in self.engine.spec.capabilities
+        greedy = request.sampling.temperature == 0 and self.can("score")
         if greedy and same < min(len(ours), len(theirs)):
             before = request.ids + ours[:same]
             (left,) = await self.score(before, (ours[same],))
@@ -155,8 +189,3 @@ def tail(ids: TokenIds, start: int) -> str:
     """A few ids from a place on, for messages."""
     more = ", ..." if len(ids) > start + 4 else ""
     return f"[{', '.join(str(index) for index in ids[start : start + 4])}{more}]"
-
-
-def with_stop(request: SampleRequest, stop: str) -> SampleRequest:
-    """The same request with one stop string."""
-    return replace(request, stop=(stop,))

@@ -1,26 +1,27 @@
-"""Laws over a vocabulary that are written down sparsely, so that a toy model's token costs a microsecond."""
+"""Sparse next-token distributions: a few likely tokens, and one small probability for each of the others."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 from atts.core import Sampling
+from atts.testing.recent import Recent
 
-_SHAPES_KEPT = 8
+_FILTERED_KEPT = 8
 
 
-class Law:
+class Distribution:
     """A few likely tokens, and one small probability for each of the others; all of it sums to one."""
 
     __slots__ = (
         "_bounds",
+        "_filtered",
         "_floor_ids",
         "_logprobs",
         "_mass",
-        "_shapes",
         "floor",
         "ids",
         "probabilities",
@@ -39,10 +40,10 @@ class Law:
         self._mass = self._bounds[-1] + floors * floor
         self._logprobs = {index: math.log(p) for index, p in zip(ids, probabilities, strict=True)}
         self._floor_ids = floors
-        self._shapes: dict[Sampling, Law] = {}
+        self._filtered: Recent[Sampling, Distribution] = Recent(_FILTERED_KEPT)
 
     @classmethod
-    def of(cls, weights: Mapping[int, float], vocabulary: int, leak: float) -> Law:
+    def of(cls, weights: Mapping[int, float], vocabulary: int, leak: float) -> Distribution:
         """Probabilities in proportion to `weights`, all but a share `leak` that the whole vocabulary divides evenly."""
         total = math.fsum(weights.values())
         floor = leak / vocabulary
@@ -52,7 +53,7 @@ class Law:
         return cls(ids, probabilities, floor, vocabulary - len(ids), vocabulary)
 
     def logprob(self, index: int) -> float:
-        """The log-probability of a token; -inf for one that shaping removed."""
+        """The log-probability of a token; -inf for one that was filtered out."""
         found = self._logprobs.get(index)
         if found is not None:
             return found
@@ -68,20 +69,18 @@ class Law:
             return self.ids[-1]  # the last bound may round to just below the mass
         return self._floor_id(min(self._floor_ids - 1, int((target - self._bounds[-1]) / self.floor)))
 
-    def shape(self, sampling: Sampling) -> Law:
-        """This law under a temperature, then cut by top-k, top-p and min-p, and normalised again."""
-        found = self._shapes.get(sampling)
+    def under(self, sampling: Sampling) -> Distribution:
+        """This distribution under a temperature, then cut by top-k, top-p and min-p, and normalised again."""
+        found = self._filtered.get(sampling)
         if found is None:
-            if len(self._shapes) >= _SHAPES_KEPT:
-                self._shapes.clear()
-            found = self._shapes[sampling] = self._shape(sampling)
+            found = self._filtered[sampling] = self._under(sampling)
         return found
 
-    def _shape(self, sampling: Sampling) -> Law:
+    def _under(self, sampling: Sampling) -> Distribution:
         if sampling == Sampling():
             return self
         if sampling.temperature == 0:
-            return Law(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
+            return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
         power = 1 / sampling.temperature
         top = self.probabilities[0]  # scaled out, so that low temperatures do not underflow
         weights = [(p / top) ** power for p in self.probabilities]
@@ -96,7 +95,7 @@ class Law:
         weights = [weight for weight in weights if weight > 0]
         total = math.fsum(weights) + floors * floor
         probabilities = tuple(weight / total for weight in weights)
-        return Law(self.ids[: len(weights)], probabilities, floor / total, floors, self.vocabulary)
+        return Distribution(self.ids[: len(weights)], probabilities, floor / total, floors, self.vocabulary)
 
     def _floor_rank(self, index: int) -> int:
         return index - sum(1 for other in self._logprobs if other < index)
@@ -117,12 +116,3 @@ def _nucleus(weights: list[float], floor: float, floors: int, top_p: float) -> t
             return weights[:count], 0
     missing = wanted - math.fsum(weights)
     return weights, min(floors, math.ceil(missing / floor)) if floor else 0
-
-
-def blend(pairs: Iterable[tuple[int | None, float]]) -> dict[int, float]:
-    """Weights by id, summed where an id comes twice; tokens the vocabulary lacks (None) are left out."""
-    weights: dict[int, float] = {}
-    for index, weight in pairs:
-        if index is not None:
-            weights[index] = weights.get(index, 0.0) + weight
-    return weights

@@ -1,4 +1,4 @@
-"""Conformance checks of what an engine answers: ids, endings, log-probabilities, greed, seeds, hints."""
+"""Conformance checks of what an engine answers: ids, endings, log-probabilities, greedy texts, seeds, refusals."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.errors import ContextOverflow, UnsupportedByEngine, UsageError
 from atts.tasks import collect
-from atts.testing.probe import GREEDY, LOOSE, NotApplicable, Probe, fail, refused, require, with_stop
+from atts.testing.conformance_probe import GREEDY, LOOSE, NotApplicable, Probe, check, fail, refused, require
 
 _TEXTS = ("Let x = 2.\n\nThen x + 1 = 3.\n", "  two  spaces,\ttab; \\boxed{42}", "naïve π ≤ 4 · 数 🙂")
 
 
+@check()
 async def check_spec(probe: Probe) -> None:
     """The spec is about this engine and its tokenizer."""
     spec, tokenizer = probe.engine.spec, probe.engine.tokenizer
@@ -28,6 +29,7 @@ async def check_spec(probe: Probe) -> None:
     require(spec.tokenizer == tokenizer.digest, f"spec.tokenizer {spec.tokenizer!r} is not {tokenizer.digest!r}")
 
 
+@check()
 async def check_tokenizer(probe: Probe) -> None:
     """Text goes to ids and back unchanged, and a rendered conversation is made of known ids."""
     tokenizer, vocabulary = probe.engine.tokenizer, probe.engine.spec.vocabulary
@@ -41,9 +43,9 @@ async def check_tokenizer(probe: Probe) -> None:
     require(len(set(probe.prompts)) == len(probe.prompts), "render gives different questions the same ids")
 
 
+@check("sample")
 async def check_ids(probe: Probe) -> None:
     """A completion holds known ids, their exact text (spaces at its ends too), and a log-prob for each or none."""
-    probe.need("sample")
     for request in probe.requests(1):
         written = await probe.engine.sample(request)
         _require_sound(probe, written)
@@ -65,9 +67,9 @@ def _require_sound(probe: Probe, completion: Completion) -> None:
     require(not wrong, f"log-probs must be finite and at most 0, got {wrong[:3]}")
 
 
+@check("sample")
 async def check_length(probe: Probe) -> None:
     """A token limit is kept exactly, and "length" is said when and only when it was what stopped the model."""
-    probe.need("sample")
     for limit in (1, 2, 5):
         for completion in await probe.sample_all([replace(r, max_tokens=limit) for r in probe.requests(2)]):
             count = len(completion.ids)
@@ -77,15 +79,15 @@ async def check_length(probe: Probe) -> None:
                 require(count == limit, f'ended by "length" after {count} of {limit} tokens')
 
 
+@check("sample")
 async def check_stop(probe: Probe) -> None:
     """A stop string ends the text at the token that completes it, even where it crosses tokens."""
-    probe.need("sample")
     places = 0
     for request in (probe.request(0, 0, GREEDY), *probe.requests(1), *probe.requests(1, LOOSE)):
         free = await probe.engine.sample(request)
         for what, stop, count in _stops(probe, free.ids):
             places += 1
-            cut = await probe.engine.sample(with_stop(request, stop))
+            cut = await probe.engine.sample(replace(request, stop=(stop,)))
             said = f"{what} stop {stop!r} ({len(cut.ids)} tokens came, expected {count})"
             await probe.require_same(said, request, cut.ids, free.ids[:count])
             require(cut.ended == "delimiter", f"{what} stop {stop!r}: ended by {cut.ended!r}, not delimiter")
@@ -111,9 +113,9 @@ def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
     return [(what, stop, count) for what, (stop, count) in found.items()]
 
 
+@check("sample")
 async def check_stop_ids(probe: Probe) -> None:
     """A stop id ends the text and stays in it."""
-    probe.need("sample")
     for request in probe.requests(1):
         free = await probe.engine.sample(request)
         stop = free.ids[len(free.ids) // 2]
@@ -126,9 +128,9 @@ async def check_stop_ids(probe: Probe) -> None:
         require(cut.ended == "delimiter", f"stop id {stop}: ended by {cut.ended!r}, not delimiter")
 
 
+@check("sample")
 async def check_end(probe: Probe) -> None:
     """The model's own end comes once, last, inside the ids and outside the text."""
-    probe.need("sample")
     end, seen = set(probe.engine.spec.end_ids), 0
     for completion in await probe.sample_all([probe.long(request) for request in probe.requests(2)]):
         inner = [index for index in completion.ids[:-1] if index in end]
@@ -142,11 +144,11 @@ async def check_end(probe: Probe) -> None:
         raise NotApplicable(f"no text ended by itself within {probe.options.long_tokens} tokens")
 
 
+@check("sample", "score")
 async def check_alignment(probe: Probe) -> None:
     """Scoring what was sampled gives the log-probs it was sampled with, whole or in parts, whatever the temperature."""
-    probe.need("sample", "score")
-    laws = (Sampling(), Sampling(temperature=0.7, top_p=0.9), GREEDY)
-    for request in [replace(r, sampling=law) for law in laws for r in probe.requests(1)]:
+    settings = (Sampling(), Sampling(temperature=0.7, top_p=0.9), GREEDY)
+    for request in [replace(r, sampling=sampling) for sampling in settings for r in probe.requests(1)]:
         written = await probe.engine.sample(request)
         whole = await probe.score(request.ids, written.ids)
         probe.require_close(f"scored against sampled at {request.sampling}", whole, written.logprobs)
@@ -156,9 +158,9 @@ async def check_alignment(probe: Probe) -> None:
             probe.require_close("scored in two parts against whole", rest, whole[cut:])
 
 
+@check("sample", "score")
 async def check_improbable(probe: Probe) -> None:
     """A planted token scores lower than the greedy one in its place, and changes nothing before it."""
-    probe.need("sample", "score")
     written = await probe.engine.sample(probe.request(0, 0, GREEDY))
     place = len(written.ids) // 2
     plain = await probe.score(probe.prompt, written.ids)
@@ -175,9 +177,9 @@ async def check_improbable(probe: Probe) -> None:
     require(lower > 0, "eight planted tokens score no lower than the greedy one: is the right position scored?")
 
 
+@check("sample")
 async def check_greedy(probe: Probe) -> None:
-    """Temperature 0 is one text whatever the seed, whoever asks for it: top-k 1, a tiny top-p, min-p 1, or in parts."""
-    probe.need("sample")
+    """Temperature 0 is one text whatever the seed, also asked for as top-k 1, a tiny top-p, min-p 1, or in parts."""
     request = probe.request(0, 0, GREEDY)
     best = (await probe.engine.sample(request)).ids
     same = {
@@ -195,10 +197,9 @@ async def check_greedy(probe: Probe) -> None:
         await probe.require_same("greedy in two parts", rest, (await probe.engine.sample(rest)).ids, best[cut:])
 
 
+@check("sample", "seeds")
 async def check_seeds(probe: Probe) -> None:
     """A seed gives its text alone, in any company and in any order."""
-    probe.need("sample")
-    _need_seeds(probe)
     requests = probe.requests(4, LOOSE)
     alone = [await probe.engine.sample(request) for request in requests]
     together = await probe.sample_all(requests)
@@ -213,15 +214,9 @@ async def check_seeds(probe: Probe) -> None:
             probe.require_close(f"log-probs {what} against alone", other.logprobs, alone[number].logprobs)
 
 
-def _need_seeds(probe: Probe) -> None:
-    if probe.options.seeding != "exact":
-        raise NotApplicable("the engine does not promise to reproduce seeds")
-
-
+@check("sample", "seeds")
 async def check_seed_fields(probe: Probe) -> None:
     """Different seeds differ, whichever field they differ in."""
-    probe.need("sample")
-    _need_seeds(probe)
     base = probe.request(0, 0, LOOSE)
     changes: dict[str, list[Any]] = {
         "run": [1, 2, 3, 4], "problem": ["a", "b", "c", "d"], "sample": [1, 2, 3, 4], "turn": [1, 2, 3, 4],
@@ -234,9 +229,9 @@ async def check_seed_fields(probe: Probe) -> None:
         require(texts != {first.ids}, f"four seeds that differ in {field!r} alone all give the same text")
 
 
-async def check_law(probe: Probe) -> None:
+@check("sample", "score")
+async def check_distribution(probe: Probe) -> None:
     """Tokens are drawn as often as their log-probs say, also between the two best, also at a low temperature."""
-    probe.need("sample", "score")
     written = await probe.engine.sample(probe.request(0, 1, GREEDY))
     place = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))  # chance is most telling here
     ids, token = probe.prompt + written.ids[:place], written.ids[place]
@@ -267,24 +262,24 @@ def _require_share(what: str, seen: int, draws: int, share: float) -> None:
     require(abs(seen / draws - share) <= slack, f"{what} came {seen} times in {draws} draws, should have {share:.3f}")
 
 
+@check("sample")
 async def check_hints(probe: Probe) -> None:
     """`rollout` and `priority` are hints: a wrong or missing one changes no answer."""
-    probe.need("sample")
     honest = [await probe.engine.sample(request) for request in probe.requests(1)]
     for number, request in enumerate(probe.requests(1)):  # one rollout name for unrelated texts
         hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
         said = "a rollout hint that names another text's cache changed the answer"
         await probe.require_same(said, request, hinted.ids, honest[number].ids)
-        if "score" not in probe.engine.spec.capabilities:
+        if not probe.can("score"):
             continue
         for rollout in ("same", "never seen"):
             scored = await probe.score(request.ids, hinted.ids, rollout)
             probe.require_close(f"scored under the rollout hint {rollout!r}", scored, hinted.logprobs)
 
 
+@check("score")
 async def check_score_company(probe: Probe) -> None:
     """A score is the same alone and among others."""
-    probe.need("score")
     pairs = [(prompt, other[-8:]) for prompt in probe.prompts for other in probe.prompts]
     alone = [await probe.score(prefix, suffix) for prefix, suffix in pairs]
     together = await collect([partial(probe.score, prefix, suffix) for prefix, suffix in pairs])
@@ -292,17 +287,18 @@ async def check_score_company(probe: Probe) -> None:
         probe.require_close("scored in company against alone", right, left)
 
 
+@check()
 async def check_context(probe: Probe) -> None:
     """A request longer than the context is a ContextOverflow; one that just fits is served."""
     limit = probe.engine.spec.context_length
     full = (probe.prompt * (1 + limit // len(probe.prompt)))[:limit]
-    if "sample" in probe.engine.spec.capabilities:
+    if probe.can("sample"):
         for ids, tokens in ((full, 1), (full[:-1], 2), (probe.prompt, limit)):
             call = partial(probe.engine.sample, SampleRequest(ids, tokens))
             await refused(f"{len(ids)} ids and {tokens} tokens in a context of {limit}", ContextOverflow, call)
         if limit <= probe.options.boundary:
             await probe.engine.sample(SampleRequest(full[:-2], 2))
-    if "score" in probe.engine.spec.capabilities:
+    if probe.can("score"):
         long = ScoreRequest(full, probe.prompt[:1])
         what = f"scoring {limit + 1} ids in a context of {limit}"
         await refused(what, ContextOverflow, partial(probe.engine.score, long))
@@ -310,6 +306,7 @@ async def check_context(probe: Probe) -> None:
             await probe.score(full[:-1], full[-1:])
 
 
+@check()
 async def check_refusals(probe: Probe) -> None:
     """Requests that mean nothing are UsageErrors, and leave nothing behind."""
     engine, prompt, unknown = probe.engine, probe.prompt, probe.engine.spec.vocabulary
@@ -325,10 +322,10 @@ async def check_refusals(probe: Probe) -> None:
         "min_p 2": replace(good, sampling=Sampling(min_p=2.0)),
         "a negative top_k": replace(good, sampling=Sampling(top_k=-1)),
     }
-    if "sample" in engine.spec.capabilities:
+    if probe.can("sample"):
         for what, request in bad.items():
             await refused(f"sampling with {what}", UsageError, partial(engine.sample, request))
-    if "score" in engine.spec.capabilities:
+    if probe.can("score"):
         for what, prefix, suffix in (
             ("an empty prefix", (), prompt),
             ("an empty suffix", prompt, ()),
@@ -340,6 +337,7 @@ async def check_refusals(probe: Probe) -> None:
         fail(f"refused requests left {engine.stats().in_flight} in flight")
 
 
+@check()
 async def check_capabilities(probe: Probe) -> None:
     """What the spec does not list is refused as unsupported."""
     engine = probe.engine

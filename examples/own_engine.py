@@ -41,7 +41,7 @@ class CountingEngine(EngineAround):
 async def main() -> None:
     """The conformance suite first, then a run that tells its price."""
     report = await check_engine(lambda: CountingEngine(ScriptedEngine("target"), 8.0, 0.8))
-    print(f"{len(report.findings)} promises checked, {len(report.broken)} broken")
+    print(f"{len(report.results)} promises checked, {len(report.broken)} broken")
     draft = CountingEngine(ScriptedEngine("draft"), written=0.4, read=0.04)
     target = CountingEngine(ScriptedEngine("target"), written=8.0, read=0.8)
     result = await atts.evaluate(toy_problems(8), atts.Setup(draft=draft, target=target))

@@ -412,9 +412,7 @@ SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
     ("isolation", "shares settings"): SharesSettings,
     ("isolation", "closes for all"): ClosesForAll,
     ("cancellation", "leaks slots"): LeaksSlots,
-    ("cancellation", "stays in flight"): counts(
-        lambda stats: replace(stats, in_flight=stats.in_flight + stats.cancelled)
-    ),
+    ("cancellation", "stays in flight"): counts(lambda s: replace(s, in_flight=s.in_flight + s.cancelled)),
     ("cancellation", "finishes anyway"): FinishesAnyway,
     ("cancellation", "swallows it"): SwallowsCancellation,
     ("cancellation", "confused by it"): seeded(lambda engine: 1 if engine.stats().cancelled else 0),

@@ -1,11 +1,15 @@
-"""The house keeps its shape: folders, floors, links, and a light front door."""
+"""The house keeps its shape: folders, floors, faces, no import circles, a light front door, and its numbers."""
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,8 +40,10 @@ FLOORS: list[set[str]] = [
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 
 
-def modules() -> Iterator[tuple[str, Path]]:
+@cache
+def sources() -> Mapping[str, Path]:
     """Dotted name and path of every module in a mapped directory, `atts/__init__` left out."""
+    found = dict[str, Path]()
     for package, folder in MAPPING.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             inner = path.relative_to(ROOT / folder)
@@ -47,7 +53,14 @@ def modules() -> Iterator[tuple[str, Path]]:
             if parts[-1] == "__init__":
                 parts.pop()
             if parts != ["atts"]:
-                yield ".".join(parts), path
+                found[".".join(parts)] = path
+    return found
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    """The parsed source of a module."""
+    return ast.parse(sources()[name].read_text(), name)
 
 
 def unit(name: str) -> str:
@@ -55,33 +68,136 @@ def unit(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Every name under `atts.` that the file imports anywhere, functions and TYPE_CHECKING included."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+def imports(name: str) -> Iterator[tuple[str, str]]:
+    """Module and name of every import below `atts`, functions and TYPE_CHECKING included; "" for a module itself."""
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            names = [f"atts.{alias.name}" for alias in node.names] if node.module == "atts" else [node.module or ""]
+            assert node.level == 0, f"{name}:{node.lineno}: relative import"
+            found = [(node.module or "", alias.name) for alias in node.names]
+            if node.module == "atts":
+                found = [(f"atts.{alias.name}", "") for alias in node.names]
         else:
             continue
-        assert "atts" not in names, f"{path}:{node.lineno}: import the module that has the name, not `atts`"
-        yield from (name for name in names if name.startswith("atts."))
+        assert ("atts", "") not in found, f"{name}:{node.lineno}: import the module that has the name, not `atts`"
+        yield from ((module, part) for module, part in found if module.startswith("atts."))
 
 
-@pytest.mark.parametrize(("name", "path"), [pytest.param(*pair, id=pair[0]) for pair in modules()])
-def test_arrows_point_down(name: str, path: Path) -> None:
+def face(package: str) -> set[str]:
+    """What a package's `__all__` lists."""
+    for node in tree(package).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+@pytest.mark.parametrize("name", sources())
+def test_arrows_point_down(name: str) -> None:
     """An import of another unit lands on a strictly lower floor."""
-    for target in imports(path):
+    for target, _ in imports(name):
         if unit(target) != unit(name):
             assert FLOOR[unit(target)] < FLOOR[unit(name)], f"{name} (floor {FLOOR[unit(name)]}) imports {target}"
+
+
+def test_there_is_no_import_circle() -> None:
+    """Modules can be put in an order in which each imports earlier ones only, imports inside functions included."""
+    graph = {name: {f"{m}.{n}" if f"{m}.{n}" in sources() else m for m, n in imports(name)} for name in sources()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def deep_imports() -> Iterator[str]:
+    """Names taken from inside another package, or that its face does not list."""
+    for name, path in sources().items():
+        for target, part in imports(name):
+            here = unit(target)
+            if here != unit(name) and sources()[here].name == "__init__.py":
+                if target != here or (part and part not in face(here)):
+                    yield f"{path.relative_to(ROOT)}: {target} {part}".strip()
+
+
+def long_files() -> Iterator[str]:
+    """Files over 400 lines."""
+    for path in sources().values():
+        if path.read_text().count("\n") > 400:
+            yield str(path.relative_to(ROOT))
+
+
+def long_calls() -> Iterator[str]:
+    """Calls with more than 6 positional arguments."""
+    for name, path in sources().items():
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.Call) and sum(not isinstance(part, ast.Starred) for part in node.args) > 6:
+                yield f"{path.relative_to(ROOT)}: {ast.unparse(node.func)}"
+
+
+def twin_classes() -> Iterator[str]:
+    """Public class names that are defined in two modules."""
+    count = Counter(node.name for name in sources() for node in tree(name).body if isinstance(node, ast.ClassDef))
+    yield from (name for name, times in count.items() if times > 1 and not name.startswith("_"))
+
+
+def parsed_reasons() -> Iterator[str]:
+    """Places that read a decision's `why`, words for people, as data."""
+    for name, path in sources().items():
+        for node in ast.walk(tree(name)):
+            parts: list[ast.expr] = []
+            if isinstance(node, ast.Compare):
+                parts = [node.left, *node.comparators]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                parts = [node.func.value, *(node.args if ast.unparse(node.func.value) == "re" else ())]
+            elif isinstance(node, ast.Subscript):
+                parts = [node.value]
+            if any(isinstance(part, ast.Attribute) and ast.unparse(part).endswith("decision.why") for part in parts):
+                yield f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+
+
+def calibrating_pipelines() -> Iterator[str]:
+    """Modules of pipelines that import calibration: they are handed plain functions."""
+    for name, path in sources().items():
+        if unit(name) == "atts.pipelines" and any(unit(target) == "atts.calibration" for target, _ in imports(name)):
+            yield str(path.relative_to(ROOT))
+
+
+def vague_persons() -> Iterator[str]:
+    """Docstrings and comments that do not name who does a thing."""
+    for path in sources().values():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for word in re.findall(r"\b(?:nobody|whoever|somebody)\b", line, re.IGNORECASE):
+                yield f"{path.relative_to(ROOT)}:{number}: {word}"
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        deep_imports,
+        long_files,
+        long_calls,
+        twin_classes,
+        parsed_reasons,
+        calibrating_pipelines,
+        vague_persons,
+    )
+}
+LEFT = {"deep_imports": 25, "long_calls": 49, "twin_classes": 28, "vague_persons": 62}
+"""How many places may break a rule still; these numbers only fall."""
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_house_rules(check: str) -> None:
+    """Imports go through a package's face, files and calls stay short, names are given once, and so on."""
+    found = sorted(CHECKS[check]())
+    assert len(found) <= LEFT.get(check, 0), found
 
 
 def test_every_unit_has_one_floor() -> None:
     """A new file must pick a floor, a removed one must leave it."""
     listed = [name for units in FLOORS for name in units]
     assert len(listed) == len(set(listed))
-    assert set(listed) == {unit(name) for name, _ in modules()}
+    assert set(listed) == {unit(name) for name in sources()}
 
 
 @pytest.mark.parametrize(("package", "folder"), MAPPING.items())
@@ -95,7 +211,9 @@ def test_the_directory_is_the_package(package: str, folder: str) -> None:
 
 def test_every_module_is_in_a_listed_package() -> None:
     """setuptools ships what is listed, and nothing else is there."""
-    packages = {"atts"} | {name if path.name == "__init__.py" else name.rpartition(".")[0] for name, path in modules()}
+    packages = {"atts"} | {
+        name if path.name == "__init__.py" else name.rpartition(".")[0] for name, path in sources().items()
+    }
     assert packages == set(SETUPTOOLS["packages"])
     assert set(MAPPING) <= set(SETUPTOOLS["packages"])
 
@@ -112,5 +230,5 @@ SPAWNING = ("create_task_group", "open_nursery", "TaskGroup(", "ensure_future", 
 
 def test_task_groups_are_opened_in_one_place() -> None:
     """Structured concurrency has one owner; an actor, whose methods are calls from another process, has a task."""
-    openers = {name for name, path in modules() if any(word in path.read_text() for word in SPAWNING)}
+    openers = {name for name, path in sources().items() if any(word in path.read_text() for word in SPAWNING)}
     assert openers == {"atts.tasks", "atts.remote.ray_host"}

@@ -1,4 +1,4 @@
-"""Runs the command line: `python -m atts` and the installed `atts`."""
+"""The entry point of `python -m atts` and of the installed `atts`."""
 
 import gc
 import sys

@@ -137,7 +137,7 @@ def clock() -> Callable[[], float]:
 def soon() -> Callable[[Callable[[], None]], None]:
     """A way to run a function in this event loop from another thread, without waiting, on asyncio and trio.
 
-    A loop that has ended runs nothing any more, and nobody is told.
+    A loop that has ended runs nothing any more; the call is dropped.
     """
     native: Any = current_token().native_token
     run: Callable[[Callable[[], None]], object] = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon

@@ -1,5 +1,5 @@
-"""What lets other harnesses drive this project; each harness has a module that needs its package."""
+"""Adapters for other evaluation harnesses: inspect_ai and lm_eval."""
 
-from atts.adapters.answering import Answering, Reply, ReplyKind
+from atts.adapters.session import Reply, ReplyKind, SolverSession
 
-__all__ = ["Answering", "Reply", "ReplyKind"]
+__all__ = ["SolverSession", "Reply", "ReplyKind"]

@@ -1,4 +1,4 @@
-"""Lets inspect_ai drive this project: the model provider `atts`, and a solver on top of it."""
+"""The inspect_ai adapter: the model provider `atts`, and a solver on top of it."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportUntypedClassDecorator=false
 
@@ -10,12 +10,12 @@ from typing import Any
 from inspect_ai.model import GenerateConfig, ModelAPI, ModelOutput, ModelUsage, get_model, modelapi
 from inspect_ai.solver import solver
 
-from atts.adapters.answering import Answering, Reply, policy_changes, question_of, setup_of
+from atts.adapters.session import Reply, SolverSession, policy_changes, question_of, setup_of
 from atts.errors import UsageError
 
 
 @modelapi(name="atts")
-class ATTSModel(ModelAPI):  # type: ignore[misc]  # the harness is not installed where types are checked
+class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not installed where types are checked
     """`inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8`: one generation is one problem solved.
 
     Model arguments are the names of `atts config show`, and `reply` ("text" or "answer"). Of a generation's own
@@ -33,7 +33,7 @@ class ATTSModel(ModelAPI):  # type: ignore[misc]  # the harness is not installed
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
         self._setup = setup_of(model_name, options)
-        self._answering = Answering(self._setup, reply)
+        self._session = SolverSession(self._setup, reply)
 
     async def generate(self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any) -> Any:
         """Solve what the conversation asks; the facts of it are the output's metadata.
@@ -47,11 +47,11 @@ class ATTSModel(ModelAPI):  # type: ignore[misc]  # the harness is not installed
             raise UsageError("atts votes by itself and gives one choice; use --epochs for more")
         system, question = question_of([(message.role, message.text) for message in input])
         changes = policy_changes(self._setup.policy, system, config.temperature, config.max_tokens)
-        return _output(self.model_name, await self._answering.ask(question, policy=changes))
+        return _output(self.model_name, await self._session.ask(question, policy=changes))
 
     async def aclose(self) -> None:
         """Close the engines."""
-        await self._answering.aclose()
+        await self._session.aclose()
 
     def connection_key(self) -> str:
         """Models of different setups do not share a limit."""

@@ -1,4 +1,4 @@
-"""Lets lm_eval drive this project: the model `atts` generates by solving, and scores with the target."""
+"""The lm_eval adapter: the model `atts`, which generates by solving and scores with the target."""
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 # pyright: reportUntypedFunctionDecorator=false, reportUntypedClassDecorator=false
 
@@ -17,7 +17,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from atts.adapters.answering import Reply, ReplyKind, policy_changes, question_of, setup_of
+from atts.adapters.session import Reply, ReplyKind, policy_changes, question_of, setup_of
 from atts.api import build_engine, evaluate
 from atts.core import Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.engine import Engine
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @register_model("atts")
-class ATTSModel(LM):  # type: ignore[misc]  # the harness is not installed where types are checked
+class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where types are checked
     """`lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8`: a generation is one problem solved.
 
     Arguments are the names of `atts config show`; `reply` ("text" or "answer"); `directory`, where runs are kept and

@@ -2,7 +2,7 @@
 
 from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, scores_of
 from atts.api.comparing import compare
-from atts.api.config import Configuration, Job, configure, keys
+from atts.api.config import Configuration, Job, config_keys, configure
 from atts.api.engines import SCHEMES, build_engine
 from atts.api.estimate import DryRun, Tokens, dry_run
 from atts.api.evaluation import evaluate, evaluate_sync, solve, solve_sync
@@ -30,7 +30,7 @@ __all__ = [
     "dry_run",
     "evaluate",
     "evaluate_sync",
-    "keys",
+    "config_keys",
     "load_problems",
     "merge",
     "plan",

@@ -1,4 +1,4 @@
-"""One typed configuration for command line and code: defaults < atts.toml < ATTS_* < flags, origins kept."""
+"""The typed configuration of command line and code: defaults < atts.toml < ATTS_* < flags, with origins."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Job:
 
 
 @cache
-def keys() -> Mapping[str, Key]:
+def config_keys() -> Mapping[str, Key]:
     """Every key there is, by name, in the order in which they are shown.
 
-    >>> keys()["samples"].default, keys()["chunking.stop"].variable
+    >>> config_keys()["samples"].default, config_keys()["chunking.stop"].variable
     (8, 'ATTS_CHUNKING_STOP')
     """
     setup = Setup()
@@ -144,11 +144,11 @@ def configure(
     environment = os.environ if environment is None else environment
     source = _file(file or environment.get(CONFIG_VARIABLE), Path(folder))
     layers = chain(
-        from_file(source, keys()) if source is not None else (),
-        from_environment(environment, keys()),
-        from_flags(flags or {}, pairs, keys()),
+        from_file(source, config_keys()) if source is not None else (),
+        from_environment(environment, config_keys()),
+        from_flags(flags or {}, pairs, config_keys()),
     )
-    settings = {name: Setting(key.default, "default") for name, key in keys().items()}
+    settings = {name: Setting(key.default, "default") for name, key in config_keys().items()}
     settings |= {key.name: Setting(key.read(value, label), origin) for key, value, origin, label in layers}
     settings |= _settled(settings)
     return Configuration(MappingProxyType(settings))

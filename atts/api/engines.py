@@ -1,4 +1,4 @@
-"""Engines from short strings: the one place that knows which kinds exist."""
+"""Engines from short strings such as "hf:Qwen/Qwen3-1.7B": the factory that knows every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs: solve one problem, evaluate many, follow a run as it happens."""
+"""The verbs `solve` and `evaluate`: one problem, a dataset, and the events of a run as it happens."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class evaluate:
     async def result(self) -> RunResult:
         """Wait for the end, and the result."""
         await self._done.wait()
-        assert self._result is not None, "a failed run cancels whoever waits for it"
+        assert self._result is not None, "a failed run cancels the task that waits for it"
         return self._result
 
     async def _follow(self, send: MemoryObjectSendStream[Heard]) -> None:
@@ -138,7 +138,7 @@ class _Stream:
         """Earlier sessions' events are not news."""
 
     def heard(self, event: Heard) -> None:
-        """Queue it; once nobody reads any more, nobody is told."""
+        """Queue it; dropped once the reader has left."""
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             self.send.send_nowait(event)
 

@@ -35,11 +35,11 @@ def show(
 
     Example: ATTS_RATE=0.3 atts config show rate
     """
-    from atts.api import keys
+    from atts.api import config_keys
     from atts.errors import OptionError
 
     found = configured({}, config, pairs).settings
-    shown = {name: known for name, known in keys().items() if key in name}
+    shown = {name: known for name, known in config_keys().items() if key in name}
     if not shown:
         raise OptionError("config", f"no key contains {key!r}; `atts config show` lists them all")
     for name, known in shown.items():

@@ -49,7 +49,9 @@ def configured(given: Mapping[str, Any], config: Path | None, pairs: Sequence[st
 
     :raises OptionError: see `atts.api.configure`.
     """
-    from atts.api import configure, keys
+    from atts.api import config_keys, configure
 
-    flags = {name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name in keys()}
+    flags = {
+        name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name in config_keys()
+    }
     return configure(flags, pairs or (), file=config)

@@ -16,7 +16,7 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from atts.api import keys
+from atts.api import config_keys
 from atts.cli.app import EXIT_CODES, build
 from atts.cli.registry import COMMANDS
 
@@ -100,7 +100,7 @@ def _exit_codes() -> Iterator[str]:
 def _keys() -> Iterator[str]:
     """Every key of the configuration."""
     yield _CONFIGURATION
-    for key in keys().values():
+    for key in config_keys().values():
         words = f"{key.help} ({', '.join(key.choices)})" if key.choices else key.help
         yield f"| `{key.name}` | {_default(key.default)} | `{key.variable}` | {words} |"
 

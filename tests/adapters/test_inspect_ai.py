@@ -45,7 +45,7 @@ def test_the_provider_solves_the_embedded_benchmark() -> None:
         assert sample.output.completion == (facts["answer"] or "")
         assert facts["rollouts"] == 4
         assert sample.output.usage.output_tokens == facts["draft_tokens"] + facts["target_tokens"] > 0
-    assert atts.adapters.inspect_ai.ATTSModel is not None
+    assert atts.adapters.inspect_ai.ATTSModelAPI is not None
 
 
 def test_the_solver_answers_whatever_the_model_is() -> None:

@@ -70,14 +70,14 @@ def test_the_embedded_benchmark_runs_under_their_evaluator(tmp_path: Path, monke
     assert found["results"]["ours"]["exact_match,boxed"] >= 0.5
     assert len(found["samples"]["ours"]) == len(problems)
     assert (tmp_path / "runs" / "generate-1" / "journal.jsonl").exists()
-    assert atts.adapters.lm_eval.ATTSModel is not None
+    assert atts.adapters.lm_eval.ATTSLM is not None
 
 
 def test_generations_are_cut_where_the_task_says() -> None:
     """`until` ends a reply, a token limit a rollout; order and number are the requests'."""
-    from atts.adapters.lm_eval import ATTSModel
+    from atts.adapters.lm_eval import ATTSLM
 
-    model = ATTSModel("scripted", samples=2)
+    model = ATTSLM("scripted", samples=2)
     question = "Start at 4. +3, -2. What is the result?"
     whole, cut, short = model.generate_until(
         requests(
@@ -93,9 +93,9 @@ def test_generations_are_cut_where_the_task_says() -> None:
 
 def test_likelihoods_are_the_targets() -> None:
     """A right continuation is likelier than a wrong one and greedy where it is; a rolled text adds up its tokens."""
-    from atts.adapters.lm_eval import ATTSModel
+    from atts.adapters.lm_eval import ATTSLM
 
-    model = ATTSModel("embedded")
+    model = ATTSLM("embedded")
     asked = "Zoe has 16 nuts. Zoe buys 23 more. How many nuts does Zoe have now?"
     context = f"<|user|>{asked}<|end|><|assistant|>Zoe buys 23 more, so Zoe has 16 + 23 ="
     right, wrong, bare = model.loglikelihood(requests((context, " 39"), (context, " 52"), ("", "Zoe")))
@@ -109,7 +109,7 @@ def test_likelihoods_are_the_targets() -> None:
 
 def test_misspelt_arguments_are_refused() -> None:
     """As on our own command line."""
-    from atts.adapters.lm_eval import ATTSModel
+    from atts.adapters.lm_eval import ATTSLM
 
     with pytest.raises(Exception, match="did you mean 'samples'"):
-        ATTSModel("scripted", sampels=2)
+        ATTSLM("scripted", sampels=2)

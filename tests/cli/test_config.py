@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atts.api import Setup, configure, keys
+from atts.api import Setup, config_keys, configure
 from atts.errors import OptionError, UsageError
 from atts.journal import MANIFEST, load_manifest
 from atts.pipelines import Policy
@@ -52,9 +52,9 @@ def test_the_defaults_are_those_of_the_python_api(tmp_path: Path) -> None:
 
 def test_every_field_of_a_policy_has_a_key_with_words() -> None:
     """What Python can set, a file can: no field is forgotten, and none is unexplained."""
-    spoken = {name.partition(".")[0] for name in keys()}
+    spoken = {name.partition(".")[0] for name in config_keys()}
     assert {field.name for field in fields(Policy)} <= spoken
-    assert [key.name for key in keys().values() if not key.help] == []
+    assert [key.name for key in config_keys().values() if not key.help] == []
 
 
 def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
@@ -64,7 +64,7 @@ def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
     for flag in ("method", "rate", "samples", "turns", "max_tokens", "mode", "draft", "target", "seed", "rollouts"):
         name = "".join(part.title() for part in flag.split("_"))
         shown = getattr(options, name).__metadata__[0].show_default
-        default = keys()[flag].default
+        default = config_keys()[flag].default
         assert shown == str(default) or (flag == "target" and shown == default), flag
 
 
@@ -75,11 +75,11 @@ SCALARS = {int: st.integers(0, 10**6), float: st.floats(0, 1), bool: st.booleans
 @given(st.data())
 def test_a_value_survives_file_variable_and_flag_alike(data: st.DataObject) -> None:
     """Words and typed values of a key mean the same wherever they stand."""
-    plain = [key for key in keys().values() if key.kind in SCALARS]
+    plain = [key for key in config_keys().values() if key.kind in SCALARS]
     key = data.draw(st.sampled_from(plain))
     value = data.draw(SCALARS[key.kind])
     assert key.read(value, "typed") == key.read(str(value), "words") == value
-    chosen = data.draw(st.sampled_from([key for key in keys().values() if key.choices]))
+    chosen = data.draw(st.sampled_from([key for key in config_keys().values() if key.choices]))
     word = data.draw(st.sampled_from(chosen.choices))
     assert chosen.read(word, "word") == word
 
@@ -98,7 +98,7 @@ def test_a_value_survives_file_variable_and_flag_alike(data: st.DataObject) -> N
 def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
     """Nothing is rounded, guessed or turned into text."""
     with pytest.raises(OptionError):
-        keys()[name].read(value, name)
+        config_keys()[name].read(value, name)
 
 
 def test_lists_and_none_can_be_said(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_origins_are_in_the_manifest(atts: Any, scripted: tuple[str, ...], tmp_p
         ("out", "--out"),
         ("rate", "default"),
     }
-    assert set(keys()) <= set(manifest.settings)
+    assert set(config_keys()) <= set(manifest.settings)
     (tmp_path / "atts.toml").unlink()
     assert atts(*words, "--samples", "2").code == 0
     assert atts(*words, "--samples", "3").code == UsageError.exit_code
@@ -170,7 +170,7 @@ def test_show_prints_every_key_with_its_origin(atts: Any, monkeypatch: pytest.Mo
     monkeypatch.setenv("ATTS_GROWTH", "2.5")
     said = atts("config", "show", "--json")
     records = {record["key"]: record for record in map(json.loads, said.out.splitlines())}
-    assert list(records) == list(keys())
+    assert list(records) == list(config_keys())
     assert (records["growth"]["value"], records["growth"]["origin"]) == (2.5, "ATTS_GROWTH")
     assert records["growth"]["default"] == "inf"
     assert atts("config", "show", "growth").out.split() == ["growth", "2.5", "ATTS_GROWTH"]

@@ -1,4 +1,4 @@
-"""Answers questions one by one for whoever asks: engines stay open, and the gate goes on learning."""
+"""A solver session: questions answered one by one by engines that stay open and a gate that goes on learning."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Reply:
         return cls(text, outcome.answer, outcome.usage, _facts(outcome))
 
 
-class Answering:
+class SolverSession:
     """Open it once, ask as often as wanted, from many tasks at once; opened by the first question if not before.
 
     The same question asked again is answered anew, by other random numbers. `kind` says what a reply's text is.
 
     >>> from atts.testing import run_virtual, toy_problems
     >>> async def main() -> str | None:
-    ...     async with Answering(Setup(draft="scripted", target="scripted")) as answering:
-    ...         return (await answering.ask(toy_problems(1)[0].text)).answer
+    ...     async with SolverSession(Setup(draft="scripted", target="scripted")) as session:
+    ...         return (await session.ask(toy_problems(1)[0].text)).answer
     >>> run_virtual(main) == toy_problems(1)[0].answer
     True
 
@@ -150,7 +150,7 @@ def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
     >>> question_of([("user", "1 + 1?"), ("assistant", "2"), ("user", "2 + 2?")])[1]
     'User: 1 + 1?\\n\\nAssistant: 2\\n\\nUser: 2 + 2?'
 
-    :raises UsageError: nobody asks anything.
+    :raises UsageError: the conversation holds no question.
     """
     system = "\n\n".join(text for role, text in turns if role == "system")
     said = [(role, text) for role, text in turns if role != "system"]
@@ -164,7 +164,7 @@ def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
 def policy_changes(base: Policy, system: str, temperature: float | None, max_tokens: int | None) -> dict[str, Any]:
     """What a harness's own words change in a policy; None and "" change nothing.
 
-    A temperature of 0 is what harnesses say when nobody thought of it, and would make all rollouts alike: it changes
+    A temperature of 0 is what harnesses send by default, and would make all rollouts alike: it changes
     nothing either.
     """
     changes: dict[str, Any] = {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from atts.adapters import Answering, Reply
-from atts.adapters.answering import policy_changes, question_of, setup_of
+from atts.adapters import Reply, SolverSession
+from atts.adapters.session import policy_changes, question_of, setup_of
 from atts.api import Setup
 from atts.core import Outcome
 from atts.errors import EngineError, EngineUnavailable, OptionError, UsageError
@@ -21,8 +21,8 @@ async def test_questions_asked_at_once_share_engines_and_gate() -> None:
     """Many tasks ask one opened pair; answers are right more often than not, and what they cost is said."""
     draft, target = ScriptedEngine("draft"), ScriptedEngine("target")
     problems = toy_problems(12)
-    async with Answering(Setup(draft=draft, target=target, policy=SMALL, rate=0.4)) as answering:
-        replies = await collect([lambda text=it.text: answering.ask(text) for it in problems])  # type: ignore[misc]
+    async with SolverSession(Setup(draft=draft, target=target, policy=SMALL, rate=0.4)) as session:
+        replies = await collect([lambda text=it.text: session.ask(text) for it in problems])  # type: ignore[misc]
         assert draft.stats().in_flight == target.stats().in_flight == 0
     right = sum(reply.answer == it.answer for reply, it in zip(replies, problems, strict=True))
     assert right > len(problems) / 2
@@ -35,8 +35,8 @@ async def test_questions_asked_at_once_share_engines_and_gate() -> None:
 @pytest.mark.anyio
 async def test_a_question_asked_again_is_answered_anew() -> None:
     """Epochs are repeats, not copies."""
-    async with Answering(Setup(draft="scripted", target="scripted", policy=SMALL)) as answering:
-        texts = {(await answering.ask(toy_problems(1)[0].text)).text for _ in range(4)}
+    async with SolverSession(Setup(draft="scripted", target="scripted", policy=SMALL)) as session:
+        texts = {(await session.ask(toy_problems(1)[0].text)).text for _ in range(4)}
     assert len(texts) > 1
 
 
@@ -44,9 +44,9 @@ async def test_a_question_asked_again_is_answered_anew() -> None:
 async def test_the_answer_alone_and_changes_of_the_policy() -> None:
     """`answer` hands back the bare answer; a token limit cuts rollouts, and no answer is an empty text."""
     question = toy_problems(1)[0]
-    async with Answering(Setup(draft="scripted", target="scripted", policy=SMALL), "answer") as answering:
-        assert (await answering.ask(question.text)).text == question.answer
-        cut = await answering.ask(question.text, policy={"max_tokens": 3})
+    async with SolverSession(Setup(draft="scripted", target="scripted", policy=SMALL), "answer") as session:
+        assert (await session.ask(question.text)).text == question.answer
+        cut = await session.ask(question.text, policy={"max_tokens": 3})
     assert (cut.text, cut.answer) == ("", None)
     assert cut.usage.draft_tokens <= 3 * SMALL.samples
     assert cut.usage.target_tokens <= 3 * SMALL.samples  # in the place of as many of the draft's
@@ -55,13 +55,13 @@ async def test_the_answer_alone_and_changes_of_the_policy() -> None:
 @pytest.mark.anyio
 async def test_it_opens_by_itself_and_ends_for_good() -> None:
     """The first question opens the engines; closing twice is fine, asking after it is not."""
-    answering = Answering(Setup(draft="scripted", target="scripted", policy=SMALL))
-    assert (await answering.ask(toy_problems(1)[0].text)).answer
-    assert (await answering.target()).spec.name == "target"
-    await answering.aclose()
-    await answering.aclose()
+    session = SolverSession(Setup(draft="scripted", target="scripted", policy=SMALL))
+    assert (await session.ask(toy_problems(1)[0].text)).answer
+    assert (await session.target()).spec.name == "target"
+    await session.aclose()
+    await session.aclose()
     with pytest.raises(EngineUnavailable, match="closed"):
-        await answering.ask("again")
+        await session.ask("again")
 
 
 @pytest.mark.anyio
@@ -71,7 +71,7 @@ async def test_engines_are_closed_when_the_second_cannot_open() -> None:
     async with target:
         pass  # a closed engine refuses to open again
     with pytest.raises(EngineUnavailable):
-        async with Answering(Setup(draft=draft, target=target)):
+        async with SolverSession(Setup(draft=draft, target=target)):
             pass
     with pytest.raises(EngineUnavailable, match="closed"):
         await draft.__aenter__()
@@ -88,9 +88,9 @@ def test_a_lost_engine_reaches_whoever_asks() -> None:
 
     async def main() -> None:
         broken = ScriptedEngine("draft", faults=Faults({"refused": 1.0}))
-        async with Answering(Setup(draft=broken, target="scripted", policy=SMALL)) as answering:
+        async with SolverSession(Setup(draft=broken, target="scripted", policy=SMALL)) as session:
             with pytest.raises(EngineError):
-                await answering.ask(toy_problems(1)[0].text)
+                await session.ask(toy_problems(1)[0].text)
 
     run_virtual(main)
 
@@ -121,4 +121,4 @@ def test_words_of_harnesses() -> None:
     assert (changes["system"], changes["sampling"].temperature, changes["max_tokens"]) == ("Be brief.", 0.9, 100)
     assert policy_changes(SMALL, "", 0.0, None) == {}
     with pytest.raises(OptionError, match="did you mean 'answer'"):
-        Answering(setup, "anwser")  # type: ignore[arg-type]
+        SolverSession(setup, "anwser")  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from atts.journal import (
     MANIFEST,
     Graded,
     OutcomeReached,
-    ProblemTimed,
+    ProblemSpan,
     RolloutFinished,
     RunClock,
     load_manifest,
@@ -106,7 +106,7 @@ def _run(directory: Path) -> Side:
                 tales.setdefault(event.problem, _Tale()).graded[event.sample] = event
             case RolloutFinished():
                 tales.setdefault(event.problem, _Tale()).finishes[event.sample] = event.finish
-            case ProblemTimed():
+            case ProblemSpan():
                 tales.setdefault(event.problem, _Tale()).seconds = event.ended - event.started
             case _:
                 pass

@@ -33,22 +33,22 @@ from atts.graph.graph import Graph, ProblemResult
 from atts.graph.groups import Admit, RolloutResult, RolloutScope
 from atts.graph.ledger import EngineUse, GraphStats, Sink
 from atts.graph.limits import Limit
-from atts.graph.nodes import GraphEvent, Node, NodeStatus, ProblemSpan, ProblemStatus, RolloutSpan, RolloutStatus
 from atts.graph.policy import Policy
 from atts.graph.recording import Recording
 from atts.graph.scopes import ProblemScope
 from atts.graph.timing import Path, StageTime, Timing, edges, measure, sibling_edges
 from atts.graph.trace import trace_events, write_trace
+from atts.spans import CallSpan, CallStatus, ProblemSpan, ProblemStatus, RolloutSpan, RolloutStatus, Span
 
 __all__ = [
     "Admit",
     "EngineUse",
     "Graph",
-    "GraphEvent",
+    "Span",
     "GraphStats",
     "Limit",
-    "Node",
-    "NodeStatus",
+    "CallSpan",
+    "CallStatus",
     "Path",
     "Policy",
     "ProblemResult",

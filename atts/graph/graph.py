@@ -12,10 +12,10 @@ import anyio
 from atts.graph.admission import Admission
 from atts.graph.ledger import GraphStats, Ledger, Sink
 from atts.graph.limits import Limit
-from atts.graph.nodes import ProblemStatus
 from atts.graph.policy import Policy
 from atts.graph.runs import Run
 from atts.graph.scopes import ProblemScope
+from atts.spans import ProblemStatus
 from atts.tasks import TaskGroup, task_group
 
 T = TypeVar("T")

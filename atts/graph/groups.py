@@ -11,8 +11,8 @@ import anyio
 
 from atts.errors import OptionError
 from atts.graph.calls import Caller
-from atts.graph.nodes import RELEASE, Node, RolloutSpan, RolloutStatus
 from atts.graph.runs import Run
+from atts.spans import RELEASE, CallSpan, RolloutSpan, RolloutStatus
 from atts.tasks import TaskGroup
 
 T = TypeVar("T")
@@ -77,8 +77,8 @@ class RolloutScope(Caller, Generic[T]):
         ledger = self._ledger
         ledger.last_id = node = ledger.last_id + 1
         ready = ended if self._ready is None else self._ready
-        who = (node, RELEASE, "", self.problem, self.sample, -1, self.attempt, "done")
-        ledger.emit(Node._make((*who, ready, released, released, released, after, 0)))
+        who, times = (node, RELEASE, "", self.problem, self.sample, -1), (ready, released, released, released)
+        ledger.emit(CallSpan(*who, *times, after, self.attempt))
 
 
 class Round:

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from atts.errors import OptionError
 from atts.graph.limits import Limit, Pool
-from atts.graph.nodes import RolloutSpan, RolloutStatus
 from atts.graph.policy import Policy
+from atts.spans import RolloutSpan, RolloutStatus
 from atts.tasks import clock
 
 Sink = Callable[[object], object]

@@ -11,8 +11,8 @@ import anyio
 from atts.errors import OptionError
 from atts.graph.calls import Caller
 from atts.graph.groups import Admit, Group, RolloutResult, RolloutScope
-from atts.graph.nodes import ProblemSpan, ProblemStatus
 from atts.graph.runs import Run
+from atts.spans import ProblemSpan, ProblemStatus
 from atts.tasks import task_group
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from atts.graph.nodes import Node
+from atts.spans import CallSpan
 
 COMPUTE_BOUND = frozenset({"score"})
 """Stages that are one prefill: their time is arithmetic. Decoding moves every weight for every token: memory."""
@@ -23,7 +23,7 @@ class StageTime:
     compute: float = 0.0
 
     @classmethod
-    def of(cls, nodes: Sequence[Node]) -> StageTime:
+    def of(cls, nodes: Sequence[CallSpan]) -> StageTime:
         """These nodes' sums."""
         wait = queue = compute = 0.0
         for node in nodes:
@@ -71,17 +71,17 @@ class Timing:
         return max([self.critical_path.seconds, *loads])
 
 
-def measure(nodes: Iterable[Node], *, compute_bound: Collection[str] = COMPUTE_BOUND) -> Timing:
+def measure(nodes: Iterable[CallSpan], *, compute_bound: Collection[str] = COMPUTE_BOUND) -> Timing:
     """Take a run's nodes apart, live ones or ones read from a journal, in any order.
 
-    >>> draft = Node(0, "draft", "draft", "p", 0, 0, 0, "done", 0.0, 0.0, 0.0, 2.0, ())
-    >>> score = Node(1, "score", "target", "p", 0, 0, 0, "done", 2.0, 2.0, 3.0, 4.0, (0,))
+    >>> draft = CallSpan(0, "draft", "draft", "p", 0, 0, ready=0.0, queued=0.0, started=0.0, ended=2.0)
+    >>> score = CallSpan(1, "score", "target", "p", 0, 0, ready=2.0, queued=2.0, started=3.0, ended=4.0, after=(0,))
     >>> found = measure([score, draft])
     >>> found.seconds, found.critical_path.seconds, found.intensity, found.sibling_seconds
     (4.0, 3.0, 0.5, 0.0)
     """
-    found = sorted(nodes)  # by id: a node has a higher id than those it waited for
-    by_stage: dict[str, list[Node]] = {}
+    found = sorted(nodes, key=lambda node: node.node)
+    by_stage: dict[str, list[CallSpan]] = {}
     busy: dict[str, float] = {}
     for node in found:
         by_stage.setdefault(node.stage, []).append(node)
@@ -100,16 +100,16 @@ def measure(nodes: Iterable[Node], *, compute_bound: Collection[str] = COMPUTE_B
     )
 
 
-def _longest_chain(nodes: list[Node]) -> Path:
+def _longest_chain(nodes: list[CallSpan]) -> Path:
     ends: dict[int, float] = {}
     before: dict[int, int] = {}
     for node in nodes:
         known = [other for other in node.after if other in ends]
         if known:
-            before[node.id] = last = known[0] if len(known) == 1 else max(known, key=ends.__getitem__)
-            ends[node.id] = node.ended - node.started + ends[last]
+            before[node.node] = last = known[0] if len(known) == 1 else max(known, key=ends.__getitem__)
+            ends[node.node] = node.ended - node.started + ends[last]
         else:
-            ends[node.id] = node.ended - node.started
+            ends[node.node] = node.ended - node.started
     if not ends:
         return Path(0.0, ())
     chain = [max(ends, key=ends.__getitem__)]
@@ -118,13 +118,13 @@ def _longest_chain(nodes: list[Node]) -> Path:
     return Path(ends[chain[0]], tuple(reversed(chain)))
 
 
-def edges(nodes: Iterable[Node]) -> set[tuple[int, int]]:
+def edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
     """Every (earlier, later) pair of which the later waited for the earlier."""
-    return {(other, node.id) for node in nodes for other in node.after}
+    return {(other, node.node) for node in nodes for other in node.after}
 
 
-def sibling_edges(nodes: Iterable[Node]) -> set[tuple[int, int]]:
+def sibling_edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
     """The edges between different rollouts of one problem; none in a run without barriers."""
-    found = {node.id: node for node in nodes}
+    found = {node.node: node for node in nodes}
     pairs = ((found[other], node) for node in found.values() for other in node.after if other in found)
-    return {(a.id, b.id) for a, b in pairs if a.sample != b.sample and min(a.sample, b.sample) >= 0}
+    return {(a.node, b.node) for a, b in pairs if a.sample != b.sample and min(a.sample, b.sample) >= 0}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from heapq import heappop, heappush
 from typing import Any, TextIO, TypeVar
 
-from atts.graph.nodes import Node
+from atts.spans import CallSpan
 
 T = TypeVar("T")
 Event = dict[str, Any]
 _ROLLOUTS = 1  # the process that holds the rollouts; engines follow
 
 
-def write_trace(nodes: Iterable[Node], out: TextIO) -> None:
+def write_trace(nodes: Iterable[CallSpan], out: TextIO) -> None:
     """Write the nodes as one JSON object.
 
     Each engine is a process whose threads are its slots; one more process holds the rollouts, one row for each place,
@@ -28,15 +29,15 @@ def write_trace(nodes: Iterable[Node], out: TextIO) -> None:
     out.write("\n]}\n")
 
 
-def trace_events(nodes: Iterable[Node]) -> Iterator[Event]:
+def trace_events(nodes: Iterable[CallSpan]) -> Iterator[Event]:
     """The events of the trace; times are microseconds since the first node was ready."""
-    found = sorted(nodes, key=lambda node: (node.ready, node.id))
+    found = sorted(nodes, key=lambda node: (node.ready, node.node))
     zero = found[0].ready if found else 0.0
     yield from _engine_events(found, zero)
     yield from _rollout_events(found, zero)
 
 
-def _engine_events(nodes: list[Node], zero: float) -> Iterator[Event]:
+def _engine_events(nodes: list[CallSpan], zero: float) -> Iterator[Event]:
     engines = sorted({node.engine for node in nodes if node.engine})
     for process, engine in enumerate(engines, _ROLLOUTS + 1):
         yield _name("process_name", process, 0, f"engine {engine}")
@@ -49,9 +50,9 @@ def _engine_events(nodes: list[Node], zero: float) -> Iterator[Event]:
             yield _slice(process, lane, _label(node), node.started - zero, node.compute, node)
 
 
-def _rollout_events(nodes: list[Node], zero: float) -> Iterator[Event]:
+def _rollout_events(nodes: list[CallSpan], zero: float) -> Iterator[Event]:
     yield _name("process_name", _ROLLOUTS, 0, "rollouts")
-    by_rollout: dict[tuple[str, int], list[Node]] = {}
+    by_rollout: dict[tuple[str, int], list[CallSpan]] = {}
     for node in nodes:
         by_rollout.setdefault((node.problem, node.sample), []).append(node)
     spans = sorted(
@@ -59,19 +60,19 @@ def _rollout_events(nodes: list[Node], zero: float) -> Iterator[Event]:
         key=lambda span: span[:2],
     )
     rows: dict[int, tuple[int, float]] = {}
-    by_id: dict[int, Node] = {}
+    by_id: dict[int, CallSpan] = {}
     for lane, own in _lanes(spans):
         for node in own:
-            rows[node.id] = (lane, node.ended - zero)
-            by_id[node.id] = node
+            rows[node.node] = (lane, node.ended - zero)
+            by_id[node.node] = node
             yield from _steps(node, lane, zero)
     for node in by_id.values():
         for other in node.after:
             if other in by_id and by_id[other].sample != node.sample:
-                yield from _arrow(f"{other}-{node.id}", rows[other], (rows[node.id][0], node.queued - zero))
+                yield from _arrow(f"{other}-{node.node}", rows[other], (rows[node.node][0], node.queued - zero))
 
 
-def _steps(node: Node, lane: int, zero: float) -> Iterator[Event]:
+def _steps(node: CallSpan, lane: int, zero: float) -> Iterator[Event]:
     parts = (("wait for siblings", node.ready, node.wait), (f"queue {node.engine}", node.queued, node.queue))
     for name, start, seconds in parts:
         if seconds > 0:
@@ -96,7 +97,7 @@ def _lanes(spans: Iterable[tuple[float, float, T]]) -> Iterator[tuple[int, T]]:
         yield lane, what
 
 
-def _label(node: Node) -> str:
+def _label(node: CallSpan) -> str:
     return f"{node.stage} {node.problem}/{node.sample} turn {node.turn}"
 
 
@@ -104,11 +105,11 @@ def _name(kind: str, process: int, thread: int, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _slice(process: int, thread: int, name: str, start: float, seconds: float, node: Node | None) -> Event:
+def _slice(process: int, thread: int, name: str, start: float, seconds: float, node: CallSpan | None) -> Event:
     event: Event = {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": start * 1e6, "dur": seconds * 1e6}
     if node is not None:
         event["cat"] = node.stage
-        event["args"] = node.fields()
+        event["args"] = asdict(node)
     return event
 
 

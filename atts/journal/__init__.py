@@ -9,15 +9,12 @@ from atts.journal.events import (
     Entry,
     Event,
     Graded,
-    NodeFinished,
     Observed,
     OutcomeReached,
     OutcomeStatus,
     ProblemStarted,
-    ProblemTimed,
     RolloutFinished,
     RolloutStarted,
-    RolloutTimed,
     Sampled,
     Scored,
     SessionClosed,
@@ -45,6 +42,7 @@ from atts.journal.state import (
     score_key,
 )
 from atts.journal.writer import JOURNAL, MANIFEST, Durability, Journal, JournalOptions, check_directory, open_journal
+from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 
 __all__ = [
     "FACTS",
@@ -67,7 +65,7 @@ __all__ = [
     "JournalOptions",
     "Json",
     "Manifest",
-    "NodeFinished",
+    "CallSpan",
     "Observed",
     "OpenProblem",
     "Opener",
@@ -75,11 +73,11 @@ __all__ = [
     "OutcomeStatus",
     "Place",
     "ProblemStarted",
-    "ProblemTimed",
+    "ProblemSpan",
     "RecordedRun",
     "RolloutFinished",
     "RolloutStarted",
-    "RolloutTimed",
+    "RolloutSpan",
     "RunClock",
     "RunState",
     "Sampled",

@@ -184,4 +184,4 @@ def _optional_encoder(write: Encoder) -> Encoder:
     return lambda value, texts: None if value is None else write(value, texts)
 
 
-_ENCODERS: dict[Any, Encoder] = {str: _write_text, int: _write_plain, float: _write_float}
+_ENCODERS: dict[Any, Encoder] = {str: _write_text, int: _write_plain, bool: _write_plain, float: _write_float}

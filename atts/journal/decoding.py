@@ -195,8 +195,19 @@ def _each(fit: Fit, data: Any, texts: Texts) -> Any:
     return data if read is None else read(data, texts)
 
 
+def _fit_bool(kind: Any) -> Read | None:
+    return None if kind is bool else _only(str, _read_yes_or_no, "true or false")(kind)
+
+
+def _read_yes_or_no(data: str, texts: Texts) -> bool:
+    if data not in ("yes", "no"):  # as schema 1 wrote them
+        raise ValueError(f"{data!r} is neither true nor false")
+    return data == "yes"
+
+
 _PLAIN: dict[Any, Fit] = {
     str: _only(str, _read_text, "a text"),
     int: _only(int, None, "a whole number"),
+    bool: _fit_bool,
     float: _fit_float,
 }

@@ -16,9 +16,13 @@ from types import MappingProxyType
 from typing import Literal
 
 from atts.core import Completion, Decision, Finish, Problem, Prompt, Role, Scores, Turn, Usage
+from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 
 SCHEMA = 2
-"""Raised with every change that an older version could not read."""
+"""Raised with every change that an older version could not read; what older ones wrote is read.
+
+2: decisions bear an origin, whether a chunk was escalated is true or false (schema 1 wrote "yes" or "no").
+"""
 
 OutcomeStatus = Literal["answered", "unanswered", "cancelled", "failed"]
 FailureKind = Literal["EngineUnavailable", "EngineTimeout", "BadReply", "OutOfMemory"]
@@ -168,7 +172,7 @@ class Observed:
     """The gate was told what was really done with a decision."""
 
     decision: Decision
-    escalated: Literal["yes", "no"]
+    escalated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,58 +186,6 @@ class Taught:
     level: str
     p: float | None = None
     features: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFinished:
-    """A node of the task graph: who called, what it waited for, and when (the run's clock, seconds).
-
-    A "recalled" node took its result from an earlier session: it did no work, and stands for the node that did.
-    """
-
-    node: int
-    stage: str
-    engine: str
-    problem: str
-    sample: int
-    turn: int
-    ready: float
-    queued: float
-    started: float
-    ended: float
-    after: tuple[int, ...] = ()
-    attempt: int = 0
-    status: Literal["done", "failed", "cancelled"] = "done"
-    tokens: int = 0
-    source: Literal["live", "recalled"] = "live"
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutTimed:
-    """A rollout's life in the task graph (the run's clock, seconds)."""
-
-    problem: str
-    sample: int
-    status: Literal["done", "failed", "settled", "cancelled"]
-    queued: float
-    started: float
-    ended: float
-    released: float
-    attempts: int = 1
-    waited: float = 0.0
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemTimed:
-    """A problem's life in the task graph."""
-
-    problem: str
-    number: int
-    status: Literal["done", "failed", "cancelled"]
-    started: float
-    ended: float
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +224,9 @@ Event = (
     | Decided
     | Observed
     | Taught
-    | NodeFinished
-    | RolloutTimed
-    | ProblemTimed
+    | CallSpan
+    | RolloutSpan
+    | ProblemSpan
     | Warned
     | Drifted
 )
@@ -295,9 +247,9 @@ KINDS: Mapping[str, type[Event]] = MappingProxyType(
         "decided": Decided,
         "observed": Observed,
         "taught": Taught,
-        "node": NodeFinished,
-        "rollout-timed": RolloutTimed,
-        "problem-timed": ProblemTimed,
+        "node": CallSpan,
+        "rollout-timed": RolloutSpan,
+        "problem-timed": ProblemSpan,
         "warning": Warned,
         "drift": Drifted,
     }

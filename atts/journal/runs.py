@@ -28,16 +28,17 @@ from typing import Any
 
 from atts.core import Outcome
 from atts.errors import JournalError
-from atts.journal.events import Decided, Entry, Event, NodeFinished, Observed, ProblemTimed
+from atts.journal.events import Decided, Entry, Event, Observed
 from atts.journal.finished import FinishedProblem
 from atts.journal.lines import read_entries
 from atts.journal.manifest import Manifest, load_manifest
 from atts.journal.state import FACTS, RunClock, RunState, read_outcomes
 from atts.journal.writer import JOURNAL, MANIFEST
+from atts.spans import CallSpan, ProblemSpan
 
 MERGED = "merged"
 """The configuration's name for the runs that were put together, in a run that was made of others."""
-_BRIEF = (*FACTS, ProblemTimed, Decided, Observed)
+_BRIEF = (*FACTS, ProblemSpan, Decided, Observed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,12 @@ class RecordedRun:
             if isinstance(event, Decided) and event.decision.action != "verify":
                 yield event
 
-    def nodes(self) -> Iterator[NodeFinished]:
+    def nodes(self) -> Iterator[CallSpan]:
         """Every node of the task graph that did work, once, on the run's clock."""
         clock = RunClock()
-        for entry in self.entries((NodeFinished,)):
+        for entry in self.entries((CallSpan,)):
             clock.hear(entry)
-            if isinstance(entry.event, NodeFinished) and entry.event.source == "live":
+            if isinstance(entry.event, CallSpan) and entry.event.source == "live":
                 yield clock.aligned(entry.event, entry.at)
 
 

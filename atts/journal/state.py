@@ -16,11 +16,9 @@ from atts.journal.events import (
     Entry,
     Event,
     Graded,
-    NodeFinished,
     Observed,
     OutcomeReached,
     ProblemStarted,
-    ProblemTimed,
     RolloutFinished,
     RolloutStarted,
     Sampled,
@@ -31,6 +29,7 @@ from atts.journal.events import (
     TurnFinished,
 )
 from atts.journal.finished import FinishedProblem
+from atts.spans import CallSpan, ProblemSpan
 
 Call = Sampled | Scored | CallFailed
 _ABOUT_GATES = (Decided, Observed)
@@ -125,7 +124,7 @@ def judged(event: object) -> Iterator[tuple[Decision, bool]]:
     A gate of single chunks is told what was really done; one of whole rounds is not, so its own word counts.
     """
     if isinstance(event, Observed):
-        yield event.decision, event.escalated == "yes"
+        yield event.decision, event.escalated
     elif isinstance(event, Decided) and event.asked == "round":
         yield event.decision, event.decision.escalate
 
@@ -145,7 +144,7 @@ class RunClock:
         elif not isinstance(entry.event, SessionClosed):
             self.seconds = self.before + entry.at
 
-    def aligned(self, node: NodeFinished, at: float) -> NodeFinished:
+    def aligned(self, node: CallSpan, at: float) -> CallSpan:
         """A node of the current session, its times on this clock; `at` is of its entry, made when the node ended."""
         if self._graph_zero is None:
             self._graph_zero = node.ended - at
@@ -188,13 +187,13 @@ class RunState:
                 self.ended = event
             case ProblemStarted(problem):
                 self.open.setdefault(problem.id, OpenProblem(problem))
-            case NodeFinished():
+            case CallSpan():
                 self.last_node = max(self.last_node, event.node)
             case OutcomeReached(problem):
                 return self._finish(event)
             case Graded(problem) if problem in self.finished and problem not in self.open:
                 self.finished[problem] = self.finished[problem].graded([event])
-            case ProblemTimed(problem) if problem in self.finished:
+            case ProblemSpan(problem) if problem in self.finished:
                 self.finished[problem] = replace(self.finished[problem], seconds=event.ended - event.started)
             case _:
                 self._apply_inside(event)

@@ -97,7 +97,7 @@ class StepGate:
             calls.popleft()
             return
         self._gate.observe(decision, escalated)
-        self._keeper.recorder.record(Observed(decision, "yes" if escalated else "no"))
+        self._keeper.recorder.record(Observed(decision, escalated))
         self._alarms.look()
 
 
@@ -146,7 +146,7 @@ def remind(gate: Gate, event: Decided | Observed | Taught) -> None:
         return
     decision = event.decision
     if isinstance(event, Observed):
-        gate.observe(decision, event.escalated == "yes")
+        gate.observe(decision, event.escalated)
         return
     features = _features(decision.question, decision.turn, decision.sample, event.features)
     if event.asked == "preview":

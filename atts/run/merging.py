@@ -17,11 +17,11 @@ from atts.journal import (
     MANIFEST,
     MERGED,
     SCHEMA,
+    CallSpan,
     Entry,
     Event,
     Json,
     Manifest,
-    NodeFinished,
     ProblemStarted,
     RecordedRun,
     RunState,
@@ -230,6 +230,6 @@ def _shifted(event: Event, sessions: int, nodes: int) -> Event:
     """With numbers that are free in the union."""
     if isinstance(event, SessionOpened):
         return replace(event, schema=SCHEMA, session=event.session + sessions)
-    if isinstance(event, NodeFinished):
+    if isinstance(event, CallSpan):
         return replace(event, node=event.node + nodes, after=tuple(node + nodes for node in event.after))
     return event

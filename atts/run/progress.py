@@ -19,7 +19,7 @@ from atts.journal import (
     Observed,
     OutcomeReached,
     ProblemStarted,
-    RolloutTimed,
+    RolloutSpan,
     Sampled,
     Scored,
     TurnFinished,
@@ -129,7 +129,7 @@ class Progress:
             RunBegun: self._run_begun, CallBegun: self._call_begun, ProblemStarted: self._problem_started,
             Sampled: self._sampled, Scored: self._scored, CallFailed: self._call_failed, Decided: self._decided,
             Observed: self._judged, TurnFinished: self._turn,
-            RolloutTimed: self._rollout_timed, Graded: self._verdict, OutcomeReached: self._outcome,
+            RolloutSpan: self._rollout_timed, Graded: self._verdict, OutcomeReached: self._outcome,
             Warned: self._warned, Drifted: self._drifted,
         }  # fmt: skip
 
@@ -240,7 +240,7 @@ class Progress:
     def _turn(self, event: TurnFinished) -> None:
         self._counts["rejected"] += len(event.turn.discarded)
 
-    def _rollout_timed(self, event: RolloutTimed) -> None:
+    def _rollout_timed(self, event: RolloutSpan) -> None:
         self._at.pop(f"{event.problem}/{event.sample}", None)
         if event.problem in self._open and event.status != "cancelled":
             self._ended[event.problem] += 1

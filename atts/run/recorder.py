@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from atts.core import Chunk, Outcome, Rollout, Turn
-from atts.graph import Node, ProblemSpan, RolloutSpan
 from atts.journal import (
+    CallSpan,
     Event,
     Journal,
-    NodeFinished,
     OpenProblem,
-    ProblemTimed,
     RolloutFinished,
     RolloutStarted,
-    RolloutTimed,
     TurnFinished,
     Warned,
 )
@@ -103,22 +100,15 @@ class Recorder:
 
     def hear_graph(self, event: object) -> None:
         """The sink of the task graph."""
-        if isinstance(event, Node):
+        if isinstance(event, CallSpan):
             self.record(self._node(event))
-        elif isinstance(event, RolloutSpan):
-            self.record(RolloutTimed(**event._asdict()))
-        elif isinstance(event, ProblemSpan):
-            self.record(ProblemTimed(**event._asdict()))
         elif isinstance(event, Event):
             self.record(event)
 
-    def _node(self, node: Node) -> NodeFinished:
+    def _node(self, node: CallSpan) -> CallSpan:
         # a call returns to the graph without giving way, so the last call to return is this node's
-        source, self.last_call = self.last_call, "live"
-        return NodeFinished(
-            node.id, node.stage, node.engine, node.problem, node.sample, node.turn, node.ready, node.queued,
-            node.started, node.ended, node.after, node.attempt, node.status, node.tokens, source,
-        )  # fmt: skip
+        node.source, self.last_call = self.last_call, "live"
+        return node
 
 
 class ProblemRecord:

@@ -14,9 +14,9 @@ from atts.core import Decision, Outcome
 from atts.errors import DatasetError
 from atts.evaluators import Estimate, equivalent, mean_estimate
 from atts.journal import JOURNAL, MANIFEST, Manifest, load_manifest, read_decisions, read_entries, read_outcomes
-from atts.journal.events import NodeFinished
 from atts.pipelines import ConformalGate, Gate, Policy, RandomGate, RoundGate, ScoreRule, TopGate
 from atts.pipelines.votes import VoteKind
+from atts.spans import CallSpan
 
 Place = tuple[str, int, int]
 
@@ -109,7 +109,7 @@ def _calls(directory: Path) -> tuple[dict[str, float], float]:
     spans: dict[int, tuple[float, float]] = {}
     for entry in read_entries(directory / JOURNAL):
         node = entry.event
-        if isinstance(node, NodeFinished) and node.source == "live":
+        if isinstance(node, CallSpan) and node.source == "live":
             calls[node.stage] = calls.get(node.stage, 0.0) + node.ended - node.started
             first, last = spans.get(entry.session, (node.started, node.ended))
             spans[entry.session] = min(first, node.started), max(last, node.ended)

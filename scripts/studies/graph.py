@@ -14,8 +14,8 @@ from pathlib import Path
 import anyio
 from anyio.lowlevel import checkpoint
 
-from atts.graph import Graph, Limit, Node, ProblemScope, Recording, RolloutScope, Sink
-from atts.journal import JournalOptions, Manifest, NodeFinished, open_journal
+from atts.graph import Graph, Limit, ProblemScope, Recording, RolloutScope, Sink
+from atts.journal import CallSpan, JournalOptions, Manifest, open_journal
 from scripts.studies.graph_work import conserved
 from scripts.studies.harness import Options, Spread, Table, cpu_seconds, interleaved, ratio, say
 
@@ -201,7 +201,7 @@ async def _journalled(load: Load, folder: Path) -> None:
     async with open_journal(folder, Manifest(), JournalOptions(durability="close")) as journal:
 
         def sink(event: object) -> None:
-            if isinstance(event, Node):
-                journal.record(NodeFinished(**event.fields()))
+            if isinstance(event, CallSpan):
+                journal.record(event)
 
         await with_graph(load, sink)

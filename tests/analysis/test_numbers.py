@@ -26,7 +26,7 @@ from atts.api import Setup
 from atts.calibration import Calibrator
 from atts.core import Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn
 from atts.errors import JournalError, OptionError, UsageError
-from atts.graph import Node
+from atts.graph import CallSpan
 from atts.journal import (
     JOURNAL,
     Decided,
@@ -65,7 +65,7 @@ def test_every_number_is_the_journal_s(run: Path) -> None:
     observed = [event for event in events if isinstance(event, Observed)]
     held = report.calibration
     assert held is not None
-    assert (held.decisions, held.escalated) == (len(observed), sum(event.escalated == "yes" for event in observed))
+    assert (held.decisions, held.escalated) == (len(observed), sum(event.escalated for event in observed))
     assert sum(group.decisions for group in held.turns) == sum(group.decisions for group in held.by_question)
     assert sum(group.escalated for group in held.turns) == held.escalated
     assert held.moments[-1].share == held.escalated / held.decisions
@@ -167,7 +167,7 @@ def test_a_rate_that_was_not_held_is_bad(run: Path, tmp_path: Path) -> None:
     """Twice the nominal rate: the verdict line says so, first."""
 
     def escalate(event: Any) -> Any:
-        return replace(event, escalated="yes") if isinstance(event, Observed) else event
+        return replace(event, escalated=True) if isinstance(event, Observed) else event
 
     report = collect(_rewrite(run, tmp_path / "run", escalate)).report
     assert report.verdict.standing == "bad"
@@ -262,9 +262,9 @@ def test_not_a_number_is_null() -> None:
     assert unpack(pack({"p": math.nan})) == {"p": None}
 
 
-def _node(number: int, engine: str, start: float, end: float, queued: float | None = None) -> Node:
+def _node(number: int, engine: str, start: float, end: float, queued: float | None = None) -> CallSpan:
     at = start if queued is None else queued
-    return Node(number, "draft", engine, "p", 0, number, 0, "done", at, at, start, end, ())
+    return CallSpan(number, "draft", engine, "p", 0, number, at, at, start, end)
 
 
 def test_bubbles_are_found() -> None:

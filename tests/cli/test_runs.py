@@ -15,7 +15,7 @@ from atts.analysis import collect
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
 from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
-from atts.journal import JOURNAL, MANIFEST, Decided, NodeFinished, Observed, Sampled, Scored, read_entries
+from atts.journal import JOURNAL, MANIFEST, Decided, CallSpan, Observed, Sampled, Scored, read_entries
 from atts.jsonable import jsonable
 from atts.models import path as model_path
 from atts.pipelines import Policy
@@ -96,7 +96,7 @@ def test_a_trace_holds_every_call(atts: Atts, runs: Path) -> None:
     events = json.loads(Path(made["trace"]).read_text())["traceEvents"]
     engines = {event["pid"] for event in events if event.get("args", {}).get("name", "").startswith("engine")}
     calls = [event for event in events if event["ph"] == "X" and event["pid"] in engines]
-    nodes = [e.event for e in read_entries(runs / "atts" / JOURNAL) if isinstance(e.event, NodeFinished)]
+    nodes = [e.event for e in read_entries(runs / "atts" / JOURNAL) if isinstance(e.event, CallSpan)]
     assert len(calls) == sum(node.ended > node.started for node in nodes)
     assert atts("trace", str(runs / "atts"), "--out", "-").out == Path(made["trace"]).read_text()
 
@@ -135,7 +135,7 @@ def _bent(journal: bytes) -> bytes:
 
     found: list[bytes] = []
     for line in journal.splitlines(keepends=True):
-        body = line[:-19].replace(b'"escalated":"no"', b'"escalated":"yes"')
+        body = line[:-19].replace(b'"escalated":false', b'"escalated":true')
         found.append(b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body)))
     return b"".join(found)
 
@@ -188,7 +188,7 @@ def test_calibrate_is_the_draft_alone_scored(tmp_path: Path) -> None:
     setup = Setup(draft="scripted", target="scripted")
     scores = calibrate_sync(toy_problems(3), setup, directory=tmp_path / "fit")
     events = [entry.event for entry in read_entries(tmp_path / "fit" / JOURNAL)]
-    assert {event.escalated for event in events if isinstance(event, Observed)} == {"no"}
+    assert {event.escalated for event in events if isinstance(event, Observed)} == {False}
     assert len(scores) == sum(isinstance(e, Decided) and e.decision.score is not None for e in events)
     in_memory = calibrate_sync(toy_problems(3), replace(setup, mode="split"))
     assert sorted(in_memory.scores) == sorted(scores.scores)
@@ -246,7 +246,7 @@ def test_a_union_is_a_run_like_any_other(atts: Atts, shards: Path) -> None:
     assert lines(atts("replay", "all", "--json"))[-1]["changed"] == 0
     assert atts("trace", "all", "--json").code == 0
     assert atts("compare", str(shards / "whole"), "all").code == 0
-    nodes = [e.event.node for e in read_entries(Path("all") / JOURNAL) if isinstance(e.event, NodeFinished)]
+    nodes = [e.event.node for e in read_entries(Path("all") / JOURNAL) if isinstance(e.event, CallSpan)]
     assert len(nodes) == len(set(nodes))
     with pytest.raises(FingerprintError, match="merged"):
         evaluate_sync(toy_problems(7), FROZEN, directory="all")

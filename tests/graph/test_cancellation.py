@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atts.errors import EngineError, EngineTimeout, UsageError
-from atts.graph import Graph, Limit, Node, Policy, ProblemScope, Recording, RolloutResult, RolloutScope
+from atts.graph import CallSpan, Graph, Limit, Policy, ProblemScope, Recording, RolloutResult, RolloutScope
 from atts.testing.clock import Backend, run_virtual
 
 T = TypeVar("T")
@@ -315,7 +315,7 @@ def test_a_sink_that_fails_ends_the_run_with_its_error(virtually: Virtually[None
 
         def sink(event: object) -> None:
             nonlocal count
-            count += isinstance(event, Node)
+            count += isinstance(event, CallSpan)
             if count == 5:
                 raise UsageError("full")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -18,7 +18,6 @@ from atts.errors import EngineTimeout, OptionError, OutOfMemory, UsageError
 from atts.graph import (
     Graph,
     Limit,
-    Node,
     Policy,
     ProblemScope,
     Recording,
@@ -28,7 +27,7 @@ from atts.graph import (
     measure,
     sibling_edges,
 )
-from atts.journal import JOURNAL, JournalOptions, Manifest, NodeFinished, open_journal, read_entries
+from atts.journal import JOURNAL, CallSpan, JournalOptions, Manifest, open_journal, read_entries
 from atts.testing.clock import Backend, run_virtual
 
 T = TypeVar("T")
@@ -78,9 +77,9 @@ def test_results_keep_order_while_events_stream(virtually: Virtually[list[list[i
         return [result.value or [] for result in results]
 
     assert virtually(main) == [[0, 1, 2]] * 3
-    ended = [event.ended for event in told if isinstance(event, Node)]
+    ended = [event.ended for event in told if isinstance(event, CallSpan)]
     assert ended == sorted(ended)
-    assert next(event for event in told if isinstance(event, Node)).sample == 2
+    assert next(event for event in told if isinstance(event, CallSpan)).sample == 2
 
 
 def test_times_and_edges_of_a_straight_line(virtually: Virtually[None]) -> None:
@@ -103,14 +102,14 @@ def test_times_and_edges_of_a_straight_line(virtually: Virtually[None]) -> None:
         assert stats.busy_share("target") == 6 / 8
 
     virtually(main)
-    nodes = sorted(recording.nodes())
+    nodes = sorted(recording.nodes(), key=lambda n: n.node)
     assert [(n.stage, n.sample, n.queue, n.compute, n.tokens) for n in nodes] == [
         ("draft", 0, 0.0, 2.0, 0),
         ("draft", 1, 1.5, 2.0, 0),
         ("score", 0, 0.0, 3.0, 7),
         ("score", 1, 1.0, 3.0, 7),
     ]
-    assert [n.id for n in nodes] == [100, 101, 102, 103]
+    assert [n.node for n in nodes] == [100, 101, 102, 103]
     assert [n.after for n in nodes] == [(), (), (100,), (101,)]
     assert [(span.sample, span.status, span.waited) for span in recording.rollouts] == [(0, "done", 0), (1, "done", 0)]
 
@@ -395,14 +394,14 @@ def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) ->
         assert [r.value for r in await graph.run(problems(1), solve)] == [["done", "failed", "done"]]
 
     virtually(main)
-    by_sample = {s: sorted(n for n in recording.nodes() if n.sample == s) for s in range(3)}
+    by_sample = {s: sorted((n for n in recording.nodes() if n.sample == s), key=lambda n: n.node) for s in range(3)}
     assert [n.status for n in by_sample[0]] == ["failed", "failed", "done"]
     assert [n.attempt for n in by_sample[1]] == [0, 1, 2]
     assert [n.status for n in by_sample[1]] == ["failed"] * 3
     waits = [later.queued - earlier.ended for earlier, later in pairwise(by_sample[0])]
     assert 0.7 <= waits[0] <= 1.3
     assert 1.4 <= waits[1] <= 2.6
-    assert [n.after for n in by_sample[0]] == [(), (by_sample[0][0].id,), (by_sample[0][1].id,)]
+    assert [n.after for n in by_sample[0]] == [(), (by_sample[0][0].node,), (by_sample[0][1].node,)]
 
 
 def test_a_rollout_is_tried_again_from_what_it_saved(virtually: Virtually[None]) -> None:
@@ -585,8 +584,8 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> N
         (0, 0): set(),
         (1, 0): set(),
         (2, 0): set(),
-        **{(s, 1): {drafts[other, 0].id for other in range(3)} for s in (1, 2)},
-        (2, 2): {drafts[other, 1].id for other in (1, 2)},
+        **{(s, 1): {drafts[other, 0].node for other in range(3)} for s in (1, 2)},
+        (2, 2): {drafts[other, 1].node for other in (1, 2)},
     }
     assert [drafts[s, 1].wait for s in (1, 2)] == [1.0, 0.0]
     waited = {span.sample: span.waited for span in recording.rollouts}
@@ -635,7 +634,7 @@ def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> No
 
     virtually(main)
     nodes = list(recording.nodes())
-    own = {n.id: n for n in nodes if n.sample == -1}
+    own = {n.node: n for n in nodes if n.sample == -1}
     assert sibling_edges(nodes) == set()
     assert edges(nodes)
     assert all(len(n.after) == 1 for n in nodes if n.sample >= 0)
@@ -661,7 +660,7 @@ def test_calls_side_by_side_join_in_the_next_one(virtually: Virtually[None]) -> 
         await Graph(sink=recording).run(problems(1), solve)
 
     virtually(main)
-    name = {n.id: n.stage for n in recording.nodes()}
+    name = {n.node: n.stage for n in recording.nodes()}
     assert {n.stage: {name[other] for other in n.after} for n in recording.nodes()} == {
         "a": set(),
         "b": {"a"},
@@ -678,15 +677,14 @@ def test_edges_from_the_journal_are_the_live_ones(
 ) -> None:
     """Written to a journal and read back, nodes and edges are what the graph itself knew."""
     live = Recording()
-    names = {field.name for field in fields(NodeFinished)}
 
     async def main() -> None:
         async with open_journal(tmp_path / "run", Manifest(), JournalOptions(durability="close")) as journal:
 
             def sink(event: object) -> None:
                 live(event)
-                if isinstance(event, Node):
-                    journal.record(NodeFinished(**{k: v for k, v in event.fields().items() if k in names}))
+                if isinstance(event, CallSpan):
+                    journal.record(event)
 
             async def solve(problem: Named, scope: ProblemScope) -> None:
                 async def rollout(line: RolloutScope[None]) -> None:
@@ -701,8 +699,7 @@ def test_edges_from_the_journal_are_the_live_ones(
 
     virtually(main)
     entries = read_entries(tmp_path / "run" / JOURNAL)
-    found = [entry.event for entry in entries if isinstance(entry.event, NodeFinished)]
-    back = [Node.read({name: getattr(event, name) for name in names}) for event in found]
+    back = [entry.event for entry in entries if isinstance(entry.event, CallSpan)]
     assert back == list(live.nodes())
     assert edges(back) == edges(live.nodes())
     assert (sibling_edges(back) == set()) == (admit == "each")
@@ -712,7 +709,7 @@ def test_edges_from_the_journal_are_the_live_ones(
 
 
 def test_a_graph_may_run_again_and_be_shared(virtually: Virtually[None], is_empty: IsEmpty) -> None:
-    """Node ids go on, and two runs at once stay within the bounds of the one graph they share."""
+    """CallSpan ids go on, and two runs at once stay within the bounds of the one graph they share."""
 
     async def main() -> None:
         recording, most = Recording(), 0
@@ -731,7 +728,7 @@ def test_a_graph_may_run_again_and_be_shared(virtually: Virtually[None], is_empt
         both = await tasks.collect([lambda: graph.run(problems(3), solve), lambda: graph.run(problems(2), solve)])
         assert [[r.value for r in results] for results in both] == [[4, 4, 4], [4, 4]]
         assert most == 3
-        assert sorted(n.id for n in recording.nodes()) == list(range(28))
+        assert sorted(n.node for n in recording.nodes()) == list(range(28))
         assert is_empty(graph)
 
     virtually(main)

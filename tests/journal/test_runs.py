@@ -16,7 +16,7 @@ from atts.journal import (
     Entry,
     FinishedProblem,
     Graded,
-    NodeFinished,
+    CallSpan,
     RunState,
     SessionOpened,
     open_run,
@@ -55,7 +55,7 @@ def test_nodes_are_on_one_clock() -> None:
     run = open_run(RUNS / "merged")
     nodes = list(run.nodes())
     assert {node.source for node in nodes} == {"live"}
-    assert max(node.ended for node in nodes) == pytest.approx(run.state((NodeFinished,)).seconds, abs=0.01)
+    assert max(node.ended for node in nodes) == pytest.approx(run.state((CallSpan,)).seconds, abs=0.01)
     (second,) = run.part_starts
     assert second == 1 + open_run(RUNS / "shard1").state().sessions
     assert not open_run(RUNS / "shard1").part_starts

@@ -9,11 +9,11 @@ import pytest
 from atts.core import Completion, Decision, Problem, SampleRequest, Sampling, ScoreRequest, Scores
 from atts.journal import (
     CallFailed,
+    CallSpan,
     Decided,
     Entry,
     Event,
     Graded,
-    NodeFinished,
     Observed,
     OpenProblem,
     ProblemStarted,
@@ -88,7 +88,7 @@ def test_steps_are_found_again(story: list[Event]) -> None:
     """Results by key, the gate's calls in order within their turn; other problems' and remarks are not mixed in."""
     first, second = (Decision("accept", 0.4, "p0", turn=1, score=score) for score in (1.0, 2.0))
     scored = Scored("p0", "b", Scores((-2.0,)), rollout="p0/0")
-    calls: list[Event] = [Decided(first), Decided(second), Observed(first, "no")]
+    calls: list[Event] = [Decided(first), Decided(second), Observed(first, False)]
     others: list[Event] = [replace(SAMPLED, problem="elsewhere"), Warned("w", "about it", problem="p0")]
     inside = open_problem(story, [SAMPLED, scored, *calls, *others, SAMPLED])
     assert {key: list(found) for key, found in inside.calls.items()} == {"a": [SAMPLED, SAMPLED], "b": [scored]}
@@ -98,7 +98,7 @@ def test_steps_are_found_again(story: list[Event]) -> None:
 def test_a_failure_stands_once_the_rollout_went_on(story: list[Event]) -> None:
     """By another step of the same line of work, a word about it, or the end of its turn; never by a sibling's step."""
     prompt, turn = story[1], story[2]
-    forced = Observed(Decision("escalate", 0.4, "p0", why="forced: not scored"), "yes")
+    forced = Observed(Decision("escalate", 0.4, "p0", why="forced: not scored"), True)
     other = replace(SAMPLED, rollout="p0/1", sample=1, key="c")
     assert "b" not in open_problem(story, [SAMPLED, REFUSED]).calls
     assert "b" not in open_problem(story, [SAMPLED, REFUSED, other]).calls
@@ -119,7 +119,7 @@ def test_a_turn_may_be_replaced(story: list[Event]) -> None:
 
 def test_nodes_and_time_go_on_across_sessions() -> None:
     """The next node's number and the run's seconds are those of all sessions together."""
-    node = NodeFinished(7, "draft", "draft", "p", 0, 0, 0.0, 0.0, 0.0, 1.0)
+    node = CallSpan(7, "draft", "draft", "p", 0, 0, 0.0, 0.0, 0.0, 1.0)
     state = RunState()
     opened = SessionOpened(1, 1, "", 1)
     for at, event in ((0.0, opened), (2.5, node), (0.0, replace(opened, session=2)), (1.5, Warned("w", ""))):

@@ -50,7 +50,7 @@ def test_the_summary_counts_what_the_gate_was_told(world: Any) -> None:
     assert len(told) > sum(turn.decision is not None for turn in turns), "some judged chunk never became a turn"
     rate = summarise(result).rate
     assert rate.n_samples == len(told)
-    assert rate.value == pytest.approx(sum(event.escalated == "yes" for event in told) / len(told))
+    assert rate.value == pytest.approx(sum(event.escalated for event in told) / len(told))
 
 
 def test_it_is_the_same_in_memory_and_after_an_interruption(world: Any) -> None:

@@ -21,7 +21,7 @@ from atts.journal import (
     Observed,
     OutcomeReached,
     ProblemStarted,
-    RolloutTimed,
+    RolloutSpan,
     Sampled,
     Scored,
     TurnFinished,
@@ -68,7 +68,7 @@ def test_every_rollout_is_somewhere() -> None:
     scored = Scored("p", "k", Scores((-1.0,)), rollout="p/0")
     sampled = Sampled("p", "k", Completion((1, 2), "x", "end", (-1.0, -1.0)), "draft", "p/0")
     failed = CallFailed("p", "k", "draft", "EngineTimeout", "draft", "late", "p/1")
-    timed = RolloutTimed("p", 0, "done", 0.0, 0.0, 1.0, 1.0)
+    timed = RolloutSpan("p", 0, "done", 0.0, 0.0, 1.0, 1.0)
     steps: list[tuple[Heard, tuple[int, int, int, int]]] = [
         (first, (1, 0, 0, 0)),
         (second, (2, 0, 0, 0)),
@@ -92,9 +92,9 @@ def test_a_forced_escalation_and_a_discarded_chunk_are_told_apart() -> None:
     chunk = Chunk("draft", "x", (1,), (1,), "delimiter")
     found = after(
         [
-            Observed(DECISION, "no"),
-            Observed(replace(DECISION, action="escalate"), "yes"),
-            Observed(forced, "yes"),
+            Observed(DECISION, False),
+            Observed(replace(DECISION, action="escalate"), True),
+            Observed(forced, True),
             TurnFinished("p", 0, Turn(0, (chunk,), (chunk, chunk))),
         ]
     )
@@ -133,7 +133,7 @@ def test_the_time_left_is_what_the_rest_takes_at_this_pace() -> None:
     assert (progress.snapshot().left, progress.snapshot().done) == (None, 1)
     clock.now += 10
     progress.heard(ProblemStarted(Problem("b", "?")))
-    progress.heard(RolloutTimed("b", 0, "done", 0.0, 0.0, 1.0, 1.0))
+    progress.heard(RolloutSpan("b", 0, "done", 0.0, 0.0, 1.0, 1.0))
     assert progress.snapshot().left == pytest.approx(50)  # half a problem in 10 s, two and a half are left
     assert progress.snapshot().seconds == pytest.approx(60)
     progress.over()
@@ -184,7 +184,7 @@ def expected(events: Sequence[Event]) -> dict[str, Any]:
             sampled[event.role] += len(event.completion.ids)
     observed = [event for event in events if isinstance(event, Observed)]
     rounds = [event.decision.escalate for event in events if isinstance(event, Decided) and event.asked == "round"]
-    judged = [event.escalated == "yes" for event in observed] + rounds
+    judged = [event.escalated for event in observed] + rounds
     verdicts = {e.problem: e.status for e in events if isinstance(e, Graded) and e.sample is None}
     return {
         "escalated": sum(judged),

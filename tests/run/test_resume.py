@@ -17,9 +17,9 @@ from atts.errors import EngineUnavailable, FingerprintError, JournalCorrupt, Sto
 from atts.journal import (
     JOURNAL,
     CallFailed,
+    CallSpan,
     Decided,
     JournalOptions,
-    NodeFinished,
     Observed,
     Sampled,
     Setting,
@@ -229,7 +229,7 @@ def test_node_numbers_go_on(world: Any) -> None:
     world.run(world.plan(), world.session())
     torn_copy(world, cuts(world.tmp_path / "run", 3, seed=6)[1])
     world.run(world.plan(), world.session("copy"))
-    nodes = [event for event in world.events("copy") if isinstance(event, NodeFinished)]
+    nodes = [event for event in world.events("copy") if isinstance(event, CallSpan)]
     numbers = [node.node for node in nodes]
     assert len(set(numbers)) == len(numbers)
     recalled = [node for node in nodes if node.source == "recalled"]

@@ -20,16 +20,16 @@ from atts.errors import DatasetError, OptionError, UsageError
 from atts.graph import Limit, ProblemScope, RolloutScope
 from atts.graph import Policy as Retries
 from atts.journal import (
+    CallSpan,
     Drifted,
     Event,
     FinishedProblem,
     FinishedSample,
     Graded,
-    NodeFinished,
     OutcomeReached,
+    ProblemSpan,
     ProblemStarted,
-    ProblemTimed,
-    RolloutTimed,
+    RolloutSpan,
     Sampled,
     Scored,
     SessionClosed,
@@ -97,9 +97,9 @@ def test_every_call_is_a_node_and_a_step(world: Any) -> None:
     """Live calls appear once as a step and once as a timed node; rollouts and problems have their spans."""
     world.run(world.plan(), world.session())
     count = Counter(type(event) for event in world.events())
-    assert count[Sampled] + count[Scored] == count[NodeFinished]
-    assert (count[RolloutTimed], count[ProblemTimed], count[OutcomeReached]) == (20, 5, 5)
-    assert {event.source for event in world.events() if isinstance(event, NodeFinished)} == {"live"}
+    assert count[Sampled] + count[Scored] == count[CallSpan]
+    assert (count[RolloutSpan], count[ProblemSpan], count[OutcomeReached]) == (20, 5, 5)
+    assert {event.source for event in world.events() if isinstance(event, CallSpan)} == {"live"}
 
 
 def test_without_a_directory_the_result_keeps_the_outcomes(world: Any, outcomes: Outcomes) -> None:
@@ -264,7 +264,7 @@ def test_asked_at_the_very_end_is_finished(world: Any) -> None:
 
     class Late(Diary):
         def heard(self, event: Heard) -> None:
-            if isinstance(event, ProblemTimed):
+            if isinstance(event, ProblemSpan):
                 stop.request()
 
     assert world.run(world.plan(), world.session(listeners=[Late()], stop=stop), problems=1).status == "finished"

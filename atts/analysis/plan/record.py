@@ -14,10 +14,10 @@ from atts.evaluators import group
 from atts.journal import (
     JOURNAL,
     MANIFEST,
+    CallSpan,
     Decided,
     FinishedProblem,
     Manifest,
-    NodeFinished,
     Place,
     RunState,
     load_manifest,
@@ -64,7 +64,7 @@ class Record:
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     order: list[Place] = field(default_factory=list[Place])
     told: dict[Place, Mapping[str, float]] = field(default_factory=dict[Place, Mapping[str, float]])
-    nodes: list[tuple[int, NodeFinished]] = field(default_factory=list[tuple[int, NodeFinished]])  # with their session
+    nodes: list[tuple[int, CallSpan]] = field(default_factory=list[tuple[int, CallSpan]])  # with their session
     spared: int = 0  # rollouts that settled votes ended
     written: tuple[int, int] = (0, 0)  # tokens by draft and target, spared rollouts included
 
@@ -108,7 +108,7 @@ def read_record(directory: Path) -> Record:
         outcome = state.apply(entry)
         if outcome is not None and outcome.status != "failed":
             record.outcomes.append(outcome)
-        if isinstance(event, NodeFinished) and event.source == "live" and event.status == "done":
+        if isinstance(event, CallSpan) and event.source == "live" and event.status == "done":
             record.nodes.append((entry.session, event))
             seconds[event.problem, event.sample, event.turn] += event.ended - event.ready
         elif isinstance(event, Decided) and event.decision.action != "verify":

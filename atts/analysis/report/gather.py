@@ -14,22 +14,21 @@ from atts.analysis.report.nodes import NodeClock, is_live
 from atts.analysis.report.pages import Pages
 from atts.core import Decision, Finish, Outcome, Problem, Role, Rollout, Turn, Usage, is_censored
 from atts.errors import JournalError
-from atts.graph import Node
 from atts.journal import (
     FACTS,
     JOURNAL,
     MANIFEST,
     CallFailed,
+    CallSpan,
     Decided,
     Drifted,
     Entry,
     Event,
     FinishedProblem,
     Manifest,
-    NodeFinished,
     Observed,
+    ProblemSpan,
     ProblemStarted,
-    ProblemTimed,
     RunState,
     SessionClosed,
     SessionOpened,
@@ -100,7 +99,7 @@ class Evidence:
     pages: Pages
     solved: dict[str, Solved] = field(default_factory=dict[str, Solved])
     steps: list[Asked] = field(default_factory=list[Asked])
-    nodes: list[Node] = field(default_factory=list[Node])
+    nodes: list[CallSpan] = field(default_factory=list[CallSpan])
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
     failed_calls: Counter[str] = field(default_factory=Counter[str])
@@ -147,11 +146,11 @@ class _Reading:
             CallFailed: lambda event, _: evidence.failed_calls.update((event.error,)),
             Warned: lambda event, _: evidence.warned.append(event),
             Drifted: lambda event, _: evidence.drifted.append(event),
-            ProblemTimed: lambda event, _: self._seconds.update({event.problem: event.ended - event.started}),
+            ProblemSpan: lambda event, _: self._seconds.update({event.problem: event.ended - event.started}),
         }
         # there are more of these than of all else together: no event is made of them, their fields will do
         self.plain: dict[type[Event], Callable[[float, Mapping[str, Any]], None]] = {
-            NodeFinished: self._node,
+            CallSpan: self._node,
             Observed: self._observed,
         }
         self.wanted = {*FACTS, *self._takers, *self.plain}
@@ -188,7 +187,7 @@ class _Reading:
     def _observed(self, at: float, line: Mapping[str, Any]) -> None:
         self._clock.tick(at)
         steps = self._evidence.steps
-        steps.append(Asked("observed", line["decision"], line["escalated"] == "yes"))
+        steps.append(Asked("observed", line["decision"], line["escalated"]))
         if len(steps) >= AUDIT:
             self.wanted.discard(Decided)
 

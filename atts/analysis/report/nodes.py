@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atts.errors import JournalError
-from atts.graph import Node
-from atts.journal import JOURNAL, Entry, NodeFinished, RunClock, SessionClosed, SessionOpened, read_entries
+from atts.journal import JOURNAL, CallSpan, Entry, RunClock, SessionClosed, SessionOpened, read_entries
 
 
 class NodeClock:
@@ -33,16 +32,16 @@ class NodeClock:
         """The moment of a line of this session."""
         self._clock.seconds = self._clock.before + at
 
-    def node(self, at: float, line: Mapping[str, Any]) -> Node:
+    def node(self, at: float, line: Mapping[str, Any]) -> CallSpan:
         """The node of a line's fields, `at` its moment in the session."""
         ended: float = line["ended"]
         if self._zero is None:
             self._zero = ended - at
         shift = self._clock.before - self._zero
-        return Node(
+        return CallSpan(
             line["node"], line["stage"], line["engine"], line["problem"], line["sample"], line["turn"],
-            line.get("attempt", 0), line.get("status", "done"), line["ready"] + shift, line["queued"] + shift,
-            line["started"] + shift, ended + shift, line.get("after", ()), line.get("tokens", 0),
+            line["ready"] + shift, line["queued"] + shift, line["started"] + shift, ended + shift,
+            line.get("after", ()), line.get("attempt", 0), line.get("status", "done"), line.get("tokens", 0),
         )  # fmt: skip
 
 
@@ -51,7 +50,7 @@ def is_live(line: Mapping[str, Any]) -> bool:
     return bool(line.get("source", "live") == "live")
 
 
-def read_nodes(directory: Path) -> list[Node]:
+def read_nodes(directory: Path) -> list[CallSpan]:
     """Every node that did work in a run, alive or over, once.
 
     :raises JournalError: there is no run, or it cannot be read.
@@ -59,13 +58,13 @@ def read_nodes(directory: Path) -> list[Node]:
     path = directory / JOURNAL
     if not path.exists():
         raise JournalError(directory, "there is no run here", "Give the directory of `atts eval --out DIRECTORY`")
-    clock, found = NodeClock(), list[Node]()
+    clock, found = NodeClock(), list[CallSpan]()
 
     def take(at: float, line: Mapping[str, Any]) -> None:
         clock.tick(at)
         if is_live(line):
             found.append(clock.node(at, line))
 
-    for entry in read_entries(path, kinds=(SessionOpened, SessionClosed, NodeFinished), plain={NodeFinished: take}):
+    for entry in read_entries(path, kinds=(SessionOpened, SessionClosed, CallSpan), plain={CallSpan: take}):
         clock.hear(entry)
     return found

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.analysis.report.numbers import Lanes, Stage, Timing
-from atts.graph import Node, measure, sibling_edges
+from atts.graph import CallSpan, measure, sibling_edges
 
 _SLICES = 240
 _LANES = 12  # per engine that are drawn
 _PIXELS = 900  # calls closer than one of these are drawn as one
 
 
-def timing(nodes: Sequence[Node]) -> Timing | None:
+def timing(nodes: Sequence[CallSpan]) -> Timing | None:
     """The run by its task graph; None where no call was timed."""
     if not nodes:
         return None
@@ -41,7 +41,7 @@ def timing(nodes: Sequence[Node]) -> Timing | None:
     )
 
 
-def _lanes(engine: str, nodes: Sequence[Node], begin: float, seconds: float) -> Lanes:
+def _lanes(engine: str, nodes: Sequence[CallSpan], begin: float, seconds: float) -> Lanes:
     numbers, queued_at, started, ended = (np.array(column) for column in _columns(nodes))
     order = np.lexsort((numbers, started))
     queued, starts, ends = queued_at - begin, started - begin, ended - begin
@@ -60,9 +60,9 @@ def _lanes(engine: str, nodes: Sequence[Node], begin: float, seconds: float) -> 
     )
 
 
-def _columns(nodes: Sequence[Node]) -> tuple[list[int], list[float], list[float], list[float]]:
+def _columns(nodes: Sequence[CallSpan]) -> tuple[list[int], list[float], list[float], list[float]]:
     return (
-        [node.id for node in nodes],
+        [node.node for node in nodes],
         [node.queued for node in nodes],
         [node.started for node in nodes],
         [node.ended for node in nodes],
@@ -94,7 +94,7 @@ def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
     return [float(gap) for gap in following - reached if gap > 0]
 
 
-def _segments(nodes: Sequence[Node], begin: float, seconds: float) -> tuple[tuple[int, str, float, float], ...]:
+def _segments(nodes: Sequence[CallSpan], begin: float, seconds: float) -> tuple[tuple[int, str, float, float], ...]:
     """Calls, in order of their starts, on the lowest free lane; of each lane, neighbours of one stage within a pixel
     become one segment.
 

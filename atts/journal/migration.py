@@ -14,7 +14,7 @@ ORIGINS = 2
 def with_origin(event: Event) -> Event:
     """The event, its decision with the origin that its words tell of.
 
-    >>> with_origin(Observed(Decision("escalate", 0.2, "p", why="forced: not scored"), "yes")).decision.origin
+    >>> with_origin(Observed(Decision("escalate", 0.2, "p", why="forced: not scored"), True)).decision.origin
     'forced'
     """
     if isinstance(event, Decided | Observed):

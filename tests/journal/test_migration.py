@@ -37,7 +37,7 @@ def test_decisions_of_the_first_schema_get_the_origin_their_words_tell_of(
     decision = Decision("escalate", 0.2, "p", why=why)
     events: list[Event] = [
         Decided(decision),
-        Observed(decision, "yes"),
+        Observed(decision, True),
         TurnFinished("p", 0, Turn(0, (), decision=decision)),
     ]
     path = journal(tmp_path / "journal", 1, events)

@@ -15,7 +15,7 @@ from atts.analysis import collect
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
 from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
-from atts.journal import JOURNAL, MANIFEST, Decided, CallSpan, Observed, Sampled, Scored, read_entries
+from atts.journal import JOURNAL, MANIFEST, CallSpan, Decided, Observed, Sampled, Scored, read_entries
 from atts.jsonable import jsonable
 from atts.models import path as model_path
 from atts.pipelines import Policy

@@ -13,10 +13,10 @@ from atts.errors import JournalCorrupt, JournalError, JournalVersion
 from atts.journal import (
     MANIFEST,
     SCHEMA,
+    CallSpan,
     Entry,
     FinishedProblem,
     Graded,
-    CallSpan,
     RunState,
     SessionOpened,
     open_run,

@@ -66,37 +66,17 @@ __all__ = [
     "trace",
 ]
 
-_HOME = {
-    "ATTSError": "atts.errors",
-    "Completion": "atts.core",
-    "Decision": "atts.core",
-    "Engine": "atts.engine",
-    "EngineSpec": "atts.engine",
-    "Outcome": "atts.core",
-    "Policy": "atts.pipelines",
-    "Problem": "atts.core",
-    "Rollout": "atts.core",
-    "RunResult": "atts.run",
-    "SampleRequest": "atts.core",
-    "Sampling": "atts.core",
-    "ScoreRequest": "atts.core",
-    "Scores": "atts.core",
-    "Seed": "atts.seeds",
-    "Setup": "atts.api",
-    "calibrate": "atts.api",
-    "calibrate_sync": "atts.api",
-    "compare": "atts.api",
-    "configure": "atts.api",
-    "evaluate": "atts.api",
-    "evaluate_sync": "atts.api",
-    "merge": "atts.api",
-    "plan": "atts.api",
-    "replay": "atts.api",
-    "report": "atts.api",
-    "solve": "atts.api",
-    "solve_sync": "atts.api",
-    "trace": "atts.api",
+_NAMES = {
+    "atts.api": "Setup calibrate calibrate_sync compare configure evaluate evaluate_sync merge plan replay report "
+    "solve solve_sync trace",
+    "atts.core": "Completion Decision Outcome Problem Rollout SampleRequest Sampling ScoreRequest Scores",
+    "atts.engine": "Engine EngineSpec",
+    "atts.errors": "ATTSError",
+    "atts.pipelines": "Policy",
+    "atts.run": "RunResult",
+    "atts.seeds": "Seed",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

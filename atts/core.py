@@ -213,13 +213,13 @@ class Usage:
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
-            self.draft_tokens + other.draft_tokens,
-            self.target_tokens + other.target_tokens,
-            self.scored_tokens + other.scored_tokens,
-            self.draft_prefill_tokens + other.draft_prefill_tokens,
-            self.target_prefill_tokens + other.target_prefill_tokens,
-            self.wasted_tokens + other.wasted_tokens,
-            self.calls + other.calls,
+            draft_tokens=self.draft_tokens + other.draft_tokens,
+            target_tokens=self.target_tokens + other.target_tokens,
+            scored_tokens=self.scored_tokens + other.scored_tokens,
+            draft_prefill_tokens=self.draft_prefill_tokens + other.draft_prefill_tokens,
+            target_prefill_tokens=self.target_prefill_tokens + other.target_prefill_tokens,
+            wasted_tokens=self.wasted_tokens + other.wasted_tokens,
+            calls=self.calls + other.calls,
         )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
-from atts.api.evaluation import evaluate, refuse_inside_loop
+from atts.api.evaluation import evaluate, run_sync
 from atts.api.reporting import directory_of
 from atts.api.setup import Setup
 from atts.core import Decision, Problem
@@ -39,6 +38,7 @@ async def calibrate(
     :raises DatasetError: it cannot be read, or holds nothing.
     :raises EngineError: an engine cannot be opened or is lost.
 
+    >>> import anyio
     >>> from atts.testing import toy_problems
     >>> scores = anyio.run(calibrate, toy_problems(3), Setup(draft="scripted", target="scripted"))
     >>> len(set(scores.questions)), scores.scale.name
@@ -63,12 +63,7 @@ def calibrate_sync(
 
     :raises UsageError: called inside one.
     """
-    refuse_inside_loop("calibrate_sync", "calibrate")
-
-    async def main() -> StoredScores:
-        return await calibrate(dataset, setup, limit=limit, directory=directory)
-
-    return anyio.run(main)
+    return run_sync("calibrate", partial(calibrate, dataset, setup, limit=limit, directory=directory))
 
 
 def scores_of(run: str | Path | RunResult) -> StoredScores:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 from atts.api.config import Configuration
 from atts.api.engines import check_engine_words
 from atts.api.setup import Setup, load_problems
-from atts.core import Problem
+from atts.core import Problem, Usage
 from atts.errors import JournalError
-from atts.journal import JOURNAL, MANIFEST, Manifest, load_manifest
+from atts.journal import MANIFEST, OutcomeReached, open_run
 from atts.methods import preset
 from atts.pipelines import FixedGate, Policy
-
-_OUTCOME = b'"kind":"outcome"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ def dry_run(configuration: Configuration) -> DryRun:
         check_engine_words(name)
     policy = preset(setup.method).policy(setup.policy)
     rollouts = len(problems) * policy.samples
-    done = len({line["problem"] for line in _outcomes(directory / JOURNAL) if line.get("status") != "failed"})
+    done = len({outcome.problem for outcome in _outcomes(directory) if outcome.status != "failed"})
     mean, basis = _mean_rollout(configuration, setup, problems)
     return DryRun(
         job.dataset,
@@ -158,48 +155,23 @@ def _earlier_runs(configuration: Configuration) -> Iterator[_Past]:
     """Runs beside this one, and its own beginning, that had the same models and method."""
     folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")} | {configuration.directory}
     for folder in sorted(folders):
-        try:
-            manifest = load_manifest(folder / MANIFEST)
-        except JournalError:
-            continue  # what cannot be read is nothing to go by
-        if manifest is not None and _is_like(configuration, manifest):
-            past = _past(folder, manifest)
-            if past is not None:
-                yield past
+        outcomes = _outcomes(folder)
+        rollouts = sum(len(outcome.samples) for outcome in outcomes)
+        settings = {name: held.value for name, held in open_run(folder).manifest.settings.items()} if rollouts else {}
+        if rollouts and all(settings.get(name) == configuration[name] for name in ("draft", "target", "method")):
+            used = sum((outcome.usage for outcome in outcomes), Usage())
+            mean = Tokens(used.draft_tokens, used.scored_tokens, used.target_tokens).times(1 / rollouts)
+            dataset = _without_slice(str(settings.get("dataset", "other problems")))
+            yield _Past(folder, rollouts, mean, float(str(settings["rate"])), dataset)
 
 
-def _is_like(configuration: Configuration, manifest: Manifest) -> bool:
-    said = {name: held.value for name, held in manifest.settings.items()}
-    return all(said.get(name) == configuration[name] for name in ("draft", "target", "method"))
-
-
-def _past(folder: Path, manifest: Manifest) -> _Past | None:
-    totals, rollouts = Tokens(0, 0, 0), 0
-    for line in _outcomes(folder / JOURNAL):
-        usage: Mapping[str, int] = line.get("usage", {})
-        found = (usage.get(f"{kind}_tokens", 0) for kind in ("draft", "scored", "target"))
-        totals = Tokens(*(a + b for a, b in zip((totals.draft, totals.scored, totals.target), found, strict=True)))
-        rollouts += len(line.get("samples", ()))
-    if not rollouts:
-        return None
-    rate, dataset = manifest.settings["rate"].value, manifest.settings.get("dataset")
-    name = _without_slice(str(dataset.value)) if dataset else "other problems"
-    return _Past(
-        folder, rollouts, totals.times(1 / rollouts), float(rate) if isinstance(rate, int | float) else 0.0, name
-    )
-
-
-def _outcomes(journal: Path) -> Iterator[dict[str, Any]]:
-    """The outcome lines alone: an estimate need not read the rest of a journal."""
-    if not journal.is_file():
-        return
-    with journal.open("rb") as lines:
-        for line in lines:
-            if _OUTCOME in line:
-                try:
-                    yield json.loads(line)
-                except ValueError:
-                    continue  # a torn last line
+def _outcomes(directory: Path) -> list[OutcomeReached]:
+    """Every outcome that a run recorded; none where there is no run, or one that cannot be read."""
+    try:
+        entries = [*open_run(directory).entries((OutcomeReached,))]
+    except JournalError:
+        return []
+    return [entry.event for entry in entries if isinstance(entry.event, OutcomeReached)]
 
 
 def _without_slice(dataset: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -159,8 +160,7 @@ def solve_sync(problem: str | Problem, setup: Setup | None = None) -> Outcome:
 
     :raises UsageError: called inside one.
     """
-    refuse_inside_loop("solve_sync", "solve")
-    return anyio.run(solve, problem, setup)
+    return run_sync("solve", partial(solve, problem, setup))
 
 
 def evaluate_sync(
@@ -175,21 +175,20 @@ def evaluate_sync(
 
     :raises UsageError: called inside one.
     """
-    refuse_inside_loop("evaluate_sync", "evaluate")
-
-    async def main() -> RunResult:
-        return await evaluate(dataset, setup, limit=limit, directory=directory, shard=shard)
-
-    return anyio.run(main)
+    return run_sync("evaluate", partial(evaluate, dataset, setup, limit=limit, directory=directory, shard=shard))
 
 
-def refuse_inside_loop(sync: str, verb: str) -> None:
-    """A sync twin would block the loop it is called in: say what to write there instead.
+def run_sync(verb: str, call: Callable[[], Awaitable[T]]) -> T:
+    """What a verb's sync twin does; inside an event loop it would block that, so it says what to write there instead.
 
     :raises UsageError: a loop is running here.
     """
+
+    async def main() -> T:
+        return await call()
+
     try:
         current_token()
     except anyio.NoEventLoopError:
-        return
-    raise UsageError(f"atts.{sync} was called inside a running event loop; write `await atts.{verb}(...)` there")
+        return anyio.run(main)
+    raise UsageError(f"atts.{verb}_sync was called inside a running event loop; write `await atts.{verb}(...)` there")

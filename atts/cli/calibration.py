@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict
-from dataclasses import replace as replace_fields
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atts.cli.options import Json
+from atts.cli.options import Json, named_values
 from atts.cli.output import print_json, print_result
-from atts.errors import CalibrationInputError, CheckFailed, OptionError
+from atts.errors import CalibrationInputError, CheckFailed
 
 if TYPE_CHECKING:
     from atts.analysis import Calibration
@@ -210,12 +209,12 @@ def _rate_words(held: Calibration) -> tuple[str, dict[str, Any]]:
 def _scores(file: str, per_question: int | None, scale: str, conditions: list[str] | None) -> StoredScores:
     from atts.calibration import StoredScores, read_scores, scale_named
 
-    fingerprint = _conditions(conditions or [])
+    fingerprint = named_values(conditions or (), "condition", "NAME=VALUE")
     if file != "-" and Path(file).is_dir():
         from atts.api import scores_of
 
         found = scores_of(file)
-        return found if not fingerprint else replace_fields(found, fingerprint={**found.fingerprint, **fingerprint})
+        return replace(found, fingerprint={**found.fingerprint, **fingerprint})
     if file == "-":
         return StoredScores.from_records(_records(file, None, scale), scale_named(scale), fingerprint)
     try:
@@ -245,16 +244,6 @@ def _records(file: str, per_question: int | None, scale: str) -> list[dict[str, 
     if not records:
         raise CalibrationInputError(f"number of records in {'stdin' if file == '-' else file}", 0, "at least one")
     return records
-
-
-def _conditions(pairs: list[str]) -> dict[str, object]:
-    conditions = dict[str, object]()
-    for pair in pairs:
-        name, mark, value = pair.partition("=")
-        if not (mark and name):
-            raise OptionError("condition", f"{pair!r} is not NAME=VALUE")
-        conditions[name] = value
-    return conditions
 
 
 def _print_decisions(done: Replay) -> None:

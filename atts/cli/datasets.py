@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from atts.cli.options import Json
+from atts.cli.options import Json, named_values
 from atts.cli.output import print_json
 from atts.cli.terminal import sanitized
-from atts.errors import OptionError
 
 if TYPE_CHECKING:
     from atts.core import Problem
@@ -83,7 +81,7 @@ def show(
         name,
         Selection(tuple(identity or ()), tuple(level or ()), tuple(subject or ()), sample, seed),
         LoadOptions(
-            columns=_mapping(column or []),
+            columns=named_values(column or (), "column", "FIELD=COLUMN, such as text=Question"),
             file=file,
             revision=revision,
             split=split,
@@ -116,16 +114,6 @@ def _facts(benchmark: Benchmark, cache: Path | None) -> dict[str, object]:
         "quirks": {hub.repo: hub.quirk for hub in benchmark.hubs if hub.quirk},
         "note": benchmark.note,
     }
-
-
-def _mapping(pairs: Sequence[str]) -> dict[str, str]:
-    mapping = dict[str, str]()
-    for pair in pairs:
-        field, mark, name = pair.partition("=")
-        if not (mark and field and name):
-            raise OptionError("column", f"{pair!r} is not FIELD=COLUMN, such as text=Question")
-        mapping[field] = name
-    return mapping
 
 
 def _print_json(found: Dataset) -> None:

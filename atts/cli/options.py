@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atts.errors import OptionError
+
 if TYPE_CHECKING:
     from atts.api import Configuration
 
@@ -55,3 +57,17 @@ def configured(given: Mapping[str, Any], config: Path | None, pairs: Sequence[st
         name: str(value) if isinstance(value, Path) else value for name, value in given.items() if name in config_keys()
     }
     return configure(flags, pairs or (), file=config)
+
+
+def named_values(pairs: Sequence[str], option: str, form: str) -> dict[str, str]:
+    """The values of a repeatable option such as `--column FIELD=COLUMN`, by name.
+
+    :raises OptionError: one is not of that form.
+    """
+    found = dict[str, str]()
+    for pair in pairs:
+        name, mark, value = pair.partition("=")
+        if not (mark and name):
+            raise OptionError(option, f"{pair!r} is not {form}")
+        found[name] = value
+    return found

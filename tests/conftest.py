@@ -1,12 +1,35 @@
-"""Fixtures every test area shares."""
+"""Fixtures and options every test area shares."""
+
+from __future__ import annotations
 
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 collect_ignore = ["typing_api.py"]
+# A property holds or it does not: how long an example takes on a busy machine is no part of it.
+settings.register_profile("atts", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("atts")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--share 1/2`: of the tests marked `once`, only those of every second file, so that two runs do each once."""
+    parser.addoption("--share", default="1/1", help="which share of the tests marked `once` to run, such as 1/2")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked `once` that belong to another share; a file's stay together."""
+    number, shares = map(int, str(config.getoption("--share")).split("/"))
+    files = sorted({item.path.name for item in items if item.get_closest_marker("once")})
+    mine = set(files[number - 1 :: shares])
+    others = [item for item in items if item.get_closest_marker("once") and item.path.name not in mine]
+    if others:
+        left_out = set(map(id, others))
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if id(item) not in left_out]
 
 
 @pytest.fixture(params=["asyncio", "trio"])

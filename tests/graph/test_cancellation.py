@@ -372,8 +372,9 @@ def test_an_interrupt_leaves_nothing(anyio_backend: Backend) -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(3)] == ["busy\n"] * 3
-        time.sleep(0.3)  # trio raises the interrupt wherever it finds our code running: let all be asleep
+        while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.01)  # trio raises the interrupt wherever it finds our code running: let all be asleep
         os.kill(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=120)
     assert said.split()[1:] == ["0", "0", "0"]
     assert "KeyboardInterrupt" in said or "ExceptionGroup" in said

@@ -13,7 +13,7 @@ from atts.remote import RemoteEngine, RemoteOptions
 from atts.testing import Latency, ScriptedEngine, ToyTokenizer
 from atts.testing.servers import DialectServer
 
-QUICK = RemoteOptions(timeout_seconds=20.0, delay_seconds=0.01, connect_seconds=2.0, wait_seconds=5.0)
+QUICK = RemoteOptions(timeout_seconds=60.0, delay_seconds=0.01, connect_seconds=20.0, wait_seconds=20.0)
 
 
 @pytest.fixture(autouse=True)

@@ -38,9 +38,10 @@ from atts.testing import (
     toy_problems,
 )
 
+pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 Simple = Callable[..., Any]
-OPTIONS = RemoteOptions(timeout_seconds=20.0, delay_seconds=0.01, wait_seconds=5.0, prefill="continue", extras="send")
+OPTIONS = RemoteOptions(timeout_seconds=60.0, delay_seconds=0.01, wait_seconds=20.0, prefill="continue", extras="send")
 QUESTION = Message("user", "Start at 4. +3, -2. What is the result?")
 RATING = "\n\nI think the quality score is: "
 
@@ -150,11 +151,16 @@ async def test_failures_are_tried_a_few_times_and_named(
 ) -> None:
     """As with servers that speak ids: bounded attempts, the error of its kind, nothing accepted."""
     server = serve("chat" if kind is chat else "ollama")
-    async with kind(server, replace(OPTIONS, timeout_seconds=1.5)) as remote:
+    async with kind(server) as remote:
         server.faults = ServerFaults({fault: 1.0})  # type: ignore[dict-item]
-        before = len(server.calls)
-        with pytest.raises(error):
-            await remote.sample(SampleRequest(prompt(remote), 10))
+        for patience in (0.5, 2.0, 8.0, 32.0) if fault == "hang" else (60.0,):
+            client = remote._opened()
+            client.options = replace(client.options, timeout_seconds=patience)
+            before = len(server.calls)
+            with pytest.raises(error):
+                await remote.sample(SampleRequest(prompt(remote), 10))
+            if len(server.calls) > before:  # a busy machine may need longer than the deadline to send it at all
+                break
         assert len(server.calls) - before == (1 if fault == "hang" else 3)
         server.faults = ServerFaults()
 

@@ -28,10 +28,11 @@ from atts.errors import (
 from atts.remote import ApiKey, RemoteEngine, RemoteOptions
 from atts.seeds import Seed
 from atts.tasks import collect, task_group
-from atts.testing import Latency, ScriptedEngine, ToyTokenizer
+from atts.testing import ScriptedEngine, ToyTokenizer
 from atts.testing.server_settings import ServerFaults, ServerQuirks
 from atts.testing.servers import DialectServer
 
+pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
@@ -54,7 +55,7 @@ class Stalling(ScriptedEngine):
     async def sample(self, request: SampleRequest) -> Completion:
         """As a toy engine does, some time."""
         if self.stall:
-            await anyio.sleep(60)
+            await anyio.sleep(3600)
         return await super().sample(request)
 
 
@@ -62,6 +63,28 @@ def hurry(remote: RemoteEngine, seconds: float) -> None:
     """Give each call so long from now on: opening had its time, and only a server that hangs needs all of it."""
     client = remote._opened()  # pyright: ignore[reportPrivateUsage]
     client.options = replace(client.options, timeout_seconds=seconds)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something that must happen, however busy the machine is."""
+    with anyio.fail_after(120):
+        while not true():  # noqa: ASYNC110  # what a server in a thread does can only be polled
+            await anyio.sleep(0.005)
+
+
+async def time_out(remote: RemoteEngine, server: DialectServer, request: SampleRequest) -> list[str]:
+    """Ask a server that hangs until the deadline has passed; the calls that reached it, of which there is at least one.
+
+    A busy machine may need longer than the deadline to send the request at all: then it is given longer.
+    """
+    for patience in (0.5, 2.0, 8.0, 32.0):
+        hurry(remote, patience)
+        before = len(server.calls)
+        with pytest.raises(EngineTimeout):
+            await remote.sample(request)
+        if reached := server.calls[before:]:
+            return reached
+    raise AssertionError("the request never reached the server")
 
 
 def seeded(number: int) -> SampleRequest:
@@ -79,15 +102,20 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
     async with client(server.url) as remote:
         requests = [seeded(number) for number in range(40)]
         want = [(await remote.sample(request)).ids for request in requests]
-        hurry(remote, 0.8)
+        hurry(remote, 0.5)
         server.faults = ServerFaults(ALL)  # type: ignore[arg-type]
         calls = len(server.calls)
 
         async def insist(request: SampleRequest) -> Completion:
+            patience = 0.5  # more after each time-out: a busy machine is no server that hangs
             for _ in range(20):
                 try:
                     done = await remote.sample(request)
                     scores = await remote.score(ScoreRequest(request.ids, done.ids))
+                except EngineTimeout:
+                    patience = min(60.0, 2 * patience)
+                    hurry(remote, max(patience, remote._opened().options.timeout_seconds))  # pyright: ignore[reportPrivateUsage]
+                    continue
                 except EngineError as error:
                     if not error.retryable:
                         raise
@@ -109,15 +137,16 @@ async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(serve: Serve,
     server = serve("vllm")
     async with client(server.url) as remote:
         for fault, error in LASTING.items():
-            hurry(remote, 0.6 if error is EngineTimeout else 20.0)
             server.faults = ServerFaults({fault: 1.0})  # type: ignore[dict-item]
-            before = len(server.calls)
-            with pytest.raises(error):
-                await remote.sample(REQUEST)
-            sampling = server.calls[before:].count("/v1/completions")
-            assert (fault, sampling) == (fault, 1 if error is EngineTimeout else 3)
+            if error is EngineTimeout:
+                assert await time_out(remote, server, REQUEST) == ["/v1/completions"], fault
+                hurry(remote, 60.0)
+            else:
+                before = len(server.calls)
+                with pytest.raises(error):
+                    await remote.sample(REQUEST)
+                assert server.calls[before:].count("/v1/completions") == 3, fault
             server.faults = ServerFaults()
-            hurry(remote, 20.0)
             assert (await remote.sample(REQUEST)).ids
 
 
@@ -146,13 +175,9 @@ async def test_cancelling_leaves_the_server_nothing_to_do(
         async with task_group() as group:
             for number in range(30):
                 group.start_soon(remote.sample, replace(seeded(number), max_tokens=500))
-            with anyio.fail_after(60):
-                while server.running < 30:  # noqa: ASYNC110
-                    await anyio.sleep(0.01)
+            await until(lambda: server.running == 30)
             group.cancel_scope.cancel()
-        with anyio.fail_after(10):
-            while server.running:  # noqa: ASYNC110
-                await anyio.sleep(0.01)
+        await until(lambda: not server.running)
         assert remote.stats().in_flight == 0
 
 
@@ -161,13 +186,10 @@ async def test_a_deadline_aborts_too(serve: Serve, client: Connect) -> None:
     """A call that ran out of time frees its slot."""
     engine = Stalling(context_length=1024)
     server = serve("sglang", lambda: engine, quirks=ServerQuirks(disconnect="ignore"))
-    async with client(server.url, options=RemoteOptions(timeout_seconds=1.0)) as remote:
+    async with client(server.url) as remote:
         engine.stall = True
-        with pytest.raises(EngineTimeout), anyio.fail_after(30):
-            await remote.sample(replace(REQUEST, max_tokens=500))
-        with anyio.fail_after(10):
-            while server.running:  # noqa: ASYNC110
-                await anyio.sleep(0.01)
+        await time_out(remote, server, replace(REQUEST, max_tokens=500))
+        await until(lambda: not server.running)
 
 
 @pytest.mark.anyio
@@ -196,12 +218,27 @@ async def test_the_same_server_may_come_back(serve: Serve, client: Connect) -> N
 @pytest.mark.anyio
 async def test_steady_work_is_no_silence(serve: Serve, client: Connect) -> None:
     """Calls one after the other are not interrupted by questions about who answers, however long they go on."""
-    server = serve("vllm", lambda: ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.03)))
-    async with client(server.url, options=RemoteOptions(idle_seconds=1.0)) as remote:
+    now = 0.0
+
+    class Passing(ScriptedEngine):
+        """Each request takes a second of the client's clock."""
+
+        async def sample(self, request: SampleRequest) -> Completion:
+            nonlocal now
+            now += 1.0
+            return await super().sample(request)
+
+    server = serve("vllm", lambda: Passing(context_length=1024))
+    async with client(server.url, options=RemoteOptions(idle_seconds=2.0)) as remote:
+        now = remote._clock()  # pyright: ignore[reportPrivateUsage]
+        remote._clock = lambda: now  # pyright: ignore[reportPrivateUsage]
         before = len(server.calls)
         for _ in range(5):
             await remote.sample(replace(REQUEST, max_tokens=10))
         assert len(server.calls) == before + 5
+        now += 2.0  # silence is what is looked into
+        await remote.sample(replace(REQUEST, max_tokens=10))
+        assert len(server.calls) > before + 6
 
 
 @pytest.mark.anyio
@@ -299,7 +336,7 @@ def test_a_killed_server_interrupts_no_thread(serve: Serve) -> None:
     server = serve("vllm")
     server.kill()
     server.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= before

@@ -17,10 +17,11 @@ from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, ch
 from atts.testing.server_settings import ServerQuirks
 from atts.testing.servers import DialectServer
 
+pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
-QUICK = RemoteOptions(timeout_seconds=10.0, attempts=2, delay_seconds=0.01)
+QUICK = RemoteOptions(timeout_seconds=60.0, attempts=2, delay_seconds=0.01)
 
 
 def request(number: int, rollout: str = "") -> SampleRequest:
@@ -29,6 +30,13 @@ def request(number: int, rollout: str = "") -> SampleRequest:
 
 def pool_of(client: Connect, *servers: DialectServer, options: RemoteOptions = QUICK) -> ReplicaPool:
     return ReplicaPool([(str(number), client(server.url, options=options)) for number, server in enumerate(servers)])
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something that must happen, however busy the machine is."""
+    with anyio.fail_after(120):
+        while not true():  # noqa: ASYNC110  # what a server in a thread does can only be polled
+            await anyio.sleep(0.002)
 
 
 @pytest.mark.anyio
@@ -63,7 +71,7 @@ async def test_a_busy_replica_spills_over(serve: Serve, client: Connect) -> None
     """One rollout's flood does not wait at one server while the other idles."""
 
     def slow() -> ScriptedEngine:
-        return ScriptedEngine(context_length=1024, latency=Latency(per_sample=0.2))
+        return ScriptedEngine(context_length=1024, latency=Latency(per_sample=0.05))
 
     servers = serve("sglang", slow), serve("sglang", slow)
     async with pool_of(client, *servers) as pool:
@@ -84,20 +92,20 @@ async def test_a_lost_replica_loses_no_rollout(serve: Serve, client: Connect) ->
     answers: dict[int, list[Completion]] = {}
 
     async def ask(number: int) -> None:
-        for turn in range(4):
-            done = await pool.sample(request(number, f"r{number}"))
-            answers.setdefault(number, []).append(done)
-            await anyio.sleep(0.05 * (turn % 2))
+        while len(answers.setdefault(number, [])) < 4 or back.is_set() is False:
+            answers[number].append(await pool.sample(request(number, f"r{number}")))
 
+    back = anyio.Event()
     async with pool_of(client, steady, victim) as pool, task_group() as group:
+        opened = victim.served
         for number in range(12):
             group.start_soon(ask, number)
-        await anyio.sleep(0.08)
+        await until(lambda: victim.served > opened and victim.running > 0)
         await anyio.to_thread.run_sync(victim.kill)
-        assert pool.load()[1].state in ("up", "down")
-        await anyio.sleep(0.3)
+        await until(lambda: pool.load()[1].failures > 0)
         await anyio.to_thread.run_sync(victim.start)
-    assert [len(answers[number]) for number in range(12)] == [4] * 12
+        back.set()
+    assert min(len(answers[number]) for number in range(12)) >= 4
     assert all(done.ids == want[number] for number in range(12) for done in answers[number])
     assert steady.running == victim.running == 0
 
@@ -113,7 +121,7 @@ async def test_a_killed_replica_is_used_again_after_it_returned(serve: Serve, cl
         assert pool.load()[1].state == "down"
         assert "cannot reach" in pool.load()[1].reason or "lost the connection" in pool.load()[1].reason
         victim.start()
-        with anyio.fail_after(20):
+        with anyio.fail_after(120):
             while pool.load()[1].state == "down":
                 await pool.sample(request(99))
                 await anyio.sleep(0.05)
@@ -129,7 +137,7 @@ async def test_a_replica_that_comes_back_as_another_is_never_used_again(serve: S
         for number in range(12):
             await pool.sample(request(number, f"r{number}"))
         upgraded.restart(quirks=ServerQuirks(logprobs="raw"))
-        with anyio.fail_after(20):
+        with anyio.fail_after(120):
             while pool.load()[1].state == "down":
                 await pool.sample(request(99))
                 await anyio.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,16 +17,15 @@ settings.load_profile("atts")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--share 1/2`: of the tests marked `once`, only those of every second file, so that two runs do each once."""
+    """`--share 1/2`: of the tests marked `once`, only those of about half the files; `2/2` has the others."""
     parser.addoption("--share", default="1/1", help="which share of the tests marked `once` to run, such as 1/2")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `once` that belong to another share; a file's stay together."""
+    """Leave out the tests marked `once` that belong to another share; a file's stay together, a checkout's are its."""
     number, shares = map(int, str(config.getoption("--share")).split("/"))
-    files = sorted({item.path.name for item in items if item.get_closest_marker("once")})
-    mine = set(files[number - 1 :: shares])
-    others = [item for item in items if item.get_closest_marker("once") and item.path.name not in mine]
+    once = [item for item in items if item.get_closest_marker("once") and not item.get_closest_marker("checkout")]
+    others = [item for item in once if crc32("/".join(item.path.parts[-2:]).encode()) % shares != number - 1]
     if others:
         left_out = set(map(id, others))
         config.hook.pytest_deselected(items=others)

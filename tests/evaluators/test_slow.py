@@ -15,6 +15,8 @@ from atts.evaluators import SlowLimits, SlowPath, aequivalent, equivalent
 from atts.evaluators.syntax.reading import Reading
 from atts.evaluators.syntax.tree import ONE, TWO, Node, number
 
+pytestmark = pytest.mark.once
+
 GAUSS = (r"\frac{\sqrt{\pi}}{2}", r"\int_0^{\infty} e^{-x^2} dx")
 HANGS = ("1", r"\int_0^{\infty} \frac{\sin(x^x)}{x^x} dx")
 LIMIT = ("3", r"\lim_{x\to 0}\frac{\sin 3x}{x}")
@@ -60,8 +62,7 @@ def test_a_late_worker_is_killed_and_replaced() -> None:
         pool.warm()
         nurse, first = pool.pids
         assert equivalent(*HANGS, slow=pool).rule == "timeout"
-        verdicts = [equivalent(*LIMIT, slow=pool) for _ in range(3)]
-        assert "equal" in [verdict.status for verdict in verdicts]
+        assert any(equivalent(*LIMIT, slow=pool).is_equal for _ in range(60))  # a busy machine may be late itself
         assert pool.pids[0] == nurse
         assert first not in pool.pids
 

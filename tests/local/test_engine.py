@@ -36,6 +36,7 @@ HERE = LocalOptions(worker="thread")
 """Opens at once, which tests that are not about processes do often."""
 
 
+@pytest.mark.once
 @pytest.mark.anyio
 async def test_the_engine_keeps_every_promise(make_model: Make) -> None:
     """The conformance suite that ships with the protocol, with the kernel and the worker users get."""
@@ -126,6 +127,7 @@ anyio.run(main)
 """
 
 
+@pytest.mark.once
 def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Path) -> None:
     """No `__main__` guard is asked for; Ctrl-C, which all of a terminal hears, is the script's business alone."""
     folder = make_model("llama", eos_token_id=None)

@@ -32,6 +32,8 @@ from atts.pipelines import (
 from atts.pipelines.scores import first_doubt
 from atts.testing import TARGET, Latency, ScriptedEngine, ToyModel, ToyTokenizer
 
+pytestmark = pytest.mark.once
+
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=4, early_stop="none")
 

@@ -34,6 +34,8 @@ from atts.run import RunResult
 from atts.run.gates import remind
 from atts.testing import Faults, Latency, ScriptedEngine, toy_problems
 
+pytestmark = pytest.mark.once
+
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
 Outcomes = Callable[[RunResult], dict[str, str]]
 

@@ -9,6 +9,8 @@ import pytest
 from atts.graph import measure, sibling_edges
 from atts.testing import Backend, run_virtual
 
+pytestmark = pytest.mark.once
+
 work = pytest.importorskip("scripts.studies.graph_work", reason="needs a checkout")
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 from atts.calibration.rates import Rate, exact_rate
 from atts.core import Decision
@@ -61,24 +60,6 @@ class TokenBucket:
             self._spent += 1
         self._tokens = min(Fraction(self._burst), self._tokens + self._rate)
         return granted
-
-    def give_back(self) -> None:
-        """Return the slot of an escalation that never started (cancelled, failed before its first token).
-
-        :raises CalibrationInputError: if no slot is out.
-        """
-        if not self._spent:
-            raise CalibrationInputError("slots given back", 1, "at most the number spent, 0")
-        self._spent -= 1
-        self._tokens = min(Fraction(self._burst), self._tokens + 1)
-
-    def state(self) -> dict[str, Any]:
-        """Slots in hand and spent, exactly, as JSON."""
-        return {"tokens": str(self._tokens), "spent": self._spent}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
-        self._tokens, self._spent = Fraction(state["tokens"]), int(state["spent"])
 
 
 class GroupBudget:

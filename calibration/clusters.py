@@ -100,9 +100,3 @@ def hierarchical_threshold(clusters: Clusters, rate: Rate) -> float:
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order]) >= float(1 - exact_rate(rate)) - 1e-12
     return float(values[order][int(np.argmax(reached))]) if reached.any() else math.inf
-
-
-def one_per_cluster(clusters: Clusters, seed: int = 0) -> NDArray[np.float64]:
-    """One score drawn from each cluster: exchangeable with one score of a new question, all the others unused."""
-    draw = np.random.default_rng(seed)
-    return np.array([scores[int(draw.integers(len(scores)))] for scores in clusters.values() if len(scores)])

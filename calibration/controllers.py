@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from atts.calibration.ranks import Ranks
+from atts.calibration.state import GroupTable, Part, Table
 from atts.errors import CalibrationInputError
 
 Scope = Literal["overall", "turn"]
@@ -21,32 +21,8 @@ class Gains(NamedTuple):
     overall: float
 
 
-class Controller(Protocol):
-    """Turns a p-value into a decision and learns what was really done."""
-
-    def level(self, badness: float, question: str, turn: int) -> float:
-        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - level."""
-        ...
-
-    def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
-        """Record what was really done with a chunk; it has no badness if it was decided on without a score."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Everything that decides the next answer, as JSON."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
-        ...
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add what another controller of the same kind and rate has seen."""
-        ...
-
-
-class Fixed:
-    """The nominal rate for every decision."""
+class Controller(Part):
+    """Turns a p-value into a decision and learns what was really done; this one gives every decision its rate."""
 
     __slots__ = ("_rate",)
 
@@ -54,22 +30,14 @@ class Fixed:
         self._rate = rate
 
     def level(self, badness: float, question: str, turn: int) -> float:
+        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - level."""
         return self._rate
 
     def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
-        pass
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        pass
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        pass
+        """Record what was really done with a chunk; it has no badness if it was decided on without a score."""
 
 
-class Adaptive:
+class Adaptive(Controller):
     """Adaptive conformal inference on the escalation rate, overall or for each turn by itself.
 
     After a decision the level moves by step * (rate - escalated), unclamped: at or below 0 nothing escalates, at or
@@ -77,12 +45,13 @@ class Adaptive:
     d decisions in flight between deciding and observing, (max(rate, 1 - rate) + (d + 1) step) / (step * T).
     """
 
-    __slots__ = ("_levels", "_rate", "_scope", "_step")
+    __slots__ = ("_levels", "_scope", "_step")
 
     def __init__(self, rate: float, step: float, scope: Scope = "overall") -> None:
         if not 0 < step < math.inf:
             raise CalibrationInputError("step", step, "a positive number")
-        self._rate, self._step, self._scope = rate, step, scope
+        super().__init__(rate)
+        self._step, self._scope = step, scope
         self._levels = dict[int, float]()
 
     def level(self, badness: float, question: str, turn: int) -> float:
@@ -92,25 +61,16 @@ class Adaptive:
         group = turn if self._scope == "turn" else 0
         self._levels[group] = self._levels.get(group, self._rate) + self._step * (self._rate - escalated)
 
-    def bound(self, decisions: int) -> float:
-        """How far the realised rate of `decisions` can be from the nominal one, whatever the scores."""
-        if not decisions:
-            return math.inf
-        return (max(self._rate, 1 - self._rate) + self._step) / (self._step * decisions)
-
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Any:
         return {"levels": {str(group): level for group, level in self._levels.items()}}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._levels = {int(group): float(level) for group, level in state["levels"].items()}
-
-    def merge(self, state: Mapping[str, Any]) -> None:
+    def merge(self, state: Any) -> None:
         for group, level in state["levels"].items():
-            mine = self._levels.get(int(group), self._rate)
-            self._levels[int(group)] = mine + (level - self._rate)
+            mine = self._levels.get(int(group))
+            self._levels[int(group)] = float(level) if mine is None else mine + (level - self._rate)
 
 
-class Tracking:
+class Tracking(Controller):
     """A threshold on the score itself that follows its own (1 - rate) quantile: quantile tracking with an integral
     term.
 
@@ -121,13 +81,18 @@ class Tracking:
     each other, the sum of errors moves by at most b / (step * scale) + 1.
     """
 
-    __slots__ = ("_distance", "_integral", "_last", "_middle", "_owed", "_rate", "_scale", "_seen", "_step",
-                 "_threshold", "_warm")  # fmt: skip
+    __slots__ = ("_distance", "_integral", "_last", "_middle", "_owed", "_scale", "_seen", "_step", "_threshold",
+                 "_warm")  # fmt: skip
+    saved: ClassVar = {
+        "last": "_last", "threshold": "_threshold", "scale": "_scale", "owed": "_owed", "middle": "_middle",
+        "distance": "_distance", "seen": "_seen",
+    }  # fmt: skip
 
     def __init__(self, rate: float, step: float, integral: float = 0.0, warm: int = 20) -> None:
         if not 0 < step < math.inf:
             raise CalibrationInputError("step", step, "a positive number")
-        self._rate, self._step, self._integral, self._warm = rate, step, integral, warm
+        super().__init__(rate)
+        self._step, self._integral, self._warm = step, integral, warm
         self._last = deque[float](maxlen=warm)
         self._threshold = self._scale = self._owed = 0.0
         self._middle = self._distance = 0.0  # the first median, and the sum of all distances from it
@@ -161,28 +126,15 @@ class Tracking:
         self._distance = self._scale * self._seen
         self._threshold = ordered[min(self._warm - 1, int((1 - self._rate) * self._warm))]
 
-    def state(self) -> dict[str, Any]:
-        sums = {"middle": self._middle, "distance": self._distance, "seen": self._seen}
-        return {
-            "last": list(self._last),
-            "threshold": self._threshold,
-            "scale": self._scale,
-            "owed": self._owed,
-            **sums,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._last = deque(map(float, state["last"]), maxlen=self._warm)
-        self._threshold, self._scale = float(state["threshold"]), float(state["scale"])
-        self._owed, self._middle = float(state["owed"]), float(state["middle"])
-        self._distance, self._seen = float(state["distance"]), int(state["seen"])
-
-    def merge(self, state: Mapping[str, Any]) -> None:
+    def merge(self, state: Any) -> None:
         owed = self._owed + state["owed"]
         if not self._scale:
             before = list(self._last)
-            self.restore(state)
+            self._last = deque(map(float, state["last"]), maxlen=self._warm)
             self._last.extendleft(reversed(before[: self._warm - len(self._last)]))
+            self._threshold, self._scale = float(state["threshold"]), float(state["scale"])
+            self._middle, self._distance = float(state["middle"]), float(state["distance"])
+            self._seen = int(state["seen"])
         elif state["scale"]:
             self._threshold = (self._threshold + state["threshold"]) / 2
             self._scale = max(self._scale, float(state["scale"]))
@@ -191,7 +143,7 @@ class Tracking:
         self._owed = owed
 
 
-class Feedback:
+class Feedback(Controller):
     """The rate moved, on the logit scale, by what the question, the turn and the whole stream are still owed.
 
     Each gain multiplies a running sum of (rate - escalated). `order` leans towards consistency with the siblings
@@ -200,16 +152,19 @@ class Feedback:
     1 of zero.
     """
 
-    __slots__ = ("_gains", "_limit", "_logit", "_order", "_owed", "_owed_question", "_owed_turn", "_rate", "_siblings")
+    __slots__ = ("_gains", "_limit", "_logit", "_order", "_owed", "_owed_question", "_owed_turn", "_siblings")
+    saved: ClassVar = {
+        "questions": "_owed_question", "turns": "_owed_turn", "overall": "_owed", "siblings": "_siblings",
+    }  # fmt: skip
 
     def __init__(self, rate: float, gains: Gains, order: float, limit: float) -> None:
-        self._rate = rate
+        super().__init__(rate)
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0
         self._gains, self._order, self._limit = gains, order, limit
-        self._owed_question = dict[str, float]()
-        self._owed_turn = dict[int, float]()
+        self._owed_question = Table(str, float)
+        self._owed_turn = Table(int, float)
         self._owed = 0.0
-        self._siblings = dict[tuple[str, int], tuple[Ranks, Ranks]]()  # kept, escalated
+        self._siblings = GroupTable(lambda: (Ranks(), Ranks()))  # kept, escalated
 
     def level(self, badness: float, question: str, turn: int) -> float:
         if not 0 < self._rate < 1:
@@ -233,38 +188,8 @@ class Feedback:
 
     def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
         owed = self._rate - escalated
-        self._owed_question[question] = self._owed_question.get(question, 0.0) + owed
-        self._owed_turn[turn] = self._owed_turn.get(turn, 0.0) + owed
+        self._owed_question[question] += owed
+        self._owed_turn[turn] += owed
         self._owed += owed
         if self._order and badness is not None:
-            self._of(question, turn)[escalated].add(badness)
-
-    def _of(self, question: str, turn: int) -> tuple[Ranks, Ranks]:
-        key = (question, turn)
-        if key not in self._siblings:
-            self._siblings[key] = (Ranks(), Ranks())
-        return self._siblings[key]
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "questions": dict(self._owed_question),
-            "turns": {str(turn): owed for turn, owed in self._owed_turn.items()},
-            "overall": self._owed,
-            "siblings": [[q, t, list(kept), list(up)] for (q, t), (kept, up) in self._siblings.items()],
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._owed_question, self._owed_turn, self._owed = {}, {}, 0.0
-        self._siblings = {}
-        self.merge(state)
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        for question, owed in state["questions"].items():
-            self._owed_question[question] = self._owed_question.get(question, 0.0) + owed
-        for turn, owed in state["turns"].items():
-            self._owed_turn[int(turn)] = self._owed_turn.get(int(turn), 0.0) + owed
-        self._owed += state["overall"]
-        for question, turn, *lists in state["siblings"]:
-            for mine, scores in zip(self._of(str(question), int(turn)), lists, strict=True):
-                for score in scores:
-                    mine.add(float(score))
+            self._siblings[question, turn][escalated].add(badness)

@@ -43,10 +43,6 @@ class DriftEvent:
     action: Policy
     message: str
 
-    def state(self) -> dict[str, Any]:
-        """The event as JSON."""
-        return asdict(self)
-
 
 class DriftMonitor:
     """Compares the questions of a run with the stored ones, as it goes.
@@ -166,14 +162,13 @@ class DriftMonitor:
             "looks": self._looks,
             "ranked": list(self._ranked),
             "martingale": self._martingale.state(),
-            "events": [event.state() for event in self.events],
+            "events": [asdict(event) for event in self.events],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`, on a monitor of the same stored scores."""
         self._live = {question: list(scores) for question, scores in state["live"].items()}
-        self._scores, self._seen = int(state["scores"]), int(state["seen"])
-        self._looks = int(state["looks"])
+        self._scores, self._seen, self._looks = (int(state[name]) for name in ("scores", "seen", "looks"))
         self._ranked = Ranks(state["ranked"])
-        self._martingale.restore(state["martingale"])
+        self._martingale.merge(state["martingale"])
         self.events = [DriftEvent(**event) for event in state["events"]]

@@ -1,17 +1,17 @@
-"""Betting against exchangeability, one p-value at a time."""
+"""The simple jumper: a test martingale against exchangeability, fed one p-value at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from typing import ClassVar
 
+from atts.calibration.state import Part
 from atts.errors import CalibrationInputError
 
 _BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
 
 
-class SimpleJumper:
+class SimpleJumper(Part):
     """The simple jumper martingale: five bets, between which a little capital moves at each step.
 
     On p-values that are independent and uniform, as smoothed online conformal p-values of exchangeable values are, its
@@ -23,7 +23,8 @@ class SimpleJumper:
     True
     """
 
-    __slots__ = ("_jump", "_log_total", "_shares", "log_peak")
+    __slots__ = ("_jump", "_shares", "log_peak", "log_value")
+    saved: ClassVar = {"shares": "_shares", "log_total": "log_value", "log_peak": "log_peak"}
 
     def __init__(self, jump: float = 0.01) -> None:
         """`jump` is the share of the capital that moves at each step.
@@ -34,13 +35,8 @@ class SimpleJumper:
             raise CalibrationInputError("jump", jump, "a number in [0, 1]")
         self._jump = jump
         self._shares = [1 / len(_BETS)] * len(_BETS)
-        self._log_total = 0.0
+        self.log_value = 0.0  # the logarithm of the capital
         self.log_peak = 0.0
-
-    @property
-    def log_value(self) -> float:
-        """The logarithm of the capital, 0 at the start."""
-        return self._log_total
 
     def update(self, p: float) -> None:
         """Bet on one p-value.
@@ -56,18 +52,9 @@ class SimpleJumper:
         ]
         total = math.fsum(grown)
         self._shares = [share / total for share in grown]
-        self._log_total += math.log(total)
-        self.log_peak = max(self.log_peak, self._log_total)
+        self.log_value += math.log(total)
+        self.log_peak = max(self.log_peak, self.log_value)
 
     def alarm(self, level: float) -> bool:
         """Whether the capital has ever reached 1 / level."""
         return self.log_peak >= -math.log(level)
-
-    def state(self) -> dict[str, Any]:
-        """The five shares and the capital, as JSON."""
-        return {"shares": self._shares, "log_total": self._log_total, "log_peak": self.log_peak}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
-        self._shares = [float(share) for share in state["shares"]]
-        self._log_total, self.log_peak = float(state["log_total"]), float(state["log_peak"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from atts.calibration.ranks import Ranks
@@ -44,7 +44,7 @@ class Memory(Protocol):
         """Where `score` stands among the stored ones."""
         ...
 
-    def scores(self) -> list[float]:
+    def __iter__(self) -> Iterator[float]:
         """What is stored, such that adding it to an empty memory in this order gives the same memory."""
         ...
 
@@ -76,8 +76,8 @@ class Window:
         below, equal = self._ranks.counts(score)
         return Place(below, equal, len(self._ranks))
 
-    def scores(self) -> list[float]:
-        return list(self._ranks if self._width is None else self._order)
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._ranks if self._width is None else self._order)
 
 
 class Fading:
@@ -121,8 +121,8 @@ class Fading:
         below, equal = self._weights(score)
         return Place(below / self._next, equal / self._next, max(0.0, self._total) / self._next)
 
-    def scores(self) -> list[float]:
-        return [score for score, _ in self._order]
+    def __iter__(self) -> Iterator[float]:
+        return (score for score, _ in self._order)
 
     def _weights(self, score: float) -> tuple[float, float]:
         below = equal = 0.0

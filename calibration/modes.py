@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from atts.calibration.controllers import Adaptive, Controller, Feedback, Fixed, Gains, Tracking
+from atts.calibration.controllers import Adaptive, Controller, Feedback, Gains, Tracking
 from atts.calibration.memory import Fading, Memory, Window
 from atts.calibration.pools import MINIMUM, ByTurn, Frozen, Pool, Pooled, Residuals, Siblings
 from atts.errors import OptionError
@@ -59,9 +59,9 @@ def build(
     """
     remember = _memory(window, decay)
     if mode == "split":
-        return Frozen(), Fixed(rate)
+        return Frozen(), Controller(rate)
     if mode == "marginal":
-        return Pooled(remember), Fixed(rate)
+        return Pooled(remember), Controller(rate)
     if mode == "aci":
         return Pooled(remember), Adaptive(rate, tuning.aci_step)
     if mode == "tracking":

@@ -242,8 +242,8 @@ class Calibrator:
         made = cls(Fraction(state["rate"]), state["mode"], **options)
         made.fingerprint = dict(state["fingerprint"])
         made.decided, made.escalated = int(state["decided"]), int(state["escalated"])
-        made._pool.restore(state["pool"])
-        made._controller.restore(state["controller"])
+        made._pool.merge(state["pool"])
+        made._controller.merge(state["controller"])
         made._order.restore(state["order"])
         made._monitor.restore(state["monitor"])
         if any(event.action == "recalibrate" for event in made.events):

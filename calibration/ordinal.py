@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,6 @@ LEVELS: tuple[Action, ...] = ("accept", "verify", "escalate")
 
 Row = Sequence[float | None]
 """One chunk's features; None where a feature does not exist (no sibling has answered yet)."""
-Balance = Literal["as seen", "equal"]
 Floats = NDArray[np.float64]
 
 
@@ -59,16 +57,6 @@ class OrdinalModel:
         upto = [_logistic(cut - lean) for cut in self.cuts] + [1.0]
         return tuple(max(0.0, high - low) for low, high in zip([0.0, *upto], upto, strict=False))
 
-    def state(self) -> dict[str, Any]:
-        """The model as JSON."""
-        return asdict(self)
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> OrdinalModel:
-        """The inverse of `state`."""
-        fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in state.items()}
-        return cls(**fields)
-
 
 def fit_ordinal(
     rows: Sequence[Row],
@@ -76,14 +64,11 @@ def fit_ordinal(
     features: Sequence[str],
     levels: Sequence[str] = LEVELS,
     ridge: float = 1.0,
-    balance: Balance = "as seen",
 ) -> OrdinalModel:
     """Fit by penalised maximum likelihood.
 
     `ridge` pulls the weights of the standardised features to 0, so that separable data have an answer; half an
-    observation of every level at the mean features keeps the cuts finite where a level is rare or absent. "equal"
-    balance weighs every level alike, for a model that must not just predict the commonest; its probabilities are then
-    not frequencies.
+    observation of every level at the mean features keeps the cuts finite where a level is rare or absent.
 
     :raises CalibrationInputError: without rows, for an unknown label, a row of another length, or a negative ridge.
     """
@@ -96,11 +81,10 @@ def fit_ordinal(
         raise CalibrationInputError("label", unknown[0], f"one of {', '.join(levels)}")
     table, centre, spread, missing = _standardised(rows, features)
     target = np.array([levels.index(label) for label in labels])
-    weights = np.ones(len(target)) if balance == "as seen" else _equal_weights(target, len(levels))
     # The pseudo-observations: every level once, at the centre of the features.
     table = np.vstack([table, np.zeros((len(levels), table.shape[1]))])
     target = np.concatenate([target, np.arange(len(levels))])
-    weights = np.concatenate([weights, np.full(len(levels), 0.5)])
+    weights = np.concatenate([np.ones(len(labels)), np.full(len(levels), 0.5)])
     coefficients, cuts = _maximise(table, target, weights, len(levels), ridge)
     return OrdinalModel(
         tuple(levels), tuple(features), centre, spread, missing, coefficients, cuts, len(rows)
@@ -126,12 +110,6 @@ def _standardised(
     missing = tuple(int(place) for place in np.flatnonzero(absent.any(axis=0)))
     filled = np.hstack([deviation / spread, absent[:, list(missing)].astype(float)])
     return filled, tuple(map(float, centre)), tuple(map(float, spread)), missing
-
-
-def _equal_weights(target: NDArray[np.int64], levels: int) -> Floats:
-    counts = np.bincount(target, minlength=levels)
-    present = int((counts > 0).sum())
-    return np.asarray(len(target) / (present * np.maximum(counts, 1)), float)[target]
 
 
 def _maximise(

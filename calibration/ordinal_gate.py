@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from atts.calibration.online import Calibrator
 from atts.calibration.ordinal import LEVELS, OrdinalModel, Row, fit_ordinal
@@ -87,12 +87,12 @@ class Stage:
 
     __slots__ = ("_features", "_labels", "_next_fit", "_rows", "model", "sets")
 
-    def __init__(self, features: Sequence[str], alpha: float, model: OrdinalModel | None = None) -> None:
+    def __init__(self, features: Sequence[str], alpha: float) -> None:
         self._features = tuple(features)
         self._rows = list[Row]()
         self._labels = list[str]()
         self._next_fit = _FIRST_FIT
-        self.model = model
+        self.model: OrdinalModel | None = None
         self.sets = LevelSets(alpha)
 
     def learn(self, row: Row, level: str, question: str) -> None:
@@ -118,36 +118,17 @@ class Stage:
         known = self.model.sometimes_missing if self.model is not None else ()
         return all(value is not None or place in known for place, value in enumerate(row))
 
-    def state(self) -> dict[str, Any]:
-        """Labels, model and sets as JSON."""
-        return {
-            "rows": [list(row) for row in self._rows],
-            "labels": self._labels,
-            "next_fit": self._next_fit,
-            "model": None if self.model is None else self.model.state(),
-            "sets": self.sets.state(),
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
-        self._rows = [tuple(row) for row in state["rows"]]
-        self._labels = list(state["labels"])
-        self._next_fit = int(state["next_fit"])
-        self.model = None if state["model"] is None else OrdinalModel.restored(state["model"])
-        self.sets = LevelSets.restored(state["sets"])
-
 
 class OrdinalLearner:
     """Two stages of the same question: before the target has scored a chunk, and after, when its rank is known too."""
 
-    __slots__ = ("_alpha", "after", "before", "source")
+    __slots__ = ("after", "before", "source")
 
     def __init__(self, alpha: float = 0.1, source: Source = "vote") -> None:
         """`alpha` is how often a set may miss the true level, `source` who says what that is.
 
         :raises CalibrationInputError: for alpha outside (0, 1).
         """
-        self._alpha = alpha
         self.before = Stage(FEATURES[1:], alpha)
         self.after = Stage(FEATURES, alpha)
         self.source: Source = source
@@ -179,19 +160,6 @@ class OrdinalLearner:
     def voided_by(self) -> str:
         """What makes that promise empty."""
         return self.before.sets.voided_by
-
-    def state(self) -> dict[str, Any]:
-        """Both stages as JSON."""
-        stages = {"before": self.before.state(), "after": self.after.state()}
-        return {"alpha": self._alpha, "source": self.source, **stages}
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> OrdinalLearner:
-        """The inverse of `state`."""
-        made = cls(float(state["alpha"]), state["source"])
-        made.before.restore(state["before"])
-        made.after.restore(state["after"])
-        return made
 
 
 class OrdinalGate:

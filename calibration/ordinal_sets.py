@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from atts.calibration.conformal import split_rank
 from atts.calibration.ranks import Ranks
@@ -32,18 +31,6 @@ def nested_windows(probabilities: Probabilities) -> list[range]:
         low, high = (low - 1, high) if left > right else (low, high + 1)
         windows.append(range(low, high))
     return windows
-
-
-def shortest_window(probabilities: Probabilities, mass: float) -> range:
-    """The shortest contiguous window of at least this mass, the heaviest among equals; not nested in `mass`."""
-    _check(probabilities)
-    levels = len(probabilities)
-    for length in range(1, levels):
-        windows = [range(start, start + length) for start in range(levels - length + 1)]
-        best = max(windows, key=lambda window: math.fsum(probabilities[level] for level in window))
-        if math.fsum(probabilities[level] for level in best) >= mass - 1e-12:
-            return best
-    return range(levels)
 
 
 def entry_mass(probabilities: Probabilities, level: int) -> float:
@@ -107,18 +94,6 @@ class LevelSets:
             "labels from a vote where the guarantee is wanted for truth; chunks of few questions, which move together; "
             "labels that exist only for chunks of one kind, such as those that were kept; another model or turn limit"
         )
-
-    def state(self) -> dict[str, Any]:
-        """The stored scores, as JSON."""
-        return {"alpha": self._alpha, "scores": list(self._scores), "questions": sorted(self._questions)}
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> LevelSets:
-        """The inverse of `state`."""
-        made = cls(float(state["alpha"]))
-        made._scores = Ranks(map(float, state["scores"]))
-        made._questions = set(state["questions"])
-        return made
 
 
 def _check(probabilities: Probabilities) -> None:

@@ -3,59 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from atts.calibration.memory import Memory, Place, Window
 from atts.calibration.ranks import Ranks
+from atts.calibration.state import GroupTable, Part, Table
 
 MINIMUM = 20  # scores a turn's own pool needs before it answers in place of the pool of all turns
 
-Key = TypeVar("Key")
 Remember = Callable[[], Memory]
 
 
-class Pool(Protocol):
-    """Stored and live scores that can place a new one; `question` and `turn` None mean "of any"."""
+class Pool(Part, ABC):
+    """Stored and live scores that can place a new one; `question` and `turn` None mean "of any".
 
+    Its state is what it has seen live.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
     def place(self, badness: float, question: str | None, turn: int | None) -> Place:
         """Where the score stands; nothing is stored."""
-        ...
 
+    @abstractmethod
     def learn(self, badness: float, question: str, turn: int) -> None:
         """Store one live score."""
-        ...
 
+    @abstractmethod
     def adopt(self, badness: float, question: str, turn: int) -> None:
         """Store one score of a calibration run."""
-        ...
 
+    @abstractmethod
     def disown(self) -> None:
         """Forget the calibration run, keeping what is live."""
-        ...
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def state(self) -> dict[str, Any]:
-        """Everything live that decides the next answer, as JSON."""
-        ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`, replacing what is live."""
-        ...
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        """Add what another pool of the same kind has seen live."""
-        ...
-
-
-class Pooled:
+class Pooled(Pool):
     """One pool for every question and turn."""
 
-    __slots__ = ("_live", "_remember", "_stored")
+    __slots__ = ("_live", "_stored")
+    saved: ClassVar = {"live": "_live"}
 
     def __init__(self, remember: Remember = Window) -> None:
-        self._remember = remember
         self._live = remember()
         self._stored = Window()
 
@@ -75,17 +70,6 @@ class Pooled:
     def __len__(self) -> int:
         return len(self._live) + len(self._stored)
 
-    def state(self) -> dict[str, Any]:
-        return {"live": self._live.scores()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._live = self._remember()
-        self.merge(state)
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        for score in state["live"]:
-            self._live.add(float(score))
-
 
 class Frozen(Pooled):
     """The stored scores alone, every threshold as it was fitted; live ones take over once the stored are disowned."""
@@ -97,15 +81,16 @@ class Frozen(Pooled):
             self._live.add(badness)
 
 
-class ByTurn:
+class ByTurn(Pool):
     """A pool per turn beside the pool of all turns, which answers while a turn has too few scores of its own."""
 
-    __slots__ = ("_all", "_minimum", "_remember", "_turns")
+    __slots__ = ("_all", "_minimum", "_turns")
+    saved: ClassVar = {"all": "_all", "turns": "_turns"}
 
     def __init__(self, remember: Remember = Window, minimum: int = MINIMUM) -> None:
-        self._remember, self._minimum = remember, minimum
+        self._minimum = minimum
         self._all = Pooled(remember)
-        self._turns = dict[int, Pooled]()
+        self._turns = Table(int, lambda: Pooled(remember))
 
     def place(self, badness: float, question: str | None, turn: int | None) -> Place:
         own = self._turns.get(turn) if turn is not None else None
@@ -114,39 +99,21 @@ class ByTurn:
 
     def learn(self, badness: float, question: str, turn: int) -> None:
         self._all.learn(badness, question, turn)
-        self._of(turn).learn(badness, question, turn)
+        self._turns[turn].learn(badness, question, turn)
 
     def adopt(self, badness: float, question: str, turn: int) -> None:
         self._all.adopt(badness, question, turn)
-        self._of(turn).adopt(badness, question, turn)
+        self._turns[turn].adopt(badness, question, turn)
 
     def disown(self) -> None:
         for pool in (self._all, *self._turns.values()):
             pool.disown()
 
-    def _of(self, turn: int) -> Pooled:
-        if turn not in self._turns:
-            self._turns[turn] = Pooled(self._remember)
-        return self._turns[turn]
-
     def __len__(self) -> int:
         return len(self._all)
 
-    def state(self) -> dict[str, Any]:
-        return {"all": self._all.state(), "turns": {str(turn): pool.state() for turn, pool in self._turns.items()}}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        for pool in (self._all, *self._turns.values()):
-            pool.restore({"live": []})
-        self.merge(state)
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        self._all.merge(state["all"])
-        for turn, live in state["turns"].items():
-            self._of(int(turn)).merge(live)
-
-
-class Siblings:
+class Siblings(Pool):
     """The pool of another kind, blended with the scores of the same question and turn.
 
     The share of siblings below a score, and the pool's answer as if it were `prior` siblings: the predictive law of a
@@ -155,19 +122,20 @@ class Siblings:
     """
 
     __slots__ = ("_base", "_groups", "_prior")
+    saved: ClassVar = {"base": "_base", "groups": "_groups"}
 
     def __init__(self, base: Pool, prior: float) -> None:
         self._base, self._prior = base, prior
-        self._groups = dict[tuple[str, int], Ranks]()
+        self._groups = GroupTable(lambda: (Ranks(),))
 
     def place(self, badness: float, question: str | None, turn: int | None) -> Place:
         place = self._base.place(badness, question, turn)
         group = self._groups.get((question, turn)) if question is not None and turn is not None else None
-        return _blend(place, group, badness, self._prior) if group else place
+        return _blend(place, group[0], badness, self._prior) if group else place
 
     def learn(self, badness: float, question: str, turn: int) -> None:
         self._base.learn(badness, question, turn)
-        _of(self._groups, (question, turn)).add(badness)
+        self._groups[question, turn][0].add(badness)
 
     def adopt(self, badness: float, question: str, turn: int) -> None:
         self._base.adopt(badness, question, turn)
@@ -178,23 +146,8 @@ class Siblings:
     def __len__(self) -> int:
         return len(self._base)
 
-    def state(self) -> dict[str, Any]:
-        groups = [[question, turn, list(scores)] for (question, turn), scores in self._groups.items()]
-        return {"base": self._base.state(), "groups": groups}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._base.restore(state["base"])
-        self._groups = {(str(q), int(t)): Ranks(map(float, scores)) for q, t, scores in state["groups"]}
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        self._base.merge(state["base"])
-        for question, turn, scores in state["groups"]:
-            group = _of(self._groups, (str(question), int(turn)))
-            for score in scores:
-                group.add(float(score))
-
-
-class Residuals:
+class Residuals(Pool):
     """Scores relative to their question's level so far, ranked by turn.
 
     The level of a question is its running mean shrunk towards the running mean of all questions as if `shrinkage`
@@ -205,6 +158,7 @@ class Residuals:
     """
 
     __slots__ = ("_means", "_own", "_prior", "_ranks", "_shrinkage", "_stored_means")
+    saved: ClassVar = {"ranks": "_ranks", "means": "_means", "own": "_own"}
 
     def __init__(
         self, remember: Remember = Window, minimum: int = MINIMUM, shrinkage: float = 1.0, prior: float = 0.0
@@ -212,7 +166,7 @@ class Residuals:
         self._ranks = ByTurn(remember, minimum)
         self._shrinkage, self._prior = shrinkage, prior
         self._means, self._stored_means = _Means(), _Means()
-        self._own = dict[str, Ranks]()
+        self._own = Table(str, Ranks)
 
     def place(self, badness: float, question: str | None, turn: int | None) -> Place:
         if math.isinf(badness):
@@ -231,7 +185,7 @@ class Residuals:
         self._ranks.learn(residual, question, turn)
         self._means.add(badness, question)
         if self._prior:
-            _of(self._own, question).add(residual)
+            self._own[question].add(residual)
 
     def adopt(self, badness: float, question: str, turn: int) -> None:
         if math.isinf(badness):
@@ -258,26 +212,8 @@ class Residuals:
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def state(self) -> dict[str, Any]:
-        own = {question: list(residuals) for question, residuals in self._own.items()}
-        return {"ranks": self._ranks.state(), "means": self._means.state(), "own": own}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._ranks.restore(state["ranks"])
-        self._means = _Means()
-        self._means.merge(state["means"])
-        self._own = {question: Ranks(map(float, scores)) for question, scores in state["own"].items()}
-
-    def merge(self, state: Mapping[str, Any]) -> None:
-        self._ranks.merge(state["ranks"])
-        self._means.merge(state["means"])
-        for question, scores in state["own"].items():
-            own = _of(self._own, question)
-            for score in scores:
-                own.add(float(score))
-
-
-class _Means:
+class _Means(Part):
     """Counts and sums, of each question and of all."""
 
     __slots__ = ("_questions", "count", "total")
@@ -296,18 +232,12 @@ class _Means:
         self.count += count
         self.total += badness
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Any:
         return {question: list(sums) for question, sums in self._questions.items()}
 
-    def merge(self, state: Mapping[str, Any]) -> None:
+    def merge(self, state: Any) -> None:
         for question, (count, total) in state.items():
             self.add(float(total), question, int(count))
-
-
-def _of(groups: dict[Key, Ranks], key: Key) -> Ranks:
-    if key not in groups:
-        groups[key] = Ranks()
-    return groups[key]
 
 
 def _blend(place: Place, own: Ranks, value: float, prior: float) -> Place:

@@ -1,9 +1,10 @@
-"""Bounds on what a policy costs in accuracy: conformal risk control and Learn-then-Test."""
+"""P-values of "the mean loss exceeds epsilon" and the sample sizes they need: the tests behind Learn-then-Test."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Literal
 
 import numpy as np
@@ -13,7 +14,6 @@ from scipy import stats
 from atts.errors import CalibrationInputError, OptionError
 
 Test = Literal["binomial", "hoeffding-bentkus", "betting"]
-Correction = Literal["fixed-sequence", "bonferroni", "holm"]
 Losses = NDArray[np.float64]
 
 
@@ -116,47 +116,15 @@ def risk_p_value(losses: ArrayLike, epsilon: float, test: Test | None = None) ->
     return _TESTS[test](array, epsilon)
 
 
-def rejected(p_values: Sequence[float], delta: float, correction: Correction = "fixed-sequence") -> list[int]:
-    """Which hypotheses are rejected with family-wise error at most delta, as indices.
+def rejected(p_values: Sequence[float], delta: float) -> list[int]:
+    """Which hypotheses fixed-sequence testing rejects with family-wise error at most delta, as indices.
 
-    "fixed-sequence" goes down the list, whose order must not depend on the data, and stops at the first p above delta.
+    It goes down the list, whose order must not depend on the data, and stops at the first p above delta.
 
-    >>> rejected([0.001, 0.04, 0.2, 0.01], 0.1), rejected([0.001, 0.04, 0.2, 0.01], 0.1, "holm")
-    ([0, 1], [0, 1, 3])
+    >>> rejected([0.001, 0.04, 0.2, 0.01], 0.1)
+    [0, 1]
     """
-    count = len(p_values)
-    if correction == "fixed-sequence":
-        stop = next((place for place, p in enumerate(p_values) if p > delta), count)
-        return list(range(stop))
-    if correction == "bonferroni":
-        return [place for place, p in enumerate(p_values) if p <= delta / count]
-    if correction == "holm":
-        order = sorted(range(count), key=lambda place: p_values[place])
-        stop = next((step for step, place in enumerate(order) if p_values[place] > delta / (count - step)), count)
-        return sorted(order[:stop])
-    raise OptionError(str(correction), "is not a correction", ("fixed-sequence", "bonferroni", "holm"))
-
-
-def conformal_risk_control(
-    losses: ArrayLike, parameters: Sequence[float], alpha: float, bound: float = 1.0
-) -> float | None:
-    """The smallest parameter with n/(n+1) R(l) + bound/(n+1) <= alpha: E[loss of a new problem] <= alpha.
-
-    `losses` has a row per problem and a column per parameter, in ascending order of the parameter; each row must not
-    increase along it. None where no parameter qualifies, which is certain for n < bound/alpha - 1.
-
-    :raises CalibrationInputError: if a row increases, exceeds the bound, or the shapes do not fit.
-    """
-    table = np.asarray(losses, float)
-    if table.ndim != 2 or table.shape[1] != len(parameters) or not len(table):
-        raise CalibrationInputError("losses", table.shape, f"a row per problem of {len(parameters)} columns")
-    if (np.diff(np.asarray(parameters, float)) <= 0).any():
-        raise CalibrationInputError("parameters", "out of order", "strictly ascending numbers")
-    if not (table <= bound).all() or (np.diff(table, axis=1) > 0).any():
-        raise CalibrationInputError("losses", "a row that increases or exceeds the bound", "rows that never increase")
-    n = len(table)
-    good = np.flatnonzero((table.sum(axis=0) + bound) / (n + 1) <= alpha + 1e-12)
-    return float(parameters[int(good[0])]) if len(good) else None
+    return list(takewhile(lambda place: p_values[place] <= delta, range(len(p_values))))
 
 
 def fewest_problems(epsilon: float, delta: float) -> int:

@@ -1,16 +1,99 @@
-"""Calibration files: JSON with a digest, written in one step, refused when damaged."""
+"""Saved state: how parts of a calibrator become JSON, add up, and are kept in a file with a digest."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from atts.errors import CalibrationInputError, StorageError
 from atts.files import replace_file
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Part:
+    """What has a state: the attributes that `saved` names, under the names they have in the file.
+
+    Numbers and collections of scores add up in a merge, lists are taken over. So what is merged into a fresh part is
+    restored.
+    """
+
+    __slots__ = ()
+    saved: ClassVar[Mapping[str, str]] = {}  # name in the file: attribute
+
+    def state(self) -> Any:
+        """Everything that decides the next answer, as JSON."""
+        return {name: _plain(getattr(self, attribute)) for name, attribute in self.saved.items()}
+
+    def merge(self, state: Any) -> None:
+        """Add what another part of the same kind has seen."""
+        for name, attribute in self.saved.items():
+            setattr(self, attribute, _merged(getattr(self, attribute), state[name]))
+
+
+class Table(dict[K, V], Part):
+    """A dictionary that makes the value of a key it lacks, and reads its keys back from JSON with `key`."""
+
+    def __init__(self, key: Callable[[Any], K], make: Callable[[], V]) -> None:
+        super().__init__()
+        self._key, self._make = key, make
+
+    def __missing__(self, key: K) -> V:
+        made = self[key] = self._make()
+        return made
+
+    def state(self) -> Any:
+        """Value by key."""
+        return {str(key): _plain(value) for key, value in self.items()}
+
+    def merge(self, state: Any) -> None:
+        """Value by value."""
+        for name, value in state.items():
+            key = self._key(name)
+            self[key] = _merged(self[key], value)
+
+
+class GroupTable(Table[tuple[str, int], tuple[V, ...]]):
+    """A table by (question, turn), several values each: rows of both and the values in the file."""
+
+    def __init__(self, make: Callable[[], tuple[V, ...]]) -> None:
+        super().__init__(lambda key: (str(key[0]), int(key[1])), make)
+
+    def state(self) -> Any:
+        """Rows."""
+        return [[*key, *map(_plain, values)] for key, values in self.items()]
+
+    def merge(self, state: Any) -> None:
+        """Row by row."""
+        for question, turn, *values in state:
+            key = self._key((question, turn))
+            self[key] = _merged(self[key], values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Part):
+        return value.state()
+    return value if isinstance(value, int | float) else list(value)
+
+
+def _merged(mine: Any, theirs: Any) -> Any:
+    if isinstance(mine, Part):
+        mine.merge(theirs)
+    elif isinstance(mine, int | float):
+        return mine + type(mine)(theirs)
+    elif isinstance(mine, tuple):
+        return tuple(_merged(one, other) for one, other in zip(mine, theirs, strict=True))
+    elif isinstance(mine, list):
+        return [float(value) for value in theirs]
+    else:
+        for score in theirs:
+            mine.add(float(score))
+    return mine
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:

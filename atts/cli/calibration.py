@@ -160,7 +160,7 @@ def check(
     if live is not None and stored.fingerprint and other.fingerprint:
         check_fingerprint(file, stored.fingerprint, other.fingerprint)
     monitor = first_alarm(stored, None if live is None else other)
-    events = [event.state() for event in monitor.events]
+    events = [asdict(event) for event in monitor.events]
     if as_json:
         print_json({"ok": not events, "events": events, "warnings": health.warnings})
     if events:
@@ -250,7 +250,7 @@ def _print_decisions(done: Replay) -> None:
     for decision in done.decisions:
         print_json({"type": "decision", **{name: getattr(decision, name) for name in _DECISION}})
     for event in done.events:
-        print_json({"type": "drift", **event.state()})
+        print_json({"type": "drift", **asdict(event)})
     summary = {"rate": done.rate, "mode": done.mode, "decisions": len(done.decisions), "escalated": done.escalated}
     words = {"guarantee": done.guarantee, "voided_by": done.voided_by}
     print_json({"type": "summary", **summary, **done.metrics, **words})

@@ -14,9 +14,9 @@ import numpy as np
 from scipy import stats
 
 from atts.calibration import MODES, StoredScores, replay
-from atts.calibration.conformal import escalates
 from atts.calibration.drift import DriftMonitor
 from atts.calibration.metrics import Floats, rate_metrics, sorted_decisions
+from atts.calibration.rates import exact_rate
 from atts.calibration.repeats import Repeats
 from atts.calibration.samples import QuestionSample, features
 from atts.calibration.stored import read_scores
@@ -92,7 +92,7 @@ def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> 
 
 def _others(records: Records, stored: StoredScores, rate: float) -> dict[str, Floats]:
     pool, x = np.sort(np.asarray(stored.badness)), np.array([math.log(record["score"]) for record in records])
-    published = [escalates("reference", int(below), 0, len(pool), rate) for below in np.searchsorted(pool, x)]
+    published = [int(below) >= (1 - exact_rate(rate)) * len(pool) for below in np.searchsorted(pool, x)]
     q, t = (np.array([record[name] for record in records]) for name in ("question", "turn"))
     coin = np.random.default_rng(0).random(len(x)) < rate
     return {

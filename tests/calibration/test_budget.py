@@ -13,7 +13,7 @@ from atts.calibration.budget import GroupBudget, TokenBucket, capped
 from atts.core import Decision
 from atts.errors import CalibrationInputError
 
-ACTIONS = st.lists(st.sampled_from(["want", "pass", "give back"]), max_size=200)
+ACTIONS = st.lists(st.sampled_from(["want", "pass"]), max_size=200)
 
 
 @given(ACTIONS, st.sampled_from([0, Fraction(1, 10), 0.25, 0.4, 1]), st.integers(1, 4), st.sampled_from([None, 0, 7]))
@@ -25,12 +25,6 @@ def test_no_stretch_of_decisions_exceeds_the_bucket(
     net = [0]
     decisions = [0]
     for action in actions:
-        if action == "give back":
-            if bucket.spent:
-                bucket.give_back()
-                net.append(net[-1] - 1)
-                decisions.append(decisions[-1])
-            continue
         granted = bucket.admit(action == "want")
         assert not (granted and action == "pass")
         net.append(net[-1] + granted)
@@ -60,20 +54,6 @@ def test_a_bucket_can_start_empty() -> None:
     for count in range(1, 200):
         spent += bucket.admit(True)
         assert spent <= Fraction(2, 5) * count
-
-
-def test_slots_return_and_states_resume() -> None:
-    """A cancelled escalation frees its slot; the state is exact."""
-    bucket = TokenBucket(0.1, burst=1)
-    assert bucket.admit(True)
-    assert not bucket.admit(True)
-    bucket.give_back()
-    again = TokenBucket(0.1, burst=1)
-    again.restore(bucket.state())
-    assert again.tokens == bucket.tokens
-    assert again.admit(True)
-    with pytest.raises(CalibrationInputError):
-        TokenBucket(0.1).give_back()
 
 
 def test_groups_get_exactly_their_budget() -> None:

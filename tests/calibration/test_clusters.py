@@ -12,7 +12,6 @@ from atts.calibration.clusters import (
     by_cluster,
     hierarchical_p_value,
     hierarchical_threshold,
-    one_per_cluster,
     summarise,
 )
 from atts.calibration.stored import StoredScores
@@ -78,11 +77,3 @@ def test_degenerate_clusterings() -> None:
     assert math.isfinite(summarise({"a": [1.0, 2.0, math.inf], "b": [5.0, 6.0]}).icc)
     with pytest.raises(CalibrationInputError):
         by_cluster([1.0], [])
-
-
-def test_one_per_cluster_draws_members_and_is_seeded() -> None:
-    """One score of each cluster, the same for the same seed."""
-    clusters = {at: [10.0 * at + k for k in range(10)] for at in range(9)}
-    drawn = one_per_cluster(clusters, seed=4)
-    assert [int(score // 10) for score in drawn] == list(range(9))
-    assert drawn.tolist() == one_per_cluster(clusters, seed=4).tolist() != one_per_cluster(clusters, seed=5).tolist()

@@ -1,31 +1,20 @@
 """P-values, thresholds and their laws, proved by enumeration at small sizes."""
 
 import math
-from collections import Counter
 from fractions import Fraction
-from itertools import combinations, permutations, product
+from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from atts.calibration.conformal import (
-    Mondrian,
-    Rule,
     Tail,
     coverage_interval,
-    escalates,
-    escalation_law,
-    geometric_weights,
     p_value,
     pac_rank,
     pac_threshold,
-    required_size,
     split_rank,
     split_threshold,
-    weighted_p_value,
-    weighted_threshold,
 )
 from atts.errors import CalibrationInputError
 
@@ -86,37 +75,6 @@ def test_split_threshold_escalates_at_most_the_rate() -> None:
             assert rate - Fraction(1, n + 1) < over <= rate
     assert split_threshold([1.0, 2.0], 0.1) == math.inf
     assert split_threshold([1.0, 2.0], 1.0) == -math.inf
-    assert required_size(0.1) == 9
-
-
-@pytest.mark.parametrize(
-    ("rule", "expected"), [("paper", (9, 7, 6, 5)), ("reference", (9, 7, 5, 5)), ("split", (8, 6, 5, 4))]
-)
-def test_the_three_published_rules_differ_as_known(rule: Rule, expected: tuple[int, ...]) -> None:
-    """Of 17 equally likely places among 16 scores, how many escalate at alpha .5, .6, .7, .75."""
-    for alpha, places in zip(("0.5", "0.6", "0.7", "0.75"), expected, strict=True):
-        rate = 1 - Fraction(alpha)
-        assert sum(escalates(rule, below, 0, 16, rate) for below in range(17)) == places
-
-
-@pytest.mark.parametrize(("n", "m", "rate"), [(3, 2, 0.4), (4, 3, 0.5), (5, 2, 0.25), (2, 4, 0.4)])
-def test_number_of_escalations_is_beta_binomial(n: int, m: int, rate: float) -> None:
-    """Enumerated: which n of the n + m ranks are the stored ones."""
-    law, counts = escalation_law(n, m, rate), Counter[int]()
-    for stored in combinations(range(n + m), n):
-        fresh = sorted(set(range(n + m)) - set(stored))
-        counts[sum(escalates("paper", sum(s < x for s in stored), 0, n, rate) for x in fresh)] += 1
-    total = sum(counts.values())
-    for k in range(m + 1):
-        assert law.pmf(k) == pytest.approx(counts[k] / total)
-
-
-def test_known_beta_binomial_facts() -> None:
-    """N = m = 16: mean and spread at alpha .6 and .75, and two probabilities."""
-    at_60, at_75 = escalation_law(16, 16, 0.4), escalation_law(16, 16, 0.25)
-    assert (at_60.mean(), at_60.std()) == (pytest.approx(6.588, abs=5e-4), pytest.approx(2.666, abs=5e-4))
-    assert (at_60.pmf(0), at_60.pmf(6)) == (pytest.approx(0.0034, abs=5e-5), pytest.approx(0.1420, abs=5e-5))
-    assert (at_75.mean(), at_75.std()) == (pytest.approx(4.706, abs=5e-4), pytest.approx(2.468, abs=5e-4))
 
 
 @pytest.mark.parametrize(
@@ -143,42 +101,6 @@ def test_pac_holds_over_draws_of_the_stored_scores() -> None:
     draw = np.random.default_rng(1)
     exceeded = sum(1 - pac_threshold(draw.random(60), 0.2, 0.1) > 0.2 for _ in range(2000))
     assert exceeded <= 200 + 3 * math.sqrt(2000 * 0.1 * 0.9)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 5), st.floats(0, 1))
-def test_weights_of_one_change_nothing(stored: list[int], score: int, theta: float) -> None:
-    """The weighted p-value and threshold are the plain ones when all weigh 1."""
-    ones = [1.0] * len(stored)
-    assert weighted_p_value(stored, ones, score, theta) == pytest.approx(p_value(stored, score, theta=theta))
-    for rate in (0.1, 0.4, 0.75):
-        assert weighted_threshold(stored, ones, rate) == split_threshold(stored, rate)
-
-
-def test_weighted_p_value_pays_at_most_the_weighted_distance() -> None:
-    """Old scores of another law: P(p <= a) <= a + w * d_TV / (1 + W), enumerated for two-valued scores."""
-    weights, old, new = [0.25, 1.0], 0.9, 0.5  # P(score = 1) of the first stored score and of the other two
-    for level in LEVELS:
-        bound = float(level) + 0.25 * (old - new) / 2.25
-        chance = 0.0
-        for first, second, third in product((0, 1), repeat=3):
-            law = (old if first else 1 - old) * (new if second else 1 - new) * (new if third else 1 - new)
-            chance += law * (weighted_p_value([first, second], weights, third) <= level + 1e-12)
-        assert chance <= bound + 1e-12
-
-
-def test_geometric_weights_fade() -> None:
-    """The newest weighs most; a decay of 1 forgets nothing."""
-    assert geometric_weights(3, 0.5).tolist() == [0.125, 0.25, 0.5]
-    assert geometric_weights(3, 1.0).tolist() == [1, 1, 1]
-
-
-def test_mondrian_answers_by_category_or_falls_back() -> None:
-    """A category large enough uses its own scores only, a small or unknown one all of them."""
-    scores, labels = [*range(30), *range(100, 105)], ["a"] * 30 + ["b"] * 5
-    groups = Mondrian.of(scores, labels, minimum=20)
-    assert groups.p_value(29.5, "a") == 1.0
-    assert groups.p_value(29.5, "b") == p_value(scores, 29.5) == groups.p_value(29.5, "unknown")
-    assert groups.threshold("a", 0.1) == split_threshold(range(30), 0.1)
 
 
 @pytest.mark.parametrize("bad", [math.nan])

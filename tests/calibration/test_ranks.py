@@ -68,7 +68,7 @@ def test_a_window_is_the_last_scores(values: list[float], width: int, probe: flo
     for value in values:
         window.add(value)
     kept = values[-width:]
-    assert window.scores() == kept
+    assert list(window) == kept
     assert window.place(probe) == (sum(v < probe for v in kept), sum(v == probe for v in kept), len(kept))
 
 
@@ -89,12 +89,12 @@ def test_fading_is_geometric_weights(values: list[float], decay: float, probe: f
 
 @pytest.mark.parametrize("memory", [Window(), Window(5), Fading(0.8)])
 def test_memories_are_rebuilt_from_their_scores(memory: Memory) -> None:
-    """Adding `scores` to an empty memory of the same kind gives the same places."""
+    """Adding them to an empty memory of the same kind gives the same places."""
     draw = random.Random(0)
     for _ in range(300):
         memory.add(draw.choice([draw.random(), 0.5]))
     again = Window(None if len(memory) == 300 else 5) if isinstance(memory, Window) else Fading(0.8)
-    for score in memory.scores():
+    for score in memory:
         again.add(score)
     assert tuple(again.place(0.5)) == pytest.approx(tuple(memory.place(0.5)))
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 from itertools import product
 
 import numpy as np
@@ -14,7 +13,6 @@ from atts.calibration.certificate import Candidate, Certificate, certify
 from atts.calibration.risk import (
     betting_p_value,
     binomial_p_value,
-    conformal_risk_control,
     fewest_problems,
     hoeffding_bentkus_p_value,
     lost_answers,
@@ -61,54 +59,11 @@ def test_betting_beats_hoeffding_bentkus_on_fractions() -> None:
     assert betting_p_value(losses, 0.05) < 0.1 * hoeffding_bentkus_p_value(losses, 0.05)
 
 
-@given(st.lists(st.lists(st.integers(0, 4), min_size=5, max_size=5), min_size=1, max_size=12), st.integers(1, 19))
-def test_conformal_risk_control_equals_brute_force(rows: list[list[int]], twentieths: int) -> None:
-    """The smallest parameter whose corrected empirical risk is at most alpha, searched exhaustively."""
-    table = [[k / 4 for k in sorted(row, reverse=True)] for row in rows]
-    alpha, n = Fraction(twentieths, 20), len(rows)
-    good = [
-        column for column in range(5)
-        if (sum(Fraction(row[column]).limit_denominator(4) for row in table) + 1) / (n + 1) <= alpha
-    ]  # fmt: skip
-    assert conformal_risk_control(table, [0, 1, 2, 3, 4], float(alpha)) == (float(good[0]) if good else None)
-
-
-def test_conformal_risk_control_bounds_the_expected_loss() -> None:
-    """All orders of exchangeable loss rows: the mean loss of the last at the chosen parameter is at most alpha."""
-    rows: list[list[float]] = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0], [0.5, 0.5, 0, 0], [1, 0.5, 0.25, 0]]
-    for alpha in (0.3, 0.45, 0.6):
-        losses = list[float]()
-        for last in range(5):
-            stored = [row for place, row in enumerate(rows) if place != last]
-            chosen = conformal_risk_control(stored, [0, 1, 2, 3], alpha)
-            losses.append(rows[last][int(chosen)] if chosen is not None else 0.0)
-        assert np.mean(losses) <= alpha
-
-
-def test_conformal_risk_control_refuses_what_it_cannot_do() -> None:
-    """Losses that increase, exceed the bound, or do not fit the parameters."""
-    bad: list[tuple[list[list[float]], list[float]]] = [
-        ([[0, 1]], [0, 1]), ([[2, 1]], [0, 1]), ([[1]], [0, 1]), ([[1, 0]], [1, 0])
-    ]  # fmt: skip
-    for losses, parameters in bad:
-        with pytest.raises(CalibrationInputError):
-            conformal_risk_control(losses, parameters, 0.5)
-
-
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7), st.sampled_from([0.05, 0.1, 0.4]))
-def test_corrections_equal_brute_force(p_values: list[float], delta: float) -> None:
-    """Fixed sequence and Bonferroni by their definitions, Holm as the closure of Bonferroni over all subsets."""
-    count = len(p_values)
-    assert rejected(p_values, delta) == [k for k in range(count) if all(p <= delta for p in p_values[: k + 1])]
-    assert rejected(p_values, delta, "bonferroni") == [k for k in range(count) if p_values[k] <= delta / count]
-    closed = [
-        k for k in range(count)
-        if all(
-            min(p_values[j] for j in range(count) if mask >> j & 1) <= delta / mask.bit_count()
-            for mask in range(1, 1 << count) if mask >> k & 1
-        )
-    ]  # fmt: skip
-    assert rejected(p_values, delta, "holm") == closed
+def test_fixed_sequence_testing_equals_its_definition(p_values: list[float], delta: float) -> None:
+    """A hypothesis is rejected with all those before it."""
+    expected = [k for k in range(len(p_values)) if all(p <= delta for p in p_values[: k + 1])]
+    assert rejected(p_values, delta) == expected
 
 
 @pytest.mark.parametrize(("epsilon", "delta", "n"), [(0.02, 0.05, 149), (0.05, 0.05, 59), (0.1, 0.05, 29)])
@@ -237,11 +192,9 @@ def test_impossible_certificates_are_refused(candidates: list[Candidate], epsilo
         certify(candidates, epsilon, delta)
 
 
-def test_unknown_tests_and_corrections_are_refused() -> None:
+def test_unknown_tests_are_refused() -> None:
     """With the known ones named; the exact binomial refuses fractions."""
     with pytest.raises(OptionError, match="binomial"):
         risk_p_value([0.0], 0.1, "binomal")  # type: ignore[arg-type]  # the mistake under test
-    with pytest.raises(OptionError, match="holm"):
-        rejected([0.1], 0.1, "hom")  # type: ignore[arg-type]  # the mistake under test
     with pytest.raises(CalibrationInputError, match="fraction"):
         risk_p_value([0.5], 0.1, "binomial")

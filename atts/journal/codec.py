@@ -1,4 +1,4 @@
-"""Frozen values to JSON, exactly: typed by their dataclasses, compact where it counts; `decoding` is the way back.
+"""JSON forms of frozen dataclasses: msgspec reads and checks them; texts and number tuples are stored compactly.
 
 * A field equal to its default is left out.
 * Number tuples longer than eight are packed in base64: `u4:` unsigned 32-bit, `f4:` 32-bit floats where those lose
@@ -11,124 +11,129 @@ from __future__ import annotations
 
 import base64
 import sys
-import types
 from array import array
-from collections import OrderedDict
+from binascii import a2b_base64
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from hashlib import blake2b
+from functools import cache
 from math import isfinite
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import GenericAlias
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from msgspec import NODEFAULT, Struct, defstruct
+from msgspec.structs import astuple
+
+from atts.journal.texts import Texts
 
 LONG_TEXT = 96
 """Texts at least this long are stored by content."""
+TAG_FIELD = "kind"
 _PACKED_FROM = 9
-_CACHE_CHARACTERS = 16 << 20
-_CACHE_NUMBERS = 1 << 20
+_PACKINGS: dict[str, Literal["I", "f", "d"]] = {"u4:": "I", "f4:": "f", "f8:": "d"}
+
+Step = Callable[[Any, Texts], Any]
 
 
-class Texts:
-    """The long texts seen lately, by hash; writer and reader keep theirs in step by doing the same in the same order.
+class Form(NamedTuple):
+    """How values of one type stand in JSON."""
 
-    What the writer still holds, a reader of all it wrote holds too, so a reference never dangles, and neither holds
-    more than `limit` characters. A text forgotten and met again is written again.
-    """
-
-    def __init__(self, limit: int = _CACHE_CHARACTERS) -> None:
-        self._known: OrderedDict[str, str] = OrderedDict()
-        self._limit = limit
-        self._size = 0
-        self._tuples: dict[str, tuple[Any, ...]] = {}
-        self._numbers = 0
-        self.fresh: list[tuple[str, str]] = []  # to be written before the line that refers to them
-
-    def refer(self, text: str) -> str:
-        """The hash to write instead of a long text; a text not known yet joins `fresh`."""
-        digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=15).digest()
-        name = base64.urlsafe_b64encode(digest).decode()
-        if name not in self._known:
-            self.fresh.append((name, text))
-        self.learn(name, text)
-        return name
-
-    def learn(self, name: str, text: str) -> None:
-        """Take a text in, forgetting the ones unused for longest."""
-        if name in self._known:
-            self._known.move_to_end(name)
-            return
-        self._known[name] = text
-        self._size += len(text)
-        while self._size > self._limit and len(self._known) > 1:
-            _, forgotten = self._known.popitem(last=False)
-            self._size -= len(forgotten)
-
-    def find(self, name: str) -> str:
-        """The text of a reference.
-
-        :raises ValueError: the reference dangles.
-        """
-        if name not in self._known:
-            raise ValueError(f"it refers to a text @{name} that is not there")
-        self._known.move_to_end(name)
-        return self._known[name]
-
-    def unpacked(self, text: str, unpack: Callable[[str], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """The tuple a packed text stands for; one that was met lately is the same object, and is not unpacked again."""
-        found = self._tuples.get(text)
-        if found is None:
-            if self._numbers > _CACHE_NUMBERS:
-                self._tuples.clear()
-                self._numbers = 0
-            found = self._tuples[text] = unpack(text)
-            self._numbers += len(found)
-        return found
+    stored: Any  # the type that msgspec reads
+    write: Step  # the value, to what json writes
+    read: Step  # what msgspec read, to the value; ValueError: it cannot be
 
 
-Encoder = Callable[[Any, Texts], Any]
+def _same(value: Any, texts: Texts) -> Any:
+    return value
 
 
-def encoder(hint: Any) -> Encoder:
-    """The function that turns a value of this type into plain JSON data."""
+@cache
+def form(hint: Any) -> Form:
+    """The form of a type: a dataclass, or the type of a field of one."""
     if is_dataclass(hint):
-        return _dataclass_encoder(hint)
+        return dataclass_form(hint)
+    if hint in _FORMS:
+        return _FORMS[hint]
     origin, arguments = get_origin(hint), get_args(hint)
-    if hint in _ENCODERS:
-        return _ENCODERS[hint]
     if origin is Literal:
-        return _write_plain
-    if origin in (Union, types.UnionType):
-        return _optional_encoder(encoder(some(arguments)))
-    if origin is tuple and arguments[1:] == (...,):
-        return _tuple_encoder(encoder(arguments[0]))
-    assert origin is not None, f"no way to write {hint}"
-    assert issubclass(origin, Mapping), f"no way to write {hint}"
-    return _mapping_encoder(encoder(arguments[1]))
+        return Form(hint, _same, _same)
+    if type(None) in arguments:
+        (inner,) = (form(part) for part in arguments if part is not type(None))
+        return Form(inner.stored | None, _unless_none(inner.write), _unless_none(inner.read))
+    assert origin is not None, f"no form for {hint}"
+    if issubclass(origin, Mapping):
+        inner = form(arguments[1])
+        return Form(GenericAlias(dict, (str, inner.stored)), _of_mapping(inner.write), _of_mapping(inner.read))
+    assert origin is tuple, f"no form for {hint}"
+    inner = form(arguments[0])
+    return Form(GenericAlias(tuple, (inner.stored, ...)), _of_tuple(inner.write, list), _of_tuple(inner.read, tuple))
 
 
-def some(arguments: tuple[Any, ...]) -> Any:
-    """The type of which None is the only alternative."""
-    (inner,) = (argument for argument in arguments if argument is not type(None))
-    return inner
+def dataclass_form(kind: Any, base: type[Struct] | None = None, tag: str | None = None) -> Form:
+    """The form of a dataclass: a struct of the same fields in their own forms.
 
-
-def _dataclass_encoder(kind: Any) -> Encoder:
+    With a `base` the struct has its fields as well, and with a `tag` that tag; neither is part of the value.
+    """
     hints = get_type_hints(kind)
-    plan = [(field.name, encoder(hints[field.name]), default(field)) for field in fields(kind)]
+    parts = [(field.name, form(hints[field.name]), _default(field)) for field in fields(kind)]
+    stored = defstruct(
+        kind.__name__,
+        [(name, part.stored, NODEFAULT if usual is MISSING else usual) for name, part, usual in parts],
+        bases=(base,) if base else None,
+        tag_field=tag and TAG_FIELD,
+        tag=tag,
+        kw_only=True,
+        forbid_unknown_fields=True,
+        gc=False,
+    )
+    skipped = len(base.__struct_fields__) if base else 0
+    return Form(stored, _dataclass_writer(parts), _dataclass_reader(kind, parts, skipped))
 
-    def encode(value: Any, texts: Texts) -> dict[str, Any]:
-        data: dict[str, Any] = {}
-        for name, write, usual in plan:
-            part = getattr(value, name)
-            if part is not usual and part != usual:
-                data[name] = write(part, texts)
-        return data
 
-    return encode
-
-
-def default(field: Any) -> Any:
+def _default(field: Any) -> Any:
     """What a field that is left out stands for; MISSING where it may not be."""
     return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _dataclass_writer(parts: list[tuple[str, Form, Any]]) -> Step:
+    def write(value: Any, texts: Texts) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for name, part, usual in parts:
+            found = getattr(value, name)
+            if found is not usual and found != usual:
+                data[name] = part.write(found, texts)
+        return data
+
+    return write
+
+
+def _dataclass_reader(kind: Any, parts: list[tuple[str, Form, Any]], skipped: int) -> Step:
+    reads = [(place, part.read) for place, (_, part, _) in enumerate(parts) if part.read is not _same]
+    names = [name for name, _, _ in parts]
+    pair = (names.index("draft_ids"), names.index("target_ids")) if "draft_ids" in names else None
+
+    def read(found: Any, texts: Texts) -> Any:
+        if type(found) is kind:  # the default of a field that was left out
+            return found
+        values = list(astuple(found)[skipped:])
+        for place, step in reads:
+            values[place] = step(values[place], texts)
+        if pair and values[pair[0]] == values[pair[1]]:  # a shared tokenizer: one tuple, as when it was written
+            values[pair[1]] = values[pair[0]]
+        return kind(*values)
+
+    return read
+
+
+def _unless_none(step: Step) -> Step:
+    return step if step is _same else lambda value, texts: None if value is None else step(value, texts)
+
+
+def _of_mapping(step: Step) -> Step:
+    return step if step is _same else lambda value, texts: {name: step(part, texts) for name, part in value.items()}
+
+
+def _of_tuple(step: Step, make: Callable[[list[Any]], Any]) -> Step:
+    return step if step is _same else lambda value, texts: make([step(part, texts) for part in value])
 
 
 def _write_text(value: str, texts: Texts) -> str:
@@ -137,18 +142,22 @@ def _write_text(value: str, texts: Texts) -> str:
     return "@" + value if value.startswith("@") else value
 
 
+def _read_text(stored: str, texts: Texts) -> str:
+    if stored[:1] != "@":
+        return stored
+    return stored[1:] if stored.startswith("@@") or stored == "@" else texts.find(stored[1:])
+
+
 def _write_float(value: float, texts: Texts) -> float | str:
     return value if isfinite(value) else str(value)
 
 
-def _write_plain(value: Any, texts: Texts) -> Any:
-    return value
+def _read_float(stored: float | str, texts: Texts) -> float:
+    return float(stored) if type(stored) is str else stored  # type: ignore[return-value]
 
 
-def _pack(prefix: str, values: array[Any], texts: Texts) -> str:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return _write_text(prefix + base64.b64encode(values.tobytes()).decode(), texts)
+def _read_bool(stored: bool | str, texts: Texts) -> bool:
+    return stored == "yes" if isinstance(stored, str) else stored
 
 
 def _write_ints(value: tuple[int, ...], texts: Texts) -> Any:
@@ -168,20 +177,38 @@ def _write_floats(value: tuple[float, ...], texts: Texts) -> Any:
     return _pack("f4:", narrow, texts) if array("d", narrow) == wide else _pack("f8:", wide, texts)
 
 
-def _tuple_encoder(write: Encoder) -> Encoder:
-    if write is _ENCODERS[int]:
-        return _write_ints
-    if write is _ENCODERS[float]:
-        return _write_floats
-    return lambda value, texts: [write(part, texts) for part in value]
+def _pack(prefix: str, values: array[Any], texts: Texts) -> str:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return _write_text(prefix + base64.b64encode(values.tobytes()).decode(), texts)
 
 
-def _mapping_encoder(write: Encoder) -> Encoder:
-    return lambda value, texts: {name: write(part, texts) for name, part in value.items()}
+def _reads_packed(prefixes: tuple[str, ...], read: Step) -> Step:
+    def read_packed(stored: Any, texts: Texts) -> tuple[Any, ...]:
+        if type(stored) is not str:
+            return stored if read is _same else tuple([read(part, texts) for part in stored])
+        text = _read_text(stored, texts)
+        if text[:3] not in prefixes:
+            raise ValueError(f"{text[:16]!r} is not a packed tuple")
+        return texts.unpacked(text, _unpack)
+
+    return read_packed
 
 
-def _optional_encoder(write: Encoder) -> Encoder:
-    return lambda value, texts: None if value is None else write(value, texts)
+def _unpack(text: str) -> tuple[Any, ...]:
+    values: array[Any] = array(_PACKINGS[text[:3]])
+    values.frombytes(a2b_base64(text[3:], strict_mode=True))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return tuple(values)
 
 
-_ENCODERS: dict[Any, Encoder] = {str: _write_text, int: _write_plain, bool: _write_plain, float: _write_float}
+_Float = float | Literal["inf", "-inf", "nan"]
+_FORMS: Mapping[Any, Form] = {
+    str: Form(str, _write_text, _read_text),
+    int: Form(int, _same, _same),
+    bool: Form(bool | Literal["yes", "no"], _same, _read_bool),  # words were written under schema 1
+    float: Form(_Float, _write_float, _read_float),
+    tuple[int, ...]: Form(tuple[int, ...] | str, _write_ints, _reads_packed(("u4:",), _same)),
+    tuple[float, ...]: Form(tuple[_Float, ...] | str, _write_floats, _reads_packed(("f4:", "f8:"), _read_float)),
+}

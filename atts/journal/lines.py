@@ -11,23 +11,59 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
+import msgspec
+
 from atts.errors import JournalCorrupt, JournalVersion
 from atts.files import storage
-from atts.journal.codec import Encoder, Texts, encoder
-from atts.journal.decoding import Read, decoder, fields_decoder
+from atts.journal.codec import TAG_FIELD, dataclass_form
 from atts.journal.events import KINDS, SCHEMA, Entry, Event, SessionOpened
-from atts.journal.migration import ORIGINS, decision_with_origin, with_origin
+from atts.journal.migration import ORIGINS, with_origin
+from atts.journal.texts import Texts
 
-_ESCAPED = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_escaped = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+class Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """What every line has; the checksum is looked at before the rest is."""
+
+    n: int
+    crc: str
+
+
+class TextLine(Line, tag_field=TAG_FIELD, tag="text"):
+    """A long text, before the first line that refers to it."""
+
+    id: str
+    text: str
+
+
+class EventLine(Line):
+    """What every event's line has besides the event."""
+
+    at: float
+    wall: float
+
+
+class _Opening(msgspec.Struct):
+    """What a session's opening says in every schema."""
+
+    kind: str
+    schema: int
+
+
+_FORMS = {kind: dataclass_form(kind, EventLine, word) for word, kind in KINDS.items()}
 _WORDS: Mapping[type[Event], str] = MappingProxyType({kind: word for word, kind in KINDS.items()})
-
-Plain = Mapping[type[Event], Callable[[float, dict[str, Any]], None]]
-"""What takes the lines of some kinds as they stand: the run's clock, and their fields but those left at defaults."""
+_READS = {form.stored: form.read for form in _FORMS.values()}
+_LINES: Any = reduce(or_, _READS, TextLine)
+_decode = msgspec.json.Decoder(_LINES).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +78,23 @@ class JournalEnd:
 class LineWriter:
     """Turns events into lines; knows the number of the next one."""
 
-    def __init__(self, number: int, texts: Texts) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.number = number
-        self._texts = texts
-        self._encoders: dict[type[Event], tuple[str, Encoder]] = {
-            kind: (word, encoder(kind)) for kind, word in _WORDS.items()
-        }
+        self._texts = Texts()
 
     def lines(self, event: Event, at: float, wall: float) -> bytes:
         """The event's line, long texts it brings along before it."""
-        word, encode = self._encoders[type(event)]
-        body = encode(event, self._texts)
+        kind = type(event)
+        body = _FORMS[kind].write(event, self._texts)
         before = b""
         if self._texts.fresh:
             texts = [{"kind": "text", "id": name, "text": text} for name, text in self._texts.fresh]
             before = b"".join(map(self._line, texts))
             self._texts.fresh.clear()
-        return before + self._line({"at": round(at, 6), "wall": round(wall, 3), "kind": word, **body})
+        return before + self._line({"at": round(at, 6), "wall": round(wall, 3), "kind": _WORDS[kind], **body})
 
     def _line(self, fields: dict[str, Any]) -> bytes:
-        body = _ESCAPED({"n": self.number, **fields}).encode()[:-1]
+        body = _escaped({"n": self.number, **fields}).encode()[:-1]
         self.number += 1
         return b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body))
 
@@ -70,22 +103,25 @@ def read_entries(
     path: Path,
     on_end: Callable[[JournalEnd], None] | None = None,
     kinds: Collection[type[Event]] | None = None,
-    plain: Plain = MappingProxyType({}),
+    plain: Mapping[type[Event], Callable[[float, dict[str, Any]], None]] = MappingProxyType({}),
 ) -> Iterator[Entry]:
     """Every event of a journal in order, without holding more than a line and the latest texts.
 
     The last line may be torn (its process was killed while writing): it does not count. `on_end` learns where the
     whole lines end. With `kinds` only such events are given out: other lines are checked, not decoded. A set of them
-    may change while reading. Lines of a kind in `plain` are checked and handed to its function, in their turn, instead
-    of being given out: making no value of each is worth it where there is one for every engine call.
+    may change while reading.
 
     :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
     :raises JournalVersion: a newer version wrote it.
     :raises StorageError: the file cannot be read.
     """
     with storage(path), path.open("rb") as file:
-        reader = _Reader(path, kinds, plain)
-        yield from reader.entries(file)
+        reader = _Reader(path, kinds)
+        for entry in reader.entries(file):
+            if type(entry.event) in plain:
+                plain[type(entry.event)](entry.at, {f.name: getattr(entry.event, f.name) for f in fields(entry.event)})
+            else:
+                yield entry
     if on_end is not None:
         on_end(reader.tail)
 
@@ -94,16 +130,12 @@ _END = len(b',"crc":"00000000"}\n')
 _PASSED = MappingProxyType({word.encode(): kind for word, kind in KINDS.items() if kind is not SessionOpened})
 _HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"kind":"([a-z-]+)"')
 _REFERENCE = re.compile(rb'[:,[]"@([\w-]{20})"')  # within a text every quote has a backslash before it
-_json = json.JSONDecoder().raw_decode
-_number = decoder(float)
 
 
 class _Reader:
-    def __init__(self, path: Path, kinds: Collection[type[Event]] | None, plain: Plain) -> None:
+    def __init__(self, path: Path, kinds: Collection[type[Event]] | None) -> None:
         self._path = path
         self._texts = Texts()
-        self._decoders: dict[str, Read] = {word: decoder(kind) for word, kind in KINDS.items() if kind not in plain}
-        self._plain = {_WORDS[kind]: (fields_decoder(kind), take) for kind, take in plain.items()}
         self._kinds = kinds
         self._line = self._session = self._length = 0
         self._schema = SCHEMA  # of the present session
@@ -129,7 +161,7 @@ class _Reader:
                 yield entry
 
     def _is_passed_over(self, line: bytes) -> bool:
-        """Whether nobody asked for this event; texts it refers to count as used, as they did when it was written."""
+        """Whether the event is not wanted; texts it refers to count as used, as they did when it was written."""
         found = _HEAD.match(line) if self._line else None
         kind = None if found is None else _PASSED.get(found[2])
         if found is None or kind is None or self._kinds is None or kind in self._kinds:
@@ -141,34 +173,33 @@ class _Reader:
         return True
 
     def _entry(self, line: bytes) -> Entry | None:
-        fields = parse(line)
-        word, number = fields.pop("kind", None), fields.pop("n", None)
-        if word == "session-opened" and isinstance(fields.get("schema"), int) and fields["schema"] > SCHEMA:
-            raise newer(self._path, fields["schema"])
-        self._count(number)
-        if word == "text":
-            self._texts.learn(str(fields.get("id")), str(fields.get("text")))
+        found = self._parse(line)
+        self._count(found.n)
+        if isinstance(found, TextLine):
+            self._texts.learn(found.id, found.text)
             return None
-        at, wall = fields.pop("at", None), fields.pop("wall", None)
-        if type(at) is not float or type(wall) is not float:
-            at, wall = _number(at, self._texts), _number(wall, self._texts)
-        if word in self._plain:
-            read, take = self._plain[word]
-            found = read(fields, self._texts)
-            if self._schema < ORIGINS and "decision" in found:
-                found["decision"] = decision_with_origin(found["decision"])
-            take(at, found)
-            return None
-        if word not in self._decoders:
-            raise ValueError(f"it is of an unknown kind {word!r}")
-        event = self._decoders[word](fields, self._texts)
-        if word == "session-opened":
+        event = _READS[type(found)](found, self._texts)
+        if isinstance(event, SessionOpened):
+            if event.schema > SCHEMA:
+                raise newer(self._path, event.schema)
             self._session, self._schema = event.session, event.schema
         elif self._line == 0:
             raise ValueError("the first line opens no session")
         if self._schema < ORIGINS:
             event = with_origin(event)
-        return Entry(self._line, self._session, at, wall, event)
+        return Entry(self._line, self._session, found.at, found.wall, event)
+
+    def _parse(self, line: bytes) -> Any:
+        try:
+            if b"\\ud" in line:  # half a surrogate pair, perhaps, which is text in Python alone
+                return msgspec.convert(json.loads(line), _LINES)
+            return _decode(line)
+        except msgspec.ValidationError:
+            with suppress(msgspec.ValidationError):
+                opening = msgspec.json.decode(line, type=_Opening)
+                if opening.kind == "session-opened" and opening.schema > SCHEMA:
+                    raise newer(self._path, opening.schema) from None
+            raise
 
     def _count(self, number: object) -> None:
         if number != self._line:
@@ -201,15 +232,3 @@ def check(line: bytes) -> None:
     if line[-_END:-11] != b',"crc":"':
         raise ValueError("it has no checksum")
     raise ValueError("its checksum does not match")
-
-
-def parse(line: bytes) -> dict[str, Any]:
-    """The fields of a line that was checked, its checksum left out.
-
-    :raises ValueError: it is no JSON object.
-    """
-    text = line[:-_END].decode() + "}"
-    fields, end = _json(text)
-    if end != len(text) or type(fields) is not dict:
-        raise ValueError("it is not one JSON object")
-    return fields

@@ -23,7 +23,6 @@ import anyio.to_thread
 from atts import tasks
 from atts.errors import JournalCorrupt, OptionError, StorageError
 from atts.files import refused, storage, sync_directory
-from atts.journal.codec import Texts
 from atts.journal.events import SCHEMA, Entry, Event, SessionClosed, SessionOpened
 from atts.journal.files import AppendFile, Opener, locked, open_append, write_all
 from atts.journal.lines import JournalEnd, LineWriter, read_entries
@@ -66,7 +65,7 @@ class Journal:
         self.path = path
         self.session = tail.session + 1
         self._options = options
-        self._lines = LineWriter(tail.number, Texts())
+        self._lines = LineWriter(tail.number)
         self._clock = options.clock or tasks.clock()
         self._epoch = self._clock()
         with storage(path):

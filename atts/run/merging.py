@@ -33,7 +33,6 @@ from atts.journal import (
     open_run,
     write_all,
 )
-from atts.journal.codec import Texts
 from atts.journal.lines import LineWriter
 from atts.journal.manifest import save_manifest
 from atts.journal.writer import LOCK
@@ -192,7 +191,7 @@ def _manifest(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Manif
 
 
 def _write(parts: Sequence[MergedPart], problems: Sequence[Problem], out: Path) -> None:
-    writer = LineWriter(0, Texts())
+    writer = LineWriter()
     with storage(out / JOURNAL):
         file = open_append(out / JOURNAL)
         try:

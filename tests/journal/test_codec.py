@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.core import Completion, Prompt, Scores
 from atts.journal import KINDS, Event, Sampled, Scored
-from atts.journal.codec import Texts, encoder
-from atts.journal.decoding import decoder
+from atts.journal.codec import form
+from atts.journal.texts import Texts
 
 
 def same(one: Any, other: Any) -> bool:
@@ -35,11 +36,17 @@ def same(one: Any, other: Any) -> bool:
 
 def through_json(value: Any) -> Any:
     """Written, read as strict JSON, rebuilt."""
+    kind: Any = type(value)
     written, read = Texts(), Texts()
-    text = json.dumps(encoder(type(value))(value, written), allow_nan=False)
+    text = json.dumps(form(kind).write(value, written), allow_nan=False)
     for name, long in written.fresh:
         read.learn(name, long)
-    return decoder(type(value))(json.loads(text), read)
+    return from_json(kind, json.loads(text), read)
+
+
+def from_json(kind: Any, data: Any, texts: Texts) -> Any:
+    """The value of plain JSON data."""
+    return form(kind).read(msgspec.convert(data, form(kind).stored), texts)
 
 
 @settings(max_examples=20, deadline=None)
@@ -84,7 +91,7 @@ def test_a_packed_tuple_is_small() -> None:
     for step, limit in ((0.5, 6_000), (0.1, 9_000)):
         texts = Texts()
         event = Sampled("p", "k", Completion(ids, "x", "length", tuple(-step * i for i in ids)), "draft")
-        text = json.dumps(encoder(Sampled)(event, texts)) + "".join(long for _, long in texts.fresh)
+        text = json.dumps(form(Sampled).write(event, texts)) + "".join(long for _, long in texts.fresh)
         assert len(text) < limit
 
 
@@ -125,4 +132,4 @@ def test_references_never_dangle(order: list[int], limit: int, restarts: list[in
 def test_other_data_is_refused(data: Any) -> None:
     """What is not such an event raises ValueError instead of becoming one."""
     with pytest.raises(ValueError, match=r"\S"):
-        decoder(Scored)(data, Texts())
+        from_json(Scored, data, Texts())

@@ -23,7 +23,6 @@ from atts.journal import (
     Warned,
     read_entries,
 )
-from atts.journal.codec import Texts
 from atts.journal.lines import LineWriter
 
 OPENED = SessionOpened(SCHEMA, 1, "0.1.0", 42)
@@ -31,7 +30,7 @@ OPENED = SessionOpened(SCHEMA, 1, "0.1.0", 42)
 
 def write(path: Path, events: list[Event]) -> list[bytes]:
     """A journal of one session; its lines."""
-    writer = LineWriter(0, Texts())
+    writer = LineWriter()
     data = b"".join(writer.lines(event, 0.5 * place, 1e9) for place, event in enumerate([OPENED, *events]))
     path.write_bytes(data)
     return data.splitlines(keepends=True)
@@ -71,6 +70,35 @@ def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
     """Any JSON tool can read the file."""
     for line in write(tmp_path / "j", story):
         assert json.loads(line, parse_constant=pytest.fail)["crc"] == f"{zlib.crc32(line[:-19]):08x}"
+
+
+@pytest.mark.parametrize("text", ["\ud800 alone", "😀", "\ud800 long " * 20, "\\ud800", "é" * 200])
+def test_any_text_comes_back(tmp_path: Path, text: str) -> None:
+    """Half a surrogate pair is text too, short or long."""
+    write(tmp_path / "j", [Warned("w", text)])
+    assert read(tmp_path / "j")[0] == [Warned("w", text)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"text": 3}, r"line 2 is damaged: Expected `str`, got `int` - at `\$.text`"),
+        ({"more": 1}, r"line 2 is damaged: Object contains unknown field `more`"),
+        ({"code": None}, r"line 2 is damaged: Expected `str`, got `null` - at `\$.code`"),
+        ({"kind": "rumour"}, r"line 2 is damaged: Invalid value 'rumour' - at `\$.kind`"),
+        ({"n": 7}, r"line 2 is damaged: it is numbered 7, expected 1"),
+        ({"text": "@nowhere"}, r"line 2 is damaged: it refers to a text @nowhere"),
+    ],
+)
+def test_other_shapes_are_damage(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    """A whole line that does not say what an event says: the error names line and field."""
+    opened, line = write(tmp_path / "j", [Warned("w", "text")])
+    told = {name: part for name, part in json.loads(line).items() if name != "crc"}
+    body = json.dumps({**told, **changes}).encode()[:-1]
+    harmed = body + b',"crc":"%08x"}\n' % zlib.crc32(body)
+    (tmp_path / "j").write_bytes(opened + harmed + b"more\n")
+    with pytest.raises(JournalCorrupt, match=words):
+        list(read_entries(tmp_path / "j"))
 
 
 def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event]) -> None:
@@ -157,7 +185,7 @@ def test_a_changed_digit_is_noticed(tmp_path: Path, story: list[Event]) -> None:
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     """Also when a newer version resumed a journal of ours, and whatever else the newer line holds."""
-    writer = LineWriter(0, Texts())
+    writer = LineWriter()
     ours = writer.lines(OPENED, 0, 0) + writer.lines(Warned("a", "b"), 0, 0)
     newer = json.dumps({"n": 2, "kind": "session-opened", "schema": SCHEMA + 1, "extra": 1}).encode()[:-1]
     (tmp_path / "j").write_bytes(ours + newer + b',"crc":"%08x"}\n' % zlib.crc32(newer))

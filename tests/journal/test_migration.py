@@ -7,7 +7,6 @@ import pytest
 
 from atts.core import Decision, Turn
 from atts.journal import SCHEMA, Decided, Event, Observed, SessionOpened, TurnFinished, read_entries
-from atts.journal.codec import Texts
 from atts.journal.lines import LineWriter
 
 WORDS = {
@@ -23,7 +22,7 @@ WORDS = {
 
 def journal(path: Path, schema: int, events: list[Event]) -> Path:
     """A journal as a version of that schema wrote it."""
-    writer = LineWriter(0, Texts())
+    writer = LineWriter()
     lines = [writer.lines(event, 1.0, 2.0) for event in (SessionOpened(schema, 1, "0.1.0", 1), *events)]
     path.write_bytes(b"".join(lines))
     return path

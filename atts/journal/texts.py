@@ -1,0 +1,69 @@
+"""The memory of long texts that journal lines refer to by hash, kept alike by writer and reader."""
+
+from __future__ import annotations
+
+import base64
+from collections import OrderedDict
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+_CHARACTERS = 16 << 20
+_NUMBERS = 1 << 20
+
+
+class Texts:
+    """The long texts seen lately, by hash; writer and reader keep theirs in step by doing the same in the same order.
+
+    What the writer still holds, a reader of all it wrote holds too, so a reference never dangles, and neither holds
+    more than `limit` characters. A text forgotten and met again is written again.
+    """
+
+    def __init__(self, limit: int = _CHARACTERS) -> None:
+        self._known: OrderedDict[str, str] = OrderedDict()
+        self._limit = limit
+        self._size = 0
+        self._tuples: dict[str, tuple[Any, ...]] = {}
+        self._numbers = 0
+        self.fresh: list[tuple[str, str]] = []  # to be written before the line that refers to them
+
+    def refer(self, text: str) -> str:
+        """The hash to write instead of a long text; a text not known yet joins `fresh`."""
+        digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=15).digest()
+        name = base64.urlsafe_b64encode(digest).decode()
+        if name not in self._known:
+            self.fresh.append((name, text))
+        self.learn(name, text)
+        return name
+
+    def learn(self, name: str, text: str) -> None:
+        """Take a text in, forgetting the ones unused for longest."""
+        if name in self._known:
+            self._known.move_to_end(name)
+            return
+        self._known[name] = text
+        self._size += len(text)
+        while self._size > self._limit and len(self._known) > 1:
+            _, forgotten = self._known.popitem(last=False)
+            self._size -= len(forgotten)
+
+    def find(self, name: str) -> str:
+        """The text of a reference.
+
+        :raises ValueError: the reference dangles.
+        """
+        if name not in self._known:
+            raise ValueError(f"it refers to a text @{name} that is not there")
+        self._known.move_to_end(name)
+        return self._known[name]
+
+    def unpacked(self, text: str, unpack: Callable[[str], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """The tuple a packed text stands for; one that was met lately is the same object, and is not unpacked again."""
+        found = self._tuples.get(text)
+        if found is None:
+            if self._numbers > _NUMBERS:
+                self._tuples.clear()
+                self._numbers = 0
+            found = self._tuples[text] = unpack(text)
+            self._numbers += len(found)
+        return found

@@ -1,16 +1,13 @@
 """The public verbs; alone knows which engines exist and builds them."""
 
 from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, scores_of
-from atts.api.comparing import compare
 from atts.api.config import Configuration, Job, config_keys, configure
 from atts.api.engines import SCHEMES, build_engine
 from atts.api.estimate import DryRun, Tokens, dry_run
 from atts.api.evaluation import evaluate, evaluate_sync, solve, solve_sync
-from atts.api.planning import plan
+from atts.api.recorded import compare, merge, plan, report, trace
 from atts.api.replaying import Replay, replay
-from atts.api.reporting import report, trace
 from atts.api.setup import Setup, answers_for, load_problems
-from atts.api.uniting import merge
 
 __all__ = [
     "SCHEMES",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atts.api.evaluation import evaluate, run_sync
-from atts.api.reporting import directory_of
+from atts.api.recorded import directory_of
 from atts.api.setup import Setup
 from atts.core import Decision, Problem
 from atts.errors import CalibrationInputError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atts.api.calibrating import setup_of
-from atts.api.reporting import directory_of
+from atts.api.recorded import directory_of
 from atts.api.setup import CalibrationMode, answers_for, grade
 from atts.core import Chunk, Decision, Outcome, Rollout, Turn
 from atts.errors import JournalError, OptionError

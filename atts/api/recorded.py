@@ -1,0 +1,153 @@
+"""The verbs over recorded runs: report, trace, compare, plan and merge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atts.errors import UsageError
+from atts.files import write_atomic
+from atts.graph import write_trace
+from atts.run import Merged, RunResult
+from atts.run import merge as merge_runs
+
+if TYPE_CHECKING:
+    from atts.analysis import Advice, Compared, Format
+
+Run = str | Path | RunResult
+"""A run directory, or the result of a run that was kept in one."""
+
+
+def report(
+    run: Run,
+    *,
+    format: Format = "html",
+    against: Sequence[Run] = (),
+    out: str | Path | None = None,
+) -> Path:
+    """Write the report of a run, finished or not, and say where it is: `report.html` in its directory unless told.
+
+    `format` is "html" (one file, no network), "markdown" or "json", from the same numbers; `against` are runs to
+    compare with, problem by problem.
+
+    :raises OptionError: for an unknown format.
+    :raises UsageError: for a result that was kept in memory only.
+    :raises JournalError: a directory holds no run, or one that cannot be read.
+
+    >>> import tempfile
+    >>> from atts.api import Setup, evaluate_sync
+    >>> from atts.testing import toy_problems
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     setup = Setup(draft="scripted", target="scripted")
+    ...     result = evaluate_sync(toy_problems(2), setup, directory=folder)
+    ...     report(result).name, report(folder, format="markdown").name
+    ('report.html', 'report.md')
+    """
+    from atts.analysis import write_report
+
+    others = [directory_of(other) for other in against]
+    return write_report(directory_of(run), format, None if out is None else Path(out), others)
+
+
+def trace(run: Run, out: str | Path | None = None) -> Path:
+    """Write the run's task graph as Chrome trace JSON, which ui.perfetto.dev opens; `trace.json` in its directory.
+
+    :raises UsageError: for a result that was kept in memory only.
+    :raises JournalError: there is no run, or it cannot be read.
+    :raises StorageError: the disk refuses.
+    """
+    from atts.analysis import read_nodes
+
+    directory, text = directory_of(run), StringIO()
+    write_trace(read_nodes(directory), text)
+    path = directory / "trace.json" if out is None else Path(out)
+    write_atomic(path, text.getvalue().encode())
+    return path
+
+
+def compare(first: Run, second: Run) -> Compared:
+    """The second run against the first, problem by problem: run directories, results in JSONL files, or results.
+
+    :raises JournalError: a directory holds no run, or one that cannot be read.
+    :raises DatasetError: a file holds no results, or the two have no graded problem in common.
+    :raises UsageError: for a result that was kept in memory only.
+
+    >>> import tempfile
+    >>> from atts.api import Setup, evaluate_sync
+    >>> from atts.testing import toy_problems
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     def run(method: str) -> RunResult:
+    ...         setup = Setup(draft="scripted", target="scripted", method=method)
+    ...         return evaluate_sync(toy_problems(2), setup, directory=f"{folder}/{method}")
+    ...     compare(run("target-only"), run("atts")).problems
+    2
+    """
+    from atts.analysis import compare, read_side
+
+    return compare(*(read_side(directory_of(one)) for one in (first, second)))
+
+
+def plan(
+    runs: Run | Sequence[Run],
+    *,
+    target_tokens: float | None = None,
+    tokens: float | None = None,
+    seconds: float | None = None,
+) -> Advice:
+    """Which rate, samples, turns and chunk length, when a problem may take so much; several runs bring several rates.
+
+    :raises JournalError: a directory holds no run, or one that cannot be read.
+    :raises UsageError: a result kept in memory only, a run without a graded problem, runs of different problems, or a
+        cap that is not positive.
+
+    >>> import tempfile
+    >>> from atts.api import Setup, evaluate_sync
+    >>> from atts.testing import toy_problems
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     setup = Setup(draft="scripted", target="scripted")
+    ...     advice = plan(evaluate_sync(toy_problems(3), setup, directory=folder), tokens=10_000)
+    >>> advice.problems, advice.best is not None
+    (3, True)
+    """
+    from atts.analysis import Cap, advise
+
+    several = [runs] if isinstance(runs, str | Path | RunResult) else runs
+    return advise([directory_of(run) for run in several], Cap(target_tokens, tokens, seconds))
+
+
+def merge(runs: Sequence[Run], out: str | Path) -> Merged:
+    """Put the shards of an evaluation together in a new directory: what one process would have left there.
+
+    With a gate that learns nothing it is the same, decision by decision; gates that learn have each learnt from their
+    own shard, and the rate is held in every one of them.
+
+    :raises UsageError: they are not the shards of one evaluation, all over; or a result was kept in memory only.
+    :raises FingerprintError: they ran under different settings.
+    :raises JournalError: one cannot be read, or `out` not be written.
+
+    >>> import tempfile
+    >>> from atts.api import Setup, evaluate_sync
+    >>> from atts.testing import toy_problems
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     setup, problems = Setup(draft="scripted", target="scripted"), toy_problems(5)
+    ...     parts = [
+    ...         evaluate_sync(problems, setup, shard=f"{number}/2", directory=f"{folder}/{number}") for number in (1, 2)
+    ...     ]
+    ...     merge(parts, f"{folder}/all").problems
+    5
+    """
+    return merge_runs([directory_of(run) for run in runs], Path(out))
+
+
+def directory_of(run: Run) -> Path:
+    """Where a run is kept.
+
+    :raises UsageError: in memory only.
+    """
+    if not isinstance(run, RunResult):
+        return Path(run)
+    if run.directory is None:
+        raise UsageError("this run was kept in memory only; give `evaluate` a directory to have a report of it")
+    return run.directory

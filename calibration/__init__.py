@@ -12,8 +12,10 @@
 
 from atts.calibration.budget import GroupBudget, TokenBucket, capped
 from atts.calibration.certificate import Candidate, Certificate, certify
+from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
 from atts.calibration.drift import DriftEvent, DriftMonitor, Policy
 from atts.calibration.health import Health, examine, first_alarm
+from atts.calibration.martingale import SimpleJumper
 from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
@@ -33,6 +35,7 @@ __all__ = [
     "Calibrator",
     "Candidate",
     "Certificate",
+    "ClusterSummary",
     "DEFAULTS",
     "DriftEvent",
     "DriftMonitor",
@@ -52,9 +55,11 @@ __all__ = [
     "Ranks",
     "Replay",
     "Scale",
+    "SimpleJumper",
     "StoredScores",
     "TokenBucket",
     "Tuning",
+    "by_cluster",
     "capped",
     "certify",
     "check_fingerprint",
@@ -71,5 +76,6 @@ __all__ = [
     "read_scores",
     "replay",
     "scale_named",
+    "summarise",
     "write_state",
 ]

@@ -18,9 +18,9 @@ from atts.pipelines.gates import (
 )
 from atts.pipelines.needs import check_engines
 from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
-from atts.pipelines.scores import ScoreRule
+from atts.pipelines.scores import ScoreRule, evidence
 from atts.pipelines.solve import solve
-from atts.pipelines.votes import Ballot, Grouper, Tally, cannot_change, settled_probability, tally
+from atts.pipelines.votes import Ballot, Grouper, Tally, VoteKind, ballot, cannot_change, settled_probability, tally
 from atts.pipelines.wrappers import (
     CappedGate,
     CertifiedGate,
@@ -62,10 +62,13 @@ __all__ = [
     "Tally",
     "ThresholdGate",
     "TopGate",
+    "VoteKind",
     "WarmScore",
     "WarmingGate",
+    "ballot",
     "cannot_change",
     "check_engines",
+    "evidence",
     "level_of",
     "settled_probability",
     "solve",

@@ -1,55 +1,59 @@
 """What recorded runs say: reports, comparisons, plans, replays under other policies.
 
-collected = collect(Path("runs/first"), against=[Path("runs/target-only")])
-collected.report.calibration.rate        # every number is a frozen value
-render(collected, "html")                # one file, no network; also "markdown" and "json"
-compare(read_side(Path("runs/target-only")), read_side(Path("runs/first"))).vote.difference
+built = build_report(Path("runs/first"), against=[Path("runs/target-only")])
+built.report.calibration.rate            # every number is a frozen value
+render(built, "html")                    # one file, no network; also "markdown" and "json"
+compare(read_results(Path("runs/target-only")), read_results(Path("runs/first"))).vote.difference
 advise([Path("runs/first")], Cap(target_tokens=300)).best
 """
 
 from atts.analysis.comparison import Compared, CostRatio, compare
 from atts.analysis.plan.advice import Advice, Cap, advise
 from atts.analysis.plan.options import Option
-from atts.analysis.plan.rates import RateGuess
 from atts.analysis.plan.speeds import ChunkAdvice, Speed
+from atts.analysis.plan.untried_rates import UntriedRate
 from atts.analysis.replay import Replayed, ReplayedProblem, ReplayedRollout, replay_policy
-from atts.analysis.report.collect import PAGE_BYTES, Collected, collect
-from atts.analysis.report.nodes import read_nodes
-from atts.analysis.report.numbers import Calibration, Report, Standing
+from atts.analysis.replayed_run import PolicyChange, Replay, replay_run
+from atts.analysis.report.build import PAGE_BYTES, BuiltReport, build_report
+from atts.analysis.report.numbers import RateControl, RunReport, Standing
+from atts.analysis.report.run_data import read_nodes
 from atts.analysis.report.svg import Axis, Plot
-from atts.analysis.report.write import FORMATS, NAMES, Format, render, write_report
-from atts.analysis.results import Side, Solved, read_side
+from atts.analysis.report.write import Format, as_format, render, save_report, write_report
+from atts.analysis.results import GradedProblem, GradedRun, read_results
 
 __all__ = [
-    "FORMATS",
-    "NAMES",
-    "PAGE_BYTES",
     "Advice",
     "Axis",
-    "Calibration",
+    "BuiltReport",
     "Cap",
     "ChunkAdvice",
-    "Collected",
     "Compared",
     "CostRatio",
     "Format",
+    "GradedProblem",
+    "GradedRun",
     "Option",
+    "PAGE_BYTES",
     "Plot",
-    "RateGuess",
+    "PolicyChange",
+    "RateControl",
+    "Replay",
     "Replayed",
     "ReplayedProblem",
     "ReplayedRollout",
-    "Report",
-    "Side",
-    "Solved",
+    "RunReport",
     "Speed",
     "Standing",
+    "UntriedRate",
     "advise",
-    "collect",
+    "as_format",
+    "build_report",
     "compare",
     "read_nodes",
-    "read_side",
+    "read_results",
     "render",
     "replay_policy",
+    "replay_run",
+    "save_report",
     "write_report",
 ]

@@ -1,4 +1,4 @@
-"""Compares two sides problem by problem: accuracy with its interval, costs as ratios with theirs."""
+"""Two runs compared problem by problem: accuracy with its interval, costs as ratios with theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from atts.analysis.results import COSTS, Side
+from atts.analysis.results import COSTS, GradedRun
 from atts.errors import DatasetError
 from atts.evaluators import Comparison, McNemar, compare_runs, mcnemar
 from atts.seeds import Seed, generator
@@ -48,7 +48,7 @@ class Compared:
     costs: tuple[CostRatio, ...]
 
 
-def compare(first: Side, second: Side, *, seed: int = 0) -> Compared:
+def compare(first: GradedRun, second: GradedRun, *, seed: int = 0) -> Compared:
     """Pair the problems that both sides have.
 
     :raises DatasetError: there are none.
@@ -70,14 +70,14 @@ def compare(first: Side, second: Side, *, seed: int = 0) -> Compared:
     return Compared(
         first.name,
         second.name,
-        (first.method, second.method),
-        len(common),
-        len(first.problems) - len(common),
-        len(second.problems) - len(common),
-        compare_runs(*votes, seed=seed, n_samples=2 * len(common)),
-        compare_runs(*zip(*shares, strict=True), seed=seed, n_samples=samples) if shares else None,
-        mcnemar(*([vote == 1.0 for vote in side] for side in votes)) if whole else None,
-        tuple(cost for cost in costs if cost is not None),
+        methods=(first.method, second.method),
+        problems=len(common),
+        only_first=len(first.problems) - len(common),
+        only_second=len(second.problems) - len(common),
+        vote=compare_runs(*votes, seed=seed),
+        single=compare_runs(*zip(*shares, strict=True), seed=seed, n_samples=samples) if shares else None,
+        mcnemar=mcnemar(*([vote == 1.0 for vote in side] for side in votes)) if whole else None,
+        costs=tuple(cost for cost in costs if cost is not None),
     )
 
 

@@ -1,7 +1,7 @@
-"""Another gate, rate, number of samples, turns or vote on recorded rollouts, without a model, and honest about it.
+"""Policy replay: another gate, rate, number of samples or turns, or vote, decided again on recorded rollouts.
 
 A replayed decision that differs from the one that was carried out leaves the recorded path: what the rollout would have
-written from there on nobody knows. Such rollouts are kept, and counted as off-policy wherever they matter.
+written from there on is unknown. Such rollouts are kept, and counted as off-policy wherever they matter.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from atts.core import Chunk, Decision, Outcome, Rollout, Turn
+from atts.analysis.turns import scored_chunk
+from atts.core import Chunk, Decision, Outcome, Rollout, Turn, TurnKey
 from atts.errors import CalibrationInputError
-from atts.pipelines.gates import Features, Gate, RoundGate
-from atts.pipelines.policy import Policy
-from atts.pipelines.scores import evidence
-from atts.pipelines.votes import Grouper, Tally, ballot, tally
-
-Place = tuple[str, int, int]
-"""Problem, sample, turn."""
+from atts.journal import Decided
+from atts.pipelines import Features, Gate, Grouper, Policy, RoundGate, Tally, ballot, evidence, tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +70,13 @@ def replay_policy(
     policy: Policy,
     group: Grouper,
     *,
-    order: Sequence[Place] = (),
-    told: Mapping[Place, Mapping[str, float]] | None = None,
+    decided: Mapping[TurnKey, Decided] = MappingProxyType({}),
 ) -> Replayed:
     """Decide anew on every recorded score, cut to the policy's samples and turns, and vote again.
 
-    `order` is the order in which decisions were taken; what it does not name follows turn by turn. `told` holds the
-    features that were recorded with them. The gate must be fresh: it learns from this replay; without one, every
-    decision stays what it was.
+    `decided` holds the recorded decisions with their features, in the order in which they were taken; what it lacks
+    follows turn by turn. The gate must be fresh: it learns from this replay; without one, every decision stays what it
+    was.
     """
     kept = [(outcome, _cut(outcome, policy)) for outcome in outcomes]
     turns = {
@@ -90,42 +86,53 @@ def replay_policy(
         for turn in rollout.turns
         if turn.score is not None and turn.decision is not None
     }
-    named = [place for place in order if place in turns]
-    rest = sorted(set(turns) - set(named), key=lambda place: (place[2], place[0], place[1]))
     if gate is None:
-        decisions = {place: _recorded(turn) for place, (_, turn) in turns.items()}
+        decisions = {key: turn.decision for key, (_, turn) in turns.items() if turn.decision is not None}
     else:
-        known = {place: _features(turns[place], (told or {}).get(place, {}), policy) for place in (*named, *rest)}
-        decisions = _decide(gate, [(place, known[place], _score(turns[place][1])) for place in (*named, *rest)])
+        named = [key for key in decided if key in turns]
+        rest = sorted(set(turns) - set(named), key=lambda key: (key[2], key[0], key[1]))
+        decisions = _decide(gate, [_chunk(*turns[key], decided.get(key), policy) for key in (*named, *rest)])
     problems = tuple(_problem(outcome, rollouts, decisions, policy, group) for outcome, rollouts in kept)
     return Replayed(tuple(decisions.values()), problems)
 
 
-def _decide(gate: Gate | RoundGate, asked: Sequence[tuple[Place, Features, float]]) -> dict[Place, Decision]:
+@dataclass(frozen=True, slots=True)
+class _JudgedChunk:
+    """A recorded chunk as a gate is asked about it."""
+
+    key: TurnKey
+    features: Features
+    score: float
+
+
+def _decide(gate: Gate | RoundGate, chunks: Sequence[_JudgedChunk]) -> dict[TurnKey, Decision]:
     if isinstance(gate, RoundGate):
-        return _by_round(gate, asked)
-    decisions: dict[Place, Decision] = {}
-    for place, features, score in asked:
-        decision = gate.preview(features)
+        return _by_round(gate, chunks)
+    decisions: dict[TurnKey, Decision] = {}
+    for chunk in chunks:
+        decision = gate.preview(chunk.features)
         if decision.action == "verify":
             try:
-                decision = gate.decide(features, score)
+                decision = gate.decide(chunk.features, chunk.score)
             except CalibrationInputError as error:
-                why = f"forced: {error}"
-                decision = Decision("escalate", math.nan, place[0], place[2], place[1], why=why, origin="forced")
+                problem, sample, turn = chunk.key
+                decision = Decision(
+                    "escalate", math.nan, problem, turn, sample, why=f"forced: {error}", origin="forced"
+                )
         gate.observe(decision, decision.escalate)
-        decisions[place] = decision
+        decisions[chunk.key] = decision
     return decisions
 
 
-def _by_round(gate: RoundGate, asked: Sequence[tuple[Place, Features, float]]) -> dict[Place, Decision]:
-    rounds: dict[tuple[str, int], list[tuple[Place, Features, float]]] = {}
-    for member in asked:
-        rounds.setdefault((member[0][0], member[0][2]), []).append(member)
-    decisions: dict[Place, Decision] = {}
+def _by_round(gate: RoundGate, chunks: Sequence[_JudgedChunk]) -> dict[TurnKey, Decision]:
+    rounds: dict[tuple[str, int], list[_JudgedChunk]] = {}
+    for chunk in chunks:
+        problem, _, turn = chunk.key
+        rounds.setdefault((problem, turn), []).append(chunk)
+    decisions: dict[TurnKey, Decision] = {}
     for members in rounds.values():
-        made = gate.decide_round([(features, score) for _, features, score in members])
-        decisions.update(zip((place for place, _, _ in members), made, strict=True))
+        made = gate.decide_round([(chunk.features, chunk.score) for chunk in members])
+        decisions.update(zip((chunk.key for chunk in members), made, strict=True))
     return decisions
 
 
@@ -134,30 +141,31 @@ def _cut(outcome: Outcome, policy: Policy) -> list[Rollout]:
 
 
 def _problem(
-    outcome: Outcome, rollouts: Sequence[Rollout], decisions: Mapping[Place, Decision], policy: Policy, group: Grouper
+    outcome: Outcome, rollouts: Sequence[Rollout], decisions: Mapping[TurnKey, Decision], policy: Policy, group: Grouper
 ) -> ReplayedProblem:
     lines = [_rollout(rollout, decisions, policy) for rollout in rollouts]
     cast = [ballot(policy.vote, replace(r, answer=line.answer)) for line, r in zip(lines, rollouts, strict=True)]
     return ReplayedProblem(outcome.problem.id, tally([vote for vote in cast if vote], group), tuple(lines))
 
 
-def _rollout(rollout: Rollout, decisions: Mapping[Place, Decision], policy: Policy) -> ReplayedRollout:
+def _rollout(rollout: Rollout, decisions: Mapping[TurnKey, Decision], policy: Policy) -> ReplayedRollout:
     turns = rollout.turns[: policy.turns]
     strayed = next((turn.index for turn in turns if _strays(rollout, turn, decisions)), None)
     chunks = [chunk for turn in turns for chunk in (*turn.chunks, *turn.discarded)]
-    scored = sum(len(_judged(turn).target_ids) for turn in turns if turn.score is not None)
+    scored = sum(len(_scored(turn).target_ids) for turn in turns if turn.score is not None)
+    drafted = sum(chunk.tokens for chunk in chunks if chunk.author == "draft")
     return ReplayedRollout(
         rollout.problem,
         rollout.sample,
         rollout.answer if len(turns) == len(rollout.turns) else None,
-        strayed,
-        sum(chunk.tokens for chunk in chunks if chunk.author == "draft") - sum(_counted_twice(turn) for turn in turns),
-        sum(chunk.tokens for chunk in chunks if chunk.author == "target"),
-        scored,
+        off_policy_from=strayed,
+        draft_tokens=drafted - sum(_counted_twice(turn) for turn in turns),
+        target_tokens=sum(chunk.tokens for chunk in chunks if chunk.author == "target"),
+        scored_tokens=scored,
     )
 
 
-def _strays(rollout: Rollout, turn: Turn, decisions: Mapping[Place, Decision]) -> bool:
+def _strays(rollout: Rollout, turn: Turn, decisions: Mapping[TurnKey, Decision]) -> bool:
     new = decisions.get((rollout.problem, rollout.sample, turn.index))
     return new is not None and turn.decision is not None and new.escalate != turn.decision.escalate
 
@@ -173,37 +181,25 @@ def _counted_twice(turn: Turn) -> int:
     )
 
 
-def _judged(turn: Turn) -> Chunk:
-    """The draft's chunk that was scored: kept, or discarded first."""
-    drafted = [chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == "draft"]
-    return drafted[0] if drafted else turn.chunks[0]
+def _scored(turn: Turn) -> Chunk:
+    return scored_chunk(turn) or turn.chunks[0]
 
 
-def _recorded(turn: Turn) -> Decision:
-    assert turn.decision is not None, "only judged turns are asked about"
-    return turn.decision
-
-
-def _score(turn: Turn) -> float:
+def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy) -> _JudgedChunk:
     assert turn.score is not None, "only scored turns are asked about"
-    return turn.score
-
-
-def _features(recorded: tuple[Rollout, Turn], told: Mapping[str, float], policy: Policy) -> Features:
-    rollout, turn = recorded
-    chunk = _judged(turn)
-    issue = turn.decision.issue if turn.decision else None
-    return Features(
+    chunk, told = _scored(turn), decided.features if decided is not None else {}
+    features = Features(
         rollout.problem,
         turn.index,
         rollout.sample,
-        issue,
-        int(told.get("attempt", 0)),
-        chunk.tokens,
-        told.get("draft_logprob", evidence(policy.score, chunk)),
-        bool(told.get("has_answer", 0.0)),
-        int(told.get("answered", 0)),
-        told.get("agreement", 0.0),
-        bool(told.get("agrees", 0.0)),
-        chunk.text,
+        issue=turn.decision.issue if turn.decision else None,
+        attempt=int(told.get("attempt", 0)),
+        tokens=chunk.tokens,
+        draft_logprob=told.get("draft_logprob", evidence(policy.score, chunk)),
+        has_answer=bool(told.get("has_answer", 0.0)),
+        answered=int(told.get("answered", 0)),
+        agreement=told.get("agreement", 0.0),
+        agrees=bool(told.get("agrees", 0.0)),
+        text=chunk.text,
     )
+    return _JudgedChunk((rollout.problem, rollout.sample, turn.index), features, turn.score)

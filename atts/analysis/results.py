@@ -1,28 +1,18 @@
-"""Reads one side of a comparison: a run directory, or a file of results, one JSON object per line."""
+"""Graded results to compare: those of a run directory, or of a file with one JSON object per line."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atts.core import Finish, is_censored
-from atts.errors import DatasetError, JournalError
+from atts.core import is_censored
+from atts.errors import DatasetError
 from atts.evaluators import json_lines
-from atts.journal import (
-    JOURNAL,
-    MANIFEST,
-    Graded,
-    OutcomeReached,
-    ProblemSpan,
-    RolloutFinished,
-    RunClock,
-    load_manifest,
-    read_entries,
-)
+from atts.journal import FinishedProblem, open_run
 
 _NAMES = ("problem", "id", "problem_id")
 _WORDS = {"correct": 1.0, "wrong": 0.0, "unscored": 0.0, "equal": 1.0, "different": 0.0}
@@ -30,7 +20,7 @@ COSTS = ("draft_tokens", "scored_tokens", "target_tokens", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
-class Solved:
+class GradedProblem:
     """One problem: whether its vote was right, the share of right rollouts, and what it took."""
 
     vote: float
@@ -40,16 +30,16 @@ class Solved:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class GradedRun:
     """The graded problems of one run; `seconds` is of the whole run."""
 
     name: str
     method: str
-    problems: Mapping[str, Solved]
+    problems: Mapping[str, GradedProblem]
     seconds: float = math.nan
 
 
-def read_side(path: Path) -> Side:
+def read_results(path: Path) -> GradedRun:
     """A run directory, finished or not, or a JSONL file such as `atts eval --json` prints.
 
     A line of a file is a problem: {"problem": "7", "verdict": "correct", "samples": [...], "usage": {...}}, or simply
@@ -58,65 +48,32 @@ def read_side(path: Path) -> Side:
     :raises JournalError: the directory holds no run, or one that cannot be read.
     :raises DatasetError: the file cannot be read as results, or nothing in it was graded.
     """
-    side = _run(path) if path.is_dir() else _file(path)
-    if not side.problems:
+    run = _run(path) if path.is_dir() else _file(path)
+    if not run.problems:
         raise DatasetError(str(path), "no problem was graded", "Problems need reference answers to be compared")
-    return side
+    return run
 
 
-@dataclass(slots=True)
-class _Tale:
-    """What a journal says of one problem, until it is told."""
-
-    outcome: OutcomeReached | None = None
-    graded: dict[int | None, Graded] = field(default_factory=dict[int | None, Graded])
-    finishes: dict[int, Finish] = field(default_factory=dict[int, Finish])
-    seconds: float = math.nan
-
-    def solved(self) -> Solved | None:
-        """The problem, when it is over and was graded."""
-        whole = self.graded.get(None)
-        if self.outcome is None or whole is None:
-            return None
-        single = [_WORDS[one.status] for sample, one in self.graded.items() if self._speaks(sample, one)]
-        usage = self.outcome.usage
-        costs = {name: float(getattr(usage, name)) for name in COSTS[:3]}
-        if not math.isnan(self.seconds):
-            costs["seconds"] = self.seconds
-        share = math.fsum(single) / len(single) if single else math.nan
-        return Solved(_WORDS[whole.status], share, len(single), costs)
-
-    def _speaks(self, sample: int | None, graded: Graded) -> bool:
-        return sample is not None and not is_censored(graded.answer, self.finishes.get(sample))
+def _run(directory: Path) -> GradedRun:
+    run = open_run(directory)
+    state = run.state()
+    problems = {name: _brief(one) for name, one in state.finished.items() if one.verdict is not None}
+    return GradedRun(str(directory), str(run.setting("method") or ""), problems, state.seconds)
 
 
-def _run(directory: Path) -> Side:
-    manifest = load_manifest(directory / MANIFEST)
-    if manifest is None or not (directory / JOURNAL).exists():
-        raise JournalError(directory, "there is no run here", "Give the directory of `atts eval --out DIRECTORY`")
-    tales: dict[str, _Tale] = {}
-    clock = RunClock()
-    for entry in read_entries(directory / JOURNAL):
-        event = entry.event
-        clock.hear(entry)
-        match event:
-            case OutcomeReached():
-                tales.setdefault(event.problem, _Tale()).outcome = event
-            case Graded():
-                tales.setdefault(event.problem, _Tale()).graded[event.sample] = event
-            case RolloutFinished():
-                tales.setdefault(event.problem, _Tale()).finishes[event.sample] = event.finish
-            case ProblemSpan():
-                tales.setdefault(event.problem, _Tale()).seconds = event.ended - event.started
-            case _:
-                pass
-    found = {name: tale.solved() for name, tale in tales.items()}
-    named = manifest.configuration.get("method")
-    problems = {name: one for name, one in found.items() if one is not None}
-    return Side(str(directory), str(named.value) if named else "", problems, clock.seconds)
+def _brief(one: FinishedProblem) -> GradedProblem:
+    known = [_WORDS[sample.verdict] for sample in one.complete_samples if sample.verdict is not None]
+    costs = {name: float(getattr(one.usage, name)) for name in COSTS[:3]}
+    if one.seconds is not None:
+        costs["seconds"] = one.seconds
+    return GradedProblem(float(one.is_correct), _mean(known), len(known), costs)
 
 
-def _file(path: Path) -> Side:
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _file(path: Path) -> GradedRun:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -133,8 +90,8 @@ def _file(path: Path) -> Side:
             method, seconds = str(record.get("method", "")), _number(record.get("seconds"))
         else:
             rows.setdefault(_name(record, path), []).append(record)
-    problems = {name: _solved(held, path) for name, held in rows.items()}
-    return Side(str(path), method, {name: one for name, one in problems.items() if one is not None}, seconds)
+    problems = {name: _row(held, path) for name, held in rows.items()}
+    return GradedRun(str(path), method, {name: one for name, one in problems.items() if one is not None}, seconds)
 
 
 def _name(record: Mapping[str, Any], path: Path) -> str:
@@ -152,7 +109,7 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _solved(rows: Sequence[Mapping[str, Any]], path: Path) -> Solved | None:
+def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
     """One line per problem as we print it, or one per rollout as others do: then the mean stands for the vote too."""
     votes = [value for row in rows if (value := _right(row, path)) is not None]
     if not votes:
@@ -163,8 +120,8 @@ def _solved(rows: Sequence[Mapping[str, Any]], path: Path) -> Solved | None:
         for one in samples
         if (value := _right(one, path)) is not None and not is_censored(one.get("answer"), one.get("finish"))
     ]
-    mean = math.fsum(votes) / len(votes)
-    share = math.fsum(known) / len(known) if known else math.nan if samples else mean
+    mean = _mean(votes)
+    share = _mean(known) if samples else mean
     costs: dict[str, float] = {}
     for row in rows:
         usage = row.get("usage")
@@ -172,7 +129,7 @@ def _solved(rows: Sequence[Mapping[str, Any]], path: Path) -> Solved | None:
         for name in COSTS:
             if isinstance(held.get(name), int | float):
                 costs[name] = costs.get(name, 0.0) + float(held[name])
-    return Solved(mean, share, len(known) or len(votes), costs)
+    return GradedProblem(mean, share, len(known) or len(votes), costs)
 
 
 def _right(row: Mapping[str, Any], path: Path) -> float | None:

@@ -6,7 +6,7 @@ from atts.api.engines import SCHEMES, build_engine
 from atts.api.estimate import DryRun, Tokens, dry_run
 from atts.api.evaluation import evaluate, evaluate_sync, solve, solve_sync
 from atts.api.recorded import compare, merge, plan, report, trace
-from atts.api.replaying import Replay, replay
+from atts.api.replaying import replay
 from atts.api.setup import Setup, answers_for, load_problems
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Configuration",
     "DryRun",
     "Job",
-    "Replay",
     "Setup",
     "Tokens",
     "answers_for",

@@ -84,9 +84,9 @@ def compare(first: Run, second: Run) -> Compared:
     ...     compare(run("target-only"), run("atts")).problems
     2
     """
-    from atts.analysis import compare, read_side
+    from atts.analysis import compare, read_results
 
-    return compare(*(read_side(directory_of(one)) for one in (first, second)))
+    return compare(*(read_results(directory_of(one)) for one in (first, second)))
 
 
 def plan(

@@ -15,7 +15,7 @@ from atts.cli.output import print_json, print_result
 from atts.errors import CalibrationInputError, CheckFailed
 
 if TYPE_CHECKING:
-    from atts.analysis import Calibration
+    from atts.analysis import RateControl
     from atts.calibration import Health, Replay, StoredScores
 
 app = typer.Typer(no_args_is_help=True)
@@ -176,9 +176,9 @@ def check_run(directory: Path, as_json: bool) -> None:
 
     :raises CheckFailed: the rate left its band, or an alarm went off.
     """
-    from atts.analysis import collect
+    from atts.analysis import build_report
 
-    held = collect(directory, page_bytes=0).report.calibration
+    held = build_report(directory, page_bytes=0).report.calibration
     if held is None:
         raise CheckFailed(f"{directory}: its gate decided nothing, so there is nothing to check")
     problems = [f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}" for alarm in held.alarms]
@@ -193,7 +193,7 @@ def check_run(directory: Path, as_json: bool) -> None:
         print(f"{directory}: {said}; no alarm")
 
 
-def _rate_words(held: Calibration) -> tuple[str, dict[str, Any]]:
+def _rate_words(held: RateControl) -> tuple[str, dict[str, Any]]:
     """What the rate of a run came to, in words and as fields."""
     from atts.calibration import judge_rate
 

@@ -11,7 +11,7 @@ from atts.cli.options import Json, RunDirectory
 from atts.cli.output import interval, json_line
 
 if TYPE_CHECKING:
-    from atts.api import Replay
+    from atts.analysis import Replay
 
 
 def replay(
@@ -81,7 +81,7 @@ def as_table(found: Replay) -> list[str]:
     lines += ["", f"{found.changed:,} of {new.decisions:,} decisions came out otherwise."]
     if found.off_policy > 0:
         lines.append(
-            f"{found.off_policy:.1%} of the rollouts left the recorded path: nobody knows what they would have written,"
+            f"{found.off_policy:.1%} of the rollouts left the recorded path: what they would have written is unknown,"
             " so their recorded answers and tokens were counted."
         )
         clean = found.on_policy_accuracy

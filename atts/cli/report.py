@@ -10,7 +10,6 @@ import typer
 
 from atts.cli.options import RunDirectory
 from atts.cli.output import print_json
-from atts.errors import OptionError
 
 _SHORT = {"md": "markdown"}
 
@@ -31,21 +30,15 @@ def report(
 
     Example: atts report runs/first --against runs/target-only
     """
-    from atts.analysis import FORMATS, NAMES, Format, collect, render
-    from atts.files import write_atomic
+    from atts.analysis import as_format, build_report, render, save_report
 
-    named = _SHORT.get(format, format)
-    known: dict[str, Format] = {each: each for each in FORMATS}
-    if named not in known:
-        raise OptionError("format", f"{format!r} is not a format", FORMATS, format)
-    collected = collect(directory, against or ())
-    text = render(collected, known[named])
+    named = as_format(_SHORT.get(format, format))
+    built = build_report(directory, against or ())
     if out is not None and str(out) == "-":
-        sys.stdout.write(text)
+        sys.stdout.write(render(built, named))
         return
-    path = out or directory / NAMES[known[named]]
-    write_atomic(path, text.encode("utf-8", "replace"))
-    verdict = collected.report.verdict
+    path = save_report(built, named, out)
+    verdict = built.report.verdict
     if as_json:
         print_json({"report": str(path), "standing": verdict.standing, "verdict": verdict.line})
     else:

@@ -13,7 +13,16 @@ from atts.calibration import Calibrator, Mode
 from atts.core import Decision, Outcome
 from atts.errors import DatasetError
 from atts.evaluators import Estimate, equivalent, mean_estimate
-from atts.journal import JOURNAL, MANIFEST, Manifest, load_manifest, read_decisions, read_entries, read_outcomes
+from atts.journal import (
+    JOURNAL,
+    MANIFEST,
+    Decided,
+    Manifest,
+    load_manifest,
+    read_decisions,
+    read_entries,
+    read_outcomes,
+)
 from atts.pipelines import ConformalGate, Gate, Policy, RandomGate, RoundGate, ScoreRule, TopGate
 from atts.pipelines.votes import VoteKind
 from atts.spans import CallSpan
@@ -58,8 +67,7 @@ class Record:
 
     directory: Path
     outcomes: tuple[Outcome, ...]
-    order: tuple[Place, ...]
-    told: Mapping[Place, Mapping[str, float]]
+    decided: Mapping[Place, Decided]
     policy: Policy
     mode: Mode
     seed: int
@@ -85,15 +93,14 @@ def read_record(directory: Path) -> Record:
     outcomes = [one for one in read_outcomes(read_entries(directory / JOURNAL)) if one.problem.answer is not None]
     if not outcomes:
         raise DatasetError(str(directory), "no finished problem has a reference answer")
-    decided = list(read_decisions(read_entries(directory / JOURNAL)))
+    decided = dict(read_decisions(read_entries(directory / JOURNAL)))
     calls, seconds = _calls(directory)
     configuration = manifest.configuration
     mode = configuration["mode"].value if "mode" in configuration else "question-turn"
     return Record(
         directory,
         tuple(outcomes),
-        tuple(place for place, _ in decided),
-        {place: event.features for place, event in decided},
+        decided,
         _policy(manifest),
         cast(Mode, mode) if mode in get_args(Mode) else "question-turn",
         manifest.seed,
@@ -173,7 +180,7 @@ class _Bill:
     def point(self, policy_name: str, kind: str, policy: Policy, gate: Gate | RoundGate | None) -> Point:
         """One policy replayed and billed."""
         record = self._record
-        found = replay_policy(record.outcomes, gate, policy, self._group, order=record.order, told=record.told)
+        found = replay_policy(record.outcomes, gate, policy, self._group, decided=record.decided)
         references = {outcome.problem.id: outcome for outcome in record.outcomes}
         answers = [(references[one.problem], one.answer) for one in found.problems]
         if kind == "run":  # as it was: its vote may have ended early, in another order than that of the samples

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import atts
-from atts.analysis import Standing, collect, render, write_report
-from atts.analysis.report.gather import gather
-from atts.analysis.report.pages import Pages, pack, short, unpack
-from atts.analysis.report.rates import coin_band
+from atts.analysis import Standing, build_report, render, write_report
+from atts.analysis.report.pages import Pages, pack, shorten, unpack
+from atts.analysis.report.rate_control import coin_band
+from atts.analysis.report.run_data import read_run_data
 from atts.analysis.report.timing import timing
 from atts.api import Setup
 from atts.calibration import Calibrator
@@ -60,7 +60,7 @@ def _rewrite(source: Path, target: Path, change: Any, keep: int | None = None) -
 
 def test_every_number_is_the_journal_s(run: Path) -> None:
     """Decisions, escalations, tokens, verdicts: counted here by hand."""
-    report = collect(run).report
+    report = build_report(run).report
     events = [entry.event for entry in read_entries(run / JOURNAL)]
     observed = [event for event in events if isinstance(event, Observed)]
     held = report.calibration
@@ -87,16 +87,16 @@ def _outcomes(run: Path) -> Any:
 
 def test_all_formats_say_the_same(run: Path, other_run: Path) -> None:
     """One set of numbers: the verdict, the rate and the guarantee stand in each; JSON is strict."""
-    collected = collect(run, [other_run])
-    page, words, data = (render(collected, format) for format in ("html", "markdown", "json"))
+    built = build_report(run, [other_run])
+    page, words, data = (render(built, format) for format in ("html", "markdown", "json"))
     parsed = json.loads(data, parse_constant=_refuse)
-    held = collected.report.calibration
+    held = built.report.calibration
     assert held is not None
     assert parsed["calibration"]["escalated"] == held.escalated
     share = f"{held.escalated / held.decisions:.3f} of {held.decisions:,} chunks were escalated"
     assert share in page
     assert share in words
-    assert parsed["verdict"]["line"] == collected.report.verdict.line
+    assert parsed["verdict"]["line"] == built.report.verdict.line
     assert "Guarantee (question-turn): for ANY sequence of scores" in words
     assert "For ANY sequence of scores" in page
     assert len(parsed["problems"]) == 12
@@ -109,7 +109,7 @@ def _refuse(name: str) -> None:
 
 def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
     """The mode is recognised by taking every decision again; decisions that were tampered with are noticed."""
-    held = collect(run).report.calibration
+    held = build_report(run).report.calibration
     assert held is not None
     asked = sum(
         isinstance(entry.event, Decided) and entry.event.decision.p is not None for entry in read_entries(run / JOURNAL)
@@ -125,7 +125,7 @@ def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
             return replace(event, decision=replace(event.decision, p=event.decision.p / 2))
         return event
 
-    forged = collect(_rewrite(run, tmp_path / "forged", tamper)).report.calibration
+    forged = build_report(_rewrite(run, tmp_path / "forged", tamper)).report.calibration
     assert forged is not None
     assert f"{seen // 20} did not" in forged.promise.audit
 
@@ -134,7 +134,7 @@ def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
 def test_stored_scores_are_part_of_the_audit(evaluate_into: Any, tmp_path: Path, mode: str) -> None:
     """A run that started from scores of another one is rebuilt with them."""
     stored = tuple(1 + n / 40 for n in range(1, 60))
-    held = collect(evaluate_into(tmp_path / "run", 3, mode=mode, stored=stored)).report.calibration
+    held = build_report(evaluate_into(tmp_path / "run", 3, mode=mode, stored=stored)).report.calibration
     assert held is not None
     assert held.promise.mode == mode
     assert "came out the same" in held.promise.audit
@@ -146,7 +146,7 @@ def test_the_promise_knows_how_many_rollouts_share_a_step(evaluate_into: Any, tm
     setups = (replace(Setup().policy, samples=samples) for samples in (4, 8))
     runs = [evaluate_into(tmp_path / str(policy.samples), 2, mode="aci", policy=policy) for policy in setups]
     for path, bound in zip(runs, ("176.00", "351.00"), strict=True):
-        held = collect(path).report.calibration
+        held = build_report(path).report.calibration
         assert held is not None
         assert f"within {bound} / T of 0.3" in held.promise.guarantee
         assert "did not" not in held.promise.audit
@@ -154,11 +154,11 @@ def test_the_promise_knows_how_many_rollouts_share_a_step(evaluate_into: Any, tm
 
 def test_the_promise_is_the_calibrator_s_own(run: Path) -> None:
     """The words are those of a calibrator that lived through the run."""
-    held = collect(run).report.calibration
+    held = build_report(run).report.calibration
     assert held is not None
     assert held.nominal is not None
     calibrator = Calibrator(held.nominal, "question-turn")
-    for step in gather(run, 0).done:
+    for step in read_run_data(run, 0).done:
         calibrator.observe(step.decision, step.escalated)
     assert (held.promise.guarantee, held.promise.voided_by) == (calibrator.guarantee, calibrator.voided_by)
 
@@ -169,7 +169,7 @@ def test_a_rate_that_was_not_held_is_bad(run: Path, tmp_path: Path) -> None:
     def escalate(event: Any) -> Any:
         return replace(event, escalated=True) if isinstance(event, Observed) else event
 
-    report = collect(_rewrite(run, tmp_path / "run", escalate)).report
+    report = build_report(_rewrite(run, tmp_path / "run", escalate)).report
     assert report.verdict.standing == "bad"
     assert "outside" in report.verdict.line
 
@@ -177,7 +177,7 @@ def test_a_rate_that_was_not_held_is_bad(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [1, 3, 40, 200])
 def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) -> None:
     """At any moment: what is there is told, and that it is not all."""
-    report = collect(_rewrite(run, tmp_path / "run", lambda event: event, keep)).report
+    report = build_report(_rewrite(run, tmp_path / "run", lambda event: event, keep)).report
     standing: Standing = report.verdict.standing
     assert standing == "bad"
     assert "unfinished" in [caveat.code for caveat in report.caveats]
@@ -188,23 +188,23 @@ def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) ->
 @pytest.mark.parametrize("method", ["draft-only", "random", "top-b", "target-only", "speculative-thinking"])
 def test_every_method_has_a_report(evaluate_into: Any, tmp_path: Path, method: str) -> None:
     """Gates without a calibrator say what they promise, or that they promise nothing."""
-    report = collect(evaluate_into(tmp_path / "run", 3, method=method)).report
-    assert "html" in render(collect(tmp_path / "run"), "html")
+    report = build_report(evaluate_into(tmp_path / "run", 3, method=method)).report
+    assert "html" in render(build_report(tmp_path / "run"), "html")
     if report.calibration is not None:
         assert "not known" not in report.calibration.promise.guarantee
 
 
 def test_it_compares_with_other_runs(run: Path, other_run: Path) -> None:
     """Against itself nothing differs; against the target alone the target writes less."""
-    same, cheaper = collect(run, [run, other_run]).report.baselines
+    same, cheaper = build_report(run, [run, other_run]).report.baselines
     assert (same.difference.value, same.token_ratio, same.target_token_ratio) == (0.0, 1.0, 1.0)
     assert cheaper.target_token_ratio < 1
-    assert {point.kind for point in collect(run, [other_run]).report.frontier} == {"samples", "turns", "run"}
+    assert {point.kind for point in build_report(run, [other_run]).report.frontier} == {"samples", "turns", "run"}
 
 
 def test_spared_rollouts_are_not_wrong(run: Path) -> None:
     """A rollout that the settled vote cancelled counts in no accuracy."""
-    report = collect(run).report
+    report = build_report(run).report
     spared = sum(line.finish == "settled" and line.answer is None for o in _outcomes(run) for line in o.rollouts)
     alone = next(rate for rate in report.accuracy if rate.name == "pass@1")
     assert spared > 0
@@ -223,7 +223,7 @@ def _outcome(text: str, problem: str = "p") -> Outcome:
 @given(st.text(max_size=300), st.integers(0, 120))
 def test_short_texts_are_whole_and_long_ones_say_what_is_missing(text: str, limit: int) -> None:
     """Both ends stay, and the count of what was left out is right."""
-    cut = short(text, limit)
+    cut = shorten(text, limit)
     if len(text) <= limit:
         assert cut == text
     else:
@@ -292,7 +292,7 @@ def test_the_coin_s_band_holds_its_level(n: int, rate: float) -> None:
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     """A folder without a journal, an unknown format, a run without a folder."""
     with pytest.raises(JournalError, match="no run here"):
-        collect(tmp_path)
+        build_report(tmp_path)
     with pytest.raises(OptionError, match="markdown"):
         write_report(tmp_path, "markdwon")  # type: ignore[arg-type]
     result = atts.evaluate_sync(toy_problems(1), atts.Setup(draft="scripted", target="scripted"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atts.analysis.plan.options import Option, frontier, options
-from atts.analysis.plan.record import Record, read_record
+from atts.analysis.plan.recorded import PlanData, read_plan_data
 from atts.api import Setup, evaluate_sync, plan
 from atts.core import Problem
 from atts.journal import JOURNAL, read_entries, read_outcomes
@@ -32,12 +32,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def record(recorded: Path) -> Record:
+def record(recorded: Path) -> PlanData:
     """What a plan reads of it."""
-    return read_record(recorded)
+    return read_plan_data(recorded)
 
 
-def test_all_rollouts_at_all_turns_are_the_run_itself(record: Record, recorded: Path) -> None:
+def test_all_rollouts_at_all_turns_are_the_run_itself(record: PlanData, recorded: Path) -> None:
     """The largest option costs what the run cost, and its vote is as often right."""
     largest = list(options(record))[-1]
     outcomes = list(read_outcomes(read_entries(recorded / JOURNAL)))
@@ -45,7 +45,7 @@ def test_all_rollouts_at_all_turns_are_the_run_itself(record: Record, recorded: 
     assert largest.draft_tokens == pytest.approx(sum(one.usage.draft_tokens for one in outcomes) / PROBLEMS)
     assert largest.target_tokens == pytest.approx(sum(one.usage.target_tokens for one in outcomes) / PROBLEMS)
     assert largest.scored_tokens == pytest.approx(sum(one.usage.scored_tokens for one in outcomes) / PROBLEMS)
-    clear = [case for case in record.cases if _is_clear([line.label for line in case.lines])]
+    clear = [case for case in record.cases if _is_clear([line.label for line in case.rollouts])]
     assert len(clear) >= 3
     votes = sum(case.vote for case in record.cases) / PROBLEMS
     assert abs(largest.accuracy.value - votes) <= (PROBLEMS - len(clear)) / PROBLEMS
@@ -57,36 +57,38 @@ def _is_clear(labels: list[Any]) -> bool:
     return len(counts) == 1 or (len(counts) > 1 and counts[0] > counts[1])
 
 
-def _longest(record: Record) -> int:
-    return max(len(line.steps) for case in record.cases for line in case.lines)
+def _longest(record: PlanData) -> int:
+    return max(len(line.turns) for case in record.cases for line in case.rollouts)
 
 
-def test_fewer_rollouts_are_counted_over_all_subsets(record: Record) -> None:
+def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
     """Two of five: the mean over the ten pairs, ties as halves, the longest wait of each pair."""
     found = next(option for option in options(record) if option.samples == 2 and option.turns == _longest(record))
     rights, waits = [], []
     for case in record.cases:
-        for pair in itertools.combinations(case.lines, 2):
+        for pair in itertools.combinations(case.rollouts, 2):
             answered = [line for line in pair if line.label is not None]
             same = len({line.label for line in answered}) == 1
             rights.append(
-                float(answered[0].right) if same else sum(line.right for line in answered) / max(1, len(answered))
+                float(answered[0].is_correct)
+                if same
+                else sum(line.is_correct for line in answered) / max(1, len(answered))
             )
-            waits.append(max(sum(step.seconds for step in line.steps) for line in pair))
+            waits.append(max(sum(step.seconds for step in line.turns) for line in pair))
     assert found.accuracy.value == pytest.approx(sum(rights) / len(rights))
     assert found.seconds == pytest.approx(sum(waits) / len(waits))
 
 
-def test_fewer_turns_cost_what_was_written_in_them(record: Record) -> None:
+def test_fewer_turns_cost_what_was_written_in_them(record: PlanData) -> None:
     """One turn of one rollout: the mean of the first steps, and no answer that came later."""
     found = next(option for option in options(record) if (option.samples, option.turns) == (1, 1))
-    firsts = [line.steps[0] for case in record.cases for line in case.lines]
+    firsts = [line.turns[0] for case in record.cases for line in case.rollouts]
     assert found.draft_tokens == pytest.approx(sum(step.draft_tokens for step in firsts) / len(firsts))
-    right = [len(line.steps) == 1 and line.right for case in record.cases for line in case.lines]
+    right = [len(line.turns) == 1 and line.is_correct for case in record.cases for line in case.rollouts]
     assert found.accuracy.value == pytest.approx(sum(right) / len(right))
 
 
-def test_a_cap_is_kept_and_the_best_below_it_is_advised(recorded: Path, record: Record) -> None:
+def test_a_cap_is_kept_and_the_best_below_it_is_advised(recorded: Path, record: PlanData) -> None:
     """No option below the cap is more often right; one that nothing fits is said to be so."""
     every = list(options(record))
     middle = sorted(option.target_tokens for option in every)[len(every) // 2]
@@ -99,7 +101,7 @@ def test_a_cap_is_kept_and_the_best_below_it_is_advised(recorded: Path, record: 
     assert both is None or both.seconds <= found.best.seconds / 2
 
 
-def test_nothing_on_the_frontier_is_beaten(record: Record) -> None:
+def test_nothing_on_the_frontier_is_beaten(record: PlanData) -> None:
     """Dearer is better along it, and everything left out costs at least as much for no more."""
     every = list(options(record))
     kept = frontier(every, "target_tokens")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atts.analysis import collect
+from atts.analysis import build_report
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
 from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
@@ -164,14 +164,14 @@ def test_a_run_starts_from_scores_of_its_own_conditions_only(atts: Atts, runs: P
     """Others end it before a model is asked, unless they are taken on purpose: then the report warns of them."""
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "own", "--scores")
     assert atts(*words, str(runs / "atts")).code == 0
-    assert "conditions" not in {caveat.code for caveat in collect(Path("own")).report.caveats}
+    assert "conditions" not in {caveat.code for caveat in build_report(Path("own")).report.caveats}
     atts("calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", "target.model=another")
     refused = atts(*words, "s.json", "--out", "other")
     assert (refused.code, "target.model: stored 'another'" in refused.err) == (2, True)
     assert "--set conditions=ignore" in refused.err
     assert not list(Path("other").glob("*.json*"))
     assert atts(*words, "s.json", "--out", "other", "--set", "conditions=ignore").code == 0
-    warned = {caveat.code: caveat.text for caveat in collect(Path("other")).report.caveats}
+    warned = {caveat.code: caveat.text for caveat in build_report(Path("other")).report.caveats}
     assert "target.model" in warned["conditions"]
 
 
@@ -179,7 +179,7 @@ def test_scores_without_conditions_are_taken_with_a_warning(atts: Atts, runs: Pa
     """What is not recorded cannot be checked, and the report says so."""
     Path("s.jsonl").write_text("".join(f'{{"score": {1 + n / 40}}}\n' for n in range(30)))
     assert atts("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--scores", "s.jsonl", "--out", "own").code == 0
-    warned = {caveat.code: caveat.text for caveat in collect(Path("own")).report.caveats}
+    warned = {caveat.code: caveat.text for caveat in build_report(Path("own")).report.caveats}
     assert "do not say what they were made under" in warned["conditions"]
 
 
@@ -208,7 +208,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numbers(run: Path) -> dict[str, Any]:
     """What a report says, but for time, place and the order of events."""
-    report = jsonable(asdict(collect(run).report))
+    report = jsonable(asdict(build_report(run).report))
     held = report["calibration"]
     kept = {name: report[name] for name in ("verdict", "accuracy", "coverage", "spend")}
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in report["problems"]]
@@ -262,7 +262,7 @@ def test_calibrators_that_learnt_apart_are_put_together(atts: Atts, tmp_path: Pa
     union = Calibrator.load(Path(made["calibrator"]))
     assert union.decided == made["decisions"] == sum(one.decided for one in apart)
     assert union.escalated == sum(one.escalated for one in apart)
-    held = collect(Path("all")).report.calibration
+    held = build_report(Path("all")).report.calibration
     assert held is not None
     assert "came out the same" in held.promise.audit
 

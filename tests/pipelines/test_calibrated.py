@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atts.analysis import collect
+from atts.analysis import build_report
 from atts.api import Setup, evaluate_sync
 from atts.calibration import Calibrator, StoredScores
 from atts.core import Outcome, Problem
@@ -175,7 +175,7 @@ def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) ->
     certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)
     base = Setup(draft="scripted", target="scripted", rate=0.3)
     evaluate_sync(toy_problems(4, 4), replace(base, gate=certified_gate(certificate, STORED)), directory=tmp_path)
-    calibration = collect(tmp_path).report.calibration
+    calibration = build_report(tmp_path).report.calibration
     assert calibration is not None
     promise = calibration.promise
     assert (promise.guarantee, promise.voided_by) == (certificate.guarantee, certificate.voided_by)

@@ -7,7 +7,8 @@ from dataclasses import replace as changed
 
 from atts.analysis import replay_policy
 from atts.calibration import Calibrator
-from atts.core import Outcome
+from atts.core import Outcome, TurnKey
+from atts.journal import Decided
 from atts.pipelines import Answers, ConformalGate, FixedGate, Gate, Policy, ThresholdGate, TopGate
 
 Solve = Callable[..., list[Outcome]]
@@ -33,17 +34,18 @@ def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(attempt:
 
 def test_an_online_gate_replays_exactly_in_the_recorded_order(attempt: Solve, answers: Answers) -> None:
     """Given the order in which decisions were taken, a learning gate takes the same ones again."""
-    order: list[tuple[str, int, int]] = []
+    decided: dict[TurnKey, Decided] = {}
 
     class Noting(ConformalGate):
         """Remember the order of asking."""
 
         def decide(self, features, score):  # type: ignore[no-untyped-def]
-            order.append((features.question, features.sample, features.turn))
-            return super().decide(features, score)
+            decision = super().decide(features, score)
+            decided[decision.turn_key] = Decided(decision)
+            return decision
 
     outcomes = attempt(POLICY, Noting(Calibrator(0.3, "question-turn")))
-    again = replay_policy(outcomes, conformal(0.3), POLICY, answers.group, order=order)
+    again = replay_policy(outcomes, conformal(0.3), POLICY, answers.group, decided=decided)
     assert again.off_policy == 0
 
 

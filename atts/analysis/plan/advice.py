@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atts.analysis.plan.options import Option, frontier, options
-from atts.analysis.plan.rates import RateGuess, guesses
-from atts.analysis.plan.record import Record, read_record
+from atts.analysis.plan.recorded import PlanData, read_plan_data
 from atts.analysis.plan.speeds import ChunkAdvice, Speed, chunk_advice, speeds
+from atts.analysis.plan.untried_rates import UntriedRate, untried_rates
 from atts.errors import OptionError
 
 
@@ -56,7 +56,7 @@ class Advice:
     rollouts: int
     best: Option | None
     options: tuple[Option, ...]
-    other_rates: tuple[RateGuess, ...]
+    other_rates: tuple[UntriedRate, ...]
     chunks: ChunkAdvice | None
     speeds: tuple[Speed, ...]
     notes: tuple[str, ...]
@@ -70,38 +70,37 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
     :raises OptionError: runs of different problems.
     """
     cap = cap or Cap()
-    records = [read_record(directory) for directory in directories]
-    if len({record.manifest.dataset for record in records}) > 1:
+    runs = [read_plan_data(directory) for directory in directories]
+    if len({data.run.manifest.dataset for data in runs}) > 1:
         raise OptionError("runs", "they are not of the same problems; plan from runs of one dataset")
-    found = [option for record in records for option in options(record)]
+    found = [option for data in runs for option in options(data)]
     allowed = [option for option in found if cap.allows(option)]
     best = max(allowed, key=lambda option: (option.accuracy.value, -getattr(option, cap.cost)), default=None)
-    main = next((record for record in records if record.method == "atts"), records[0])
+    main = next((data for data in runs if data.method == "atts"), runs[0])
     return Advice(
         cap,
-        tuple(str(record.directory) for record in records),
-        len(main.cases),
-        sum(len(case.lines) for case in main.cases),
-        best,
-        tuple(frontier(found, cap.cost)),
-        guesses(main) if len(records) == 1 else (),
-        chunk_advice(main),
-        speeds(main),
-        tuple(_notes(records, found, best)),
+        runs=tuple(str(data.run.directory) for data in runs),
+        problems=len(main.cases),
+        rollouts=sum(len(case.rollouts) for case in main.cases),
+        best=best,
+        options=tuple(frontier(found, cap.cost)),
+        other_rates=untried_rates(main) if len(runs) == 1 else (),
+        chunks=chunk_advice(main),
+        speeds=speeds(main),
+        notes=tuple(_notes(runs, found, best)),
     )
 
 
-def _notes(records: Sequence[Record], found: Sequence[Option], best: Option | None) -> list[str]:
+def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | None) -> list[str]:
     notes = [
         "Accuracies are of these problems and samples, counted over all subsets of the recorded rollouts; the best "
         f"of {len(found)} options looks a little better than it is.",
         "Costs are before settled votes spare rollouts, so a run takes at most that; seconds are at the recorded load.",
     ]
-    spared = sum(record.spared for record in records)
-    if spared:
+    if censored := sum(data.censored for data in runs):
         notes.append(
-            f"{spared} rollouts that settled votes spared are left out: what is left came first and leans towards the "
-            "quick. A run with --set early_stop=none has no such lean."
+            f"{censored} rollouts that settled votes spared are left out: what is left came first and leans towards "
+            "the quick. A run with --set early_stop=none has no such lean."
         )
     if best is not None and not math.isnan(best.accuracy.low):
         wide = best.accuracy.high - best.accuracy.low

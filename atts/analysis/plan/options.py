@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atts.analysis.plan.record import Case, Line, Record
+from atts.analysis.plan.recorded import CompleteRollout, GradedCase, PlanData
 from atts.evaluators import Estimate, maj_at_k, mean_estimate, votes
 
 
@@ -36,51 +36,51 @@ class Option:
         return self.draft_tokens + self.target_tokens
 
 
-def options(record: Record) -> Iterator[Option]:
+def options(data: PlanData) -> Iterator[Option]:
     """Every number of rollouts up to those recorded, and every power of two of turns.
 
     All are on the policy of the run: a rollout depends neither on its siblings nor on turns to come. Problems with too
     few whole rollouts for a number are left out of it; a number that loses more than a tenth of them is not offered.
     """
-    most = max(len(case.lines) for case in record.cases)
-    longest = max(len(line.steps) for case in record.cases for line in case.lines)
+    most = max(len(case.rollouts) for case in data.cases)
+    longest = max(len(rollout.turns) for case in data.cases for rollout in case.rollouts)
     turns = [1 << power for power in range(longest.bit_length()) if 1 << power < longest] + [longest]
     for samples in range(1, most + 1):
-        cases = [case for case in record.cases if len(case.lines) >= samples]
-        if len(cases) >= 0.9 * len(record.cases):
+        cases = [case for case in data.cases if len(case.rollouts) >= samples]
+        if len(cases) >= 0.9 * len(data.cases):
             for limit in turns:
-                yield _option(record, cases, samples, limit)
+                yield _option(data, cases, samples, limit)
 
 
-def _option(record: Record, cases: Sequence[Case], samples: int, turns: int) -> Option:
-    cut = [[_within(line, turns) for line in case.lines] for case in cases]
-    ballots = [votes([label for label, _ in lines], [right for _, right in lines]) for lines in cut]
+def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: int) -> Option:
+    cut = [[_within(rollout, turns) for rollout in case.rollouts] for case in cases]
+    ballots = [votes([label for label, _ in pairs], [right for _, right in pairs]) for pairs in cut]
     right = maj_at_k(ballots, samples)
-    steps = [[line.steps[:turns] for line in case.lines] for case in cases]
+    kept = [[rollout.turns[:turns] for rollout in case.rollouts] for case in cases]
 
     def spent(name: str) -> float:
         """The mean over problems of what `samples` of their rollouts take."""
-        means = [math.fsum(getattr(step, name) for line in lines for step in line) / len(lines) for lines in steps]
+        means = [math.fsum(getattr(turn, name) for rollout in case for turn in rollout) / len(case) for case in kept]
         return samples * math.fsum(means) / len(means)
 
-    waits = [_longest([math.fsum(step.seconds for step in line) for line in lines], samples) for lines in steps]
+    waits = [_longest([math.fsum(turn.seconds for turn in rollout) for rollout in case], samples) for case in kept]
     return Option(
-        str(record.directory),
-        record.method,
-        record.rate,
-        samples,
-        turns,
-        mean_estimate(right, samples * len(cases)),
-        spent("draft_tokens"),
-        spent("target_tokens"),
-        spent("scored_tokens"),
-        math.fsum(waits) / len(waits),
+        str(data.run.directory),
+        method=data.method,
+        rate=data.rate,
+        samples=samples,
+        turns=turns,
+        accuracy=mean_estimate(right, samples * len(cases)),
+        draft_tokens=spent("draft_tokens"),
+        target_tokens=spent("target_tokens"),
+        scored_tokens=spent("scored_tokens"),
+        seconds=math.fsum(waits) / len(waits),
     )
 
 
-def _within(line: Line, turns: int) -> tuple[object, bool]:
+def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool]:
     """The rollout's vote, were it cut after so many turns."""
-    return (line.label, line.right) if len(line.steps) <= turns else (None, False)
+    return (rollout.label, rollout.is_correct) if len(rollout.turns) <= turns else (None, False)
 
 
 def _longest(seconds: Sequence[float], k: int) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atts.analysis.plan.record import Record, Step
+from atts.analysis.plan.recorded import PlanData, TurnCost
 from atts.core import Chunk, Rollout
 
 
@@ -49,14 +49,14 @@ class ChunkAdvice:
     choices: tuple[ChunkChoice, ...]
 
 
-def speeds(record: Record) -> tuple[Speed, ...]:
+def speeds(data: PlanData) -> tuple[Speed, ...]:
     """Every engine that was called."""
     spans: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
-    for session, node in record.nodes:
+    for session, node in data.nodes:
         if node.engine:
             spans[node.engine].append((session, node.started, node.ended))
-    written = {"draft": record.written[0], "target": record.written[1]}
-    scored = sum(one.usage.scored_tokens for one in record.outcomes)
+    written = {"draft": data.usage.draft_tokens, "target": data.usage.target_tokens}
+    scored = data.usage.scored_tokens
     found = list[Speed]()
     for engine, held in sorted(spans.items()):
         busy = _union(held)
@@ -68,17 +68,17 @@ def speeds(record: Record) -> tuple[Speed, ...]:
     return tuple(found)
 
 
-def chunk_advice(record: Record) -> ChunkAdvice | None:
+def chunk_advice(data: PlanData) -> ChunkAdvice | None:
     """About the draft's chunk limit; None where the draft wrote nothing."""
-    limit = record.policy("chunking", "draft_tokens")
-    chunks = [chunk for one in record.outcomes for line in one.rollouts for chunk in _drafted(line)]
-    steps = [step for case in record.cases for line in case.lines for step in line.steps]
+    limit = data.policy("chunking", "draft_tokens")
+    chunks = [chunk for one in data.outcomes for line in one.rollouts for chunk in _drafted(line)]
+    steps = [step for case in data.cases for rollout in case.rollouts for step in rollout.turns]
     if not isinstance(limit, int) or not chunks or not steps:
         return None
     per_turn, fit = _fixed_seconds(steps)
     total = math.fsum(step.seconds for step in steps)
     fixed = min(1.0, per_turn * len(steps) / total) if total else 0.0
-    lengths = [length for one in record.outcomes for line in one.rollouts for length in _natural(_drafted(line))]
+    lengths = [length for one in data.outcomes for line in one.rollouts for length in _natural(_drafted(line))]
     now = sum(math.ceil(length / limit) for length in lengths)
     choices = list[ChunkChoice]()
     for other in (limit // 4, limit // 2, limit * 2, limit * 4):
@@ -116,7 +116,7 @@ def _natural(chunks: Sequence[Chunk]) -> Iterator[int]:
         yield held
 
 
-def _fixed_seconds(steps: Sequence[Step]) -> tuple[float, float]:
+def _fixed_seconds(steps: Sequence[TurnCost]) -> tuple[float, float]:
     """Seconds of a turn without any token, and how well a straight line in the tokens tells the seconds."""
     seconds = np.array([step.seconds for step in steps])
     table = np.array([(1.0, step.draft_tokens, step.target_tokens) for step in steps])

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Collection, Sequence
+from functools import partial, reduce
 from operator import add
 
-from atts.analysis.report.gather import Evidence, Sample, Solved
-from atts.analysis.report.numbers import Baseline, Rate, Spend
-from atts.analysis.report.promises import setting
-from atts.core import AnswerKind, Usage
+from atts.analysis.report.numbers import Baseline, NamedRate, Spend
+from atts.analysis.report.run_data import ProblemFacts, RunData
+from atts.core import Usage
 from atts.evaluators import (
-    Comparison,
     Estimate,
     Samples,
     Scorecard,
     compare_runs,
     group,
     mean_estimate,
+    samples_of,
     score,
-    status_of,
 )
 
 _MEANINGS = {
@@ -30,135 +28,122 @@ _MEANINGS = {
 }
 
 
-def graded(solved: Sequence[Solved]) -> list[Samples]:
+def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
     """The problems whose every rollout has a verdict, as the metrics want them.
 
-    Rollouts that a settled vote spared are left out: nobody knows what they would have answered, and to call them wrong
-    would make the better method look worse.
+    Censored rollouts are left out: what they would have answered is unknown, and to call them wrong would make the
+    better method look worse.
     """
-    whole = [one for one in solved if one.samples and all(line.verdict is not None for line in one.samples)]
-    return [held for held in map(_samples, whole) if held.correct]
+    found = (
+        samples_of(one.problem.id, one.brief.complete_samples, partial(group, kind=one.problem.kind))
+        for one in problems
+    )
+    return [samples for samples in found if samples is not None]
 
 
-def rates(solved: Sequence[Solved]) -> tuple[tuple[Rate, ...], str]:
+def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]:
     """Accuracies, the run's own vote first, and what stands behind them."""
-    with_verdict = [one for one in solved if one.verdict is not None]
+    with_verdict = [one for one in problems if one.brief.verdict is not None]
     if not with_verdict:
         return (), "nothing was graded: no problem has a reference answer"
-    right = [float(one.verdict == "correct") for one in with_verdict]
-    own = Rate("vote", mean_estimate(right, len(right)), "the answer each problem settled on")
+    own = NamedRate("vote", _accuracy(with_verdict), "the answer each problem settled on")
     samples = graded(with_verdict)
     if not samples:
         return (own,), f"{len(with_verdict):,} problems"
     card = score(samples)
-    spared = sum(line.is_censored for one in with_verdict for line in one.samples)
-    note = f"; {spared:,} rollouts that settled votes spared are left out" if spared else ""
+    censored = sum(sample.is_censored for one in with_verdict for sample in one.brief.samples)
+    note = f"; {censored:,} rollouts that settled votes spared are left out" if censored else ""
     return (own, *_card_rates(card)), str(card.coverage) + note
 
 
-def _card_rates(card: Scorecard) -> list[Rate]:
-    found = list[Rate]()
+def _card_rates(card: Scorecard) -> list[NamedRate]:
+    found = list[NamedRate]()
     for name, estimate in card.estimates.items():
         meaning = _MEANINGS.get(name) or next((text for key, text in _MEANINGS.items() if name.startswith(key)), None)
         if meaning:
-            found.append(Rate(name, estimate, meaning))
+            found.append(NamedRate(name, estimate, meaning))
     return sorted(found, key=lambda rate: (rate.name.partition("@")[0] != "maj", rate.name != "pass@1"))
 
 
-def _samples(one: Solved) -> Samples:
-    lines = [line for line in one.samples if not line.is_censored]
-    return Samples(
-        one.problem.id,
-        tuple(None if line.verdict == "unscored" else line.verdict == "correct" for line in lines),
-        labels(lines, one.problem.kind),
-        tuple(status_of(line.answer, line.finish, line.verdict, line.rule) for line in lines),
-    )
-
-
-def labels(samples: Sequence[Sample], kind: AnswerKind) -> tuple[int | None, ...]:
-    """A class per answer; each different text is compared once."""
-    texts = list(dict.fromkeys(line.answer for line in samples if line.answer is not None))
-    classes = dict(zip(texts, group(texts, kind), strict=True))
-    return tuple(None if line.answer is None else classes[line.answer] for line in samples)
-
-
-def spend(evidence: Evidence) -> Spend:
+def spend(data: RunData) -> Spend:
     """Tokens and seconds of the whole run."""
-    solved = list(evidence.solved.values())
-    usage = reduce(add, (one.usage for one in solved), Usage())
-    tokens, right = usage.draft_tokens + usage.target_tokens, sum(one.verdict == "correct" for one in solved)
+    problems = data.problems.values()
+    usage, seconds = total_usage(problems), data.state.seconds
+    tokens, right = written(usage), sum(one.brief.is_correct for one in problems)
     return Spend(
         usage,
-        usage.target_tokens / tokens if tokens else math.nan,
-        tokens / len(solved) if solved else math.nan,
-        usage.target_tokens / len(solved) if solved else math.nan,
-        tokens / right if right else math.inf,
-        evidence.seconds,
-        tokens / evidence.seconds if evidence.seconds else math.nan,
+        target_share=_ratio(usage.target_tokens, tokens, math.nan),
+        tokens_per_problem=_ratio(tokens, len(problems), math.nan),
+        target_tokens_per_problem=_ratio(usage.target_tokens, len(problems), math.nan),
+        tokens_per_right=_ratio(tokens, right, math.inf),
+        seconds=seconds,
+        tokens_per_second=_ratio(tokens, seconds, math.nan),
     )
 
 
-def baseline(own: Evidence, other: Evidence) -> Baseline | None:
+def baseline(own: RunData, other: RunData) -> Baseline | None:
     """This run against another on the problems both have graded; None when there are none."""
-    ours, theirs = _verdicts(own), _verdicts(other)
-    common = [name for name in ours if name in theirs]
+    common = [name for name in _graded_names(own) if name in _graded_names(other)]
     if not common:
         return None
-    first, second = [theirs[name] for name in common], [ours[name] for name in common]
-    paired: Comparison = compare_runs(first, second)
-    our_spend, their_spend = (_usage(side, common) for side in (own, other))
-    seconds = (_per_problem(own.seconds, own), _per_problem(other.seconds, other))
+    ours, theirs = ([side.problems[name] for name in common] for side in (own, other))
+    paired = compare_runs(*([float(one.brief.is_correct) for one in side] for side in (theirs, ours)))
+    our_usage, their_usage = total_usage(ours), total_usage(theirs)
+    seconds, other_seconds = (_ratio(side.state.seconds, len(side.problems), math.nan) for side in (own, other))
     return Baseline(
-        other.directory.name,
+        other.run.directory.name,
         method(other),
         len(common),
-        mean_estimate(second, len(common)),
-        mean_estimate(first, len(common)),
-        paired.difference,
-        paired.p_value,
-        paired.problems_needed,
-        _ratio(_tokens(our_spend), _tokens(their_spend)),
-        _ratio(our_spend.target_tokens, their_spend.target_tokens),
-        _ratio(*seconds),
-        their_spend.target_tokens / len(common),
-        other.seconds,
+        own=_accuracy(ours),
+        other=_accuracy(theirs),
+        difference=paired.difference,
+        p_value=paired.p_value,
+        problems_needed=paired.problems_needed,
+        token_ratio=_cost_ratio(written(our_usage), written(their_usage)),
+        target_token_ratio=_cost_ratio(our_usage.target_tokens, their_usage.target_tokens),
+        second_ratio=_cost_ratio(seconds, other_seconds),
+        target_tokens_per_problem=their_usage.target_tokens / len(common),
+        seconds=other.state.seconds,
     )
 
 
-def method(evidence: Evidence) -> str:
+def method(data: RunData) -> str:
     """What the run calls its method, else its gate."""
-    named = setting(evidence, "method")
-    if named:
+    run = data.run
+    if named := run.setting("method"):
         return str(named)
-    policy, gate = setting(evidence, "policy"), setting(evidence, "gate")
-    if isinstance(policy, Mapping) and policy.get("drafter") == "target":
+    if run.policy.get("drafter") == "target":
         return "target-only"
-    return {"ConformalGate": "atts", "RandomGate": "random", "TopGate": "top-b"}.get(str(gate), str(gate))
+    gate = str(run.setting("gate"))
+    return {"ConformalGate": "atts", "RandomGate": "random", "TopGate": "top-b"}.get(gate, gate)
 
 
-def accuracy_of(evidence: Evidence) -> Estimate:
+def accuracy_of(data: RunData) -> Estimate:
     """The vote's accuracy."""
-    right = list(_verdicts(evidence).values())
-    return mean_estimate(right, len(right))
+    return _accuracy([data.problems[name] for name in _graded_names(data)])
 
 
-def _verdicts(evidence: Evidence) -> dict[str, float]:
-    return {name: float(one.verdict == "correct") for name, one in evidence.solved.items() if one.verdict is not None}
+def total_usage(problems: Collection[ProblemFacts]) -> Usage:
+    """What these problems cost together."""
+    return reduce(add, (one.brief.usage for one in problems), Usage())
 
 
-def _usage(evidence: Evidence, names: Sequence[str]) -> Usage:
-    return reduce(add, (evidence.solved[name].usage for name in names), Usage())
-
-
-def _tokens(usage: Usage) -> int:
+def written(usage: Usage) -> int:
+    """Tokens written by either model."""
     return usage.draft_tokens + usage.target_tokens
 
 
-def _per_problem(seconds: float, evidence: Evidence) -> float:
-    return seconds / len(evidence.solved) if evidence.solved else math.nan
+def _accuracy(problems: Sequence[ProblemFacts]) -> Estimate:
+    return mean_estimate([float(one.brief.is_correct) for one in problems], len(problems))
 
 
-def _ratio(ours: float, theirs: float) -> float:
-    if theirs:
-        return ours / theirs
-    return math.inf if ours else math.nan
+def _graded_names(data: RunData) -> dict[str, ProblemFacts]:
+    return {name: one for name, one in data.problems.items() if one.brief.verdict is not None}
+
+
+def _ratio(part: float, whole: float, without: float) -> float:
+    return part / whole if whole else without
+
+
+def _cost_ratio(ours: float, theirs: float) -> float:
+    return _ratio(ours, theirs, math.inf if ours else math.nan)

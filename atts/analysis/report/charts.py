@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from atts.analysis.report.numbers import Calibration, Drift, Group, Lanes, Timing, Uniformity
+from atts.analysis.report.numbers import DriftTest, EngineLanes, GroupRate, RateControl, TimeBreakdown, Uniformity
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.report.tables import ReportTable
 
@@ -23,7 +23,7 @@ class Chart:
     legend: tuple[tuple[str, str], ...] = ()  # the class that has the colour, and what it stands for
 
 
-def calibration_charts(held: Calibration) -> list[Chart]:
+def calibration_charts(held: RateControl) -> list[Chart]:
     """Rate by turn, by question and over time, p-values, drift: those that the run has numbers for."""
     found = [_by_turn(held), _by_question(held), _over_time(held)]
     if held.p_values is not None:
@@ -33,7 +33,7 @@ def calibration_charts(held: Calibration) -> list[Chart]:
     return found
 
 
-def _by_turn(held: Calibration) -> Chart:
+def _by_turn(held: RateControl) -> Chart:
     shown = held.turns[:24]
     plot = Plot(Axis(-0.5, len(shown) - 0.5, "turn", values="whole"), _share_axis(shown, held.nominal))
     marks = [
@@ -50,21 +50,21 @@ def _by_turn(held: Calibration) -> Chart:
     return Chart("Rate by turn", words, plot.drawn("Realised rate by turn", marks), _group_data(held.turns))
 
 
-def _group_data(groups: Sequence[Group]) -> ReportTable:
+def _group_data(groups: Sequence[GroupRate]) -> ReportTable:
     columns = ("group", "decisions", "escalated", "rate", "band from", "to")
     return ReportTable.of("", columns, [(g.name, g.decisions, g.escalated, g.share, g.low, g.high) for g in groups])
 
 
-def _tip(group: Group) -> str:
+def _tip(group: GroupRate) -> str:
     return f"{group.name}: {group.escalated} of {group.decisions} escalated ({group.share:.3f})"
 
 
-def _share_axis(groups: Sequence[Group], nominal: float | None) -> Axis:
+def _share_axis(groups: Sequence[GroupRate], nominal: float | None) -> Axis:
     top = max([group.share for group in groups] + [2 * (nominal or 0.0), 0.1])
     return Axis(0.0, min(1.0, top * 1.08), "share escalated")
 
 
-def _by_question(held: Calibration) -> Chart:
+def _by_question(held: RateControl) -> Chart:
     """Sorted dots, the coin's band beside each: a rule that ignores the question would fill it."""
     ordered = sorted(held.by_question, key=lambda group: (group.share, group.name))
     plot = Plot(Axis(0, max(1, len(ordered)), "questions, by rate", values="whole"), _share_axis(ordered, held.nominal))
@@ -82,7 +82,7 @@ def _by_question(held: Calibration) -> Chart:
     return Chart("Rate by question", words, picture, _group_data(held.by_question))
 
 
-def _over_time(held: Calibration) -> Chart:
+def _over_time(held: RateControl) -> Chart:
     moments = held.moments
     shares = [moment.share for moment in moments] + [m.rolling for m in moments if m.rolling is not None]
     top = max([*shares, 2 * (held.nominal or 0.0), 0.1]) * 1.08
@@ -134,7 +134,7 @@ def _p_histogram(found: Uniformity) -> Chart:
     return Chart("Histogram of p-values", words, plot.drawn("Histogram of p-values", marks), data)
 
 
-def _drift(found: Drift) -> Chart:
+def _drift(found: DriftTest) -> Chart:
     low, high = min(*found.path, -1.0), max(*found.path, found.alarm)
     plot = Plot(Axis(0, found.questions, "questions", values="whole"), Axis(low * 1.05, high * 1.1, "log10 of wealth"))
     marks = [
@@ -154,7 +154,7 @@ def _drift(found: Drift) -> Chart:
     return Chart("Drift", words, plot.drawn("Drift martingale", marks), data)
 
 
-def timeline_chart(found: Timing) -> Chart:
+def timeline_chart(found: TimeBreakdown) -> Chart:
     """Every engine: calls in flight and waiting over time, then its lanes."""
     blocks = [part for engine in found.engines for part in _engine(engine, found.seconds)]
     height, drawn = 8.0, list[str]()
@@ -188,7 +188,7 @@ def timeline_chart(found: Timing) -> Chart:
 _X, _W, _LANE, _AREA = 44, 900, 7, 64
 
 
-def _engine(engine: Lanes, seconds: float) -> list[tuple[str, str, float]]:
+def _engine(engine: EngineLanes, seconds: float) -> list[tuple[str, str, float]]:
     top = max([*engine.in_flight, *engine.waiting, 1e-9])
     step = _W / max(1, len(engine.in_flight))
     area = "".join(

@@ -4,75 +4,72 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
-from atts.analysis.report.accuracy import accuracy_of, graded, labels
-from atts.analysis.report.gather import Evidence, Solved
-from atts.analysis.report.numbers import Point
-from atts.evaluators import mean_estimate, score, votes
+from atts.analysis.report.accuracy import accuracy_of, graded, total_usage, written
+from atts.analysis.report.numbers import FrontierPoint
+from atts.analysis.report.run_data import ProblemFacts, RunData
+from atts.evaluators import answer_classes, group, mean_estimate, score, votes
 
 
-def frontier(evidence: Evidence, others: Sequence[Evidence]) -> tuple[Point, ...]:
+def frontier(data: RunData, others: Sequence[RunData]) -> tuple[FrontierPoint, ...]:
     """The run itself, the vote of 1, 2, 4, ... rollouts out of those recorded or of 1, 2, 4, ... turns, other runs.
 
     Fewer rollouts and fewer turns are on the policy of the run: a rollout never depends on its siblings, or on turns to
     come. They cost what that many whole rollouts cost on average, and what was written in those turns; the run itself
     costs what it really did, votes that ended early included.
     """
-    solved = list(evidence.solved.values())
+    known = [one for one in data.problems.values() if one.brief.verdict is not None]
     return (
-        *_fewer_rollouts(solved),
-        *_fewer_turns(solved),
-        *_run(evidence, "this run"),
-        *(p for other in others for p in _run(other, other.directory.name)),
+        *_fewer_rollouts(known),
+        *_fewer_turns(known),
+        *_whole_run(data, "this run"),
+        *(point for other in others for point in _whole_run(other, other.run.directory.name)),
     )
 
 
-def _fewer_rollouts(solved: Sequence[Solved]) -> list[Point]:
-    samples = graded([one for one in solved if one.verdict is not None])
+def _fewer_rollouts(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
+    samples = graded(problems)
     if not samples:
         return []
     known = {held.problem for held in samples}
-    lines = [line for one in solved if one.problem.id in known for line in one.samples if not line.is_censored]
-    target = math.fsum(line.usage.target_tokens for line in lines) / len(lines)
-    tokens = math.fsum(line.usage.draft_tokens + line.usage.target_tokens for line in lines) / len(lines)
-    points = list[Point]()
+    rollouts = [r for one in problems if one.problem.id in known for r in one.rollouts if not r.brief.is_censored]
+    target = math.fsum(rollout.usage.target_tokens for rollout in rollouts) / len(rollouts)
+    tokens = math.fsum(written(rollout.usage) for rollout in rollouts) / len(rollouts)
+    points = list[FrontierPoint]()
     for name, estimate in score(samples).estimates.items():
         kind, _, k = name.partition("@")
         if (kind == "maj" or name == "pass@1") and k.isdigit():
             label = "1 rollout" if k == "1" else f"vote of {k}"
-            points.append(Point(label, "samples", target * int(k), tokens * int(k), estimate))
+            points.append(FrontierPoint(label, "samples", target * int(k), tokens * int(k), estimate))
     return sorted(points, key=lambda point: point.tokens)
 
 
-def _run(other: Evidence, name: str) -> list[Point]:
-    accuracy = accuracy_of(other)
+def _whole_run(data: RunData, name: str) -> list[FrontierPoint]:
+    accuracy, usage, count = accuracy_of(data), total_usage(data.problems.values()), len(data.problems)
     if math.isnan(accuracy.value):
         return []
-    usages = [one.usage for one in other.solved.values()]
-    target = math.fsum(usage.target_tokens for usage in usages) / len(usages)
-    tokens = math.fsum(usage.draft_tokens + usage.target_tokens for usage in usages) / len(usages)
-    return [Point(name, "run", target, tokens, accuracy)]
+    return [FrontierPoint(name, "run", usage.target_tokens / count, written(usage) / count, accuracy)]
 
 
-def _fewer_turns(solved: Sequence[Solved]) -> list[Point]:
+def _fewer_turns(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
     """The vote of what was answered within so many turns."""
-    known = [one for one in solved if one.verdict is not None]
-    longest = max((len(line.written) for one in known for line in one.samples), default=0)
-    return [_cut(known, 1 << power) for power in range(longest.bit_length()) if 1 << power < longest]
+    longest = max((len(rollout.written) for one in problems for rollout in one.rollouts), default=0)
+    return [_cut(problems, 1 << power) for power in range(longest.bit_length()) if 1 << power < longest]
 
 
-def _cut(solved: Sequence[Solved], turns: int) -> Point:
-    right = [vote_within(one, turns) for one in solved]
-    written = [pair for one in solved for line in one.samples for pair in line.written[:turns]]
-    target = math.fsum(pair[1] for pair in written) / len(solved)
-    draft = math.fsum(pair[0] for pair in written) / len(solved)
+def _cut(problems: Sequence[ProblemFacts], turns: int) -> FrontierPoint:
+    right = [_vote_within(one, turns) for one in problems]
+    tokens = [pair for one in problems for rollout in one.rollouts for pair in rollout.written[:turns]]
+    draft, target = (math.fsum(pair[model] for pair in tokens) / len(problems) for model in (0, 1))
     label = f"{turns} turn{'s' * (turns != 1)}"
-    return Point(label, "turns", target, draft + target, mean_estimate(right, len(right)))
+    return FrontierPoint(label, "turns", target, draft + target, mean_estimate(right, len(right)))
 
 
-def vote_within(one: Solved, turns: int) -> float:
+def _vote_within(one: ProblemFacts, turns: int) -> float:
     """How right the vote is, were rollouts cut after so many turns: ties count as their mean, no answer as wrong."""
-    lines = [line for line in one.samples if len(line.written) <= turns and line.answer is not None]
-    found = votes(labels(lines, one.problem.kind), [line.verdict == "correct" for line in lines])
+    samples = [r.brief for r in one.rollouts if len(r.written) <= turns and r.brief.answer is not None]
+    labels = answer_classes([sample.answer for sample in samples], partial(group, kind=one.problem.kind))
+    found = votes(labels, [sample.verdict == "correct" for sample in samples])
     best = [value for size, value in zip(found.sizes, found.values, strict=True) if size == max(found.sizes)]
     return math.fsum(best) / len(best) if best else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from atts.analysis.report.charts import Chart
-from atts.analysis.report.numbers import Point
+from atts.analysis.report.numbers import FrontierPoint
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.report.tables import ReportTable
 
@@ -22,7 +22,7 @@ Box = tuple[float, float, float, float]
 """Left, right, top, bottom."""
 
 
-def frontier_chart(points: Sequence[Point]) -> Chart:
+def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
     """Accuracy against what the target wrote."""
     highest = max([point.cost for point in points] + [1e-9])
     plot = Plot(Axis(0, highest * 1.12, "target tokens per problem"), Axis(0, 1, "accuracy"), 760, 320)
@@ -49,7 +49,7 @@ def frontier_chart(points: Sequence[Point]) -> Chart:
     )
 
 
-def _labels(plot: Plot, points: Sequence[Point]) -> Iterator[str]:
+def _labels(plot: Plot, points: Sequence[FrontierPoint]) -> Iterator[str]:
     """Words that lie on no point and on no other words; whoever finds no place has the tip and the table."""
     dots = [plot.at(p.cost, p.accuracy.value) for p in points]
     taken = [(x - 6, x + 6, y - 6, y + 6) for x, y in dots]
@@ -72,9 +72,9 @@ def _places(own: tuple[float, float], dots: Sequence[tuple[float, float]]) -> Se
     return sorted(_PLACES, key=lambda place: place[0] > 0) if is_left else _PLACES
 
 
-def _by_weight(points: Sequence[Point]) -> list[Point]:
+def _by_weight(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
     """Whole runs, then the ends of each line, then what lies between."""
-    ends = list[Point]()
+    ends = list[FrontierPoint]()
     for kind in ("samples", "turns"):
         line = sorted((p for p in points if p.kind == kind), key=lambda p: p.cost)
         ends += [line[0], line[-1]] if len(line) > 1 else line

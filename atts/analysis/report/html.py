@@ -10,13 +10,13 @@ from importlib.resources import files
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from atts.analysis.report import charts, tables
-from atts.analysis.report.collect import Collected
+from atts.analysis.report.build import BuiltReport
 from atts.analysis.report.frontier_chart import frontier_chart
 
 
-def render_html(collected: Collected) -> str:
+def render_html(built: BuiltReport) -> str:
     """The whole page, from the templates beside this module."""
-    report, script = collected.report, _read("report.js")
+    report, script = built.report, _read("report.js")
     environment = Environment(
         loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -24,7 +24,7 @@ def render_html(collected: Collected) -> str:
     created = datetime.fromtimestamp(report.run.created, UTC).strftime("%Y-%m-%d %H:%M UTC")
     return environment.get_template("report.html").render(
         report=report,
-        pages=collected.pages,
+        pages=built.pages,
         tables=tables,
         charts=charts,
         frontier_chart=frontier_chart,

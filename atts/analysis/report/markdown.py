@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from atts.analysis.report.numbers import Report
+from atts.analysis.report.numbers import RunReport
 from atts.analysis.report.tables import (
     Cell,
     ReportTable,
@@ -22,12 +22,12 @@ from atts.analysis.report.tables import (
 _PROBLEMS = 60  # in full; of more only those that are not right
 
 
-def render_markdown(report: Report) -> str:
+def render_markdown(report: RunReport) -> str:
     """The same numbers as the other formats, without pictures or texts of rollouts."""
     return "\n".join(_lines(report)).rstrip() + "\n"
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: RunReport) -> Iterator[str]:
     yield f"# atts report: {plain(report.run.directory)}"
     yield ""
     yield f"**{plain(report.verdict.line)}.**"
@@ -56,7 +56,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield from _table(run_table(report))
 
 
-def _problems(report: Report) -> Iterator[str]:
+def _problems(report: RunReport) -> Iterator[str]:
     table, problems = problem_table(report), report.problems
     title = "Problems"
     rows = table.rows

@@ -14,7 +14,7 @@ Standing = Literal["good", "care", "bad"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """The report in one line, and the points it rests on."""
 
     standing: Standing
@@ -43,7 +43,7 @@ class RunFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class NamedRate:
     """One named rate with its interval, and what it means."""
 
     name: str
@@ -84,7 +84,7 @@ class Baseline:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupRate:
     """Decisions of one turn or question; `low` and `high` are where a fair coin of the nominal rate would stay."""
 
     name: str
@@ -105,7 +105,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class RatePoint:
     """The rate after so many decisions, of all and of the latest window, with the coin's band for each."""
 
     decisions: int
@@ -133,7 +133,7 @@ class Uniformity:
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
+class DriftTest:
     """A martingale betting that later questions score otherwise than earlier ones; values are log10 of its capital."""
 
     questions: int
@@ -143,7 +143,7 @@ class Drift:
 
 
 @dataclass(frozen=True, slots=True)
-class Alarm:
+class DriftAlarm:
     """A drift alarm of the run itself."""
 
     kind: str
@@ -154,7 +154,7 @@ class Alarm:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class StatedGuarantee:
     """What was promised, what empties that, and how this was found out."""
 
     mode: str
@@ -164,7 +164,7 @@ class Promise:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class RateControl:
     """How the realised rate stands to the nominal one; `nominal` is None where the gate promises none."""
 
     nominal: float | None
@@ -173,23 +173,23 @@ class Calibration:
     forced: int
     questions: int
     rate: Estimate
-    turns: tuple[Group, ...]
-    by_question: tuple[Group, ...]
+    turns: tuple[GroupRate, ...]
+    by_question: tuple[GroupRate, ...]
     question_rms: float
     coin_rms: float
     window: int
-    moments: tuple[Moment, ...]
+    moments: tuple[RatePoint, ...]
     p_values: Uniformity | None
-    drift: Drift | None
-    alarms: tuple[Alarm, ...]
+    drift: DriftTest | None
+    alarms: tuple[DriftAlarm, ...]
     effective: str  # in words
     effective_n: float
-    promise: Promise
+    promise: StatedGuarantee
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class FrontierPoint:
     """One place of the cost-accuracy plane: fewer rollouts, fewer turns, or a whole run."""
 
     label: str
@@ -200,7 +200,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageTime:
     """Seconds of one stage, summed over its nodes."""
 
     name: str
@@ -211,7 +211,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class EngineLanes:
     """One engine over the run: calls in flight and waiting per slice of time, and its first lanes as segments.
 
     A segment is (lane, stage, start, end) in seconds since the run began, calls closer than a pixel drawn as one.
@@ -229,13 +229,13 @@ class Lanes:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class TimeBreakdown:
     """Where the time went, by the task graph."""
 
     seconds: float
     nodes: int
-    stages: tuple[Stage, ...]
-    engines: tuple[Lanes, ...]
+    stages: tuple[StageTime, ...]
+    engines: tuple[EngineLanes, ...]
     critical_path: float
     intensity: float
     arithmetic_seconds: float
@@ -281,17 +281,17 @@ class ProblemRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RunReport:
     """A run as its report tells it."""
 
     run: RunFacts
-    verdict: Verdict
-    accuracy: tuple[Rate, ...]
+    verdict: RunVerdict
+    accuracy: tuple[NamedRate, ...]
     coverage: str
     spend: Spend
     baselines: tuple[Baseline, ...]
-    calibration: Calibration | None
-    frontier: tuple[Point, ...]
-    timing: Timing | None
+    calibration: RateControl | None
+    frontier: tuple[FrontierPoint, ...]
+    timing: TimeBreakdown | None
     caveats: tuple[Caveat, ...]
     problems: tuple[ProblemRow, ...]

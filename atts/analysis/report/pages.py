@@ -76,14 +76,14 @@ def _story(
     problem = outcome.problem
     return {
         "id": problem.id,
-        "text": short(problem.text, max(limit, 600)),
+        "text": shorten(problem.text, max(limit, 600)),
         "reference": problem.answer,
         "answer": outcome.answer,
         "status": outcome.status,
         "why": outcome.why,
         "verdict": brief.verdict,
         "rule": brief.rule,
-        "votes": [[short(answer, 200), weight] for answer, weight in outcome.votes.items()],
+        "votes": [[shorten(answer, 200), weight] for answer, weight in outcome.votes.items()],
         "rollouts": [_rollout(line, flags.get(line.sample, ()), one, limit)
                      for line, one in zip(outcome.rollouts, brief.samples, strict=True)],
     }  # fmt: skip
@@ -124,17 +124,17 @@ def _chunks(turn: Turn, limit: int) -> Iterator[list[Any]]:
     for fate, chunks in (("discarded", turn.discarded), ("kept", turn.chunks)):
         for chunk in chunks:
             what = fate if fate == "discarded" or not (rejected and chunk.author == "draft") else "rejected"
-            yield [chunk.author, what, short(chunk.text, limit), _tokens(chunk), chunk.ended]
+            yield [chunk.author, what, shorten(chunk.text, limit), _tokens(chunk), chunk.ended]
 
 
 def _tokens(chunk: Chunk) -> int:
     return len(chunk.logprobs) or len(chunk.ids(chunk.author))
 
 
-def short(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     """The text, its middle left out when it is longer than `limit` characters.
 
-    >>> short("one two three four", 12)
+    >>> shorten("one two three four", 12)
     'one tw … [6 characters] … e four'
     """
     if len(text) <= limit:

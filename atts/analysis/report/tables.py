@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from atts.analysis.report.numbers import Calibration, Caveat, ProblemRow, Report, Timing
+from atts.analysis.report.numbers import Caveat, ProblemRow, RateControl, RunReport, TimeBreakdown
 from atts.evaluators import Estimate
 
 TableKind = Literal["rows", "facts"]
@@ -64,7 +64,7 @@ def cell(value: object, style: str = "") -> Cell:
     if value is None:
         return Cell("")
     if isinstance(value, Estimate):
-        return Cell(ends(value), None if math.isnan(value.value) else value.value)
+        return Cell(interval(value), None if math.isnan(value.value) else value.value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return Cell(str(value))
     return Cell(_number(value, style), None if math.isnan(value) else float(value))
@@ -82,14 +82,18 @@ def _number(value: float, style: str) -> str:
     return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def ends(estimate: Estimate) -> str:
-    """An estimate with its interval."""
+def interval(estimate: Estimate) -> str:
+    """An estimate with its interval.
+
+    >>> interval(Estimate(0.5, 0.25, 0.75, 8, 8, "wilson"))
+    '0.500 [0.250, 0.750]'
+    """
     if math.isnan(estimate.value):
         return "undefined"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-def accuracy_table(report: Report) -> ReportTable:
+def accuracy_table(report: RunReport) -> ReportTable:
     """Every rate with its interval and meaning."""
     rows = [
         (rate.name, rate.estimate, rate.estimate.n_problems, rate.estimate.n_samples,
@@ -101,7 +105,7 @@ def accuracy_table(report: Report) -> ReportTable:
     )
 
 
-def spend_table(report: Report) -> ReportTable:
+def spend_table(report: RunReport) -> ReportTable:
     """Tokens and seconds."""
     spend, usage = report.spend, report.spend.usage
     rows = [
@@ -120,7 +124,7 @@ def spend_table(report: Report) -> ReportTable:
     return ReportTable.of("Cost", ("what", "how much"), rows, "facts")
 
 
-def baseline_table(report: Report) -> ReportTable:
+def baseline_table(report: RunReport) -> ReportTable:
     """This run beside others, paired by problem."""
     columns = (
         "other run", "method", "problems", "its accuracy", "this run's", "difference", "p", "problems needed",
@@ -144,7 +148,7 @@ def _p(value: float) -> Cell:
     return Cell("< 0.001", value) if value < 0.001 else cell(value)
 
 
-def calibration_table(held: Calibration) -> ReportTable:
+def calibration_table(held: RateControl) -> ReportTable:
     """The rate and its company in numbers."""
     rows: list[tuple[object, object]] = [
         ("nominal rate", "none" if held.nominal is None else cell(held.nominal, "g")),
@@ -168,7 +172,7 @@ def _is_known(value: float | None) -> bool:
     return value is not None and not math.isnan(value)
 
 
-def caveat_table(report: Report) -> ReportTable:
+def caveat_table(report: RunReport) -> ReportTable:
     """Warnings, worst first."""
     words = {"good": "note", "care": "read with care", "bad": "serious"}
     places = {row.id: number for number, row in enumerate(report.problems)}
@@ -187,7 +191,7 @@ def _examples(caveat: Caveat, places: Mapping[str, int]) -> Cell:
     return Cell(", ".join(name for name, _ in links), links=tuple(links))
 
 
-def time_table(found: Timing) -> ReportTable:
+def time_table(found: TimeBreakdown) -> ReportTable:
     """The task graph's numbers."""
     rows: list[tuple[object, object, object]] = [
         ("wall seconds", found.seconds, "from the first call asked for to the last one ended"),
@@ -207,14 +211,14 @@ def time_table(found: Timing) -> ReportTable:
     return ReportTable.of("Where the time went", ("what", "seconds or share", "meaning"), rows, "facts")
 
 
-def stage_table(found: Timing) -> ReportTable:
+def stage_table(found: TimeBreakdown) -> ReportTable:
     """Seconds by stage."""
     rows = [(stage.name, stage.nodes, stage.compute, stage.queue, stage.wait) for stage in found.stages]
     columns = ("stage", "calls", "in the call (s)", "waiting for a slot (s)", "waiting for siblings (s)")
     return ReportTable.of("Stages, summed over calls", columns, rows)
 
 
-def problem_table(report: Report) -> ReportTable:
+def problem_table(report: RunReport) -> ReportTable:
     """One row per problem."""
     columns = (
         "problem", "question", "verdict", "answer", "reference", "rollouts right", "agree", "chunks judged",
@@ -243,7 +247,7 @@ def _problem(place: int, row: ProblemRow) -> tuple[Cell, ...]:
     )
 
 
-def run_table(report: Report) -> ReportTable:
+def run_table(report: RunReport) -> ReportTable:
     """Which run this is."""
     run = report.run
     rows: list[tuple[object, object]] = [
@@ -259,6 +263,6 @@ def run_table(report: Report) -> ReportTable:
     return ReportTable.of("Run", ("what", "value"), rows, "facts")
 
 
-def settings_table(report: Report) -> ReportTable:
+def settings_table(report: RunReport) -> ReportTable:
     """Every setting with its origin."""
     return ReportTable.of("Settings", ("setting", "value", "origin"), report.run.configuration)

@@ -1,4 +1,4 @@
-"""Takes a run's time apart: stages, engine lanes, bubbles, the critical path."""
+"""Where a run's time went: stages, engine lanes, bubbles, the critical path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.analysis.report.numbers import Lanes, Stage, Timing
+from atts.analysis.report.numbers import EngineLanes, StageTime, TimeBreakdown
 from atts.graph import CallSpan, measure, sibling_edges
 
 _SLICES = 240
@@ -16,56 +16,49 @@ _LANES = 12  # per engine that are drawn
 _PIXELS = 900  # calls closer than one of these are drawn as one
 
 
-def timing(nodes: Sequence[CallSpan]) -> Timing | None:
+def timing(nodes: Sequence[CallSpan]) -> TimeBreakdown | None:
     """The run by its task graph; None where no call was timed."""
     if not nodes:
         return None
     whole = measure(nodes)
     begin = min(node.ready for node in nodes)
     stages = [
-        Stage(name, time.nodes, time.compute, time.queue, time.wait)
+        StageTime(name, time.nodes, time.compute, time.queue, time.wait)
         for name, time in sorted(whole.stages.items(), key=lambda item: -item[1].compute)
     ]
     engines = sorted({node.engine for node in nodes if node.engine})
-    return Timing(
+    return TimeBreakdown(
         whole.seconds,
         len(nodes),
-        tuple(stages),
-        tuple(_lanes(engine, [n for n in nodes if n.engine == engine], begin, whole.seconds) for engine in engines),
-        whole.critical_path.seconds,
-        whole.intensity,
-        whole.arithmetic_seconds,
-        whole.memory_seconds,
-        whole.sibling_seconds,
-        len(sibling_edges(nodes)),
+        stages=tuple(stages),
+        engines=tuple(
+            _lanes(engine, [n for n in nodes if n.engine == engine], begin, whole.seconds) for engine in engines
+        ),
+        critical_path=whole.critical_path.seconds,
+        intensity=whole.intensity,
+        arithmetic_seconds=whole.arithmetic_seconds,
+        memory_seconds=whole.memory_seconds,
+        sibling_seconds=whole.sibling_seconds,
+        sibling_edges=len(sibling_edges(nodes)),
     )
 
 
-def _lanes(engine: str, nodes: Sequence[CallSpan], begin: float, seconds: float) -> Lanes:
-    numbers, queued_at, started, ended = (np.array(column) for column in _columns(nodes))
+def _lanes(engine: str, nodes: Sequence[CallSpan], begin: float, seconds: float) -> EngineLanes:
+    numbers, queued_at, started, ended = np.array([(n.node, n.queued, n.started, n.ended) for n in nodes]).T
     order = np.lexsort((numbers, started))
     queued, starts, ends = queued_at - begin, started - begin, ended - begin
     idle = _gaps(starts, ends, seconds)
     peak = _peak(started[order], ended[order])
-    return Lanes(
+    return EngineLanes(
         engine,
         peak,
-        1 - sum(idle) / seconds if seconds else 0.0,
-        float((ends - starts).sum()) / seconds if seconds else 0.0,
-        max(idle, default=0.0),
-        _occupancy(starts, ends, seconds),
-        _occupancy(queued, starts, seconds),
-        min(peak, _LANES),
-        _segments([nodes[place] for place in order], begin, seconds),
-    )
-
-
-def _columns(nodes: Sequence[CallSpan]) -> tuple[list[int], list[float], list[float], list[float]]:
-    return (
-        [node.node for node in nodes],
-        [node.queued for node in nodes],
-        [node.started for node in nodes],
-        [node.ended for node in nodes],
+        busy_share=1 - sum(idle) / seconds if seconds else 0.0,
+        mean_in_flight=float((ends - starts).sum()) / seconds if seconds else 0.0,
+        longest_bubble=max(idle, default=0.0),
+        in_flight=_occupancy(starts, ends, seconds),
+        waiting=_occupancy(queued, starts, seconds),
+        lanes=min(peak, _LANES),
+        segments=_segments([nodes[place] for place in order], begin, seconds),
     )
 
 
@@ -98,7 +91,7 @@ def _segments(nodes: Sequence[CallSpan], begin: float, seconds: float) -> tuple[
     """Calls, in order of their starts, on the lowest free lane; of each lane, neighbours of one stage within a pixel
     become one segment.
 
-    Lanes beyond those drawn are nobody's concern: a call goes there when these are busy.
+    Lanes beyond those drawn are left out: a call goes there when these are busy.
     """
     pixel = seconds / _PIXELS
     drawn: list[tuple[int, str, float, float]] = []

@@ -1,4 +1,4 @@
-"""From a run directory to a report in one of its formats."""
+"""A report as text in one of its formats, and as a file."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from atts.analysis.report.collect import PAGE_BYTES, Collected, collect
+from atts.analysis.report.build import PAGE_BYTES, BuiltReport, build_report
 from atts.analysis.report.html import render_html
 from atts.analysis.report.markdown import render_markdown
-from atts.analysis.report.numbers import Report
 from atts.errors import OptionError
 from atts.files import write_atomic
 from atts.jsonable import jsonable
 
 Format = Literal["html", "markdown", "json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-NAMES: dict[Format, str] = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
+FILE_NAMES: dict[Format, str] = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
 
 
-def render(collected: Collected, format: Format) -> str:
+def render(built: BuiltReport, format: Format) -> str:
     """The report's text.
 
     :raises OptionError: for an unknown format.
     """
-    if format not in FORMATS:
-        raise OptionError("format", f"{format!r} is not a format", FORMATS, format)
-    if format == "html":
-        return render_html(collected)
-    return render_markdown(collected.report) if format == "markdown" else _json(collected.report)
+    match as_format(format):
+        case "html":
+            return render_html(built)
+        case "markdown":
+            return render_markdown(built.report)
+        case "json":
+            return json.dumps(jsonable(built.report), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def write_report(
@@ -46,12 +47,26 @@ def write_report(
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises StorageError: the disk refuses.
     """
-    if format not in FORMATS:
-        raise OptionError("format", f"{format!r} is not a format", FORMATS, format)
-    path = out or directory / NAMES[format]
-    write_atomic(path, render(collect(directory, against, page_bytes=page_bytes), format).encode("utf-8", "replace"))
+    known = as_format(format)
+    return save_report(build_report(directory, against, page_bytes=page_bytes), known, out)
+
+
+def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> Path:
+    """Write a report that was built; where it is.
+
+    :raises StorageError: the disk refuses.
+    """
+    path = out or Path(built.report.run.directory) / FILE_NAMES[format]
+    write_atomic(path, render(built, format).encode("utf-8", "replace"))
     return path
 
 
-def _json(report: Report) -> str:
-    return json.dumps(jsonable(report), allow_nan=False, ensure_ascii=False) + "\n"
+def as_format(name: str) -> Format:
+    """The format of this name.
+
+    :raises OptionError: there is none.
+    """
+    for format in FORMATS:
+        if format == name:
+            return format
+    raise OptionError("format", f"{name!r} is not a format", FORMATS, name)

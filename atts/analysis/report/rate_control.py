@@ -1,21 +1,27 @@
-"""Puts the realised rate beside the nominal one: overall, by turn, by question, over time, with what chance allows."""
+"""The realised escalation rate beside the nominal one, overall, by turn, by question, over time, with chance bands."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 from scipy import stats
 
-from atts.analysis.report.gather import Asked, Evidence
-from atts.analysis.report.numbers import Alarm, Calibration, Drift, Group, Moment, Uniformity
-from atts.analysis.report.promises import promise
-from atts.calibration import PERPLEXITY, REAL, Scale
-from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
-from atts.calibration.martingale import SimpleJumper
-from atts.calibration.metrics import rate_metrics
+from atts.analysis.report.guarantee import stated_guarantee
+from atts.analysis.report.numbers import DriftAlarm, DriftTest, GroupRate, RateControl, RatePoint, Uniformity
+from atts.analysis.report.run_data import GateStep, RunData
+from atts.calibration import (
+    PERPLEXITY,
+    REAL,
+    ClusterSummary,
+    Scale,
+    SimpleJumper,
+    by_cluster,
+    rate_metrics,
+    summarise,
+)
 from atts.core import Decision
 from atts.evaluators import share_estimate
 from atts.seeds import Seed, uniforms
@@ -27,9 +33,9 @@ _MOMENTS = 160  # points of the curve over time
 _CURVE = 100  # points of the curve of p-values
 
 
-def calibration(evidence: Evidence) -> Calibration | None:
+def rate_control(data: RunData) -> RateControl | None:
     """All that the decisions of a run say about their rate; None for a run whose gate decided nothing."""
-    done = evidence.done
+    done = data.done
     if not done:
         return None
     nominal = _nominal(done)
@@ -39,50 +45,52 @@ def calibration(evidence: Evidence) -> Calibration | None:
     summary = _clusters(judged)
     window = max(20, min(500, len(done) // 6))
     rms = math.sqrt(float(np.mean([(share - nominal) ** 2 for share in shares]))) if nominal is not None else math.nan
-    return Calibration(
+    return RateControl(
         nominal,
-        len(done),
-        sum(step.escalated for step in done),
-        sum(step.decision.origin == "forced" for step in done),
-        len(by_question),
-        share_estimate((sum(flags), len(flags)) for flags in by_question.values()),
-        _banded(_groups(done, lambda decision: decision.turn), nominal, "turn "),
-        _banded(by_question, nominal),
-        rms,
-        _coin_rms([len(flags) for flags in by_question.values()], nominal),
-        window,
-        _moments([step.escalated for step in done], nominal, window),
-        _uniformity(done),
-        _drift(judged),
-        tuple(Alarm(event.alarm, event.scores, event.p, event.acted, event.text) for event in evidence.drifted),
-        str(summary) if summary else "no decision rests on a score",
-        summary.effective if summary else math.nan,
-        promise(evidence, nominal),
-        _metrics(judged, nominal),
+        decisions=len(done),
+        escalated=sum(step.escalated for step in done),
+        forced=sum(step.decision.origin == "forced" for step in done),
+        questions=len(by_question),
+        rate=share_estimate((sum(flags), len(flags)) for flags in by_question.values()),
+        turns=_banded(_groups(done, lambda decision: decision.turn), nominal, "turn "),
+        by_question=_banded(by_question, nominal),
+        question_rms=rms,
+        coin_rms=_coin_rms([len(flags) for flags in by_question.values()], nominal),
+        window=window,
+        moments=_moments([step.escalated for step in done], nominal, window),
+        p_values=_uniformity(done),
+        drift=_drift(judged),
+        alarms=tuple(DriftAlarm(event.alarm, event.scores, event.p, event.acted, event.text) for event in data.drifted),
+        effective=str(summary) if summary else "no decision rests on a score",
+        effective_n=summary.effective if summary else math.nan,
+        promise=stated_guarantee(data, nominal),
+        metrics=_metrics(judged, nominal),
     )
 
 
-def _nominal(done: Sequence[Asked]) -> float | None:
+def _nominal(done: Sequence[GateStep]) -> float | None:
     """The rate most decisions name; a gate without one names nan."""
     named = [step.decision.rate for step in done if math.isfinite(step.decision.rate)]
     counts = Counter(named)
     return max(counts, key=counts.__getitem__) if counts else None
 
 
-def _groups(done: Sequence[Asked], key: object) -> dict[Hashable, list[bool]]:
-    assert callable(key)
+def _groups(done: Sequence[GateStep], key: Callable[[Decision], Hashable]) -> dict[Hashable, list[bool]]:
     found: dict[Hashable, list[bool]] = {}
     for step in done:
         found.setdefault(key(step.decision), []).append(step.escalated)
     return found
 
 
-def _banded(groups: Mapping[Hashable, Sequence[bool]], nominal: float | None, prefix: str = "") -> tuple[Group, ...]:
+def _banded(
+    groups: Mapping[Hashable, Sequence[bool]], nominal: float | None, prefix: str = ""
+) -> tuple[GroupRate, ...]:
     """Each group with the band that holds for all groups at once, were every decision a coin of the nominal rate."""
     level = 1 - (1 - LEVEL) / max(1, len(groups))
     rows = sorted(groups.items(), key=lambda item: item[0] if isinstance(item[0], int) else 0)
     return tuple(
-        Group(f"{prefix}{name}", len(flags), sum(flags), *coin_band(len(flags), nominal, level)) for name, flags in rows
+        GroupRate(f"{prefix}{name}", len(flags), sum(flags), *coin_band(len(flags), nominal, level))
+        for name, flags in rows
     )
 
 
@@ -106,11 +114,11 @@ def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:
     return math.sqrt(nominal * (1 - nominal) * float(np.mean([1 / size for size in sizes])))
 
 
-def _moments(flags: Sequence[bool], nominal: float | None, window: int) -> tuple[Moment, ...]:
+def _moments(flags: Sequence[bool], nominal: float | None, window: int) -> tuple[RatePoint, ...]:
     sums = np.concatenate([[0], np.cumsum(flags)])
     at = np.unique(np.linspace(min(10, len(flags)), len(flags), _MOMENTS).astype(int))
     return tuple(
-        Moment(
+        RatePoint(
             int(n),
             float(sums[n] / n),
             *coin_band(int(n), nominal),
@@ -130,13 +138,13 @@ def scale_of(score: float) -> Scale:
     return PERPLEXITY if score >= 1 else REAL
 
 
-def _clusters(judged: Sequence[Asked]) -> ClusterSummary | None:
+def _clusters(judged: Sequence[GateStep]) -> ClusterSummary | None:
     if not judged:
         return None
     return summarise(by_cluster([_badness(s.decision) for s in judged], [s.decision.question for s in judged]))
 
 
-def _uniformity(done: Sequence[Asked]) -> Uniformity | None:
+def _uniformity(done: Sequence[GateStep]) -> Uniformity | None:
     """The p-values against the uniform law; the band is Dvoretzky, Kiefer and Wolfowitz's for the effective number."""
     known = [(step.decision.p, step.decision.question) for step in done if step.decision.p is not None]
     if not known:
@@ -155,17 +163,14 @@ def _uniformity(done: Sequence[Asked]) -> Uniformity | None:
     )
 
 
-def _drift(judged: Sequence[Asked]) -> Drift | None:
+def _drift(judged: Sequence[GateStep]) -> DriftTest | None:
     """Bets on the smoothed rank of each question's mean first-turn score among the questions before it.
 
     Questions are the units because scores of one move together; were they exchangeable, the capital would ever reach
     1 / level with probability at most level.
     """
     first = [step for step in judged if step.decision.turn == 0]
-    means = [
-        math.fsum(scores) / len(scores)
-        for scores in _finite(first).values()
-    ]  # fmt: skip
+    means = [math.fsum(scores) / len(scores) for scores in _finite(first).values()]
     if len(means) < 2:
         return None
     martingale, path = SimpleJumper(), list[float]()
@@ -175,10 +180,10 @@ def _drift(judged: Sequence[Asked]) -> Drift | None:
         theta = float(uniforms(Seed(0, "drift", place), 1)[0])
         martingale.update((below + theta * (1 + equal)) / (place + 1))
         path.append(martingale.log_value / math.log(10))
-    return Drift(len(means), tuple(path), martingale.log_peak / math.log(10), -math.log10(DRIFT_LEVEL))
+    return DriftTest(len(means), tuple(path), martingale.log_peak / math.log(10), -math.log10(DRIFT_LEVEL))
 
 
-def _finite(first: Sequence[Asked]) -> dict[str, list[float]]:
+def _finite(first: Sequence[GateStep]) -> dict[str, list[float]]:
     scores: dict[str, list[float]] = {}
     for step in first:
         badness = _badness(step.decision)
@@ -187,7 +192,7 @@ def _finite(first: Sequence[Asked]) -> dict[str, list[float]]:
     return scores
 
 
-def _metrics(judged: Sequence[Asked], nominal: float | None) -> Mapping[str, float]:
+def _metrics(judged: Sequence[GateStep], nominal: float | None) -> Mapping[str, float]:
     if nominal is None or not judged:
         return {}
     return rate_metrics(

@@ -1,4 +1,4 @@
-"""States what a run's gate promised, after checking that the journal's decisions are the ones it would take."""
+"""The guarantee of a run's gate in words, and an audit: its recorded decisions taken again by a fresh calibrator."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from atts.analysis.report.gather import AUDIT, Asked, Evidence
-from atts.analysis.report.numbers import Promise
+from atts.analysis.report.numbers import StatedGuarantee
+from atts.analysis.report.run_data import AUDIT, GateStep, RunData
 from atts.calibration import DEFAULTS, MODES, Calibrator, Mode, Tuning
 from atts.errors import CalibrationInputError
-from atts.journal import Json
 
 _TRIAL = 300  # steps by which the mode is recognised
 
@@ -41,20 +40,20 @@ class _Match:
     same: int
 
 
-def promise(evidence: Evidence, nominal: float | None) -> Promise:
+def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
     """The guarantee in words with the numbers of the end of the run, and what voided it."""
-    gate = str(setting(evidence, "gate") or "unknown")
-    own = setting(evidence, "promise")
+    gate = str(data.run.setting("gate") or "unknown")
+    own = data.run.setting("promise")
     if isinstance(own, list) and len(own) == 2:
-        return Promise(gate, str(own[0]), str(own[1]), "")
+        return StatedGuarantee(gate, str(own[0]), str(own[1]), "")
     if gate in _OTHERS:
         guarantee, voided = _OTHERS[gate]
-        return Promise(gate, guarantee, voided, "")
-    named = setting(evidence, "mode", "calibration.mode", "calibration")
+        return StatedGuarantee(gate, guarantee, voided, "")
+    named = next(filter(None, map(data.run.setting, ("mode", "calibration.mode", "calibration"))), None)
     modes: list[Mode] = [mode for mode in reversed(MODES) if named not in MODES or mode == named]
-    match = _recognise(evidence, nominal, modes) if nominal is not None else None
+    match = _recognise(data, nominal, modes) if nominal is not None else None
     if match is None:
-        return Promise(
+        return StatedGuarantee(
             str(named or "unknown"),
             "not known: the run directory does not say in which mode its gate ran, and no mode without stored scores "
             "takes these decisions",
@@ -68,35 +67,29 @@ def promise(evidence: Evidence, nominal: float | None) -> Promise:
         + ("the same" if not missing else f"the same; {missing:,} did not")
         + ("" if named else "; the mode was recognised by this")
     )
-    return Promise(match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit)
+    return StatedGuarantee(match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit)
 
 
-def setting(evidence: Evidence, *names: str) -> Json:
-    """The first of these settings that the manifest has."""
-    configuration = evidence.manifest.configuration
-    return next((configuration[name].value for name in names if name in configuration), None)
-
-
-def _recognise(evidence: Evidence, nominal: float | None, modes: Sequence[Mode]) -> _Match | None:
+def _recognise(data: RunData, nominal: float | None, modes: Sequence[Mode]) -> _Match | None:
     """The mode whose calibrator, fed the journal's steps in order, takes the journal's decisions."""
     assert nominal is not None, "without a rate there is no calibrator"
     best: _Match | None = None
-    first = evidence.steps[: evidence.parts[1]] if len(evidence.parts) > 1 else evidence.steps
+    first = data.steps[: data.parts[1]] if len(data.parts) > 1 else data.steps
     for mode in modes:
-        trial = _replayed(evidence, first[:_TRIAL], mode, nominal, _TRIAL)
+        trial = _replayed(data, first[:_TRIAL], mode, nominal, _TRIAL)
         if trial is not None and trial.checked and trial.same > 0.9 * trial.checked:
             best = trial if best is None or trial.same > best.same else best
             if best.same == best.checked:
                 break
-    return None if best is None else _audited(evidence, best.mode, nominal)
+    return None if best is None else _audited(data, best.mode, nominal)
 
 
-def _audited(evidence: Evidence, mode: Mode, nominal: float) -> _Match | None:
+def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
     """All steps; of a union of runs each by its own calibrator, and what these saw put together."""
-    ends = [*evidence.parts[1:], len(evidence.steps)]
+    ends = [*data.parts[1:], len(data.steps)]
     whole: _Match | None = None
-    for begin, end in zip(evidence.parts, ends, strict=True):
-        found = _replayed(evidence, evidence.steps[begin:end], mode, nominal, AUDIT - begin)
+    for begin, end in zip(data.parts, ends, strict=True):
+        found = _replayed(data, data.steps[begin:end], mode, nominal, AUDIT - begin)
         if found is None:
             return None
         found.calibrator.settle()
@@ -108,23 +101,23 @@ def _audited(evidence: Evidence, mode: Mode, nominal: float) -> _Match | None:
     return whole
 
 
-def _tuning(evidence: Evidence) -> Tuning:
-    step = setting(evidence, "aci_step")
+def _tuning(data: RunData) -> Tuning:
+    step = data.run.setting("aci_step")
     return Tuning(aci_step=step) if isinstance(step, float) else DEFAULTS
 
 
-def _replayed(evidence: Evidence, steps: Sequence[Asked], mode: Mode, rate: float, audit: int) -> _Match | None:
-    found = setting(evidence, "stored")
+def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float, audit: int) -> _Match | None:
+    found = data.run.setting("stored")
     stored = [float(score) for score in found if isinstance(score, int | float)] if isinstance(found, list) else []
     try:
-        calibrator = Calibrator(rate, mode, seed=evidence.manifest.seed, stored=stored, tuning=_tuning(evidence))
+        calibrator = Calibrator(rate, mode, seed=data.run.manifest.seed, stored=stored, tuning=_tuning(data))
     except CalibrationInputError:  # a mode that needs stored scores
         return None
     checked = same = 0
     for place, step in enumerate(steps):
         decision = step.decision
         try:
-            if step.step == "observed":
+            if step.kind == "observed":
                 calibrator.observe(decision, step.escalated)
             elif place < audit and decision.score is not None and decision.p is not None:
                 again = calibrator.decide(

@@ -1,0 +1,221 @@
+"""A recorded run under another policy: its decisions and votes beside those that were carried out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from atts.analysis.replay import Replayed, ReplayedRollout, replay_policy
+from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
+from atts.errors import JournalError, OptionError
+from atts.evaluators import Estimate, group, mean_estimate, share_estimate
+from atts.journal import FACTS, Decided, Graded, RecordedRun, RunState
+from atts.pipelines import CappedGate, Features, Gate, Policy, RoundGate, VoteKind
+
+Grader = Callable[[str, Problem], float | None]
+"""1 or 0 for an answer to a problem that has a reference; None where it cannot tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedDecision:
+    """A decision taken again, beside the one that was carried out."""
+
+    decision: Decision
+    recorded: Decision
+    off_policy: bool  # an earlier decision of its rollout already came out otherwise: its chunk is another story's
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySide:
+    """One of the two: as recorded, or as replayed. Tokens are those of the recorded rollouts that were kept."""
+
+    rate: Estimate
+    accuracy: Estimate
+    decisions: int
+    draft_tokens: int
+    target_tokens: int
+    scored_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What another policy would have decided on a recorded run, and how far that can be believed.
+
+    `off_policy` is the share of rollouts in which a decision came out otherwise: what they would have written from
+    there on is unknown, so their recorded answers vote. `on_policy_accuracy` is of problems without any such.
+    """
+
+    recorded: ReplaySide
+    replayed: ReplaySide
+    nominal: float | None
+    changed: int
+    off_policy: float
+    on_policy_accuracy: Estimate
+    decisions: tuple[ReplayedDecision, ...]
+    answers: Mapping[str, tuple[str | None, str | None]]  # by problem: recorded, replayed
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChange:
+    """What is replayed otherwise than it was recorded; None: as it was. `budget` is in takeovers per problem."""
+
+    samples: int | None = None
+    turns: int | None = None
+    vote: VoteKind | None = None
+    budget: int | None = None
+
+
+def replay_run(
+    run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gate | RoundGate], grader: Grader
+) -> Replay:
+    """Decide anew on every recorded score and vote again.
+
+    `gate` makes a fresh gate for so many rollouts of a problem; `grader` is asked about answers that were not graded.
+
+    :raises OptionError: more samples or turns than were recorded, a negative budget.
+    :raises JournalError: no problem is finished, or the journal cannot be read.
+    """
+    recorded = _read(run, grader)
+    policy = _policy(run, change)
+    chosen = gate(policy.samples)
+    if change.budget is not None:
+        chosen = _capped(chosen, change.budget)
+    kind = recorded.outcomes[0].problem.kind
+
+    def classes(answers: Sequence[str]) -> Sequence[int]:
+        return group(list(answers), kind)
+
+    return _compare(recorded, replay_policy(recorded.outcomes, chosen, policy, classes, decided=recorded.decided))
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    outcomes: Sequence[Outcome]
+    decided: Mapping[TurnKey, Decided]
+    verdicts: Mapping[tuple[str, str], str]  # of answers that were graded then
+    grader: Grader
+
+    def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
+        """Of these answers, as the grader said then or says now."""
+        found = [self._right(o.problem, answers[o.problem.id]) for o in self.outcomes if o.problem.id in answers]
+        graded = [value for value in found if value is not None]
+        return mean_estimate(graded, len(graded))
+
+    def _right(self, problem: Problem, answer: str | None) -> float | None:
+        if problem.answer is None or answer is None:
+            return None if problem.answer is None else 0.0
+        status = self.verdicts.get((problem.id, answer))
+        if status is None:
+            return self.grader(answer, problem)
+        return None if status == "unscored" else float(status == "correct")
+
+
+def _read(run: RecordedRun, grader: Grader) -> _Recorded:
+    state, outcomes = RunState(), dict[str, Outcome]()
+    verdicts, decided = dict[tuple[str, str], str](), dict[TurnKey, Decided]()
+    for entry in run.entries((*FACTS, Decided)):
+        outcome = state.apply(entry)
+        if outcome is not None and outcome.rollouts:
+            outcomes[outcome.problem.id] = outcome
+        match entry.event:
+            case Graded(answer=str(answer)) as graded:
+                verdicts[graded.problem, answer] = graded.status
+            case Decided(decision) as event if decision.action != "verify":
+                decided[decision.turn_key] = event
+            case _:
+                pass
+    if not outcomes:
+        raise JournalError(run.directory, "no problem is finished, so there is nothing to replay", "Let the run go on")
+    return _Recorded([_with_cut_turns(one, decided) for one in outcomes.values()], decided, verdicts, grader)
+
+
+def _with_cut_turns(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Outcome:
+    """The outcome with the decisions of turns that a settled vote cut short: the gate learned from them as well."""
+    rollouts: list[Rollout] = []
+    for rollout in outcome.rollouts:
+        cut = decided.get((rollout.problem, rollout.sample, len(rollout.turns)))
+        if cut is not None and cut.decision.score is not None:
+            nothing = Chunk("draft", "", (), (), "length")
+            turn = Turn(len(rollout.turns), (), (nothing,), cut.decision.score, cut.decision, "cut short")
+            rollout = replace(rollout, turns=(*rollout.turns, turn))
+        rollouts.append(rollout)
+    return replace(outcome, rollouts=tuple(rollouts))
+
+
+def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
+    """The recorded policy, cut; what was never drawn cannot be replayed."""
+    recorded = run.policy
+    samples, turns = recorded.get("samples", 1), recorded.get("turns", 1)
+    for name, most, wanted in (("samples", samples, change.samples), ("turns", turns, change.turns)):
+        if wanted is not None and wanted > most:
+            raise OptionError(name, f"{wanted} is more than the {most} that were recorded; no replay can add any")
+    return Policy(
+        samples=samples if change.samples is None else change.samples,
+        turns=turns if change.turns is None else change.turns,
+        vote=recorded.get("vote", "majority") if change.vote is None else change.vote,
+    )
+
+
+def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
+    if budget < 0:
+        raise OptionError("budget", f"{budget} takeovers per problem are less than none")
+    if isinstance(gate, RoundGate):
+        raise OptionError("budget", "a gate that ranks whole rounds has its budget in its rate; leave one of them out")
+    spent = Counter[str]()
+
+    def take(features: Features) -> bool:
+        if spent[features.question] >= budget:
+            return False
+        spent[features.question] += 1
+        return True
+
+    return CappedGate(gate, take)
+
+
+def _compare(recorded: _Recorded, again: Replayed) -> Replay:
+    pairs = tuple(_pairs(recorded, again))
+    before = {outcome.problem.id: outcome.answer for outcome in recorded.outcomes}
+    after = {problem.problem: problem.answer for problem in again.problems}
+    on_policy = {p.problem for p in again.problems if all(r.off_policy_from is None for r in p.rollouts)}
+    rates = [decision.rate for decision in again.decisions if math.isfinite(decision.rate)]
+    usages = [rollout.usage for outcome in recorded.outcomes for rollout in outcome.rollouts]
+    replayed = [rollout for problem in again.problems for rollout in problem.rollouts]
+    return Replay(
+        _side([pair.recorded for pair in pairs], recorded.accuracy(before), usages),
+        _side(again.decisions, recorded.accuracy(after), replayed),
+        nominal=rates[-1] if rates else None,
+        changed=sum(pair.decision.escalate != pair.recorded.escalate for pair in pairs),
+        off_policy=again.off_policy,
+        on_policy_accuracy=recorded.accuracy({name: after[name] for name in after if name in on_policy}),
+        decisions=pairs,
+        answers={name: (before[name], after[name]) for name in before},
+    )
+
+
+def _pairs(recorded: _Recorded, again: Replayed) -> Iterator[ReplayedDecision]:
+    strayed = {(r.problem, r.sample): r.off_policy_from for problem in again.problems for r in problem.rollouts}
+    carried_out = {
+        (rollout.problem, rollout.sample, turn.index): turn.decision
+        for outcome in recorded.outcomes
+        for rollout in outcome.rollouts
+        for turn in rollout.turns
+        if turn.decision is not None
+    }
+    for decision in again.decisions:
+        since = strayed.get((decision.question, decision.sample))
+        yield ReplayedDecision(decision, carried_out[decision.turn_key], since is not None and decision.turn > since)
+
+
+def _side(decisions: Sequence[Decision], accuracy: Estimate, spent: Sequence[Usage | ReplayedRollout]) -> ReplaySide:
+    asked = Counter(decision.question for decision in decisions)
+    escalated = Counter(decision.question for decision in decisions if decision.escalate)
+    return ReplaySide(
+        rate=share_estimate((escalated[question], count) for question, count in asked.items()),
+        accuracy=accuracy,
+        decisions=len(decisions),
+        draft_tokens=sum(one.draft_tokens for one in spent),
+        target_tokens=sum(one.target_tokens for one in spent),
+        scored_tokens=sum(one.scored_tokens for one in spent),
+    )

@@ -1,0 +1,188 @@
+"""The facts of a recorded run that its report is computed from, read in one pass over the journal."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from atts.analysis.report.pages import Pages
+from atts.analysis.turns import tokens_written
+from atts.core import Decision, Outcome, Problem, Rollout, Usage
+from atts.journal import (
+    FACTS,
+    CallFailed,
+    CallSpan,
+    Decided,
+    Drifted,
+    Entry,
+    Event,
+    FinishedProblem,
+    FinishedSample,
+    Observed,
+    ProblemSpan,
+    ProblemStarted,
+    RecordedRun,
+    RunState,
+    SessionOpened,
+    Warned,
+    open_run,
+)
+
+AUDIT = 4000
+"""Steps of the gate that a report takes again; after them what was done is enough, where it is recorded."""
+_KINDS: tuple[type[Event], ...] = (
+    *FACTS, Decided, Observed, CallSpan, ProblemSpan, CallFailed, Warned, Drifted,
+)  # fmt: skip
+_TAIL = 300  # characters at the end of a rollout in which an answer that was not extracted would stand
+
+
+@dataclass(frozen=True, slots=True)
+class GateStep:
+    """One step of the gate: it was asked for a decision, or told what was done."""
+
+    kind: Literal["decided", "observed"]
+    decision: Decision
+    escalated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFacts:
+    """One rollout without its texts."""
+
+    brief: FinishedSample
+    decisions: int
+    escalated: int
+    usage: Usage
+    flags: tuple[str, ...]
+    written: tuple[tuple[int, int], ...]  # tokens by the draft and by the target, turn by turn
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemFacts:
+    """One finished problem without its texts."""
+
+    problem: Problem
+    brief: FinishedProblem
+    rollouts: tuple[RolloutFacts, ...]
+
+    def graded(self, brief: FinishedProblem) -> ProblemFacts:
+        """With the verdicts of later sessions."""
+        rollouts = tuple(
+            replace(rollout, brief=sample) for rollout, sample in zip(self.rollouts, brief.samples, strict=True)
+        )
+        return replace(self, brief=brief, rollouts=rollouts)
+
+
+@dataclass(slots=True)
+class RunData:
+    """What a run directory says; `problems` are the finished ones in the order in which they were started."""
+
+    run: RecordedRun
+    pages: Pages
+    problems: dict[str, ProblemFacts] = field(default_factory=dict[str, ProblemFacts])
+    steps: list[GateStep] = field(default_factory=list[GateStep])
+    nodes: list[CallSpan] = field(default_factory=list[CallSpan])
+    warned: list[Warned] = field(default_factory=list[Warned])
+    drifted: list[Drifted] = field(default_factory=list[Drifted])
+    failed_calls: Counter[str] = field(default_factory=Counter[str])
+    parts: list[int] = field(default_factory=lambda: [0])  # where the steps of each merged run begin
+    state: RunState = field(default_factory=RunState)
+
+    @property
+    def done(self) -> list[GateStep]:
+        """What was done with every chunk a gate decided on, in order; its decisions where that is not recorded."""
+        observed = [step for step in self.steps if step.kind == "observed"]
+        return observed or [step for step in self.steps if step.kind == "decided"]
+
+    def take(self, entry: Entry) -> None:
+        """Take in one entry, in order."""
+        outcome = self.state.apply(entry)
+        match entry.event:
+            case SessionOpened(session=session) if session in self.run.part_starts:
+                self.parts.append(len(self.steps))
+            case Decided(decision) if decision.action != "verify":
+                self.steps.append(GateStep("decided", decision, decision.escalate))
+            case Observed(decision, escalated):
+                self.steps.append(GateStep("observed", decision, escalated))
+            case CallSpan(source="live", status="done" | "failed") as node:
+                self.nodes.append(self.state.clock.aligned(node, entry.at))
+            case CallFailed(error=error):
+                self.failed_calls[error] += 1
+            case Warned() as warned:
+                self.warned.append(warned)
+            case Drifted() as drifted:
+                self.drifted.append(drifted)
+            case _:
+                pass
+        if outcome is not None:
+            self._finish(outcome)
+
+    def _finish(self, outcome: Outcome) -> None:
+        brief = self.state.finished[outcome.problem.id]
+        rollouts = tuple(
+            _rollout(rollout, sample, outcome.problem)
+            for rollout, sample in zip(outcome.rollouts, brief.samples, strict=True)
+        )
+        self.problems[outcome.problem.id] = ProblemFacts(outcome.problem, brief, rollouts)
+        self.pages.add(outcome, {rollout.brief.sample: rollout.flags for rollout in rollouts}, brief)
+
+
+def read_run_data(directory: Path, page_bytes: int) -> RunData:
+    """Read the journal of a run, alive or over; `page_bytes` is the most that the pages of all problems may take.
+
+    :raises JournalError: there is none, or it cannot be read.
+    """
+    run = open_run(directory)
+    data = RunData(run, Pages(page_bytes, run.manifest.problems or 0))
+    kinds, started = set(_KINDS), list[str]()
+    for entry in run.entries(kinds):
+        data.take(entry)
+        if isinstance(entry.event, ProblemStarted):
+            started.append(entry.event.problem.id)
+        elif isinstance(entry.event, Observed) and len(data.steps) >= AUDIT:
+            kinds.discard(Decided)
+    finished = data.state.finished
+    data.problems = {name: data.problems[name].graded(finished[name]) for name in started if name in finished}
+    return data
+
+
+def read_nodes(directory: Path) -> list[CallSpan]:
+    """Every node of the task graph that did work in a run, alive or over, once, all sessions on one clock.
+
+    :raises JournalError: there is no run, or it cannot be read.
+    """
+    return list(open_run(directory).nodes())
+
+
+def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> RolloutFacts:
+    decisions = [turn.decision for turn in rollout.turns if turn.decision is not None]
+    return RolloutFacts(
+        brief,
+        len(decisions),
+        sum(decision.escalate for decision in decisions),
+        usage=rollout.usage,
+        flags=tuple(_flags(rollout, problem, decisions)),
+        written=tuple((tokens_written(turn, "draft"), tokens_written(turn, "target")) for turn in rollout.turns),
+    )
+
+
+def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) -> Iterable[str]:
+    """What a reader should know of this rollout before believing its answer."""
+    if rollout.finish in ("turns", "tokens"):
+        yield f"{rollout.finish[:-1]} cap"
+    if rollout.finish == "failed":
+        yield "failed"
+    if any(decision.origin == "forced" for decision in decisions):
+        yield "forced"
+    if any(decision.score is not None and math.isinf(decision.score) for decision in decisions):
+        yield "infinite score"
+    if rollout.answer is None and rollout.finish not in ("settled", "cancelled", "failed"):
+        tail = rollout.text[-_TAIL:]
+        yield "cut box" if re.search(r"\\boxed\s*\{[^{}]*$", tail) else "no answer"
+        if problem.answer and re.search(rf"(?<![\w.]){re.escape(problem.answer)}(?!\w)", tail):
+            yield "reference in text"

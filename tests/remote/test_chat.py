@@ -153,6 +153,7 @@ async def test_failures_are_tried_a_few_times_and_named(
     server = serve("chat" if kind is chat else "ollama")
     async with kind(server) as remote:
         server.faults = ServerFaults({fault: 1.0})  # type: ignore[dict-item]
+        before = len(server.calls)
         for patience in (0.5, 2.0, 8.0, 32.0) if fault == "hang" else (60.0,):
             client = remote._opened()
             client.options = replace(client.options, timeout_seconds=patience)

@@ -1,4 +1,4 @@
-"""Real HTTP servers around any engine: they speak a serving engine's dialect, quirks included, and fail on demand."""
+"""HTTP servers around any engine that speak a serving engine's dialect, quirks included, and fail on demand."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import importlib
 import json
 import random
 import threading
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
-import anyio
-
-from atts.core import Completion, SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError, OptionError, UnsupportedByEngine, UsageError
+from atts.testing.server_core import Refusal, Route, Routes, ServerCall, ServerState
 from atts.testing.server_settings import (
     NO_SERVER_FAULTS,
     PLAIN_SERVER,
@@ -28,102 +25,6 @@ from atts.testing.server_settings import (
 
 if TYPE_CHECKING:
     from aiohttp import web
-
-_BLOCK = 16
-
-
-class BlockCache:
-    """Which prefixes a server has computed, in whole blocks; the last block of a prompt is always computed again."""
-
-    def __init__(self) -> None:
-        self._known: set[int] = set()
-
-    def hit(self, ids: TokenIds) -> int:
-        """How many leading ids are cached."""
-        count = 0
-        while count + _BLOCK < len(ids) and hash(ids[: count + _BLOCK]) in self._known:
-            count += _BLOCK
-        return count
-
-    def keep(self, ids: TokenIds) -> None:
-        """These ids have been computed."""
-        self._known.update(hash(ids[:end]) for end in range(_BLOCK, len(ids) + 1, _BLOCK))
-
-
-class Bad(Exception):
-    """A request the server refuses: its status and what it says."""
-
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(words)
-        self.status = status
-
-
-@dataclass(slots=True)
-class Floor:
-    """What the handlers of one dialect work with: the engine, its jobs by id, its cache, and this call's fault."""
-
-    engine: Engine
-    model: str
-    quirks: ServerQuirks
-    cache: BlockCache = field(default_factory=BlockCache)
-    jobs: dict[str, anyio.CancelScope] = field(default_factory=dict[str, anyio.CancelScope])
-    served: int = 0
-
-    async def sample(self, request: SampleRequest, rid: str, fault: ServerFault | None) -> Completion | None:
-        """A completion, spoilt if the fault says so; None when it was aborted."""
-        done: Completion | None = None
-        with anyio.CancelScope() as scope:
-            self.jobs[rid] = scope
-            try:
-                done = await self.engine.sample(request)
-            finally:
-                self.jobs.pop(rid, None)
-        if done is None:
-            return None
-        cached = self.cache.hit(request.ids)
-        self.cache.keep(request.ids + done.ids)
-        self.served += 1
-        if fault == "wrong_ids":
-            done = replace(done, ids=(*done.ids[:-1], self.engine.spec.vocabulary + 7))
-        if fault == "nan":
-            done = replace(done, logprobs=(*done.logprobs[:-1], float("nan")))
-        return replace(done, cached_tokens=cached)
-
-    async def score(self, ids: TokenIds, start: int, rid: str, fault: ServerFault | None) -> tuple[TokenIds, Scores]:
-        """The ids from `start` on and their scores, spoilt if the fault says so."""
-        scores: Scores | None = None
-        with anyio.CancelScope() as scope:
-            self.jobs[rid] = scope
-            try:
-                scores = await self.engine.score(ScoreRequest(ids[:start], ids[start:]))
-            finally:
-                self.jobs.pop(rid, None)
-        if scores is None:
-            raise Bad(499, "aborted")
-        self.served += 1
-        said = ids[start:]
-        if fault == "wrong_ids":
-            said = (*said[:-1], self.engine.spec.vocabulary + 7)
-        if fault == "nan":
-            scores = replace(scores, logprobs=(*scores.logprobs[:-1], float("nan")))
-        return said, scores
-
-    def abort(self, rid: str, match: Literal["exact", "prefix"] = "exact") -> None:
-        """Free a request, or all that begin so."""
-        for name in list(self.jobs):
-            if name == rid or (match == "prefix" and name.startswith(rid)):
-                self.jobs[name].cancel()
-
-
-Route = Callable[["Floor", Mapping[str, Any], Mapping[str, str], "ServerFault | None"], Awaitable[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Routes:
-    """A dialect: its paths; work may fail on demand, the rest always answers."""
-
-    questions: Mapping[str, Route]
-    work: Mapping[str, Route]
 
 
 class DialectServer:
@@ -166,7 +67,7 @@ class DialectServer:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._floor: Floor | None = None
+        self._state: ServerState | None = None
         self._server: Any = None
         self._failure: BaseException | None = None
         self._ready_at: float | None = None
@@ -179,12 +80,12 @@ class DialectServer:
     @property
     def running(self) -> int:
         """How many requests it is at work on."""
-        return len(self._floor.jobs) if self._floor else 0
+        return len(self._state.jobs) if self._state else 0
 
     @property
     def served(self) -> int:
         """How many completions and scores it has given since its start."""
-        return self._floor.served if self._floor else 0
+        return self._state.served if self._state else 0
 
     def __enter__(self) -> Self:
         self.start()
@@ -229,7 +130,7 @@ class DialectServer:
     def _run(self, ready: threading.Event) -> None:
         try:
             asyncio.run(self._serve(ready))
-        except BaseException as error:  # noqa: BLE001  # handed to whoever called `start`
+        except BaseException as error:  # noqa: BLE001  # raised again by `start`
             self._failure = error
         finally:
             ready.set()
@@ -239,7 +140,7 @@ class DialectServer:
 
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         async with self._make() as engine:
-            self._floor = Floor(engine, self._model, self.quirks)
+            self._state = ServerState(engine, self._model, self.quirks)
             app = web.Application(client_max_size=1 << 30)
             app.router.add_route("*", "/{path:.*}", self._answer)
             cancels = self.quirks.disconnect == "abort"
@@ -251,7 +152,7 @@ class DialectServer:
             self._ready_at = None
             ready.set()
             await self._stop.wait()
-            for scope in list(self._floor.jobs.values()):
+            for scope in list(self._state.jobs.values()):
                 scope.cancel()
             for connection in list(runner.server.connections if runner.server else ()):
                 if connection.transport is not None:
@@ -261,10 +162,9 @@ class DialectServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web
 
-        floor, path = self._floor, request.path
-        assert floor is not None, "it serves while it has an engine"
+        path = request.path
         if self._is_loading():
-            return _json({"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}, 503)
+            return _error(503, "Loading model", "unavailable_error")
         if path == "/health":
             return web.Response()
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -279,7 +179,7 @@ class DialectServer:
         return await self._respond(request, {**routes.work, **routes.questions}[path], fault)
 
     def _is_loading(self) -> bool:
-        """It loads from the first look on, so that somebody sees it load however busy the machine is."""
+        """It loads from the first look on, so that it is seen to load however busy the machine is."""
         now = asyncio.get_running_loop().time()
         if self._ready_at is None:
             self._ready_at = now + self._loading_seconds
@@ -288,25 +188,25 @@ class DialectServer:
     async def _respond(self, request: web.Request, route: Route, fault: ServerFault | None) -> web.StreamResponse:
         from aiohttp import web
 
-        floor = self._floor
-        assert floor is not None, "it serves while it has an engine"
+        state = self._state
+        assert state is not None, "it serves while it has an engine"
         if fault == "refused":
             return _broken(request)
         if fault == "429":
             return _json({"error": {"message": "Too many requests"}}, 429, {"Retry-After": self.faults.retry_after})
         if fault == "500":
-            return _json({"error": {"message": "Internal server error"}}, 500)
+            return _error(500, "Internal server error", "InternalServerError")
         if fault == "hang":
             await asyncio.sleep(3600)
         try:
             body: Any = await request.json() if request.can_read_body else {}
-            reply = await route(floor, body, request.headers, fault)
-        except Bad as bad:
-            return _json({"error": {"message": str(bad), "type": "BadRequestError", "code": bad.status}}, bad.status)
+            reply = await route(ServerCall(state, body, request.headers, fault))
+        except Refusal as refusal:
+            return _error(refusal.status, str(refusal), "BadRequestError")
         except (UsageError, ContextOverflow, UnsupportedByEngine, KeyError, ValueError, TypeError) as error:
-            return _json({"error": {"message": str(error), "type": "BadRequestError", "code": 400}}, 400)
+            return _error(400, str(error), "BadRequestError")
         except EngineError as error:
-            return _json({"error": {"message": str(error), "type": "InternalServerError"}}, 500)
+            return _error(500, str(error), "InternalServerError")
         if isinstance(reply, str):
             return web.Response(text=reply)
         return await _delivered(request, json.dumps(reply).encode(), fault)
@@ -355,6 +255,10 @@ def _json(value: Any, status: int, headers: Mapping[str, str] | None = None) -> 
     return web.Response(
         body=json.dumps(value).encode(), status=status, headers=headers, content_type="application/json"
     )
+
+
+def _error(status: int, message: str, kind: str) -> web.Response:
+    return _json({"error": {"message": message, "type": kind, "code": status}}, status)
 
 
 def routes_of(dialect: ServerDialect) -> Routes:

@@ -1,0 +1,195 @@
+"""Core of the dialect servers: the engine behind them, its jobs and cache, and what their routes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import anyio
+
+from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
+from atts.engine import Engine
+from atts.seeds import Seed
+from atts.testing.server_settings import ServerFault, ServerQuirks
+
+T = TypeVar("T")
+_BLOCK = 16
+
+
+class BlockCache:
+    """Which prefixes a server has computed, in whole blocks; the last block of a prompt is always computed again."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def hit(self, ids: TokenIds) -> int:
+        """How many leading ids are cached."""
+        count = 0
+        while count + _BLOCK < len(ids) and hash(ids[: count + _BLOCK]) in self._known:
+            count += _BLOCK
+        return count
+
+    def keep(self, ids: TokenIds) -> None:
+        """These ids have been computed."""
+        self._known.update(hash(ids[:end]) for end in range(_BLOCK, len(ids) + 1, _BLOCK))
+
+
+class Refusal(Exception):
+    """A request the server refuses: its status and what it says."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class Aborted(Refusal):
+    """A request that was aborted while it was worked on."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "aborted")
+
+
+@dataclass(slots=True)
+class ServerState:
+    """What the routes of one dialect work with: the engine, its jobs by request id, its cache, and the quirks."""
+
+    engine: Engine
+    model: str
+    quirks: ServerQuirks
+    cache: BlockCache = field(default_factory=BlockCache)
+    jobs: dict[str, anyio.CancelScope] = field(default_factory=dict[str, anyio.CancelScope])
+    served: int = 0
+
+    @property
+    def context_length(self) -> int:
+        """The engine's."""
+        return self.engine.spec.context_length
+
+    def abort(self, rid: str, match: Literal["exact", "prefix"] = "exact") -> None:
+        """Free a request, or all that begin so."""
+        for name in list(self.jobs):
+            if name == rid or (match == "prefix" and name.startswith(rid)):
+                self.jobs[name].cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCall:
+    """One call of a route: the server's state, the body and headers sent, and the fault this call is to have."""
+
+    state: ServerState
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+    fault: ServerFault | None
+
+    async def sample(self, request: SampleRequest, rid: str = "", *, spoil: bool = True) -> Completion:
+        """A completion, spoilt if the fault says so, its cached tokens counted.
+
+        :raises Aborted: it was aborted under way.
+        """
+        state = self.state
+        done = await self._job(rid or f"job {id(request)}", lambda: state.engine.sample(request))
+        cached = state.cache.hit(request.ids)
+        state.cache.keep(request.ids + done.ids)
+        if spoil and self.fault == "wrong_ids":
+            done = replace(done, ids=(*done.ids[:-1], state.engine.spec.vocabulary + 7))
+        if spoil and self.fault == "nan":
+            done = replace(done, logprobs=(*done.logprobs[:-1], float("nan")))
+        return replace(done, cached_tokens=cached)
+
+    async def score(self, ids: TokenIds, start: int, rid: str = "") -> tuple[TokenIds, Scores]:
+        """The ids from `start` on and their scores, spoilt if the fault says so.
+
+        :raises Aborted: it was aborted under way.
+        """
+        request = ScoreRequest(ids[:start], ids[start:])
+        scores = await self._job(rid or f"job {id(request)}", lambda: self.state.engine.score(request))
+        said = request.suffix
+        if self.fault == "wrong_ids":
+            said = (*said[:-1], self.state.engine.spec.vocabulary + 7)
+        if self.fault == "nan":
+            scores = replace(scores, logprobs=(*scores.logprobs[:-1], float("nan")))
+        return said, scores
+
+    async def _job(self, rid: str, work: Callable[[], Awaitable[T]]) -> T:
+        state, done = self.state, list[T]()
+        with anyio.CancelScope() as scope:
+            state.jobs[rid] = scope
+            try:
+                done.append(await work())
+            finally:
+                state.jobs.pop(rid, None)
+        if not done:
+            raise Aborted
+        state.served += 1
+        return done[0]
+
+    def check_model(self) -> None:
+        """Refuse a call that names another model.
+
+        :raises Refusal: it does.
+        """
+        if self.body.get("model") != self.state.model:
+            raise Refusal(404, f"The model `{self.body.get('model')}` does not exist or you do not have access to it.")
+
+    def check_room(self, ids: TokenIds, limit: int) -> None:
+        """Refuse what does not fit the context.
+
+        :raises Refusal: it does not.
+        """
+        most, wanted = self.state.context_length, len(ids) + limit
+        if wanted > most:
+            said = f"This model's maximum context length is {most} tokens. However, you requested {wanted} tokens."
+            raise Refusal(400, said)
+
+    def model_row(self, owner: str) -> dict[str, Any]:
+        """The model, as /v1/models lists it where the context is told."""
+        model = self.state.model
+        row = {"id": model, "object": "model", "owned_by": owner, "root": model, "parent": None}
+        return row | {"max_model_len": self.state.context_length}
+
+    def tokens(self, name: str) -> dict[str, Any]:
+        """What /tokenize answers: the ids of the text under that name."""
+        tokens = self.state.engine.tokenizer.encode(self.body[name])
+        return {"tokens": tokens, "count": len(tokens)}
+
+
+Route = Callable[[ServerCall], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """A dialect: its paths; work may fail on demand, the rest always answers."""
+
+    questions: Mapping[str, Route]
+    work: Mapping[str, Route]
+
+
+def request_of(
+    ids: TokenIds, limit: int, fields: Mapping[str, Any], default: Sampling, *, seed: str = "seed"
+) -> SampleRequest:
+    """The engine's request; what was not sent is the server's own default, which is not neutral."""
+    sampling = Sampling(
+        float(fields.get("temperature", default.temperature)),
+        max(0, int(fields.get("top_k", default.top_k))),
+        float(fields.get("top_p", default.top_p)),
+        float(fields.get("min_p", default.min_p)),
+    )
+    stop, stop_ids = tuple(fields.get("stop") or ()), tuple(fields.get("stop_token_ids") or ())
+    return SampleRequest(ids, limit, sampling, Seed(run=int(fields.get(seed) or 0)), stop, stop_ids)
+
+
+def finish_word(done: Completion) -> Literal["stop", "length"]:
+    """Why it ended: a stop string and the model's own end are one word."""
+    return "length" if done.ended == "length" else "stop"
+
+
+def shown(done: Completion, stop: tuple[str, ...]) -> str:
+    """The text up to the first stop string, which is left out."""
+    places = [done.text.find(word) for word in stop if word in done.text]
+    return done.text[: min(places)] if places else done.text
+
+
+def spoilt(text: str, fault: ServerFault | None) -> str | None:
+    """The text, or none where numbers would have been spoilt."""
+    return None if fault == "nan" else text

@@ -32,12 +32,8 @@ if TYPE_CHECKING:
     from atts.evaluators.metrics.costs import ModelShape as ModelShape
     from atts.evaluators.metrics.costs import cost as cost
     from atts.evaluators.metrics.costs import latency as latency
-    from atts.evaluators.metrics.costs import total_usage as total_usage
     from atts.evaluators.metrics.intervals import Estimate as Estimate
-    from atts.evaluators.metrics.intervals import bayesian_estimate as bayesian_estimate
-    from atts.evaluators.metrics.intervals import benchmark_estimate as benchmark_estimate
     from atts.evaluators.metrics.intervals import mean_estimate as mean_estimate
-    from atts.evaluators.metrics.intervals import nested_bootstrap as nested_bootstrap
     from atts.evaluators.metrics.intervals import share_estimate as share_estimate
     from atts.evaluators.metrics.majority import Votes as Votes
     from atts.evaluators.metrics.majority import maj_at_k as maj_at_k
@@ -50,12 +46,10 @@ if TYPE_CHECKING:
     from atts.evaluators.metrics.paired import compare_runs as compare_runs
     from atts.evaluators.metrics.paired import mcnemar as mcnemar
     from atts.evaluators.metrics.paired import problems_needed as problems_needed
-    from atts.evaluators.metrics.paired import single_answer_deviation as single_answer_deviation
     from atts.evaluators.metrics.rates import Counts as Counts
     from atts.evaluators.metrics.rates import avg_at_n as avg_at_n
     from atts.evaluators.metrics.rates import count as count
     from atts.evaluators.metrics.rates import g_pass_at_k as g_pass_at_k
-    from atts.evaluators.metrics.rates import mean_g_pass_at_k as mean_g_pass_at_k
     from atts.evaluators.metrics.rates import pass_at_k as pass_at_k
     from atts.evaluators.metrics.rates import pass_hat_k as pass_hat_k
     from atts.evaluators.metrics.rates import rate as rate
@@ -108,8 +102,6 @@ __all__ = [
     "align",
     "answer_classes",
     "avg_at_n",
-    "bayesian_estimate",
-    "benchmark_estimate",
     "cached_snapshot",
     "compare_runs",
     "cost",
@@ -128,8 +120,6 @@ __all__ = [
     "maj_at_k",
     "mcnemar",
     "mean_estimate",
-    "mean_g_pass_at_k",
-    "nested_bootstrap",
     "overlap",
     "pass_at_k",
     "pass_hat_k",
@@ -140,9 +130,7 @@ __all__ = [
     "score",
     "select",
     "share_estimate",
-    "single_answer_deviation",
     "status_of",
-    "total_usage",
     "votes",
     "weighted_maj_at_k",
     "winners",
@@ -159,11 +147,11 @@ _NAMES = {
     "equivalence.fast": "SecondOpinion equivalent",
     "equivalence.grouping": "group",
     "grading": "GradedRecord Tally grade reference",
-    "metrics.costs": "Cost Latency ModelShape cost latency total_usage",
-    "metrics.intervals": "Estimate bayesian_estimate benchmark_estimate mean_estimate nested_bootstrap share_estimate",
+    "metrics.costs": "Cost Latency ModelShape cost latency",
+    "metrics.intervals": "Estimate mean_estimate share_estimate",
     "metrics.majority": "Votes maj_at_k votes weighted_maj_at_k winners",
-    "metrics.paired": "Comparison McNemar align compare_runs mcnemar problems_needed single_answer_deviation",
-    "metrics.rates": "Counts avg_at_n count g_pass_at_k mean_g_pass_at_k pass_at_k pass_hat_k rate",
+    "metrics.paired": "Comparison McNemar align compare_runs mcnemar problems_needed",
+    "metrics.rates": "Counts avg_at_n count g_pass_at_k pass_at_k pass_hat_k rate",
     "metrics.scorecard": "Coverage SampleStatus Samples Scorecard answer_classes coverage samples_of score status_of",
     "slow.pool": "SlowPath aequivalent",
     "slow.process": "SlowLimits",

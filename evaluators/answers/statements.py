@@ -26,7 +26,6 @@ _STATES = re.compile(
     r"(?:\\[lg]t|\\[lg]eq?|\\neq?|[<>≤≥≠]|\b(?:that|find|is|are|was|be|equals?|gives?|gets?|has|have|becomes?|by|about|yields?|it's|that's|located\s+between|there\s+are|remainder|est|donc|soit)\b|[=:：≈]|是|为|有)",
     re.IGNORECASE,
 )  # fmt: skip
-_DISPLAY = re.compile(r"\s*(?:\$\$(.+?)\$\$|\\\[(.+?)\\\])", re.DOTALL)
 _LETTER = re.compile(r"(?<![A-Za-z0-9'])\(?([A-J])(?![A-Za-z0-9'])")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
@@ -209,21 +209,6 @@ def is_zero(value: Value) -> bool:
     if isinstance(value, Fraction):
         return value == 0
     return value.magnitude == NOTHING or value.magnitude <= value.error + _SLACK
-
-
-def fingerprints(node: Node, limits: Limits) -> Iterator[str]:
-    """Short texts that equal expressions share: their values at three points, to 30 digits.
-
-    Raises Undecided when a value cannot be computed.
-    """
-    prober = Prober(limits)
-    names = variables(node)
-    domain = domain_of(node)
-    for index in range(3 if names else 1):
-        try:
-            yield written(prober.value(node, point(names, index, domain)))
-        except Undefined:
-            yield "undefined"
 
 
 def written(value: Value) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -72,11 +72,6 @@ class ModelShape:
     def decode_flops(self, context: float) -> float:
         """Of one token that sees `context` tokens: 2 per weight, 4 per head dimension, layer and token seen."""
         return 2.0 * self.active_parameters + 4.0 * self.layers * self.heads * self.head_dim * context
-
-    def forward_flops(self, tokens: int, start: int = 0) -> float:
-        """Of a forward pass over `tokens` tokens after `start` cached ones, log-probabilities of all included."""
-        seen = tokens * start + tokens * (tokens + 1) / 2
-        return 2.0 * self.active_parameters * tokens + 4.0 * self.layers * self.heads * self.head_dim * seen
 
     def _attention(self) -> int:
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
@@ -175,11 +170,6 @@ class Latency:
         return f"{self.count:,} durations: mean {self.mean:.3g} s, {', '.join(parts)}, longest {self.longest:.3g} s"
 
 
-def total_usage(usages: Iterable[Usage]) -> Usage:
-    """The sum."""
-    return sum(usages, Usage())
-
-
 def cost(
     usage: Usage,
     *,
@@ -229,7 +219,9 @@ def _quantile(ordered: np.ndarray[Any, np.dtype[np.float64]], q: float, level: f
     above = int(stats.binom.ppf((1 + level) / 2, n, q)) + 1
     low = float(ordered[below - 1]) if below >= 1 else 0.0
     high = float(ordered[above - 1]) if above <= n else math.inf
-    return Estimate(float(np.quantile(ordered, q)), low, high, n, n, "order statistics", level)
+    return Estimate(
+        float(np.quantile(ordered, q)), low, high, n_problems=n, n_samples=n, method="order statistics", level=level
+    )
 
 
 def _flops(model: ModelShape | float | None, tokens: int, context: float) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
@@ -17,15 +17,11 @@ from atts.seeds import Seed, generator
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Method = Literal["wilson", "t", "bootstrap"]
+
+
 # Coverage of a nominal 95 % on simulated benchmarks of four difficulties, 30 problems of 16 samples (tests repeat it):
 # t 0.83 to 0.96, percentile bootstrap 0.86 to 0.95, Wilson with the effective n 0.91 to 0.96 and no longer where t is
 # right. So Wilson is the default for rates.
-Over = Literal["population", "benchmark"]
-"""What varies: problems like these, or only what the model says to these very problems."""
-Prior = Literal["centred", "jeffreys", "uniform"]
-"""Of each problem's rate: worth one sample at the overall rate, or Beta(1/2, 1/2), or Beta(1, 1)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A number with its interval and what it rests on; NaN where it is undefined, `note` saying why."""
@@ -80,7 +76,7 @@ def mean_estimate(
         n = effective_n(mean, variance_of_mean(array), array.size, n_samples)
         estimated = n_samples > array.size > 1  # then n is a guess from the problems' spread: t, not the normal
         low, high = wilson_interval(mean, n, _reach(array.size - 1 if estimated else math.inf, level))
-    return Estimate(mean, low, high, array.size, n_samples, method, level)
+    return Estimate(mean, low, high, n_problems=array.size, n_samples=n_samples, method=method, level=level)
 
 
 def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) -> Estimate:
@@ -102,28 +98,7 @@ def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) ->
     variance = float((residuals**2).sum()) / total**2 * problems / (problems - 1) if problems > 1 else math.nan
     n = effective_n(share, variance, 1, total) if 0 < share < 1 and problems > 1 else problems
     low, high = wilson_interval(share, n, _reach(problems - 1 if total > problems > 1 else math.inf, level))
-    return Estimate(share, low, high, problems, total, "wilson", level)
-
-
-def benchmark_estimate(
-    n: ArrayLike, c: ArrayLike, method: Literal["wilson", "t"] = "wilson", *, level: float = 0.95
-) -> Estimate:
-    """The mean rate on these very problems, `c` right of `n` each: only the samples vary. Undefined when an n is 1."""
-    counts, right = np.asarray(n, dtype=np.int64), np.asarray(c, dtype=np.float64)
-    check_level(level)
-    if method not in ("wilson", "t"):
-        raise OptionError("method", f"{method!r} is not an interval for fixed problems", ("wilson", "t"))
-    if counts.size == 0 or counts.min() < 2:
-        return undefined_estimate(counts.size, int(counts.sum()), level, "needs 2 samples of every problem")
-    total, mean = int(counts.sum()), float((right / counts).mean())
-    near = (right + mean) / (counts + 1)  # a problem always solved so far still has some variance
-    variance = float((near * (1 - near) / counts).sum() / counts.size**2)
-    if method == "t":
-        low, high = t_interval(mean, variance, total - counts.size + 1, level)
-    else:  # samples spread evenly over problems say more than as many at random
-        n = max(total, mean * (1 - mean) / variance) if variance > 0 else total
-        low, high = wilson_interval(mean, n, _reach(math.inf, level))
-    return Estimate(mean, low, high, counts.size, total, f"{method}, these problems", level)
+    return Estimate(share, low, high, n_problems=problems, n_samples=total, method="wilson", level=level)
 
 
 def variance_of_mean(values: Floats) -> float:
@@ -169,73 +144,11 @@ def bootstrap_interval(values: Floats, *, level: float = 0.95, draws: int = 4000
     return _percentiles(means, values.size, level)
 
 
-def nested_bootstrap(
-    n: ArrayLike,
-    c: ArrayLike,
-    statistic: Callable[[Ints, Ints], Floats],
-    *,
-    level: float = 0.95,
-    draws: int = 2000,
-    seed: int = 0,
-) -> Estimate:
-    """Problems drawn with replacement, then samples inside each: for statistics of counts, such as pass@k.
-
-    `statistic(n, c)` gives one value per problem. Errs to the wide side: the problems' spread holds the samples' noise.
-    """
-    counts, right = np.asarray(n, dtype=np.int64), np.asarray(c, dtype=np.int64)
-    check_level(level)
-    values, total = statistic(counts, right), int(counts.sum())
-    if values.size == 0 or np.isnan(values).any():
-        return undefined_estimate(counts.size, total, level, "undefined for some problem")
-    rng = generator(Seed(run=seed, purpose="bootstrap samples"))
-    means = list[Floats]()
-    for rows in _resamples(counts.size, draws, seed):
-        again = rng.binomial(counts[rows], right[rows] / counts[rows])
-        means.append(statistic(counts[rows].ravel(), again.ravel()).reshape(rows.shape).mean(axis=1))
-    low, high = _percentiles(np.concatenate(means), counts.size, level)
-    value = float(values.mean())
-    return Estimate(value, min(low, value), max(high, value), counts.size, total, "nested bootstrap", level)
-
-
-def bayesian_estimate(
-    n: ArrayLike,
-    c: ArrayLike,
-    *,
-    over: Over = "population",
-    prior: Prior = "centred",
-    level: float = 0.95,
-    draws: int = 4000,
-    seed: int = 0,
-) -> Estimate:
-    """Posterior mean and credible interval of the mean rate: a Beta posterior per problem.
-
-    "benchmark" averages these problems, "population" weighs them as a Bayesian bootstrap does. The flat priors pull
-    the mean towards one half, by half a sample's worth or a whole one: far from one half they cover next to never. The
-    centred one pulls it nowhere, and is a little short for a benchmark of few samples (0.9 for 4, Wilson 0.95).
-    """
-    counts, right = np.asarray(n, dtype=np.int64), np.asarray(c, dtype=np.float64)
-    check_level(level)
-    for option, value, known in (("over", over, get_args(Over)), ("prior", prior, get_args(Prior))):
-        if value not in known:
-            raise OptionError(option, f"{value!r} is not an option", known)
-    if counts.size == 0 or counts.min() < 1:
-        return undefined_estimate(counts.size, int(counts.sum()), level, "needs a sample of every problem")
-    a, b = {"jeffreys": (0.5, 0.5), "uniform": (1.0, 1.0)}.get(prior) or _centred_prior(counts, right)
-    rng = generator(Seed(run=seed, purpose="posterior"))
-    means = list[Floats]()
-    for size in _chunks(draws, counts.size):
-        rates = rng.beta(right + a, counts - right + b, size=(size, counts.size))
-        weights = rng.standard_exponential((size, counts.size)) if over == "population" else np.ones_like(rates)
-        means.append((rates * weights).sum(axis=1) / weights.sum(axis=1))
-    drawn = np.concatenate(means)
-    low, high = (float(end) for end in np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2]))
-    words = f"bayes, {prior} prior" + (", these problems" if over == "benchmark" else "")
-    return Estimate(float(drawn.mean()), low, high, counts.size, int(counts.sum()), words, level)
-
-
 def undefined_estimate(n_problems: int, n_samples: int, level: float, note: str) -> Estimate:
     """No number, and why."""
-    return Estimate(math.nan, math.nan, math.nan, n_problems, n_samples, "none", level, note)
+    return Estimate(
+        math.nan, math.nan, math.nan, n_problems=n_problems, n_samples=n_samples, method="none", level=level, note=note
+    )
 
 
 def check_level(level: float) -> None:
@@ -272,13 +185,6 @@ def _chunks(draws: int, width: int) -> Iterator[int]:
     step = max(1, 500_000 // max(1, width))
     for start in range(0, draws, step):
         yield min(step, draws - start)
-
-
-def _centred_prior(n: Ints, c: Floats) -> tuple[float, float]:
-    """Pulls no mean anywhere; its centre is kept off 0 and 1."""
-    total = float(n.sum())
-    centre = min(max(float((c / n).mean()), 0.5 / (total + 1)), 1 - 0.5 / (total + 1))
-    return centre, 1 - centre
 
 
 def _reach(freedom: float, level: float) -> float:

@@ -107,7 +107,14 @@ def compare_runs(
     better, worse = int((delta > 0).sum()), int((delta < 0).sum())
     tied = delta.size - better - worse
     return Comparison(
-        float(a.mean()), float(b.mean()), estimate, sign_flip_p(delta, seed=seed), better, worse, tied, needed
+        float(a.mean()),
+        float(b.mean()),
+        estimate,
+        p_value=sign_flip_p(delta, seed=seed),
+        better=better,
+        worse=worse,
+        tied=tied,
+        problems_needed=needed,
     )
 
 
@@ -165,17 +172,6 @@ def problems_needed(deviation: float, difference: float, *, power: float = 0.8, 
     return math.ceil(needed)
 
 
-def single_answer_deviation(first: float, second: float, disagree: float | None = None) -> float:
-    """The deviation for one answer per problem: rates of both runs and the share of problems on which they disagree.
-
-    Without `disagree` the runs are taken as independent, which asks for more problems than related runs need.
-    """
-    share = first * (1 - second) + second * (1 - first) if disagree is None else disagree
-    if not abs(second - first) <= share + 1e-12 <= 1 + 1e-9:
-        raise OptionError("disagree", f"rates {first} and {second} cannot disagree on a share of {share}")
-    return math.sqrt(max(0.0, share - (second - first) ** 2))
-
-
 def _reach(n: float, level: float) -> float:
     tail = (1 + level) / 2
     return float(stats.norm.ppf(tail) if math.isinf(n) else stats.t.ppf(tail, max(1.0, n - 1)))
@@ -193,7 +189,7 @@ def _difference(delta: Floats, method: PairedMethod, level: float, seed: int, n_
     else:
         half = float(stats.t.ppf((1 + level) / 2, delta.size - 1)) * math.sqrt(variance_of_mean(delta))
         low, high = mean - half, mean + half
-    return Estimate(mean, low, high, delta.size, n_samples, f"paired {method}", level)
+    return Estimate(mean, low, high, n_problems=delta.size, n_samples=n_samples, method=f"paired {method}", level=level)
 
 
 def _no_spread(mean: float, problems: int, level: float) -> tuple[float, float]:

@@ -91,16 +91,6 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
     return np.where(counts < k, np.nan, share)
 
 
-def mean_g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
-    """mG-pass@k: the mean of G-pass@k over the shares above one half, twice their sum over k; NaN where n < k."""
-    shares = range(math.ceil(k / 2) + 1, k + 1)
-    counts, right = _checked(n, c, k)
-    total = np.zeros(counts.shape)
-    for least in shares:
-        total += np.asarray(stats.hypergeom.sf(least - 1, counts, right, np.minimum(k, counts)), dtype=np.float64)
-    return np.where(counts < k, np.nan, 2 * total / k)
-
-
 def avg_at_n(counts: Counts) -> Floats:
     """The share of right samples per problem (pass@1); NaN where there is no sample."""
     return np.where(counts.n > 0, counts.c / np.maximum(counts.n, 1), np.nan)

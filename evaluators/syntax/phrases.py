@@ -9,9 +9,6 @@ from atts.evaluators.syntax.stream import Grammar
 from atts.evaluators.syntax.tree import Node, number
 from atts.evaluators.verdict import Prose
 
-_REMARK = frozenset("approximately approx about roughly around exactly total altogether only".split())
-_ARTICLES = frozenset({"a", "an", "the"})
-
 
 def phrase_after(parser: Grammar, node: Node) -> Node:
     """The value with the words that follow it folded in; raises Prose when they deny or condition it."""

@@ -55,7 +55,6 @@ class Node:
             stack.extend(node.args)
 
 
-ZERO = Node("number", text="0", value=Fraction(0))
 ONE = Node("number", text="1", value=Fraction(1))
 TWO = Node("number", text="2", value=Fraction(2))
 MINUS_ONE = Node("number", text="-1", value=Fraction(-1))
@@ -90,11 +89,6 @@ def quotient(top: Node, bottom: Node) -> Node:
 def function(name: str, *args: Node) -> Node:
     """A known function applied."""
     return Node("func", args, name)
-
-
-def symbols(node: Node) -> frozenset[str]:
-    """Names of the free variables and unknown functions."""
-    return frozenset(each.text for each in node.walk() if each.kind in ("symbol", "call"))
 
 
 def variables(node: Node) -> frozenset[str]:

@@ -15,14 +15,11 @@ from scipy import stats
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import (
     Estimate,
-    bayesian_estimate,
-    benchmark_estimate,
     effective_n,
     mean_estimate,
-    nested_bootstrap,
+    share_estimate,
     wilson_interval,
 )
-from atts.evaluators.metrics.rates import pass_at_k, rate
 
 Counted = NDArray[np.int64]
 
@@ -80,42 +77,16 @@ def test_one_problem_says_nothing_of_others() -> None:
 
 
 def test_a_seed_repeats_and_another_differs() -> None:
-    """Bootstrap and posterior are functions of the seed."""
+    """The bootstrap is a function of the seed."""
     values = np.linspace(0, 1, 13)
     one, again, other = (mean_estimate(values, 13, "bootstrap", seed=seed) for seed in (1, 1, 2))
     assert one == again
     assert one != other
-    n, c = np.full(13, 4), np.arange(13) % 5
-    assert bayesian_estimate(n, c, seed=3) == bayesian_estimate(n, c, seed=3)
-
-
-def test_posterior_of_fixed_problems_is_the_exact_one() -> None:
-    """Mean and spread of an average of independent Betas."""
-    n, c = np.array([4, 10, 3]), np.array([1, 9, 0])
-    found = bayesian_estimate(n, c, over="benchmark", prior="uniform", draws=40_000)
-    means = (c + 1) / (n + 2)
-    spread = math.sqrt(sum(stats.beta(a + 1, b - a + 1).var() for a, b in zip(c, n, strict=True))) / 3
-    assert found.value == pytest.approx(means.mean(), abs=4 * spread / 200)
-    assert (found.high - found.low) / (2 * 1.96 * spread) == pytest.approx(1, abs=0.03)
-
-
-def test_the_centred_prior_moves_no_mean() -> None:
-    """Problems never or always solved, 4 samples each: a flat prior moves the mean up, this one does not."""
-    n = np.full(200, 4)
-    c = np.where(np.arange(200) < 180, 0, 4)
-    assert bayesian_estimate(n, c, prior="uniform", over="benchmark").value > 0.2
-    assert bayesian_estimate(n, c, over="benchmark").value == pytest.approx(0.1, abs=0.01)
 
 
 def test_undefined_is_said_never_invented() -> None:
-    """No problems, no samples, one sample where two are needed."""
-    for found in (
-        mean_estimate([], 0),
-        mean_estimate([math.nan, 1.0], 2),
-        benchmark_estimate([1, 4], [1, 2]),
-        bayesian_estimate([0], [0]),
-        nested_bootstrap([4, 2], [1, 1], lambda n, c: pass_at_k(n, c, 4)),
-    ):
+    """No problems, a problem without a value, nothing to count."""
+    for found in (mean_estimate([], 0), mean_estimate([math.nan, 1.0], 2), share_estimate([(0, 0)])):
         assert math.isnan(found.value)
         assert str(found).startswith("undefined (")
         assert found.note
@@ -136,9 +107,6 @@ def test_an_estimate_prints_what_it_rests_on() -> None:
     [
         lambda: mean_estimate([1.0], 1, cast(Any, "normal")),
         lambda: mean_estimate([1.0], 1, level=0),
-        lambda: benchmark_estimate([2], [1], cast(Any, "bootstrap")),
-        lambda: bayesian_estimate([2], [1], over=cast(Any, "all")),
-        lambda: bayesian_estimate([2], [1], prior=cast(Any, "flat")),
     ],
 )
 def test_unknown_words_are_errors(wrong: Callable[[], object]) -> None:
@@ -193,47 +161,6 @@ def test_taking_samples_as_independent_would_not_cover() -> None:
     truth, right = benchmarks(AIME, 30, 16, 400)
     naive = [stats.binomtest(int(row.sum()), 480).proportion_ci(method="wilson") for row in right]
     assert np.mean([one.low <= truth <= one.high for one in naive]) < 0.75
-
-
-@pytest.mark.parametrize("method", ["wilson", "t"])
-def test_intervals_over_samples_of_fixed_problems_cover(method: Any) -> None:
-    """These very problems, again and again: narrower, and still right."""
-    rng = np.random.default_rng(7)
-    chances = rng.beta(*AIME, 30)
-    runs = rng.binomial(16, chances, (600, 30))
-    found = [benchmark_estimate(np.full(30, 16), row, method) for row in runs]
-    assert 0.93 <= covered(float(chances.mean()), found) <= 0.975
-    wide = mean_estimate(runs[0] / 16, 480, method)
-    assert found[0].high - found[0].low < (wide.high - wide.low) / 2
-
-
-@pytest.mark.parametrize("over", ["benchmark", "population"])
-def test_credible_intervals_cover(over: Any) -> None:
-    """Read as confidence intervals, which they need not be but should; at 0.87, where a flat prior covers never."""
-    rng = np.random.default_rng(11)
-    hits = flat = 0
-    n = np.full(40, 16)
-    for _ in range(120):
-        chances = rng.beta(*MATH, 40)
-        truth = float(chances.mean()) if over == "benchmark" else MATH[0] / sum(MATH)
-        right = rng.binomial(16, chances)
-        found = bayesian_estimate(n, right, over=over, draws=500)
-        hits += found.low <= truth <= found.high
-        other = bayesian_estimate(n, right, over="benchmark", prior="uniform", draws=200)
-        flat += other.low <= chances.mean() <= other.high
-    assert 0.90 <= hits / 120 <= 0.99
-    assert flat / 120 < 0.2
-
-
-def test_nested_bootstrap_of_pass_at_k_covers() -> None:
-    """pass@4 of 8 samples over 40 problems: errs to the wide side."""
-    truth = 1 - float(np.mean([(1 - p) ** 4 for p in np.random.default_rng(0).beta(*AIME, 400_000)]))
-    _, right = benchmarks(AIME, 40, 8, 120)
-    n = np.full(40, 8)
-    found = [nested_bootstrap(n, row, lambda n, c: pass_at_k(n, c, 4), draws=400) for row in right]
-    assert covered(truth, found) >= 0.91
-    plain = [rate(pass_at_k(n, row, 4), n) for row in right]
-    assert covered(truth, plain) >= 0.93
 
 
 def test_wilson_with_unequal_samples_uses_what_is_there() -> None:

@@ -20,7 +20,6 @@ from atts.evaluators.metrics.rates import (
     avg_at_n,
     count,
     g_pass_at_k,
-    mean_g_pass_at_k,
     pass_at_k,
     pass_hat_k,
     rate,
@@ -50,9 +49,6 @@ def test_pass_metrics_equal_brute_force(case: tuple[list[bool], int]) -> None:
         least = max(1, math.ceil(Fraction(str(tau)) * k))
         expected = float(share(row, k, lambda r, least=least: r >= least))
         assert g_pass_at_k(counts.n, counts.c, k, tau)[0] == pytest.approx(expected, abs=1e-12)
-    above = range(math.ceil(k / 2) + 1, k + 1)
-    mean = sum((share(row, k, lambda r, i=i: r >= i) for i in above), Fraction(0)) * 2 / k
-    assert mean_g_pass_at_k(counts.n, counts.c, k)[0] == pytest.approx(float(mean), abs=1e-12)
 
 
 def test_g_pass_takes_its_share_exactly() -> None:
@@ -78,7 +74,7 @@ def test_bounds_and_order(n: int, data: st.DataObject) -> None:
 
 def test_fewer_samples_than_k_is_undefined_never_a_guess() -> None:
     """Neither 0 nor 1 nor the samples there are."""
-    for metric in (pass_at_k, pass_hat_k, mean_g_pass_at_k):
+    for metric in (pass_at_k, pass_hat_k):
         assert np.isnan(metric([3, 4], [3, 4], 4)).tolist() == [True, False]
     assert np.isnan(g_pass_at_k([3], [3], 4, 0.5)[0])
     assert np.isnan(maj_at_k([votes(["a"], [True])], 2)[0])

@@ -6,14 +6,14 @@
 #   StoredScores.of(scores, per_question)           scores of a calibration run; read_scores(path) from a file
 #   capped(decision, TokenBucket(rate, burst))      a hard cap on escalations; GroupBudget(B) one per group
 #   OrdinalGate(calibrator, OrdinalLearner())       preview(features), decide(features, score), observe, learn
-#   DriftMonitor(stored, policy=)                   observe(badness, question, turn); inside a Calibrator already
+#   DriftMonitor(stored, policy=)                   observe(nonconformity, question, turn); inside a Calibrator already
 #   certify([Candidate(gate, rate, losses, cost)])  the cheapest policy with a bounded loss of accuracy
 #   examine(stored, rate)                           what stored scores can promise
 
 from atts.calibration.budget import GroupBudget, TokenBucket, capped
 from atts.calibration.certificate import Candidate, Certificate, certify
 from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
-from atts.calibration.drift import DriftEvent, DriftMonitor, Policy
+from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.health import Health, examine, first_alarm
 from atts.calibration.martingale import SimpleJumper
 from atts.calibration.metrics import rate_metrics
@@ -23,13 +23,13 @@ from atts.calibration.ordinal import LEVELS, OrdinalModel, fit_ordinal
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row, rank_class
 from atts.calibration.ordinal_sets import LevelSets
 from atts.calibration.ranks import Ranks
+from atts.calibration.rate_check import check_rate
 from atts.calibration.rates import rate_of
-from atts.calibration.replay import Replay, replay
+from atts.calibration.replay import ReplayResult, replay
 from atts.calibration.risk import lost_answers
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named
 from atts.calibration.state import write_state
 from atts.calibration.stored import StoredScores, check_fingerprint, parse_lines, read_scores
-from atts.calibration.verdict import judge_rate
 
 __all__ = [
     "Calibrator",
@@ -39,6 +39,7 @@ __all__ = [
     "DEFAULTS",
     "DriftEvent",
     "DriftMonitor",
+    "DriftPolicy",
     "GroupBudget",
     "Health",
     "LEVELS",
@@ -50,10 +51,9 @@ __all__ = [
     "OrdinalLearner",
     "OrdinalModel",
     "PERPLEXITY",
-    "Policy",
     "REAL",
     "Ranks",
-    "Replay",
+    "ReplayResult",
     "Scale",
     "SimpleJumper",
     "StoredScores",
@@ -63,11 +63,11 @@ __all__ = [
     "capped",
     "certify",
     "check_fingerprint",
+    "check_rate",
     "examine",
     "feature_row",
     "first_alarm",
     "fit_ordinal",
-    "judge_rate",
     "lost_answers",
     "parse_lines",
     "rank_class",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from atts.calibration.risk import Test, checked_losses, fewest_problems, problems_needed, rejected, risk_p_value
+from atts.calibration.risk import RiskTest, checked_losses, fewest_problems, problems_needed, rejected, risk_p_value
 from atts.errors import CalibrationInputError
 
 
@@ -77,15 +77,15 @@ class Certificate:
 
 
 def certify(
-    candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1, test: Test | None = None
+    candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1, test: RiskTest | None = None
 ) -> Certificate:
     """Learn-then-Test over policies: the cheapest whose true loss is at most epsilon, with probability 1 - delta.
 
     Each gate's policies are tested from the highest rate down and the walk stops at the first that fails; `delta` is
     shared equally among the gates. The order depends on rates only, never on the losses, as validity demands.
 
-    :raises CalibrationInputError: without candidates, with losses of different lengths or outside [0, 1], or a level
-        outside (0, 1).
+    :raises CalibrationInputError: without candidates, with losses of different lengths or outside [0, 1], or an
+        epsilon or delta outside (0, 1).
     """
     _check(candidates, epsilon, delta)
     ordered = sorted(candidates, key=lambda candidate: (candidate.gate, -candidate.rate))
@@ -102,7 +102,7 @@ def certify(
     return Certificate(epsilon, delta, problems, chosen, tuple(tested), needed)
 
 
-def _walk(chain: list[Candidate], epsilon: float, share: float, test: Test | None) -> list[Tested]:
+def _walk(chain: list[Candidate], epsilon: float, share: float, test: RiskTest | None) -> list[Tested]:
     p_values = list[float]()
     for candidate in chain:
         p_values.append(risk_p_value(candidate.losses, epsilon, test))

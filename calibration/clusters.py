@@ -1,4 +1,4 @@
-"""What stored scores are worth when those of one question move together."""
+"""Clustered scores: intraclass correlation, effective sample size, conformal p-values with the question as unit."""
 
 from __future__ import annotations
 

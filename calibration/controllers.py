@@ -1,4 +1,4 @@
-"""How much of the rate the next decision is given, from what has been decided so far."""
+"""Rate controllers: adaptive conformal inference, quantile tracking, and feedback on the logit scale."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from atts.calibration.ranks import Ranks
-from atts.calibration.state import GroupTable, Part, Table
+from atts.calibration.state import GroupTable, Part, StateTable
 from atts.errors import CalibrationInputError
 
 Scope = Literal["overall", "turn"]
@@ -29,45 +29,45 @@ class Controller(Part):
     def __init__(self, rate: float) -> None:
         self._rate = rate
 
-    def level(self, badness: float, question: str, turn: int) -> float:
-        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - level."""
+    def allowance(self, nonconformity: float, question: str, turn: int) -> float:
+        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - allowance."""
         return self._rate
 
-    def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
-        """Record what was really done with a chunk; it has no badness if it was decided on without a score."""
+    def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
+        """Record what was really done with a chunk; it has no nonconformity if it was decided on without a score."""
 
 
 class Adaptive(Controller):
     """Adaptive conformal inference on the escalation rate, overall or for each turn by itself.
 
-    After a decision the level moves by step * (rate - escalated), unclamped: at or below 0 nothing escalates, at or
+    After a decision the allowance moves by step * (rate - escalated), unclamped: at or below 0 nothing escalates, at or
     above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1 - rate) + step) / (step * T); with
     d decisions in flight between deciding and observing, (max(rate, 1 - rate) + (d + 1) step) / (step * T).
     """
 
-    __slots__ = ("_levels", "_scope", "_step")
+    __slots__ = ("_allowances", "_scope", "_step")
 
     def __init__(self, rate: float, step: float, scope: Scope = "overall") -> None:
         if not 0 < step < math.inf:
             raise CalibrationInputError("step", step, "a positive number")
         super().__init__(rate)
         self._step, self._scope = step, scope
-        self._levels = dict[int, float]()
+        self._allowances = dict[int, float]()
 
-    def level(self, badness: float, question: str, turn: int) -> float:
-        return self._levels.get(turn if self._scope == "turn" else 0, self._rate)
+    def allowance(self, nonconformity: float, question: str, turn: int) -> float:
+        return self._allowances.get(turn if self._scope == "turn" else 0, self._rate)
 
-    def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
+    def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         group = turn if self._scope == "turn" else 0
-        self._levels[group] = self._levels.get(group, self._rate) + self._step * (self._rate - escalated)
+        self._allowances[group] = self._allowances.get(group, self._rate) + self._step * (self._rate - escalated)
 
     def state(self) -> Any:
-        return {"levels": {str(group): level for group, level in self._levels.items()}}
+        return {"levels": {str(group): value for group, value in self._allowances.items()}}
 
     def merge(self, state: Any) -> None:
-        for group, level in state["levels"].items():
-            mine = self._levels.get(int(group))
-            self._levels[int(group)] = float(level) if mine is None else mine + (level - self._rate)
+        for group, allowance in state["levels"].items():
+            mine = self._allowances.get(int(group))
+            self._allowances[int(group)] = float(allowance) if mine is None else mine + (allowance - self._rate)
 
 
 class Tracking(Controller):
@@ -98,22 +98,22 @@ class Tracking(Controller):
         self._middle = self._distance = 0.0  # the first median, and the sum of all distances from it
         self._seen = 0
 
-    def level(self, badness: float, question: str, turn: int) -> float:
+    def allowance(self, nonconformity: float, question: str, turn: int) -> float:
         if not self._scale or not 0 < self._rate < 1:
             return self._rate
         lean = self._integral * self._scale * math.tanh(self._owed / 25) if self._integral else 0.0
-        return 1.0 if badness > self._threshold - lean else 0.0
+        return 1.0 if nonconformity > self._threshold - lean else 0.0
 
-    def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
+    def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         self._owed += self._rate - escalated
         if self._scale:
             self._threshold += self._step * self._scale * (escalated - self._rate)
-        if badness is None or not math.isfinite(badness):
+        if nonconformity is None or not math.isfinite(nonconformity):
             return
-        self._last.append(badness)
+        self._last.append(nonconformity)
         self._seen += 1
         if self._scale:
-            self._distance += abs(badness - self._middle)
+            self._distance += abs(nonconformity - self._middle)
             if self._distance > 2 * self._scale * self._seen:
                 self._scale = self._distance / self._seen
         elif len(self._last) == self._warm:  # as long as they are all equal, wait for another
@@ -161,12 +161,12 @@ class Feedback(Controller):
         super().__init__(rate)
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0
         self._gains, self._order, self._limit = gains, order, limit
-        self._owed_question = Table(str, float)
-        self._owed_turn = Table(int, float)
+        self._owed_question = StateTable(str, float)
+        self._owed_turn = StateTable(int, float)
         self._owed = 0.0
         self._siblings = GroupTable(lambda: (Ranks(), Ranks()))  # kept, escalated
 
-    def level(self, badness: float, question: str, turn: int) -> float:
+    def allowance(self, nonconformity: float, question: str, turn: int) -> float:
         if not 0 < self._rate < 1:
             return self._rate
         owed = self._owed_question.get(question, 0.0)
@@ -175,21 +175,21 @@ class Feedback(Controller):
         by_question, by_turn, overall = self._gains
         lean = by_question * owed + by_turn * self._owed_turn.get(turn, 0.0) + overall * self._owed
         if self._order:
-            lean += self._order * max(-3, min(3, self._standing(badness, question, turn)))
+            lean += self._order * max(-3, min(3, self._standing(nonconformity, question, turn)))
         return 1 / (1 + math.exp(-max(-700.0, min(700.0, self._logit + lean))))
 
-    def _standing(self, badness: float, question: str, turn: int) -> int:
+    def _standing(self, nonconformity: float, question: str, turn: int) -> int:
         """Siblings escalated although better, minus siblings kept although worse."""
         siblings = self._siblings.get((question, turn))
         if siblings is None:
             return 0
         kept, escalated = siblings
-        return escalated.counts(badness)[0] - (len(kept) - sum(kept.counts(badness)))
+        return escalated.counts(nonconformity)[0] - (len(kept) - sum(kept.counts(nonconformity)))
 
-    def account(self, badness: float | None, question: str, turn: int, escalated: bool) -> None:
+    def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         owed = self._rate - escalated
         self._owed_question[question] += owed
         self._owed_turn[turn] += owed
         self._owed += owed
-        if self._order and badness is not None:
-            self._siblings[question, turn][escalated].add(badness)
+        if self._order and nonconformity is not None:
+            self._siblings[question, turn][escalated].add(nonconformity)

@@ -1,4 +1,4 @@
-"""Noticing that the stored scores are not those of this run, with false alarms bounded although questions cluster."""
+"""Drift monitor: sequential two-sample tests of a run's scores against the stored ones, false alarms bounded."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from atts.calibration.likeness import compare
+from atts.calibration.duplicate_scores import DuplicateScores, copied_p_value
 from atts.calibration.martingale import SimpleJumper
 from atts.calibration.ranks import Ranks
-from atts.calibration.repeats import Repeats, copied
 from atts.calibration.samples import QuestionSample
 from atts.calibration.stored import StoredScores
+from atts.calibration.two_sample import two_sample_test
 from atts.errors import CalibrationInputError, OptionError
 
-Policy = Literal["recalibrate", "widen", "escalate", "report"]
-POLICIES: tuple[Policy, ...] = ("recalibrate", "widen", "escalate", "report")
+DriftPolicy = Literal["recalibrate", "widen", "escalate", "report"]
+DRIFT_POLICIES: tuple[DriftPolicy, ...] = ("recalibrate", "widen", "escalate", "report")
 Kind = Literal["duplicates", "shift", "martingale"]
 
 _MAIN = 300
-_LOOKS = (  # after so many scores of the stored turn, with this share of the false-alarm level
+_LOOKS = (  # after so many scores of the stored turn, with this share of the false-alarm probability
     *((64, 0.03), (100, 0.03), (160, 0.03), (_MAIN, 0.767)),
     *((600, 0.03), (1500, 0.03), (4800, 0.03)),
 )
 _EARLY = 0.2  # of the share of the main look, spent on the 300th score of all where other turns are among them
 _COPIED = 0.003  # the share of each look for repeats in the stored questions that live ones do not show
 _MARTINGALE = 0.029  # its share
-_SLACK = 3.5  # an alarm also needs p below so many times its level were the stored questions a sample themselves
+_SLACK = 3.5  # an alarm also needs p below so many times its share were the stored questions a sample themselves
 _FEWEST = 4  # live questions at a look, stored ones at all
 _KEPT = 512  # live questions remembered
 
@@ -40,7 +40,7 @@ class DriftEvent:
     scores: int
     questions: int
     p: float
-    action: Policy
+    action: DriftPolicy
     message: str
 
 
@@ -48,28 +48,28 @@ class DriftMonitor:
     """Compares the questions of a run with the stored ones, as it goes.
 
     The unit is the question, because scores of one question move together. After 64, 100, 160 and, with three quarters
-    of the level, 300 scores of the stored turn, then 600, 1,500 and 4,800, and after 300 scores of all turns, the
-    levels and spreads of the latest questions are compared with the stored ones as distributions; between the looks a
-    martingale bets on the smoothed rank of each question among all before it. The levels of all looks and of the
-    martingale add up to `level`: that bounds the false alarms of a whole run whose questions are draws of the stored
-    ones. Where the stored ones are themselves a sample of the law that the run draws from, it is at most 3.5 times as
-    much.
+    of the significance, 300 scores of the stored turn, then 600, 1,500 and 4,800, and after 300 scores of all turns,
+    the means and spreads of the latest questions are compared with the stored ones as distributions; between the looks
+    a martingale bets on the smoothed rank of each question among all before it. The shares of all looks and of the
+    martingale add up to `significance`: that bounds the false alarms of a whole run whose questions are draws of the
+    stored ones. Where the stored ones are themselves a sample of the distribution that the run draws from, it is at
+    most 3.5 times as much.
 
     Repeated scores that no sampling explains are an alarm at once. Those that siblings may have written alike are one
     if the siblings of the run do not.
     """
 
-    def __init__(self, stored: StoredScores, level: float = 0.007, policy: Policy = "recalibrate") -> None:
+    def __init__(self, stored: StoredScores, significance: float = 0.007, policy: DriftPolicy = "recalibrate") -> None:
         """:raises OptionError: for an unknown policy.
 
-        :raises CalibrationInputError: for a level outside (0, 1).
+        :raises CalibrationInputError: for a significance outside (0, 1).
         """
-        if policy not in POLICIES:
-            raise OptionError(str(policy), "is not a drift policy", POLICIES)
-        if not 0 < level < 1:
-            raise CalibrationInputError("level", level, "a number strictly between 0 and 1")
-        self.policy: Policy = policy
-        self.level = level
+        if policy not in DRIFT_POLICIES:
+            raise OptionError(str(policy), "is not a drift policy", DRIFT_POLICIES)
+        if not 0 < significance < 1:
+            raise CalibrationInputError("significance", significance, "a number strictly between 0 and 1")
+        self.policy: DriftPolicy = policy
+        self.significance = significance
         self.events: list[DriftEvent] = []
         self._turn = min(stored.turns, default=0)
         self._reference = QuestionSample.of(stored, self._turn)
@@ -77,7 +77,7 @@ class DriftMonitor:
         self._scores = self._seen = self._looks = 0
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
-        self._repeats = Repeats.of(stored)
+        self._repeats = DuplicateScores.of(stored)
         if self._repeats.fault:
             self._alarm("duplicates", 0.0, self._repeats.fault)
 
@@ -91,7 +91,7 @@ class DriftMonitor:
         """Whether anything was noticed so far; a monitor looks on only until then."""
         return bool(self.events)
 
-    def observe(self, badness: float, question: str, turn: int, theta: float = 0.5) -> DriftEvent | None:
+    def observe(self, nonconformity: float, question: str, turn: int, theta: float = 0.5) -> DriftEvent | None:
         """Look at one more score of the run; the alarm, if this score raises it.
 
         `theta` is a uniform of this chunk, for ties among questions.
@@ -99,18 +99,18 @@ class DriftMonitor:
         self._scores += 1
         if not self.watching:
             return None
-        if turn == self._turn and math.isfinite(badness):
-            self._take(badness, question, theta)
+        if turn == self._turn and math.isfinite(nonconformity):
+            self._take(nonconformity, question, theta)
         if not self.alarmed and len(self._live) >= _FEWEST:
             self._look_if_due()
         return self.events[-1] if self.events else None
 
-    def _take(self, badness: float, question: str, theta: float) -> None:
+    def _take(self, nonconformity: float, question: str, theta: float) -> None:
         self._seen += 1
         key = question or f"chunk {self._scores}"  # a chunk of no question is a question of its own
         scores = self._live.setdefault(key, [])
         if len(scores) < self._reference.size:
-            scores.append(badness)
+            scores.append(nonconformity)
             if len(scores) == self._reference.half:
                 self._bet(math.fsum(scores) / len(scores), theta)
         if len(self._live) > _KEPT:
@@ -123,7 +123,7 @@ class DriftMonitor:
         if self._scores == _MAIN:
             share = max(share, _EARLY)
         if share:
-            self._look(self.level * share)
+            self._look(self.significance * share)
         self._looks += is_due
 
     def judge_alone(self) -> None:
@@ -135,18 +135,18 @@ class DriftMonitor:
         below, equal = self._ranked.counts(mean)
         self._martingale.update((below + theta * (1 + equal)) / (len(self._ranked) + 1))
         self._ranked.add(mean)
-        if self._martingale.alarm(self.level * _MARTINGALE):
+        if self._martingale.alarm(self.significance * _MARTINGALE):
             p = math.exp(-self._martingale.log_peak)
             self._alarm("martingale", p, "the questions' scores have moved away from those before them")
 
-    def _look(self, level: float) -> None:
+    def _look(self, significance: float) -> None:
         live = list(self._live.values())
-        p = copied(self._reference, live) if self._repeats.doubt else 1.0
-        if p <= self.level * _COPIED:
+        p = copied_p_value(self._reference, live) if self._repeats.doubt else 1.0
+        if p <= self.significance * _COPIED:
             share = f"{self._repeats.within:.0%} of the stored scores repeat another one of their question"
             return self._alarm("duplicates", p, f"{share}, those of the run do not: draws that were copied")
-        found = compare(self._reference, live, level, self._looks)
-        if found.drawn <= level and found.exchangeable <= _SLACK * level:
+        found = two_sample_test(self._reference, live, significance, self._looks)
+        if found.drawn <= significance and found.exchangeable <= _SLACK * significance:
             message = f"the scores of {found.questions} questions are not distributed like the stored ones"
             self._alarm("shift", found.drawn, message)
 

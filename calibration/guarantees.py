@@ -1,4 +1,4 @@
-"""What each mode promises, for what sequence, and what voids it, with the numbers filled in."""
+"""Guarantees in words: what each mode promises, for what sequence, and what voids it, with the numbers filled in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Guarantee:
     """A guarantee and what makes it empty, both in words."""
 
     guarantee: str
@@ -37,15 +37,15 @@ class Facts:
 
     @property
     def worst(self) -> float:
-        """max(rate, 1 - rate), the farthest a level can start from where it must act."""
+        """max(rate, 1 - rate), the farthest an allowance can start from where it must act."""
         return max(self.rate, 1 - self.rate)
 
 
-def describe(mode: Mode, facts: Facts) -> Promise:
+def describe(mode: Mode, facts: Facts) -> Guarantee:
     """The promise of a mode with the numbers of now, and what has already voided it."""
-    guarantee, voided = _PROMISES[mode](facts)
+    guarantee, voided = _GUARANTEES[mode](facts)
     alarms = "".join(f"; ALREADY after {e.scores} scores: {e.message} ({e.action})" for e in facts.events)
-    return Promise(f"{guarantee}. {_realised(facts)}", voided + alarms)
+    return Guarantee(f"{guarantee}. {_realised(facts)}", voided + alarms)
 
 
 def _realised(facts: Facts) -> str:
@@ -139,7 +139,7 @@ def _question_turn(facts: Facts) -> tuple[str, str]:
     return f"{guarantee}; turns and the whole stream are held by feedback without a bound of their own", voided
 
 
-_PROMISES = {
+_GUARANTEES = {
     "split": _split,
     "marginal": _marginal,
     "aci": _aci,
@@ -157,7 +157,7 @@ def _bound(facts: Facts, step: float) -> float:
 def _clusters(facts: Facts) -> ClusterSummary | None:
     if not facts.stored.clustered:
         return None
-    return summarise(by_cluster(facts.stored.badness, facts.stored.questions))
+    return summarise(by_cluster(facts.stored.nonconformity, facts.stored.questions))
 
 
 def _clustering(facts: Facts) -> str:

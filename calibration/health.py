@@ -1,4 +1,4 @@
-"""What stored scores can and cannot promise, before anyone relies on them."""
+"""Health check of stored scores: size, clustering, duplicates, thresholds, and what they can promise at a rate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
 from atts.calibration.conformal import coverage_interval, pac_threshold, split_rank, split_threshold
 from atts.calibration.drift import DriftMonitor
+from atts.calibration.duplicate_scores import DuplicateScores
 from atts.calibration.rates import Rate, exact_rate
-from atts.calibration.repeats import Repeats
 from atts.calibration.stored import StoredScores
 from atts.errors import CalibrationInputError
 
@@ -37,7 +37,7 @@ class Health:
     scores: int
     clusters: ClusterSummary
     infinite: int
-    repeats: Repeats
+    repeats: DuplicateScores
     threshold: float  # split conformal: escalate above it
     careful_threshold: float  # PAC: at most the rate with probability 0.9 over the scores, were they independent
     long_run: tuple[float, float]  # where the long-run rate of the threshold is, were the scores independent (90 %)
@@ -73,38 +73,38 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
     """
     if not len(stored):
         raise CalibrationInputError("stored scores", 0, "at least one")
-    badness = np.asarray(stored.badness, float)
+    nonconformity = np.asarray(stored.nonconformity, float)
     labels = [q or f"chunk {place}" for place, q in enumerate(stored.questions)]
-    clusters = by_cluster(stored.badness, labels)
+    clusters = by_cluster(stored.nonconformity, labels)
     summary = summarise(clusters)
     return Health(
         float(exact_rate(rate)),
         len(stored),
         summary,
-        int(np.isinf(badness).sum()),
-        Repeats.of(stored),
-        _score_at(stored, split_threshold(badness, rate)),
-        _score_at(stored, pac_threshold(badness, rate, 0.1)),
+        int(np.isinf(nonconformity).sum()),
+        DuplicateScores.of(stored),
+        _score_at(stored, split_threshold(nonconformity, rate)),
+        _score_at(stored, pac_threshold(nonconformity, rate, 0.1)),
         _long_run(len(stored), rate),
         _long_run(max(1, int(summary.effective)), rate),
         _half_split(list(clusters.values()), rate, seed),
-        _by_turn(stored, badness, rate),
+        _by_turn(stored, nonconformity, rate),
     )
 
 
 def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> DriftMonitor:
     """A drift monitor of the stored scores that has watched the live ones in order.
 
-    Without live ones, repeats that those could explain count as a fault: nobody else will look.
+    Without live ones, repeats that those could explain count as a fault: no run will tell.
     """
     monitor = DriftMonitor(stored, policy="report")
     if live is None:
         monitor.judge_alone()
         return monitor
-    for badness, question, turn in zip(live.badness, live.questions, live.turns, strict=True):
+    for nonconformity, question, turn in zip(live.nonconformity, live.questions, live.turns, strict=True):
         if not monitor.watching:
             break
-        monitor.observe(badness, question, turn)
+        monitor.observe(nonconformity, question, turn)
     return monitor
 
 
@@ -126,19 +126,19 @@ def _half_split(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> f
     return float(np.std(rates))
 
 
-def _by_turn(stored: StoredScores, badness: NDArray[np.float64], rate: Rate) -> tuple[TurnHealth, ...]:
+def _by_turn(stored: StoredScores, nonconformity: NDArray[np.float64], rate: Rate) -> tuple[TurnHealth, ...]:
     turns = np.asarray(stored.turns)
     rows = list[TurnHealth]()
     for turn in sorted(set(stored.turns)):
-        scores = badness[turns == turn]
+        scores = nonconformity[turns == turn]
         median, threshold = float(np.median(scores)), split_threshold(scores, rate)
         rows.append(TurnHealth(turn, len(scores), _score_at(stored, median), _score_at(stored, threshold)))
     return tuple(rows)
 
 
-def _score_at(stored: StoredScores, badness: float) -> float:
-    """Badness back on the scale of the scores."""
-    value = badness if stored.scale.worse == "higher" else -badness
+def _score_at(stored: StoredScores, nonconformity: float) -> float:
+    """Nonconformity back on the scale of the scores."""
+    value = nonconformity if stored.scale.worse == "higher" else -nonconformity
     if stored.scale.measure != "log":
         return value
     return math.exp(value) if value < 700 else math.inf

@@ -15,7 +15,7 @@ class SimpleJumper(Part):
     """The simple jumper martingale: five bets, between which a little capital moves at each step.
 
     On p-values that are independent and uniform, as smoothed online conformal p-values of exchangeable values are, its
-    value ever reaches 1 / level with probability at most level (Ville). Kept in logarithms, so it cannot overflow.
+    value ever reaches 1 / a with probability at most a (Ville). Kept in logarithms, so it cannot overflow.
 
     >>> martingale = SimpleJumper()
     >>> for _ in range(20): martingale.update(0.99)
@@ -55,6 +55,6 @@ class SimpleJumper(Part):
         self.log_value += math.log(total)
         self.log_peak = max(self.log_peak, self.log_value)
 
-    def alarm(self, level: float) -> bool:
-        """Whether the capital has ever reached 1 / level."""
-        return self.log_peak >= -math.log(level)
+    def alarm(self, significance: float) -> bool:
+        """Whether the capital has ever reached 1 / significance."""
+        return self.log_peak >= -math.log(significance)

@@ -1,4 +1,4 @@
-"""What a pool of scores remembers: everything, the last of them, or all with fading weight."""
+"""Score memories: a sliding window, or all scores with exponentially decaying weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from atts.errors import CalibrationInputError
 _LOAD = 128  # scores per block of a fading memory after a rebuild
 
 
-class Place(NamedTuple):
-    """Where a score stands: the weight of stored scores below it, equal to it, and of all; the score itself weighs
-    1."""
+class WeightedRank(NamedTuple):
+    """The rank of a score: the weight of stored scores below it, equal to it, and of all; the score itself weighs 1."""
 
     below: float
     equal: float
@@ -26,9 +25,9 @@ class Place(NamedTuple):
         """The smoothed conformal p-value: exactly uniform if the scores are exchangeable; near 1 is worse."""
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 
-    def plus(self, other: Place) -> Place:
-        """The place among both sets of scores."""
-        return Place(self.below + other.below, self.equal + other.equal, self.size + other.size)
+    def plus(self, other: WeightedRank) -> WeightedRank:
+        """The rank among both sets of scores."""
+        return WeightedRank(self.below + other.below, self.equal + other.equal, self.size + other.size)
 
 
 class Memory(Protocol):
@@ -40,7 +39,7 @@ class Memory(Protocol):
         """Store one score."""
         ...
 
-    def place(self, score: float) -> Place:
+    def rank(self, score: float) -> WeightedRank:
         """Where `score` stands among the stored ones."""
         ...
 
@@ -72,9 +71,9 @@ class Window:
             if len(self._order) > self._width:
                 self._ranks.remove(self._order.popleft())
 
-    def place(self, score: float) -> Place:
+    def rank(self, score: float) -> WeightedRank:
         below, equal = self._ranks.counts(score)
-        return Place(below, equal, len(self._ranks))
+        return WeightedRank(below, equal, len(self._ranks))
 
     def __iter__(self) -> Iterator[float]:
         return iter(self._ranks if self._width is None else self._order)
@@ -117,9 +116,9 @@ class Fading:
         if len(self._blocks[at]) > 2 * _LOAD or self._next > 1e150:
             self._rebuild()
 
-    def place(self, score: float) -> Place:
+    def rank(self, score: float) -> WeightedRank:
         below, equal = self._weights(score)
-        return Place(below / self._next, equal / self._next, max(0.0, self._total) / self._next)
+        return WeightedRank(below / self._next, equal / self._next, max(0.0, self._total) / self._next)
 
     def __iter__(self) -> Iterator[float]:
         return (score for score, _ in self._order)

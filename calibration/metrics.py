@@ -1,4 +1,4 @@
-"""How well decisions on a stream of scores hold a nominal rate."""
+"""Metrics of rate control: how well decisions on a stream of scores hold a nominal rate."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ Ints = NDArray[np.int64]
 
 
 def rate_metrics(
-    questions: Sequence[object], turns: Sequence[int], badness: Sequence[float], escalated: Sequence[bool], rate: float
+    questions: Sequence[object],
+    turns: Sequence[int],
+    nonconformity: Sequence[float],
+    escalated: Sequence[bool],
+    rate: float,
 ) -> dict[str, float]:
-    """The six numbers of rate control, on equal-length sequences in arrival order (badness: larger is worse).
+    """The six numbers of rate control, on equal-length sequences in arrival order (nonconformity: larger is worse).
 
     A number that does not exist for the stream (no pair to rank, fewer than 500 decisions) is NaN; an empty stream has
     only NaNs.
@@ -37,7 +41,7 @@ def rate_metrics(
         return dict.fromkeys(METRICS, math.nan)
     q: Ints = np.unique(np.array([str(question) for question in questions]), return_inverse=True)[1].astype(np.int64)
     t: Ints = np.asarray(turns, np.int64)
-    x: Floats = np.asarray(badness, float)
+    x: Floats = np.asarray(nonconformity, float)
     e: Floats = np.asarray(escalated, float)
     per_question: Floats = np.bincount(q, e) / np.bincount(q)
     return {
@@ -68,22 +72,25 @@ def worst_rolling(escalated: Floats, rate: float, width: int = 500) -> float:
     return float(np.abs((sums[width:] - sums[:-width]) / width - rate).max())
 
 
-def pooled_auroc(badness: Floats, escalated: Floats, group: Ints) -> float:
+def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float:
     """P(an escalated chunk is worse than a kept one) over all pairs inside a group, ties half; NaN without a pair."""
     order = np.argsort(group, kind="stable")
     bounds = np.flatnonzero(np.diff(group[order])) + 1
     wins = pairs = 0.0
     for members in np.split(order, bounds):
-        bad, kept = badness[members][escalated[members] == 1], np.sort(badness[members][escalated[members] == 0])
+        bad, kept = (
+            nonconformity[members][escalated[members] == 1],
+            np.sort(nonconformity[members][escalated[members] == 0]),
+        )
         below, up_to = np.searchsorted(kept, bad, "left"), np.searchsorted(kept, bad, "right")
         wins += float((below + up_to).sum()) / 2
         pairs += len(bad) * len(kept)
     return wins / pairs if pairs else math.nan
 
 
-def sorted_decisions(questions: Any, turns: Any, badness: Any, rate: float) -> Floats:
+def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float) -> Floats:
     """The synchronous rule: each (question, turn) group whole, the worst escalate, rounding carried per question."""
-    q, t, x = np.asarray(questions), np.asarray(turns), np.asarray(badness, float)
+    q, t, x = np.asarray(questions), np.asarray(turns), np.asarray(nonconformity, float)
     order = np.lexsort((np.arange(len(q)), -x, t, q))
     starts = np.flatnonzero(np.diff(q[order]) | np.diff(t[order])) + 1
     decisions, carry = np.zeros(len(q)), dict[int, float]()

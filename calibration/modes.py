@@ -1,4 +1,4 @@
-"""What each mode is made of."""
+"""Calibration modes: which score pool and which rate controller each name stands for, and their constants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from atts.calibration.controllers import Adaptive, Controller, Feedback, Gains, Tracking
 from atts.calibration.memory import Fading, Memory, Window
-from atts.calibration.pools import MINIMUM, ByTurn, Frozen, Pool, Pooled, Residuals, Siblings
+from atts.calibration.pools import MINIMUM, ByTurn, Frozen, Pooled, Residuals, ScorePool, SiblingPool
 from atts.errors import OptionError
 
 Mode = Literal["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"]
@@ -33,7 +33,7 @@ class Tuning:
     overall_gain: float = 0.02
     order: float = 0.6  # what one sibling decided the other way round weighs on the logit scale
     limit: float = 4.0  # decisions a question may be owed before it is simply given them
-    shrinkage: float = 1.0  # scores the mean of all questions is worth in a question's level
+    shrinkage: float = 1.0  # scores the mean of all questions is worth in a question's own
     residuals: float = 20.0  # scores the turn's pool is worth beside the question's own residuals
     siblings: float = 24.0  # and beside the scores of the same question and turn
 
@@ -52,7 +52,7 @@ DEFAULTS = Tuning()
 
 def build(
     mode: Mode, rate: float, window: int | None = None, decay: float | None = None, tuning: Tuning = DEFAULTS
-) -> tuple[Pool, Controller]:
+) -> tuple[ScorePool, Controller]:
     """The pool and the controller of a mode, remembering the last `window` scores, or all with fading weight.
 
     :raises OptionError: for an unknown mode, or both a window and a decay.
@@ -73,9 +73,11 @@ def build(
     raise OptionError(str(mode), "is not a calibration mode", MODES)
 
 
-def _conditional(by_turn: bool, rate: float, remember: Callable[[], Memory], tuning: Tuning) -> tuple[Pool, Controller]:
+def _conditional(
+    by_turn: bool, rate: float, remember: Callable[[], Memory], tuning: Tuning
+) -> tuple[ScorePool, Controller]:
     minimum = MINIMUM if by_turn else 10**18
-    pool = Siblings(Residuals(remember, minimum, tuning.shrinkage, tuning.residuals), tuning.siblings)
+    pool = SiblingPool(Residuals(remember, minimum, tuning.shrinkage, tuning.residuals), tuning.siblings)
     variance = max(rate * (1 - rate), 1e-3)
     by_question, turn, overall = tuning.question_gain, tuning.turn_gain if by_turn else 0.0, tuning.overall_gain
     gains = Gains(by_question / variance, turn / variance, overall / variance)

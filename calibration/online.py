@@ -9,9 +9,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from atts.calibration.drift import DriftEvent, DriftMonitor, Policy
+from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.guarantees import Facts, describe
-from atts.calibration.memory import Place
+from atts.calibration.memory import WeightedRank
 from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
 from atts.calibration.order import IssueOrder
 from atts.calibration.rates import exact_rate
@@ -25,7 +25,7 @@ Group = int | tuple[str, int] | None
 """Which stored scores to compare with: a turn's, a question's and turn's, or all."""
 
 _KIND, _VERSION = "atts calibrator", 1
-_WIDENED, _WIDER = 500, 1.5  # after a "widen" alarm: for so many decisions the level is so many times higher
+_WIDENED, _WIDER = 500, 1.5  # after a "widen" alarm: for so many decisions the allowance is so many times higher
 
 
 class Calibrator:
@@ -50,7 +50,7 @@ class Calibrator:
         scale: Scale = PERPLEXITY,
         stored: StoredScores | Sequence[float] = (),
         fingerprint: Mapping[str, object] | None = None,
-        drift: Policy = "recalibrate",
+        drift: DriftPolicy = "recalibrate",
         window: int | None = None,
         decay: float | None = None,
         hold: int = 64,
@@ -60,8 +60,7 @@ class Calibrator:
         of this run, `hold` how many scores may wait for an earlier issue: at least as many as chunks are in flight.
 
         :raises CalibrationInputError: for an impossible rate, window, decay or stored score; or mode "split" without
-            stored
-            scores.
+            stored scores.
         :raises OptionError: for an unknown mode or drift policy.
         :raises FingerprintError: if the stored scores were made under other conditions.
         """
@@ -81,9 +80,9 @@ class Calibrator:
         self._nominal = float(self.rate)
         self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
         self._order = IssueOrder(hold)
-        self._adopt_stored()
+        self._add_stored()
         self._monitor = DriftMonitor(self.stored, policy=drift)
-        self._alert: Policy | None = None
+        self._alert: DriftPolicy | None = None
         self._widened = 0
         for event in self._monitor.events:
             self._act(event)
@@ -95,13 +94,13 @@ class Calibrator:
 
         :raises CalibrationInputError: if it is not a score of the declared domain.
         """
-        badness = self.scale.badness(score)
-        p = self._pool.place(badness, question, turn).p(self._theta(badness, question, turn, sample))
-        level = self._controller.level(badness, question, turn)
+        nonconformity = self.scale.nonconformity(score)
+        p = self._pool.rank(nonconformity, question, turn).p(self._theta(nonconformity, question, turn, sample))
+        allowance = self._controller.allowance(nonconformity, question, turn)
         if self._alert:
-            level = 1.0 if self._alert == "escalate" else level * _WIDER if self._widened else level
-        up = level >= 1 or (level > 0 and p > 1 - level)
-        why = f"p {p:.4f} {'>' if up else '<='} {1 - level:.4f}"
+            allowance = 1.0 if self._alert == "escalate" else allowance * _WIDER if self._widened else allowance
+        up = allowance >= 1 or (allowance > 0 and p > 1 - allowance)
+        why = f"p {p:.4f} {'>' if up else '<='} {1 - allowance:.4f}"
         return Decision(
             "escalate" if up else "accept", self._nominal, question, turn, sample or 0, issue, float(score), p, why=why
         )
@@ -121,12 +120,12 @@ class Calibrator:
             if decision.issue is not None:
                 self.skip(decision.issue)
             return
-        badness = self.scale.badness(decision.score)
-        self._count(badness, question, turn, done)
+        nonconformity = self.scale.nonconformity(decision.score)
+        self._count(nonconformity, question, turn, done)
         if decision.issue is None:
-            self._learn(badness, question, turn)
+            self._learn(nonconformity, question, turn)
             return
-        for held in self._order.push(decision.issue, (badness, question, turn)):
+        for held in self._order.push(decision.issue, (nonconformity, question, turn)):
             self._learn(*held)
 
     def skip(self, issue: int) -> None:
@@ -145,7 +144,7 @@ class Calibrator:
         :raises CalibrationInputError: if it is not a score of the declared domain.
         """
         question, turn = group if isinstance(group, tuple) else (None, group)
-        place: Place = self._pool.place(self.scale.badness(score), question, turn)
+        place: WeightedRank = self._pool.rank(self.scale.nonconformity(score), question, turn)
         return place.p(1.0)
 
     @property
@@ -172,34 +171,34 @@ class Calibrator:
         """End what an alarm started ("escalate" everything, or "widen"), after someone has looked."""
         self._alert, self._widened = None, 0
 
-    def _count(self, badness: float | None, question: str, turn: int, done: bool) -> None:
+    def _count(self, nonconformity: float | None, question: str, turn: int, done: bool) -> None:
         self.decided += 1
         self.escalated += done
         self._widened = max(0, self._widened - 1)
-        self._controller.account(badness, question, turn, done)
+        self._controller.account(nonconformity, question, turn, done)
 
-    def _learn(self, badness: float, question: str, turn: int) -> None:
-        self._pool.learn(badness, question, turn)
+    def _learn(self, nonconformity: float, question: str, turn: int) -> None:
+        self._pool.add_live(nonconformity, question, turn)
         if self._monitor.watching:
-            event = self._monitor.observe(badness, question, turn, self._theta(badness, question, turn, -1))
+            event = self._monitor.observe(nonconformity, question, turn, self._theta(nonconformity, question, turn, -1))
             if event is not None:
                 self._act(event)
 
     def _act(self, event: DriftEvent) -> None:
         if event.action == "recalibrate":
-            self._pool.disown()
+            self._pool.drop_stored()
         elif event.action != "report":
             self._alert, self._widened = event.action, _WIDENED
 
-    def _adopt_stored(self) -> None:
-        rows = zip(self.stored.badness, self.stored.questions, self.stored.turns, strict=True)
-        for place, (badness, question, turn) in enumerate(rows):
-            self._pool.adopt(badness, question or f"stored {place}", turn)
+    def _add_stored(self) -> None:
+        rows = zip(self.stored.nonconformity, self.stored.questions, self.stored.turns, strict=True)
+        for place, (nonconformity, question, turn) in enumerate(rows):
+            self._pool.add_stored(nonconformity, question or f"stored {place}", turn)
 
-    def _theta(self, badness: float, question: str, turn: int, sample: int | None) -> float:
+    def _theta(self, nonconformity: float, question: str, turn: int, sample: int | None) -> float:
         """A uniform that belongs to this chunk: the same in every replay, whatever was decided in between."""
         position = self.decided if sample is None else sample
-        text = f"{self.seed}\x1f{question}\x1f{turn}\x1f{position}\x1f{badness!r}"
+        text = f"{self.seed}\x1f{question}\x1f{turn}\x1f{position}\x1f{nonconformity!r}"
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") * 2.0**-56
 
     def _facts(self) -> Facts:
@@ -247,7 +246,7 @@ class Calibrator:
         made._order.restore(state["order"])
         made._monitor.restore(state["monitor"])
         if any(event.action == "recalibrate" for event in made.events):
-            made._pool.disown()
+            made._pool.drop_stored()
         made._alert, made._widened = state["alert"]
         return made
 

@@ -1,4 +1,4 @@
-"""Scores handed on in the order their chunks were asked for, not the order they finished."""
+"""A reorder buffer: scores are released in the order they were asked for, not the order they finished."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from atts.errors import CalibrationInputError
 
 Held = tuple[float, str, int]
-"""A score on its way into a pool: badness, question, turn."""
+"""A score on its way into a pool: nonconformity, question, turn."""
 
 
 class IssueOrder:

@@ -1,4 +1,4 @@
-"""The proportional-odds model: ordered levels from whatever is known when a decision is due."""
+"""Proportional-odds regression: probabilities of ordered levels from features that may be missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate of ordered levels: skip verification when the draft's side suffices, verify when unclear, else hand over."""
+"""Ordinal gate: accept unscored where the draft's evidence suffices, verify where it is unclear, else escalate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEATURES = ("rank", "draft_logprob", "length", "turn", "answered", "agreement", 
 _FIRST_FIT, _REFIT_GROWTH, _KEPT = 60, 1.25, 20_000
 
 
-class Evidence(Protocol):
+class ChunkEvidence(Protocol):
     """What is known of a chunk before the target has seen it; the pipelines' features are one."""
 
     @property
@@ -46,7 +46,7 @@ class Evidence(Protocol):
     def agrees(self) -> bool: ...
 
 
-def feature_row(evidence: Evidence, p: float | None = None) -> Row:
+def feature_row(evidence: ChunkEvidence, p: float | None = None) -> Row:
     """The features named in `FEATURES`; `p` is the chunk's p-value once the target has scored it.
 
     "agreement" is the share of answered siblings behind the leading answer, "support" the same with the sign of whether
@@ -78,7 +78,7 @@ def rank_class(p: float, samples: int) -> int:
     return min(samples, 1 + math.floor((1 - p) * samples + 1e-9))
 
 
-class Stage:
+class OrdinalStage:
     """A cumulative-logit model refitted as labels arrive, with conformal sets calibrated on labels it had not seen.
 
     Every label first enters the sets with the probabilities of a model that did not know it, then the data of the next
@@ -129,8 +129,8 @@ class OrdinalLearner:
 
         :raises CalibrationInputError: for alpha outside (0, 1).
         """
-        self.before = Stage(FEATURES[1:], alpha)
-        self.after = Stage(FEATURES, alpha)
+        self.before = OrdinalStage(FEATURES[1:], alpha)
+        self.after = OrdinalStage(FEATURES, alpha)
         self.source: Source = source
 
     def learn(self, row: Row, level: str, question: str = "") -> None:
@@ -167,7 +167,7 @@ class OrdinalGate:
 
     `preview` is asked before the target has scored the chunk: {accept} skips verification, {escalate} goes straight to
     the target, anything else asks for the score. `decide` then adds the chunk's rank. Every decision counts for the
-    calibrator's rate, whoever took it, so its feedback makes up for what was skipped or handed over.
+    calibrator's rate, by whichever rule, so its feedback makes up for what was skipped or handed over.
     """
 
     __slots__ = ("calibrator", "learner")
@@ -175,7 +175,7 @@ class OrdinalGate:
     def __init__(self, calibrator: Calibrator, learner: OrdinalLearner) -> None:
         self.calibrator, self.learner = calibrator, learner
 
-    def preview(self, features: Evidence) -> Decision:
+    def preview(self, features: ChunkEvidence) -> Decision:
         """Whether the chunk needs a score at all."""
         levels = self.learner.levels(feature_row(features))
         return Decision(
@@ -191,7 +191,7 @@ class OrdinalGate:
             origin="gate" if _widest(levels) == "verify" else "evidence",
         )
 
-    def decide(self, features: Evidence, score: float) -> Decision:
+    def decide(self, features: ChunkEvidence, score: float) -> Decision:
         """What to do with a chunk of this score.
 
         :raises CalibrationInputError: if it is not a score.
@@ -206,7 +206,7 @@ class OrdinalGate:
         """Count what was really done, and store the score if there is one."""
         self.calibrator.observe(decision, escalated)
 
-    def learn(self, features: Evidence, p: float | None, level: str) -> None:
+    def learn(self, features: ChunkEvidence, p: float | None, level: str) -> None:
         """Take the label of a finished chunk; `p` is the p-value its decision carried."""
         self.learner.learn(feature_row(features, p), level, features.question)
 

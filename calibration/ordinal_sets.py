@@ -1,4 +1,4 @@
-"""Conformal sets of ordered levels: contiguous, as short as nesting allows, with a stated coverage."""
+"""Conformal prediction sets of ordered levels: contiguous and nested, with a stated coverage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scores a new score is compared with: all together, by turn, or relative to their question."""
+"""Score pools: the scores a new one is ranked among, all together, by turn, or relative to their question."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from atts.calibration.memory import Memory, Place, Window
+from atts.calibration.memory import Memory, WeightedRank, Window
 from atts.calibration.ranks import Ranks
-from atts.calibration.state import GroupTable, Part, Table
+from atts.calibration.state import GroupTable, Part, StateTable
 
 MINIMUM = 20  # scores a turn's own pool needs before it answers in place of the pool of all turns
 
-Remember = Callable[[], Memory]
+MemoryFactory = Callable[[], Memory]
 
 
-class Pool(Part, ABC):
+class ScorePool(Part, ABC):
     """Stored and live scores that can place a new one; `question` and `turn` None mean "of any".
 
     Its state is what it has seen live.
@@ -25,46 +25,46 @@ class Pool(Part, ABC):
     __slots__ = ()
 
     @abstractmethod
-    def place(self, badness: float, question: str | None, turn: int | None) -> Place:
+    def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
         """Where the score stands; nothing is stored."""
 
     @abstractmethod
-    def learn(self, badness: float, question: str, turn: int) -> None:
+    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
         """Store one live score."""
 
     @abstractmethod
-    def adopt(self, badness: float, question: str, turn: int) -> None:
+    def add_stored(self, nonconformity: float, question: str, turn: int) -> None:
         """Store one score of a calibration run."""
 
     @abstractmethod
-    def disown(self) -> None:
+    def drop_stored(self) -> None:
         """Forget the calibration run, keeping what is live."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
 
-class Pooled(Pool):
+class Pooled(ScorePool):
     """One pool for every question and turn."""
 
     __slots__ = ("_live", "_stored")
     saved: ClassVar = {"live": "_live"}
 
-    def __init__(self, remember: Remember = Window) -> None:
+    def __init__(self, remember: MemoryFactory = Window) -> None:
         self._live = remember()
         self._stored = Window()
 
-    def place(self, badness: float, question: str | None, turn: int | None) -> Place:
-        live = self._live.place(badness)
-        return live.plus(self._stored.place(badness)) if len(self._stored) else live
+    def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
+        live = self._live.rank(nonconformity)
+        return live.plus(self._stored.rank(nonconformity)) if len(self._stored) else live
 
-    def learn(self, badness: float, question: str, turn: int) -> None:
-        self._live.add(badness)
+    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
+        self._live.add(nonconformity)
 
-    def adopt(self, badness: float, question: str, turn: int) -> None:
-        self._stored.add(badness)
+    def add_stored(self, nonconformity: float, question: str, turn: int) -> None:
+        self._stored.add(nonconformity)
 
-    def disown(self) -> None:
+    def drop_stored(self) -> None:
         self._stored = Window()
 
     def __len__(self) -> int:
@@ -76,44 +76,44 @@ class Frozen(Pooled):
 
     __slots__ = ()
 
-    def learn(self, badness: float, question: str, turn: int) -> None:
+    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
         if not len(self._stored):
-            self._live.add(badness)
+            self._live.add(nonconformity)
 
 
-class ByTurn(Pool):
+class ByTurn(ScorePool):
     """A pool per turn beside the pool of all turns, which answers while a turn has too few scores of its own."""
 
     __slots__ = ("_all", "_minimum", "_turns")
     saved: ClassVar = {"all": "_all", "turns": "_turns"}
 
-    def __init__(self, remember: Remember = Window, minimum: int = MINIMUM) -> None:
+    def __init__(self, remember: MemoryFactory = Window, minimum: int = MINIMUM) -> None:
         self._minimum = minimum
         self._all = Pooled(remember)
-        self._turns = Table(int, lambda: Pooled(remember))
+        self._turns = StateTable(int, lambda: Pooled(remember))
 
-    def place(self, badness: float, question: str | None, turn: int | None) -> Place:
+    def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
         own = self._turns.get(turn) if turn is not None else None
         pool = own if own is not None and len(own) >= self._minimum else self._all
-        return pool.place(badness, question, turn)
+        return pool.rank(nonconformity, question, turn)
 
-    def learn(self, badness: float, question: str, turn: int) -> None:
-        self._all.learn(badness, question, turn)
-        self._turns[turn].learn(badness, question, turn)
+    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
+        self._all.add_live(nonconformity, question, turn)
+        self._turns[turn].add_live(nonconformity, question, turn)
 
-    def adopt(self, badness: float, question: str, turn: int) -> None:
-        self._all.adopt(badness, question, turn)
-        self._turns[turn].adopt(badness, question, turn)
+    def add_stored(self, nonconformity: float, question: str, turn: int) -> None:
+        self._all.add_stored(nonconformity, question, turn)
+        self._turns[turn].add_stored(nonconformity, question, turn)
 
-    def disown(self) -> None:
+    def drop_stored(self) -> None:
         for pool in (self._all, *self._turns.values()):
-            pool.disown()
+            pool.drop_stored()
 
     def __len__(self) -> int:
         return len(self._all)
 
 
-class Siblings(Pool):
+class SiblingPool(ScorePool):
     """The pool of another kind, blended with the scores of the same question and turn.
 
     The share of siblings below a score, and the pool's answer as if it were `prior` siblings: the predictive law of a
@@ -124,35 +124,35 @@ class Siblings(Pool):
     __slots__ = ("_base", "_groups", "_prior")
     saved: ClassVar = {"base": "_base", "groups": "_groups"}
 
-    def __init__(self, base: Pool, prior: float) -> None:
+    def __init__(self, base: ScorePool, prior: float) -> None:
         self._base, self._prior = base, prior
         self._groups = GroupTable(lambda: (Ranks(),))
 
-    def place(self, badness: float, question: str | None, turn: int | None) -> Place:
-        place = self._base.place(badness, question, turn)
+    def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
+        place = self._base.rank(nonconformity, question, turn)
         group = self._groups.get((question, turn)) if question is not None and turn is not None else None
-        return _blend(place, group[0], badness, self._prior) if group else place
+        return _blend(place, group[0], nonconformity, self._prior) if group else place
 
-    def learn(self, badness: float, question: str, turn: int) -> None:
-        self._base.learn(badness, question, turn)
-        self._groups[question, turn][0].add(badness)
+    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
+        self._base.add_live(nonconformity, question, turn)
+        self._groups[question, turn][0].add(nonconformity)
 
-    def adopt(self, badness: float, question: str, turn: int) -> None:
-        self._base.adopt(badness, question, turn)
+    def add_stored(self, nonconformity: float, question: str, turn: int) -> None:
+        self._base.add_stored(nonconformity, question, turn)
 
-    def disown(self) -> None:
-        self._base.disown()
+    def drop_stored(self) -> None:
+        self._base.drop_stored()
 
     def __len__(self) -> int:
         return len(self._base)
 
 
-class Residuals(Pool):
-    """Scores relative to their question's level so far, ranked by turn.
+class Residuals(ScorePool):
+    """Scores relative to what their question's so far lead to expect, ranked by turn.
 
-    The level of a question is its running mean shrunk towards the running mean of all questions as if `shrinkage`
-    scores of the latter had been seen, so the first score of a new question is placed by the pooled level, its tenth
-    by its own. With `prior`, the rank among the question's own residuals is blended in as `Siblings` does, for
+    Expected of a question is its running mean shrunk towards the running mean of all questions as if `shrinkage`
+    scores of the latter had been seen, so the first score of a new question is placed by the pooled mean, its tenth
+    by its own. With `prior`, the rank among the question's own residuals is blended in as `SiblingPool` does, for
     questions that spread more or less than others. Infinite scores are placed at their end of the scale and never
     stored: one of them would shift a mean for ever.
     """
@@ -161,44 +161,44 @@ class Residuals(Pool):
     saved: ClassVar = {"ranks": "_ranks", "means": "_means", "own": "_own"}
 
     def __init__(
-        self, remember: Remember = Window, minimum: int = MINIMUM, shrinkage: float = 1.0, prior: float = 0.0
+        self, remember: MemoryFactory = Window, minimum: int = MINIMUM, shrinkage: float = 1.0, prior: float = 0.0
     ) -> None:
         self._ranks = ByTurn(remember, minimum)
         self._shrinkage, self._prior = shrinkage, prior
         self._means, self._stored_means = _Means(), _Means()
-        self._own = Table(str, Ranks)
+        self._own = StateTable(str, Ranks)
 
-    def place(self, badness: float, question: str | None, turn: int | None) -> Place:
-        if math.isinf(badness):
-            return Place(len(self) if badness > 0 else 0, 0, len(self))
+    def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
+        if math.isinf(nonconformity):
+            return WeightedRank(len(self) if nonconformity > 0 else 0, 0, len(self))
         if not len(self):
-            return Place(0, 0, 0)
-        residual = badness - self._level(question)
-        place = self._ranks.place(residual, question, turn)
+            return WeightedRank(0, 0, 0)
+        residual = nonconformity - self._expected(question)
+        place = self._ranks.rank(residual, question, turn)
         own = self._own.get(question) if question is not None and self._prior else None
         return _blend(place, own, residual, self._prior) if own else place
 
-    def learn(self, badness: float, question: str, turn: int) -> None:
-        if math.isinf(badness):
+    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
+        if math.isinf(nonconformity):
             return
-        residual = badness - self._level(question) if len(self) else 0.0
-        self._ranks.learn(residual, question, turn)
-        self._means.add(badness, question)
+        residual = nonconformity - self._expected(question) if len(self) else 0.0
+        self._ranks.add_live(residual, question, turn)
+        self._means.add(nonconformity, question)
         if self._prior:
             self._own[question].add(residual)
 
-    def adopt(self, badness: float, question: str, turn: int) -> None:
-        if math.isinf(badness):
+    def add_stored(self, nonconformity: float, question: str, turn: int) -> None:
+        if math.isinf(nonconformity):
             return
-        residual = badness - self._level(question) if len(self) else 0.0
-        self._ranks.adopt(residual, question, turn)
-        self._stored_means.add(badness, question)
+        residual = nonconformity - self._expected(question) if len(self) else 0.0
+        self._ranks.add_stored(residual, question, turn)
+        self._stored_means.add(nonconformity, question)
 
-    def disown(self) -> None:
-        self._ranks.disown()
+    def drop_stored(self) -> None:
+        self._ranks.drop_stored()
         self._stored_means = _Means()
 
-    def _level(self, question: str | None) -> float:
+    def _expected(self, question: str | None) -> float:
         """What is expected of the question's next score."""
         live, stored = self._means, self._stored_means
         count = live.count + stored.count
@@ -225,12 +225,12 @@ class _Means(Part):
     def of(self, question: str) -> tuple[int, float]:
         return self._questions.get(question, (0, 0.0))
 
-    def add(self, badness: float, question: str, count: int = 1) -> None:
-        """Add `count` scores that sum to `badness`."""
+    def add(self, nonconformity: float, question: str, count: int = 1) -> None:
+        """Add `count` scores that sum to `nonconformity`."""
         seen, total = self.of(question)
-        self._questions[question] = (seen + count, total + badness)
+        self._questions[question] = (seen + count, total + nonconformity)
         self.count += count
-        self.total += badness
+        self.total += nonconformity
 
     def state(self) -> Any:
         return {question: list(sums) for question, sums in self._questions.items()}
@@ -240,11 +240,11 @@ class _Means(Part):
             self.add(float(total), question, int(count))
 
 
-def _blend(place: Place, own: Ranks, value: float, prior: float) -> Place:
+def _blend(place: WeightedRank, own: Ranks, value: float, prior: float) -> WeightedRank:
     """The place among `own` values with the pool's answer standing in for `prior` more.
 
     Its p is (prior * p of the pool + values of `own` below, ties by the same coin) / (prior + len(own)).
     """
     below, equal = own.counts(value)
     worth = (place.size + 1) / prior  # scores of the pool that weigh as much as one of `own`
-    return Place(place.below + below * worth, place.equal + equal * worth, (prior + len(own)) * worth - 1)
+    return WeightedRank(place.below + below * worth, place.equal + equal * worth, (prior + len(own)) * worth - 1)

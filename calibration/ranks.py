@@ -1,4 +1,4 @@
-"""A sorted multiset of scores that counts below any value in logarithmic time."""
+"""An order-statistics multiset: rank and k-th smallest of the stored scores in logarithmic time."""
 
 from __future__ import annotations
 

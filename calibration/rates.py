@@ -1,4 +1,4 @@
-"""The one knob as an exact number."""
+"""The escalation rate as an exact fraction."""
 
 from __future__ import annotations
 

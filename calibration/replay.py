@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from atts.calibration.drift import DriftEvent, Policy
+from atts.calibration.drift import DriftEvent, DriftPolicy
 from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import DEFAULTS, Mode, Tuning
 from atts.calibration.online import Calibrator
@@ -18,7 +18,7 @@ from atts.errors import CalibrationInputError
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayResult:
     """Every decision in arrival order, and how well they held the rate."""
 
     rate: float
@@ -43,11 +43,11 @@ def replay(
     *,
     scale: Scale = PERPLEXITY,
     stored: StoredScores | Sequence[float] = (),
-    drift: Policy = "recalibrate",
+    drift: DriftPolicy = "recalibrate",
     window: int | None = None,
     decay: float | None = None,
     tuning: Tuning = DEFAULTS,
-) -> Replay:
+) -> ReplayResult:
     """Decide on records {"question", "turn", "score"} one by one in arrival order, each from those before it.
 
     "sample" is optional, and "issue" (the place in the order of asking, from 0 without gaps) makes scores join the
@@ -71,12 +71,12 @@ def replay(
     metrics = rate_metrics(
         [d.question for d in decisions],
         [d.turn for d in decisions],
-        [calibrator.scale.badness(d.score) for d in decisions],
+        [calibrator.scale.nonconformity(d.score) for d in decisions],
         [d.escalate for d in decisions],
         float(calibrator.rate),
     )
     promise = (calibrator.guarantee, calibrator.voided_by)
-    return Replay(float(calibrator.rate), mode, tuple(decisions), metrics, *promise, calibrator.events)
+    return ReplayResult(float(calibrator.rate), mode, tuple(decisions), metrics, *promise, calibrator.events)
 
 
 def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> Decision:

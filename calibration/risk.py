@@ -13,7 +13,7 @@ from scipy import stats
 
 from atts.errors import CalibrationInputError, OptionError
 
-Test = Literal["binomial", "hoeffding-bentkus", "betting"]
+RiskTest = Literal["binomial", "hoeffding-bentkus", "betting"]
 Losses = NDArray[np.float64]
 
 
@@ -98,7 +98,7 @@ _TESTS = {
 }
 
 
-def risk_p_value(losses: ArrayLike, epsilon: float, test: Test | None = None) -> float:
+def risk_p_value(losses: ArrayLike, epsilon: float, test: RiskTest | None = None) -> float:
     """The p-value of "the true mean loss exceeds epsilon"; without a test named, the sharpest one for the kind of
     loss.
 

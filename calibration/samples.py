@@ -1,4 +1,4 @@
-"""Questions as the units of a comparison of scores: which of their scores to use, and what they show."""
+"""Scores grouped by question for the two-sample test: how many of each to use, their mean and spread, normal scores."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class QuestionSample:
     def of(cls, stored: StoredScores, turn: int) -> QuestionSample:
         """The questions of one turn; scores of no question are questions of their own, infinite ones are left out."""
         parts = dict[str, list[float]]()
-        rows = zip(stored.questions, stored.turns, stored.badness, strict=True)
-        for place, (question, at, badness) in enumerate(rows):
-            if at == turn and math.isfinite(badness):
-                parts.setdefault(question or f"chunk {place}", []).append(badness)
+        rows = zip(stored.questions, stored.turns, stored.nonconformity, strict=True)
+        for place, (question, at, nonconformity) in enumerate(rows):
+            if at == turn and math.isfinite(nonconformity):
+                parts.setdefault(question or f"chunk {place}", []).append(nonconformity)
         if not parts:
             return cls((), 1, 0.0)
         icc = summarise({name: np.array(scores) for name, scores in parts.items()}).icc
@@ -50,9 +50,9 @@ class QuestionSample:
         return [math.fsum(q[: self.half]) / self.half for q in self.questions if len(q) >= self.half]
 
     def depth(self, live: Sequence[Sequence[float]]) -> int:
-        """How many scores of each question to compare, the rest left out, so that the levels are told best.
+        """How many scores of each question to compare, the rest left out, so that the means are told best.
 
-        Few scores of many questions or many of few: the variance of the difference of the mean levels decides.
+        Few scores of many questions or many of few: the variance of the difference of the means decides.
         """
         counts = np.array([len(scores) for scores in live])
         stored = np.array([len(scores) for scores in self.questions])

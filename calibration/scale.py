@@ -1,4 +1,4 @@
-"""What a score means: its domain, which end is worse, how it is compared on a common scale."""
+"""Score scales: the domain of a score, its orientation, and its conversion to a nonconformity score."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Scale:
         if self.measure == "log" and self.low <= 0:
             raise CalibrationInputError("score domain", (self.low, self.high), "low > 0 for a logarithmic measure")
 
-    def badness(self, score: object, what: str = "score") -> float:
+    def nonconformity(self, score: object, what: str = "score") -> float:
         """The score on the scale everything here is computed on: larger is worse, never NaN, infinite only if the
         score is.
 
         :raises CalibrationInputError: naming it as `what`, if it is not a number, is NaN, or lies outside the domain.
 
-        >>> PERPLEXITY.badness(1.0), LOG_PROB.badness(-2.5)
+        >>> PERPLEXITY.nonconformity(1.0), LOG_PROB.nonconformity(-2.5)
         (0.0, 2.5)
         """
         if isinstance(score, (bool, str, bytes)):

@@ -36,7 +36,7 @@ class Part:
             setattr(self, attribute, _merged(getattr(self, attribute), state[name]))
 
 
-class Table(dict[K, V], Part):
+class StateTable(dict[K, V], Part):
     """A dictionary that makes the value of a key it lacks, and reads its keys back from JSON with `key`."""
 
     def __init__(self, key: Callable[[Any], K], make: Callable[[], V]) -> None:
@@ -58,7 +58,7 @@ class Table(dict[K, V], Part):
             self[key] = _merged(self[key], value)
 
 
-class GroupTable(Table[tuple[str, int], tuple[V, ...]]):
+class GroupTable(StateTable[tuple[str, int], tuple[V, ...]]):
     """A table by (question, turn), several values each: rows of both and the values in the file."""
 
     def __init__(self, make: Callable[[], tuple[V, ...]]) -> None:

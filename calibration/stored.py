@@ -29,14 +29,14 @@ class StoredScores:
     turns: tuple[int, ...]
     scale: Scale = PERPLEXITY
     fingerprint: Mapping[str, object] = field(default_factory=dict[str, object])
-    badness: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    nonconformity: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.scores) == len(self.questions) == len(self.turns):
             sizes = (len(self.scores), len(self.questions), len(self.turns))
             raise CalibrationInputError("stored scores", sizes, "a question and a turn for each")
-        made = (self.scale.badness(score, f"score {number}") for number, score in enumerate(self.scores, 1))
-        object.__setattr__(self, "badness", tuple(made))
+        made = (self.scale.nonconformity(score, f"score {number}") for number, score in enumerate(self.scores, 1))
+        object.__setattr__(self, "nonconformity", tuple(made))
 
     @classmethod
     def of(

@@ -271,7 +271,7 @@ class TopGate:
         want = self.rate * len(round_) + self._carry.get(question, 0.0)
         count = max(0, min(len(round_), math.floor(want + 0.5)))
         self._carry[question] = want - count
-        order = sorted(range(len(round_)), key=lambda i: -_badness(round_[i][1]))
+        order = sorted(range(len(round_)), key=lambda i: -_worst_if_nan(round_[i][1]))
         over = set(order[:count])
         return [
             _decision(f, "escalate" if i in over else "accept", self.rate, f"rank in a round of {len(round_)}", score)
@@ -279,5 +279,5 @@ class TopGate:
         ]
 
 
-def _badness(score: float) -> float:
+def _worst_if_nan(score: float) -> float:
     return math.inf if math.isnan(score) else score

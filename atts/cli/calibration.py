@@ -16,7 +16,7 @@ from atts.errors import CalibrationInputError, CheckFailed
 
 if TYPE_CHECKING:
     from atts.analysis import RateControl
-    from atts.calibration import Health, Replay, StoredScores
+    from atts.calibration import Health, ReplayResult, StoredScores
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -195,14 +195,14 @@ def check_run(directory: Path, as_json: bool) -> None:
 
 def _rate_words(held: RateControl) -> tuple[str, dict[str, Any]]:
     """What the rate of a run came to, in words and as fields."""
-    from atts.calibration import judge_rate
+    from atts.calibration import check_rate
 
     share = held.escalated / held.decisions
     facts: dict[str, Any] = {"decisions": held.decisions, "rate": share, "nominal": held.nominal}
     if held.nominal is None:
         said = f"{share:.3f} of {held.decisions:,} chunks were escalated, no rate was promised"
         return said, {**facts, "standing": "held"}
-    found = judge_rate(held.nominal, [(group.decisions, group.escalated) for group in held.by_question])
+    found = check_rate(held.nominal, [(group.decisions, group.escalated) for group in held.by_question])
     return str(found), {**facts, "standing": found.standing, "coin": found.coin, "band": found.band}
 
 
@@ -246,7 +246,7 @@ def _records(file: str, per_question: int | None, scale: str) -> list[dict[str, 
     return records
 
 
-def _print_decisions(done: Replay) -> None:
+def _print_decisions(done: ReplayResult) -> None:
     for decision in done.decisions:
         print_json({"type": "decision", **{name: getattr(decision, name) for name in _DECISION}})
     for event in done.events:
@@ -256,7 +256,7 @@ def _print_decisions(done: Replay) -> None:
     print_json({"type": "summary", **summary, **done.metrics, **words})
 
 
-def _print_replay(done: Replay) -> None:
+def _print_replay(done: ReplayResult) -> None:
     count = sum(decision.escalate for decision in done.decisions)
     print(f"{count} of {len(done.decisions)} decisions escalated: {done.escalated:.4f} (nominal {done.rate:g})")
     for name, value in done.metrics.items():

@@ -15,9 +15,9 @@ from scipy import stats
 
 from atts.calibration import MODES, StoredScores, replay
 from atts.calibration.drift import DriftMonitor
+from atts.calibration.duplicate_scores import DuplicateScores
 from atts.calibration.metrics import Floats, rate_metrics, sorted_decisions
 from atts.calibration.rates import exact_rate
-from atts.calibration.repeats import Repeats
 from atts.calibration.samples import QuestionSample, features
 from atts.calibration.stored import read_scores
 from scripts.studies.harness import Options, Row, Table, say
@@ -91,7 +91,7 @@ def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> 
 
 
 def _others(records: Records, stored: StoredScores, rate: float) -> dict[str, Floats]:
-    pool, x = np.sort(np.asarray(stored.badness)), np.array([math.log(record["score"]) for record in records])
+    pool, x = np.sort(np.asarray(stored.nonconformity)), np.array([math.log(record["score"]) for record in records])
     published = [int(below) >= (1 - exact_rate(rate)) * len(pool) for below in np.searchsorted(pool, x)]
     q, t = (np.array([record[name] for record in records]) for name in ("question", "turn"))
     coin = np.random.default_rng(0).random(len(x)) < rate
@@ -137,7 +137,7 @@ def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
         back = [_after(found[own], stored, seed) for seed in range(runs)]
         shares = (sum(after is not None for after in each) / runs for each in (seen, back))
         effect, best = _effect(stored, found[own]), _oracle(stored, found[own])
-        rows.append((name, len(stored), f"{Repeats.of(stored).within:.0%}", effect, *shares, best))
+        rows.append((name, len(stored), f"{DuplicateScores.of(stored).within:.0%}", effect, *shares, best))
     return Table.of(
         f"Share of {runs} runs of {own} that notice another array within {SCORES} scores",
         "loaded calibration | scores | repeats | difference of question levels (SD) | noticed | the other way | "
@@ -206,24 +206,24 @@ def _sampled(stored: StoredScores, seed: int) -> StoredScores:
 
 def _stream(stored: StoredScores, seed: int) -> Iterator[tuple[float, str]]:
     size = len(stored) // len(set(stored.questions))
-    questions = np.array(stored.badness).reshape(-1, size)
+    questions = np.array(stored.nonconformity).reshape(-1, size)
     draw = np.random.default_rng(seed)
     for live in range(math.ceil(SCORES / size)):
-        for badness in questions[draw.integers(len(questions))][: SCORES - size * live]:
-            yield float(badness), f"live {live}"
+        for nonconformity in questions[draw.integers(len(questions))][: SCORES - size * live]:
+            yield float(nonconformity), f"live {live}"
 
 
 def _after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
     monitor = DriftMonitor(stored)
-    for badness, question in _stream(source, seed):
+    for nonconformity, question in _stream(source, seed):
         if monitor.events:
             break
-        monitor.observe(badness, question, 0)
+        monitor.observe(nonconformity, question, 0)
     return monitor.events[0].scores if monitor.events else None
 
 
 def _effect(stored: StoredScores, other: StoredScores) -> float:
-    levels = [np.array(s.badness).reshape(len(set(s.questions)), -1).mean(axis=1) for s in (stored, other)]
+    levels = [np.array(s.nonconformity).reshape(len(set(s.questions)), -1).mean(axis=1) for s in (stored, other)]
     return float((levels[0].mean() - levels[1].mean()) / math.sqrt((levels[0].var() + levels[1].var()) / 2))
 
 

@@ -64,7 +64,7 @@ def test_effective_sizes_of_real_arrays(array_of: Callable[..., StoredScores]) -
     """1,600 scores of 100 questions with ICC about .6 are worth about 160; 240 of 15 about 22."""
     for part, icc, effective in (("ec846181", (0.57, 0.61), (155, 170)), ("7564d923", (0.55, 0.77), (19, 26))):
         stored = array_of(part)
-        summary = summarise(by_cluster(stored.badness, stored.questions))
+        summary = summarise(by_cluster(stored.nonconformity, stored.questions))
         assert icc[0] <= summary.icc <= icc[1]
         assert effective[0] <= summary.effective <= effective[1]
 

@@ -19,20 +19,20 @@ ArrayOf = Callable[..., StoredScores]
 
 def whole_questions(stored: StoredScores, seed: int, count: int = 300) -> Iterator[tuple[float, str]]:
     """Scores of whole questions drawn with replacement, as a clean run would bring them."""
-    questions = np.array(stored.badness).reshape(-1, 16)
+    questions = np.array(stored.nonconformity).reshape(-1, 16)
     draw = np.random.default_rng(seed)
     for live in range(math.ceil(count / 16)):
-        for badness in questions[draw.integers(len(questions))][: max(0, count - 16 * live)]:
-            yield float(badness), f"live {live}"
+        for nonconformity in questions[draw.integers(len(questions))][: max(0, count - 16 * live)]:
+            yield float(nonconformity), f"live {live}"
 
 
 def noticed_after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
     """After how many of 300 scores a monitor of `stored` alarms on questions of `source`."""
     monitor = DriftMonitor(stored)
-    for badness, question in whole_questions(source, seed):
+    for nonconformity, question in whole_questions(source, seed):
         if monitor.events:
             break
-        monitor.observe(badness, question, 0)
+        monitor.observe(nonconformity, question, 0)
     return monitor.events[0].scores if monitor.events else None
 
 
@@ -124,13 +124,13 @@ def test_monitor_state_round_trip(array_of: ArrayOf) -> None:
     stored = shifted(array_of(), 0.3)
     whole, half, again = DriftMonitor(stored), DriftMonitor(stored), DriftMonitor(stored)
     stream = list(whole_questions(array_of(), 5))
-    for place, (badness, question) in enumerate(stream):
-        whole.observe(badness, question, 0)
+    for place, (nonconformity, question) in enumerate(stream):
+        whole.observe(nonconformity, question, 0)
         if place < 60:
-            half.observe(badness, question, 0)
+            half.observe(nonconformity, question, 0)
     again.restore(json.loads(json.dumps(half.state())))
-    for badness, question in stream[60:]:
-        again.observe(badness, question, 0)
+    for nonconformity, question in stream[60:]:
+        again.observe(nonconformity, question, 0)
     assert whole.events
     assert again.events == whole.events
 
@@ -139,14 +139,14 @@ def test_few_samples_a_question_are_enough(array_of: ArrayOf) -> None:
     """Live questions with one or two scores each, compared with stored questions of sixteen."""
     for samples in (1, 2):
         monitor = DriftMonitor(shifted(array_of(), 0.5))
-        for place, (badness, question) in enumerate(whole_questions(array_of(), 3, 1600)):
+        for place, (nonconformity, question) in enumerate(whole_questions(array_of(), 3, 1600)):
             if place % 16 < samples:
-                monitor.observe(badness, question, 0)
+                monitor.observe(nonconformity, question, 0)
         assert monitor.events
         clean = DriftMonitor(array_of())
-        for place, (badness, question) in enumerate(whole_questions(array_of(), 3, 1600)):
+        for place, (nonconformity, question) in enumerate(whole_questions(array_of(), 3, 1600)):
             if place % 16 < samples:
-                clean.observe(badness, question, 0)
+                clean.observe(nonconformity, question, 0)
         assert not clean.events
 
 
@@ -209,7 +209,7 @@ def test_split_mode_learns_live_scores_once_its_stored_ones_are_disowned() -> No
 
 
 @pytest.mark.parametrize(
-    "call", [lambda s: DriftMonitor(s, policy=cast(Any, "panic")), lambda s: DriftMonitor(s, level=0.0)]
+    "call", [lambda s: DriftMonitor(s, policy=cast(Any, "panic")), lambda s: DriftMonitor(s, significance=0.0)]
 )  # fmt: skip
 def test_impossible_monitors_are_refused(call: Any) -> None:
     """An unknown policy, an impossible level."""

@@ -93,7 +93,7 @@ def test_a_hard_problem_moves_the_level_alike_with_any_number_of_rollouts() -> N
         controller = Adaptive(0.2, calibrator.tuning.aci_step)
         for _ in range(samples):
             controller.account(9.0, "hard", 0, escalated=True)
-        levels.append(controller.level(9.0, "next", 0))
+        levels.append(controller.allowance(9.0, "next", 0))
     assert levels == pytest.approx([0.2 - 0.8 * 0.016] * 3)
     assert Tuning.for_rollouts(8) == Tuning()
 
@@ -105,7 +105,7 @@ def test_aci_bound_holds_against_an_adversary_and_delay(wishes: list[bool], step
     rate, waiting, total = 0.4, list[bool](), 0
     controller = Adaptive(rate, step)
     for count, wish in enumerate(wishes, 1):
-        level = controller.level(0.0, "", 0)
+        level = controller.allowance(0.0, "", 0)
         escalated = True if level >= 1 else False if level <= 0 else wish
         total += escalated
         waiting.append(escalated)
@@ -125,7 +125,7 @@ def aci_bound(rate: float, step: float, decisions: int) -> float:
 def test_aci_bound_is_nearly_reached() -> None:
     """A wrong constant would show: the worst adversary comes within a step of it."""
     controller, total = Adaptive(0.4, 0.05), 0
-    while (level := controller.level(0.0, "", 0)) > 0:
+    while (level := controller.allowance(0.0, "", 0)) > 0:
         controller.account(0.0, "", 0, level > 0)
         total += 1
     assert abs(total / total - 0.4) >= 0.9 * (aci_bound(0.4, 0.05, total) - 0.05 / (0.05 * total)) * 0.4 / 0.6
@@ -334,8 +334,8 @@ def test_scales_orient_scores() -> None:
     calibrator = Calibrator(0.5, "marginal", scale=LOG_PROB, stored=[-1.0, -2.0, -3.0])
     assert calibrator.decide(-9.0).escalate
     assert not calibrator.decide(-0.1).escalate
-    assert PERPLEXITY.badness(1 - 1e-8) == 0
-    assert PERPLEXITY.badness(np.float32(2.0)) == pytest.approx(math.log(2))
+    assert PERPLEXITY.nonconformity(1 - 1e-8) == 0
+    assert PERPLEXITY.nonconformity(np.float32(2.0)) == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize(

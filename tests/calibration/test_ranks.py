@@ -69,12 +69,12 @@ def test_a_window_is_the_last_scores(values: list[float], width: int, probe: flo
         window.add(value)
     kept = values[-width:]
     assert list(window) == kept
-    assert window.place(probe) == (sum(v < probe for v in kept), sum(v == probe for v in kept), len(kept))
+    assert window.rank(probe) == (sum(v < probe for v in kept), sum(v == probe for v in kept), len(kept))
 
 
 @given(st.lists(st.integers(0, 4).map(float), max_size=400), st.sampled_from([0.5, 0.9, 0.99]), st.integers(0, 4))
 def test_fading_is_geometric_weights(values: list[float], decay: float, probe: float) -> None:
-    """Place and size equal the sums of decay^age, to the billionth that is dropped."""
+    """WeightedRank and size equal the sums of decay^age, to the billionth that is dropped."""
     memory = Fading(decay)
     for value in values:
         memory.add(value)
@@ -84,7 +84,7 @@ def test_fading_is_geometric_weights(values: list[float], decay: float, probe: f
         sum(w for w, v in zip(weights, values, strict=True) if v == probe),
         sum(weights),
     )
-    assert tuple(memory.place(probe)) == pytest.approx(expected, abs=1e-6)
+    assert tuple(memory.rank(probe)) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("memory", [Window(), Window(5), Fading(0.8)])
@@ -96,7 +96,7 @@ def test_memories_are_rebuilt_from_their_scores(memory: Memory) -> None:
     again = Window(None if len(memory) == 300 else 5) if isinstance(memory, Window) else Fading(0.8)
     for score in memory:
         again.add(score)
-    assert tuple(again.place(0.5)) == pytest.approx(tuple(memory.place(0.5)))
+    assert tuple(again.rank(0.5)) == pytest.approx(tuple(memory.rank(0.5)))
 
 
 def test_memory_of_a_fading_pool_is_bounded() -> None:

@@ -29,7 +29,7 @@ from atts.analysis.report.rate_control import rate_control
 from atts.analysis.report.run_data import ProblemFacts, RunData, read_run_data
 from atts.analysis.report.tables import interval
 from atts.analysis.report.timing import timing
-from atts.calibration import judge_rate
+from atts.calibration import check_rate
 from atts.journal import Json
 
 PAGE_BYTES = 16 * 2**20
@@ -159,7 +159,7 @@ def _rate_point(held: RateControl) -> tuple[Standing, str]:
     share = held.escalated / held.decisions
     if held.nominal is None:
         return "good", f"{share:.3f} of {held.decisions:,} chunks were escalated; no rate was promised"
-    found = judge_rate(held.nominal, [(group.decisions, group.escalated) for group in held.by_question])
+    found = check_rate(held.nominal, [(group.decisions, group.escalated) for group in held.by_question])
     standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
     return standings[found.standing], str(found)
 

@@ -128,9 +128,9 @@ def _moments(flags: Sequence[bool], nominal: float | None, window: int) -> tuple
     )
 
 
-def _badness(decision: Decision) -> float:
+def _nonconformity(decision: Decision) -> float:
     assert decision.score is not None, "only scored decisions are asked about"
-    return scale_of(decision.score).badness(decision.score)
+    return scale_of(decision.score).nonconformity(decision.score)
 
 
 def scale_of(score: float) -> Scale:
@@ -141,7 +141,7 @@ def scale_of(score: float) -> Scale:
 def _clusters(judged: Sequence[GateStep]) -> ClusterSummary | None:
     if not judged:
         return None
-    return summarise(by_cluster([_badness(s.decision) for s in judged], [s.decision.question for s in judged]))
+    return summarise(by_cluster([_nonconformity(s.decision) for s in judged], [s.decision.question for s in judged]))
 
 
 def _uniformity(done: Sequence[GateStep]) -> Uniformity | None:
@@ -186,9 +186,9 @@ def _drift(judged: Sequence[GateStep]) -> DriftTest | None:
 def _finite(first: Sequence[GateStep]) -> dict[str, list[float]]:
     scores: dict[str, list[float]] = {}
     for step in first:
-        badness = _badness(step.decision)
-        if math.isfinite(badness):
-            scores.setdefault(step.decision.question, []).append(badness)
+        nonconformity = _nonconformity(step.decision)
+        if math.isfinite(nonconformity):
+            scores.setdefault(step.decision.question, []).append(nonconformity)
     return scores
 
 
@@ -198,7 +198,7 @@ def _metrics(judged: Sequence[GateStep], nominal: float | None) -> Mapping[str, 
     return rate_metrics(
         [step.decision.question for step in judged],
         [step.decision.turn for step in judged],
-        [_badness(step.decision) for step in judged],
+        [_nonconformity(step.decision) for step in judged],
         [step.escalated for step in judged],
         nominal,
     )

@@ -1,4 +1,4 @@
-"""Whether live questions are like stored ones: two statistics, their joint law found by drawing clean runs."""
+"""Two-sample test of live against stored questions: two statistics, their joint null distribution simulated."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from atts.calibration.samples import Floats, QuestionSample, features, normal_sc
 _MOST = 256  # questions of either side that are compared
 _DRAWS = 4_999  # of simulated clean runs
 _GLANCE = 499  # of those, where they leave no doubt
-_DOUBT = 0.1  # the p-value of a glance above which nobody looks closer
-_BEND = 0.5  # weight of squared normal scores beside the scores: wider or narrower laws are told sooner
+_DOUBT = 0.1  # the p-value of a glance above which it decides
+_BEND = 0.5  # weight of squared normal scores beside the scores: wider or narrower distributions are told sooner
 _DIGITS = 9  # of a statistic that count: equal ones may differ by rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class TwoSampleTest:
     """What one look found.
 
     `drawn` is the p-value of "the live questions are draws of the stored ones", `exchangeable` that of "both are draws
-    of one law", which is larger as the stored ones are then only a sample. Both are valid for any scores, as they are
-    ranks among statistics of simulated clean runs; the second is only computed where the first is at most `level`.
+    of one distribution", which is larger as the stored ones are then only a sample. Both are valid for any scores, as
+    they are ranks among statistics of simulated clean runs; the second is only computed where the first is at most
+    `significance`.
     """
 
     drawn: float
@@ -33,11 +34,13 @@ class Likeness:
     questions: int
 
 
-def compare(stored: QuestionSample, live: Sequence[Sequence[float]], level: float, seed: int) -> Likeness:
-    """Compare levels and spreads of the latest live questions with those of the stored ones, as whole distributions.
+def two_sample_test(
+    stored: QuestionSample, live: Sequence[Sequence[float]], significance: float, seed: int
+) -> TwoSampleTest:
+    """Compare means and spreads of the latest live questions with those of the stored ones, as whole distributions.
 
     By an energy distance, which sees any difference, and a likelihood ratio against a mixture of shifted and stretched
-    laws, which sees those that another model makes sooner.
+    distributions, which sees those that another model makes sooner.
     """
     latest = live[-_MOST:]
     depth = stored.depth(latest)
@@ -46,9 +49,9 @@ def compare(stored: QuestionSample, live: Sequence[Sequence[float]], level: floa
     # draws of its own for each run, the same in a replay: common ones would make all runs err to the same side
     draw = np.random.default_rng([seed, zlib.crc32(np.sort(ours, axis=None).tobytes())])
     drawn = _drawn(ours, theirs, _GLANCE, draw)
-    if drawn <= max(_DOUBT, level):
+    if drawn <= max(_DOUBT, significance):
         drawn = _drawn(ours, theirs, _DRAWS, draw)
-    return Likeness(drawn, _exchangeable(ours, theirs, draw) if drawn <= level else 1.0, len(ours))
+    return TwoSampleTest(drawn, _exchangeable(ours, theirs, draw) if drawn <= significance else 1.0, len(ours))
 
 
 def _drawn(ours: Floats, theirs: Floats, draws: int, draw: np.random.Generator) -> float:
@@ -66,7 +69,7 @@ def _drawn(ours: Floats, theirs: Floats, draws: int, draw: np.random.Generator) 
 
 
 def _exchangeable(ours: Floats, theirs: Floats, draw: np.random.Generator) -> float:
-    """The same among all ways to call as many of the questions live: exact when both are draws of one law."""
+    """The same among all ways to call as many of the questions live: exact when both are draws of one distribution."""
     n, k = len(ours), len(theirs)
     both = np.concatenate([ours, theirs])
     both = normal_scores(both, both)

@@ -1,4 +1,4 @@
-"""Whether a realised rate is the nominal one, where the decisions of a question move together."""
+"""Test of a realised rate against the nominal one, with decisions clustered by question."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLUSTERED = 0.99  # outside where that share of such questions stays, it is not
 
 
 @dataclass(frozen=True, slots=True)
-class RateVerdict:
+class RateCheck:
     """A realised rate beside the nominal one.
 
     `held`: inside `coin`, where 95 % of fair coins stay. `left`: outside `band` as well, where 99 % of runs stay whose
@@ -48,14 +48,14 @@ class RateVerdict:
         return f"{share}{f', so few allow {_span(self.coin)}' if few else ''}: held"
 
 
-def judge_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateVerdict:
+def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     """Judge the (decisions, escalated) of each question.
 
     :raises CalibrationInputError: if there is no decision, or one question escalated more than it decided.
 
-    >>> judge_rate(0.2, [(20, 4)] * 10).standing, judge_rate(0.2, [(20, 9)] * 10).standing
+    >>> check_rate(0.2, [(20, 4)] * 10).standing, check_rate(0.2, [(20, 9)] * 10).standing
     ('held', 'left')
-    >>> judge_rate(0.2, [(20, 1), (20, 18), (20, 0), (20, 9), (20, 3)]).standing
+    >>> check_rate(0.2, [(20, 1), (20, 18), (20, 0), (20, 9), (20, 3)]).standing
     'unclear'
     """
     nominal = float(exact_rate(rate))
@@ -70,7 +70,7 @@ def judge_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateVerdict:
     reach = _reach(rows, share, nominal)
     band = (min(coin[0], max(0.0, nominal - reach)), max(coin[1], min(1.0, nominal + reach)))
     standing: Standing = "held" if coin[0] <= share <= coin[1] else "unclear" if band[0] <= share <= band[1] else "left"
-    return RateVerdict(standing, nominal, share, n, len(rows), coin, band)
+    return RateCheck(standing, nominal, share, n, len(rows), coin, band)
 
 
 def _reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:

@@ -1,4 +1,4 @@
-"""Scores that are exactly equal: siblings that wrote the same chunk, or draws that were copied."""
+"""Duplicate scores: siblings that wrote the same chunk, or draws that were copied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CERTAIN = 1e-6  # as near to the end of the scale, chunks that were certain mee
 
 
 @dataclass(frozen=True, slots=True)
-class Repeats:
+class DuplicateScores:
     """Which share of stored scores repeats another one, and where; all 0 for scores on a coarse grid, which tie anyway.
 
     Siblings that wrote the same chunk have the same score, which is no fault: they are one draw for the purposes of
@@ -30,18 +30,22 @@ class Repeats:
     clustered: bool
 
     @classmethod
-    def of(cls, stored: StoredScores) -> Repeats:
+    def of(cls, stored: StoredScores) -> DuplicateScores:
         """Counts; a score that is a mark out of ten ties by nature, so nothing is said where most are round."""
         raw = np.asarray(stored.scores, float)
         raw = raw[np.isfinite(raw)]
         if not len(raw) or float(np.mean(raw == np.round(raw, 3))) > 0.5:
             return cls(0.0, 0.0, 1.0, stored.clustered)
-        total = len(stored.badness)
+        total = len(stored.nonconformity)
         if not stored.clustered:
-            return cls(1 - len(set(stored.badness)) / total, 0.0, 1.0, False)
-        counts = Counter(zip(stored.questions, stored.badness, strict=True))
-        holders = Counter(badness for _, badness in counts)
-        across = sum(n for (_, badness), n in counts.items() if holders[badness] > 1 and abs(badness) > _CERTAIN)
+            return cls(1 - len(set(stored.nonconformity)) / total, 0.0, 1.0, False)
+        counts = Counter(zip(stored.questions, stored.nonconformity, strict=True))
+        holders = Counter(score for _, score in counts)
+        across = sum(
+            n
+            for (_, nonconformity), n in counts.items()
+            if holders[nonconformity] > 1 and abs(nonconformity) > _CERTAIN
+        )
         repeating = {question for (question, _), n in counts.items() if n > 1}
         spared = 1 - len(repeating) / len(set(stored.questions))
         return cls(1 - len(counts) / total, across / total, spared, True)
@@ -50,8 +54,8 @@ class Repeats:
     def fault(self) -> str:
         """What no sampling explains, in words; empty where there is nothing of the kind.
 
-        Where a law leads siblings to the same words it does so in most questions. Repeats in most questions may be
-        that, so only live questions can tell (`copied`).
+        A model that writes the same words again does so in most questions. Repeats in most questions may be that, so
+        only live questions can tell (`copied_p_value`).
         """
         if self.across > FEW:
             return (
@@ -75,7 +79,7 @@ class Repeats:
         )
 
 
-def copied(stored: QuestionSample, live: Sequence[Sequence[float]]) -> float:
+def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> float:
     """The p-value of live questions that repeat nothing, were they draws of stored ones of which so many do repeat.
 
     Binomial, with one more stored question that repeats nothing than there is; 1 where live siblings are too few.

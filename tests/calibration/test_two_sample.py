@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from atts.calibration import StoredScores
-from atts.calibration.likeness import Likeness, compare
 from atts.calibration.mixture import mixture_ratios
 from atts.calibration.samples import Floats, QuestionSample
+from atts.calibration.two_sample import TwoSampleTest, two_sample_test
 
 SIZE = 6
 
@@ -24,9 +24,9 @@ def sample(rows: Floats) -> QuestionSample:
     return QuestionSample.of(StoredScores(scores, names, (0,) * rows.size), 0)
 
 
-def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> Likeness:
+def looked(stored: Floats, live: Floats, level: float = 1.0, seed: int = 0) -> TwoSampleTest:
     """One look at live questions."""
-    return compare(sample(stored), [list(row) for row in live.clip(0)], level, seed)
+    return two_sample_test(sample(stored), [list(row) for row in live.clip(0)], level, seed)
 
 
 def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from atts.calibration import StoredScores, examine
 from atts.calibration.drift import DriftMonitor
+from atts.calibration.duplicate_scores import DuplicateScores
 from atts.calibration.health import first_alarm
-from atts.calibration.repeats import Repeats
 
 ArrayOf = Callable[..., StoredScores]
 
@@ -25,8 +25,8 @@ def alike(seed: int, questions: int = 40, texts: int = 6) -> StoredScores:
 def watched(stored: StoredScores, live: StoredScores, most: int = 300) -> DriftMonitor:
     """A monitor of the stored scores that has seen so many live ones, of other questions."""
     monitor = DriftMonitor(stored)
-    for badness, question in list(zip(live.badness, live.questions, strict=True))[:most]:
-        monitor.observe(badness, f"live {question}", 0)
+    for nonconformity, question in list(zip(live.nonconformity, live.questions, strict=True))[:most]:
+        monitor.observe(nonconformity, f"live {question}", 0)
     return monitor
 
 
@@ -45,7 +45,7 @@ def copies(stored: StoredScores, every: int) -> StoredScores:
 def test_siblings_that_write_the_same_chunk_are_no_fault() -> None:
     """Most scores repeat, in the calibration and in the run: no alarm; the report says what they are worth."""
     stored = alike(0)
-    found = Repeats.of(stored)
+    found = DuplicateScores.of(stored)
     assert found.within > 0.5
     assert (found.across, found.fault) == (0, "")
     assert not DriftMonitor(stored).events
@@ -66,7 +66,7 @@ def test_copied_draws_are_noticed_once_the_siblings_of_the_run_do_not_repeat(eve
 
 def test_copies_of_whole_draws_in_few_questions_are_a_fault_at_once(array_of: ArrayOf) -> None:
     """A published array: two of fifteen questions have two distinct scores of sixteen, the others repeat nothing."""
-    found = Repeats.of(array_of("e0abbf88"))
+    found = DuplicateScores.of(array_of("e0abbf88"))
     assert found.within == pytest.approx(1 - 212 / 240)
     assert found.spared == pytest.approx(13 / 15)
     assert DriftMonitor(array_of("e0abbf88")).events[0].scores == 0
@@ -77,10 +77,10 @@ def test_a_score_of_two_questions_is_a_fault_at_once() -> None:
     """Questions read twice under two names; chunks that were certain meet by nature."""
     scores = [1.1 + k**0.5 / 7 for k in range(320)]
     twice = StoredScores.of([*scores, *scores], 16)
-    assert Repeats.of(twice).across == 1
+    assert DuplicateScores.of(twice).across == 1
     assert "another question" in DriftMonitor(twice).events[0].message
     certain = StoredScores.of([1.0 if k % 16 == 0 else score for k, score in enumerate(scores)], 16)
-    assert Repeats.of(certain).across == 0
+    assert DuplicateScores.of(certain).across == 0
     assert not DriftMonitor(certain).events
 
 
@@ -100,12 +100,12 @@ def test_without_a_run_to_compare_with_a_doubt_is_a_fault() -> None:
 def test_scores_on_a_coarse_grid_are_not_called_repeats() -> None:
     """Marks out of ten tie by nature."""
     marks = [1.0 + (k * 7 % 10) / 2 for k in range(400)]
-    assert Repeats.of(StoredScores.of(marks, 16)).within == 0
+    assert DuplicateScores.of(StoredScores.of(marks, 16)).within == 0
 
 
 def test_single_samples_of_questions_cannot_tell(array_of: ArrayOf) -> None:
     """A run with one sample a question repeats nothing by nature: copied draws are not read into that."""
-    live: Iterator[float] = iter(whole(array_of(), 3).badness)
+    live: Iterator[float] = iter(whole(array_of(), 3).nonconformity)
     monitor = DriftMonitor(copies(array_of(), 2))
     for number in range(100):
         monitor.observe(next(live), f"live {number}", 0)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from atts.calibration.verdict import judge_rate
+from atts.calibration.rate_check import check_rate
 from atts.errors import CalibrationInputError
 
 
@@ -17,7 +17,7 @@ def runs(draw: np.random.Generator, questions: int, rate: float, alike: float) -
 def test_a_rate_that_is_right_is_rarely_called_left(questions: int, alike: float) -> None:
     """In about one run of a hundred, however strongly the decisions of a question move together."""
     draw = np.random.default_rng(0)
-    found = [judge_rate(0.3, runs(draw, questions, 0.3, alike)).standing for _ in range(300)]
+    found = [check_rate(0.3, runs(draw, questions, 0.3, alike)).standing for _ in range(300)]
     assert found.count("left") <= 10
     if alike < 10:
         assert found.count("unclear") > 60  # coins would have called these wrong
@@ -27,21 +27,21 @@ def test_a_rate_that_is_right_is_rarely_called_left(questions: int, alike: float
 def test_a_wrong_rate_is_called_left_once_there_are_enough_questions(questions: int, alike: float) -> None:
     """Half as much again as promised, over independent decisions or many questions."""
     draw = np.random.default_rng(1)
-    found = [judge_rate(0.3, runs(draw, questions, 0.45, alike)).standing for _ in range(50)]
+    found = [check_rate(0.3, runs(draw, questions, 0.45, alike)).standing for _ in range(50)]
     assert found.count("left") >= 48
 
 
 def test_few_decisions_say_what_they_allow() -> None:
     """Held or not is not all there is to say about ten chunks; of a thousand it is."""
-    assert "so few allow [0.000, 0.500]: held" in str(judge_rate(0.2, [(5, 1), (5, 1)]))
-    assert str(judge_rate(0.2, [(50, 10)] * 20)).endswith("nominal 0.2: held")
-    assert judge_rate(0.2, [(10, 10)]).standing == "unclear"  # one question shows nothing about others
-    assert judge_rate(0.2, [(10, 10)] * 6).standing == "left"
-    assert judge_rate(0, [(10, 0)]).standing == "held"
+    assert "so few allow [0.000, 0.500]: held" in str(check_rate(0.2, [(5, 1), (5, 1)]))
+    assert str(check_rate(0.2, [(50, 10)] * 20)).endswith("nominal 0.2: held")
+    assert check_rate(0.2, [(10, 10)]).standing == "unclear"  # one question shows nothing about others
+    assert check_rate(0.2, [(10, 10)] * 6).standing == "left"
+    assert check_rate(0, [(10, 0)]).standing == "held"
 
 
 @pytest.mark.parametrize("questions", [[], [(0, 0)], [(3, 4)], [(3, -1)]])
 def test_what_is_no_count_is_refused(questions: list[tuple[int, int]]) -> None:
     """Nothing decided, more escalated than decided, less than nothing."""
     with pytest.raises(CalibrationInputError):
-        judge_rate(0.2, questions)
+        check_rate(0.2, questions)

@@ -16,7 +16,7 @@ from atts.cli.output import interval, json_line
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from atts.run import Progress, Snapshot
+    from atts.run import Progress, ProgressSnapshot
 
 FILE = "progress.json"
 REFRESH_SECONDS, LINE_SECONDS, FILE_SECONDS = 0.25, 5.0, 1.0
@@ -49,7 +49,7 @@ async def _follow(display: _Display, progress: Progress) -> None:
             save(progress.snapshot())
 
 
-def save(snapshot: Snapshot) -> None:
+def save(snapshot: ProgressSnapshot) -> None:
     """Replace `progress.json` in the run directory; a reader sees the old one or the new one, never half of one.
 
     :raises StorageError: the disk refuses.
@@ -121,7 +121,7 @@ class _Table(_Display):
         self._live.update(table(self._progress.snapshot()), refresh=True)
 
 
-def line(snapshot: Snapshot) -> str:
+def line(snapshot: ProgressSnapshot) -> str:
     """The run in one line of plain words."""
     parts = [_problems(snapshot), *(f"{name} {words}" for name, words in _facts(snapshot))]
     time = f"{duration(snapshot.seconds)}" + (f", about {duration(snapshot.left)} left" if snapshot.left else "")
@@ -129,7 +129,7 @@ def line(snapshot: Snapshot) -> str:
     return "; ".join([*([note] if note else []), *parts, time])
 
 
-def table(snapshot: Snapshot) -> RenderableType:
+def table(snapshot: ProgressSnapshot) -> RenderableType:
     """The run as a few rows for a terminal."""
     from rich.console import Group
     from rich.table import Table
@@ -147,7 +147,7 @@ def table(snapshot: Snapshot) -> RenderableType:
     return Group(*parts)
 
 
-def _bar(snapshot: Snapshot) -> Any:
+def _bar(snapshot: ProgressSnapshot) -> Any:
     from rich.text import Text
 
     text = Text()
@@ -160,12 +160,12 @@ def _bar(snapshot: Snapshot) -> Any:
     return text
 
 
-def _problems(snapshot: Snapshot) -> str:
+def _problems(snapshot: ProgressSnapshot) -> str:
     of = f"/{snapshot.problems}" if snapshot.problems is not None else ""
     return f"{snapshot.done}{of} problems" + (f", {snapshot.failed} failed" if snapshot.failed else "")
 
 
-def _facts(snapshot: Snapshot) -> list[tuple[str, str]]:
+def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     """Name and words of every row but the first; rows without anything to say are left out."""
     tokens, speeds, at = snapshot.tokens, snapshot.speeds, snapshot.stages
     chunks = f"{snapshot.accepted:,} accepted, {snapshot.escalated:,} handed over"
@@ -189,7 +189,7 @@ def _facts(snapshot: Snapshot) -> list[tuple[str, str]]:
     return [(name, words) for name, words in rows if words]
 
 
-def _models(snapshot: Snapshot) -> list[tuple[str, str]]:
+def _models(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     tokens, models = snapshot.tokens, snapshot.models
     if not models["draft"]:
         return []
@@ -199,7 +199,7 @@ def _models(snapshot: Snapshot) -> list[tuple[str, str]]:
     ]
 
 
-def _trouble(snapshot: Snapshot) -> str:
+def _trouble(snapshot: ProgressSnapshot) -> str:
     parts = [
         f"{snapshot.alarms} drift alarms" if snapshot.alarms else "",
         f"{snapshot.failed_calls:,} calls failed" if snapshot.failed_calls else "",

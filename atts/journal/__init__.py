@@ -8,6 +8,7 @@ from atts.journal.events import (
     Drifted,
     Entry,
     Event,
+    FailureKind,
     Graded,
     Observed,
     OutcomeReached,
@@ -24,60 +25,58 @@ from atts.journal.events import (
     VerdictStatus,
     Warned,
 )
-from atts.journal.files import AppendFile, Opener, locked, open_append, write_all
+from atts.journal.files import locked, open_append
 from atts.journal.finished import FinishedProblem, FinishedSample
-from atts.journal.lines import JournalEnd, read_entries
-from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, versions
+from atts.journal.lines import JournalEnd, LineWriter, read_entries
+from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, save_manifest
 from atts.journal.runs import MERGED, RecordedRun, open_run
 from atts.journal.state import (
     FACTS,
     OpenProblem,
-    Place,
     RunClock,
     RunState,
     judged,
-    read_decisions,
     read_outcomes,
     sample_key,
     score_key,
 )
-from atts.journal.writer import JOURNAL, MANIFEST, Durability, Journal, JournalOptions, check_directory, open_journal
+from atts.journal.writer import JOURNAL, LOCK, MANIFEST, Journal, JournalOptions, check_directory, open_journal
 from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 
 __all__ = [
     "FACTS",
     "JOURNAL",
     "KINDS",
+    "LOCK",
     "MANIFEST",
     "MERGED",
     "SCHEMA",
-    "AppendFile",
     "CallFailed",
+    "CallSpan",
     "Decided",
     "Drifted",
-    "Durability",
     "Entry",
     "Event",
+    "FailureKind",
     "FinishedProblem",
     "FinishedSample",
     "Graded",
     "Journal",
+    "JournalEnd",
     "JournalOptions",
     "Json",
+    "LineWriter",
     "Manifest",
-    "CallSpan",
     "Observed",
     "OpenProblem",
-    "Opener",
     "OutcomeReached",
     "OutcomeStatus",
-    "Place",
-    "ProblemStarted",
     "ProblemSpan",
+    "ProblemStarted",
     "RecordedRun",
     "RolloutFinished",
-    "RolloutStarted",
     "RolloutSpan",
+    "RolloutStarted",
     "RunClock",
     "RunState",
     "Sampled",
@@ -85,7 +84,6 @@ __all__ = [
     "SessionClosed",
     "SessionOpened",
     "Setting",
-    "JournalEnd",
     "Taught",
     "TurnFinished",
     "VerdictStatus",
@@ -98,11 +96,9 @@ __all__ = [
     "open_append",
     "open_journal",
     "open_run",
-    "read_decisions",
     "read_entries",
     "read_outcomes",
     "sample_key",
+    "save_manifest",
     "score_key",
-    "versions",
-    "write_all",
 ]

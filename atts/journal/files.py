@@ -1,4 +1,4 @@
-"""Append-only files, and a lock file that its process cannot outlive."""
+"""Append-only files, and lock files that are free when their process is gone."""
 
 from __future__ import annotations
 

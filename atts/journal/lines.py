@@ -1,4 +1,4 @@
-"""One line of the journal: numbered, dated, checksummed JSON.
+"""The format of a journal's lines: numbered, dated, checksummed JSON.
 
     {"n":17,"at":3.25,"wall":1790000003.25,"kind":"decided","decision":{...},"crc":"5f0c9a1b"}
 
@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -31,21 +31,21 @@ from atts.journal.texts import Texts
 _escaped = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
-class Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
+class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
     """What every line has; the checksum is looked at before the rest is."""
 
     n: int
     crc: str
 
 
-class TextLine(Line, tag_field=TAG_FIELD, tag="text"):
+class _TextLine(_Line, tag_field=TAG_FIELD, tag="text"):
     """A long text, before the first line that refers to it."""
 
     id: str
     text: str
 
 
-class EventLine(Line):
+class _EventLine(_Line):
     """What every event's line has besides the event."""
 
     at: float
@@ -59,10 +59,10 @@ class _Opening(msgspec.Struct):
     schema: int
 
 
-_FORMS = {kind: dataclass_form(kind, EventLine, word) for word, kind in KINDS.items()}
+_FORMS = {kind: dataclass_form(kind, _EventLine, word) for word, kind in KINDS.items()}
 _WORDS: Mapping[type[Event], str] = MappingProxyType({kind: word for word, kind in KINDS.items()})
 _READS = {form.stored: form.read for form in _FORMS.values()}
-_LINES: Any = reduce(or_, _READS, TextLine)
+_LINES: Any = reduce(or_, _READS, _TextLine)
 _decode = msgspec.json.Decoder(_LINES).decode
 
 
@@ -103,7 +103,6 @@ def read_entries(
     path: Path,
     on_end: Callable[[JournalEnd], None] | None = None,
     kinds: Collection[type[Event]] | None = None,
-    plain: Mapping[type[Event], Callable[[float, dict[str, Any]], None]] = MappingProxyType({}),
 ) -> Iterator[Entry]:
     """Every event of a journal in order, without holding more than a line and the latest texts.
 
@@ -117,13 +116,9 @@ def read_entries(
     """
     with storage(path), path.open("rb") as file:
         reader = _Reader(path, kinds)
-        for entry in reader.entries(file):
-            if type(entry.event) in plain:
-                plain[type(entry.event)](entry.at, {f.name: getattr(entry.event, f.name) for f in fields(entry.event)})
-            else:
-                yield entry
+        yield from reader.entries(file)
     if on_end is not None:
-        on_end(reader.tail)
+        on_end(reader.end)
 
 
 _END = len(b',"crc":"00000000"}\n')
@@ -141,8 +136,8 @@ class _Reader:
         self._schema = SCHEMA  # of the present session
 
     @property
-    def tail(self) -> JournalEnd:
-        """Where reading is."""
+    def end(self) -> JournalEnd:
+        """Where reading is; where it ended, at the end."""
         return JournalEnd(self._line, self._session, self._length)
 
     def entries(self, file: BinaryIO) -> Iterator[Entry]:
@@ -175,7 +170,7 @@ class _Reader:
     def _entry(self, line: bytes) -> Entry | None:
         found = self._parse(line)
         self._count(found.n)
-        if isinstance(found, TextLine):
+        if isinstance(found, _TextLine):
             self._texts.learn(found.id, found.text)
             return None
         event = _READS[type(found)](found, self._texts)

@@ -1,4 +1,4 @@
-"""What a run is: the settings under which its journal was written, which a resume must find unchanged."""
+"""The manifest of a run: the settings under which its journal was written, which a resume must find unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Manifest:
     """Everything that decides what a run's results mean.
 
     `configuration`, `engines`, `dataset` and `seed` must match at resume; origins, versions, dates and `settings`
-    (every key of the configuration as somebody gave it) are for people.
+    (every key of the configuration as it was given) are for people.
     `engines` maps a role to its spec's fields; `dataset` is a digest (`dataset_digest`).
     """
 
@@ -63,8 +63,12 @@ class Manifest:
         if differences:
             raise FingerprintError(f"the run in {directory}", differences, _ADVICE)
 
+    def text(self) -> str:
+        """As JSON, indented for people."""
+        return json.dumps(asdict(self), indent=2, default=sorted)
+
     def _decisive(self) -> Iterator[tuple[str, Json]]:
-        plain = _plain(asdict(self))
+        plain = json.loads(self.text())
         yield "seed", plain["seed"]
         yield "dataset", plain["dataset"]
         for name, setting in plain["configuration"].items():
@@ -100,7 +104,7 @@ def save_manifest(path: Path, manifest: Manifest) -> None:
 
     :raises StorageError: the disk refuses.
     """
-    write_atomic(path, (json.dumps(_plain(asdict(manifest)), indent=2) + "\n").encode())
+    write_atomic(path, (manifest.text() + "\n").encode())
 
 
 def load_manifest(path: Path) -> Manifest | None:
@@ -128,15 +132,6 @@ def load_manifest(path: Path) -> Manifest | None:
 
 def _settings(stored: dict[str, dict[str, Any]]) -> dict[str, Setting]:
     return {name: Setting(**setting) for name, setting in stored.items()}
-
-
-def _plain(value: Any) -> Any:
-    """As JSON would give it back: tuples become lists, sets sorted lists."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(_plain(part) for part in value)
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _flat(name: str, value: Json) -> Iterator[tuple[str, Json]]:

@@ -26,7 +26,8 @@ def with_origin(event: Event) -> Event:
 
 def decision_with_origin(decision: Decision) -> Decision:
     """The decision of an older journal, with the origin that its words tell of."""
-    return replace(decision, origin=_origin(decision.why))
+    origin = _origin(decision.why)
+    return decision if origin == decision.origin else replace(decision, origin=origin)
 
 
 def _origin(why: str) -> Origin:

@@ -1,4 +1,4 @@
-"""What a journal says about a run so far: finished problems in brief, unfinished ones exactly."""
+"""The state of a run, rebuilt from its journal: finished problems in brief, unfinished ones exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Literal
 
-from atts.core import Decision, Outcome, Problem, Role, Rollout, SampleRequest, ScoreRequest, TokenIds, Turn, TurnKey
+from atts.core import Decision, Outcome, Problem, Role, Rollout, SampleRequest, ScoreRequest, TokenIds, Turn
 from atts.journal.events import (
     CallFailed,
     Decided,
@@ -262,17 +262,6 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
         else:
             yield outcome
     yield from failed.values()
-
-
-Place = TurnKey
-
-
-def read_decisions(entries: Iterable[Entry]) -> Iterator[tuple[TurnKey, Decided]]:
-    """Every decision in the order in which they were taken, previews that only asked for a score left out."""
-    for entry in entries:
-        event = entry.event
-        if isinstance(event, Decided) and event.decision.action != "verify":
-            yield event.decision.turn_key, event
 
 
 def sample_key(role: Role, request: SampleRequest) -> str:

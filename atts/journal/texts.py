@@ -1,4 +1,4 @@
-"""The memory of long texts that journal lines refer to by hash, kept alike by writer and reader."""
+"""The cache of long texts that journal lines refer to by hash, kept alike by writer and reader."""
 
 from __future__ import annotations
 

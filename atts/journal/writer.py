@@ -1,8 +1,8 @@
-"""The one writer of a run directory: events go in at once and in order, lines come out whole.
+"""The writer of a run directory: events are queued at once and in order, and written as whole lines.
 
 `record` never waits: it turns the event into its line and queues that. A single background task writes the queue;
-`saved` waits until it has. A queue that is full is written on the spot by whoever fills it, so memory stays bounded
-whether or not anybody waits.
+`saved` waits until it has. A queue that is full is written on the spot, so memory stays bounded whether or not
+anything waits.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from atts.run.evaluate import Keep, Session, evaluate
 from atts.run.gates import Alarm, remind
 from atts.run.merging import Merged, Shard, merge
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
-from atts.run.progress import Progress, Snapshot
+from atts.run.progress import Progress, ProgressSnapshot
 from atts.run.recorder import CallBegun, ChunkWritten, Heard, Listener, Recorder, RunBegun
 from atts.run.result import INTERRUPTED, RunResult, RunStatus
 from atts.run.scoring import samples, scorecard
@@ -42,7 +42,7 @@ __all__ = [
     "Session",
     "Shard",
     "Signals",
-    "Snapshot",
+    "ProgressSnapshot",
     "Stop",
     "Summary",
     "check_conditions",

@@ -14,6 +14,7 @@ from atts.errors import FingerprintError, OptionError, UsageError
 from atts.files import storage, sync_directory
 from atts.journal import (
     JOURNAL,
+    LOCK,
     MANIFEST,
     MERGED,
     SCHEMA,
@@ -21,6 +22,7 @@ from atts.journal import (
     Entry,
     Event,
     Json,
+    LineWriter,
     Manifest,
     ProblemStarted,
     RecordedRun,
@@ -29,16 +31,11 @@ from atts.journal import (
     Setting,
     dataset_digest,
     locked,
-    open_append,
     open_run,
-    write_all,
+    save_manifest,
 )
-from atts.journal.lines import LineWriter
-from atts.journal.manifest import save_manifest
-from atts.journal.writer import LOCK
 
 SHARD = "shard"
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,20 +190,10 @@ def _manifest(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Manif
 def _write(parts: Sequence[MergedPart], problems: Sequence[Problem], out: Path) -> None:
     writer = LineWriter()
     with storage(out / JOURNAL):
-        file = open_append(out / JOURNAL)
-        try:
-            block: list[bytes] = []
-            size = 0
-            for entry in _entries(parts, problems):
-                block.append(writer.lines(entry.event, entry.at, entry.wall))
-                size += len(block[-1])
-                if size > _BLOCK:
-                    write_all(file, b"".join(block))
-                    block, size = [], 0
-            write_all(file, b"".join(block))
+        with (out / JOURNAL).open("ab") as file:
+            file.writelines(writer.lines(entry.event, entry.at, entry.wall) for entry in _entries(parts, problems))
+            file.flush()
             os.fsync(file.fileno())
-        finally:
-            file.close()
         sync_directory(out)
 
 

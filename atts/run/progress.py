@@ -1,4 +1,4 @@
-"""How far a run is: one listener that adds up its events, and a frozen picture of the sums at any moment."""
+"""The progress of a run: a listener that counts its events, and frozen snapshots of the counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ENOUGH = 0.01  # the part of the work that must be done before the rest is fore
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ProgressSnapshot:
     """A run at one moment; counts are of all sessions, speeds and the time left of this one.
 
     `rate` is the share of chunks handed over, clustered by problem; `accuracy` that of votes. Both have intervals that
@@ -85,53 +85,47 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class _Speed:
-    """Amounts of the last seconds."""
+class _Throughput:
+    """Tokens of one flow: all of them, and those of the last seconds with the moments they came at."""
 
+    total: int = 0
     recent: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
-    amount: int = 0
+    in_window: int = 0
 
-    def add(self, now: float, amount: int) -> None:
-        self.recent.append((now, amount))
-        self.amount += amount
+    def add(self, now: float, tokens: int) -> None:
+        self.recent.append((now, tokens))
+        self.in_window += tokens
+        self.total += tokens
 
     def per_second(self, now: float, since: float) -> float:
         while self.recent and self.recent[0][0] < now - WINDOW_SECONDS:
-            self.amount -= self.recent.popleft()[1]
-        return self.amount / max(1.0, min(WINDOW_SECONDS, now - since))
+            self.in_window -= self.recent.popleft()[1]
+        return self.in_window / max(1.0, min(WINDOW_SECONDS, now - since))
 
 
 class Progress:
     """A listener (`atts.run.Listener`) that knows how far the run is; `snapshot` says it at any time.
 
-    Events cost it a dictionary look-up and an addition; intervals are computed when somebody looks.
+    Events cost it a comparison or two and an addition; intervals are computed by `snapshot`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
-        self._begun = RunBegun(None, 0, 1, 0.0, "", "", None)
+        self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
         self._state: Literal["running", "draining", "over"] = "running"
         self._note = ""
         self._statuses: dict[str, str] = {}
         self._open: set[str] = set()
         self._ended: Counter[str] = Counter()  # rollouts of open problems
         self._rollouts_before = 0  # of problems that are over
-        self._at: dict[str, Stage] = {}  # by rollout
-        self._handed = Handed()
+        self._stages: dict[str, Stage] = {}  # by rollout
+        self._escalations = Handed()
         self._graded: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
         self._nominal: float | None = None
-        self._tokens: dict[Flow, int] = dict.fromkeys(get_args(Flow), 0)
-        self._speeds: dict[Flow, _Speed] = {flow: _Speed() for flow in self._tokens}
+        self._flows: dict[Flow, _Throughput] = {flow: _Throughput() for flow in get_args(Flow)}
         self._done_at_start = 0.0
-        self._takes: Mapping[type[Any], Callable[[Any], None]] = {
-            RunBegun: self._run_begun, CallBegun: self._call_begun, ProblemStarted: self._problem_started,
-            Sampled: self._sampled, Scored: self._scored, CallFailed: self._call_failed, Decided: self._decided,
-            Observed: self._judged, TurnFinished: self._turn,
-            RolloutSpan: self._rollout_timed, Graded: self._verdict, OutcomeReached: self._outcome,
-            Warned: self._warned, Drifted: self._drifted,
-        }  # fmt: skip
 
     def recalled(self, event: Event) -> None:
         """What an earlier session did counts; how fast it did it does not."""
@@ -139,45 +133,72 @@ class Progress:
 
     def heard(self, event: Heard) -> None:
         """Take an event in."""
-        take = self._takes.get(type(event))
-        if take is not None:
-            take(event)
+        match event:
+            case CallBegun():
+                self._stages[event.rollout] = event.stage
+            case Sampled():
+                self._called(event.rollout, event.role, len(event.completion.ids))
+            case Scored():
+                self._called(event.rollout, "scored", len(event.scores.logprobs))
+            case Decided() | Observed():
+                self._decided(event)
+            case TurnFinished():
+                self._counts["rejected"] += len(event.turn.discarded)
+            case RolloutSpan():
+                self._rollout_ended(event)
+            case RunBegun():
+                self._run_begun(event)
+            case ProblemStarted():
+                self._open.add(event.problem.id)
+            case Graded(sample=None) if event.status != "unscored":
+                self._graded[event.problem] = float(event.status == "correct")
+            case OutcomeReached():
+                self._problem_ended(event)
+            case CallFailed():
+                self._counts["failed calls"] += 1
+                self._called(event.rollout)
+            case Warned(code="interrupted"):
+                self._state, self._note = "draining", event.text
+            case Drifted():
+                self._counts["alarms"] += 1
+            case _:
+                pass
 
     def over(self) -> None:
         """Nothing more will come."""
         self._state = "over"
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ProgressSnapshot:
         """The run as it stands."""
         now, begun = self._clock(), self._begun
-        escalated, asked = self._handed.totals
+        escalated, judged_chunks = self._escalations.totals
         verdicts = list(self._graded.values())
-        stages = Counter(self._at.values())
-        return Snapshot(
-            self._state,
-            begun.directory,
-            begun.problems,
-            len(self._statuses),
-            sum(status == "failed" for status in self._statuses.values()),
-            len(self._open),
-            {stage: stages[stage] for stage in get_args(Stage)},
-            self._rollouts_before + sum(self._ended.values()),
-            asked - escalated,
-            escalated,
-            self._counts["forced"],
-            self._counts["rejected"],
-            self._handed.rate,
-            self._nominal,
-            mean_estimate(verdicts, len(verdicts)),
-            len(verdicts),
-            dict(self._tokens),
-            {flow: speed.per_second(now, self._began) for flow, speed in self._speeds.items()},
-            {"draft": begun.draft, "target": begun.target},
-            begun.seconds + now - self._began,
-            self._left(now),
-            self._counts["alarms"],
-            self._counts["failed calls"],
-            self._note,
+        stages = Counter(self._stages.values())
+        return ProgressSnapshot(
+            state=self._state,
+            directory=begun.directory,
+            problems=begun.problems,
+            done=len(self._statuses),
+            failed=sum(status == "failed" for status in self._statuses.values()),
+            open=len(self._open),
+            stages={stage: stages[stage] for stage in get_args(Stage)},
+            rollouts_done=self._rollouts_before + sum(self._ended.values()),
+            accepted=judged_chunks - escalated,
+            escalated=escalated,
+            forced=self._counts["forced"],
+            rejected=self._counts["rejected"],
+            rate=self._escalations.rate,
+            nominal=self._nominal,
+            accuracy=mean_estimate(verdicts, len(verdicts)),
+            graded=len(verdicts),
+            tokens={flow: found.total for flow, found in self._flows.items()},
+            speeds={flow: found.per_second(now, self._began) for flow, found in self._flows.items()},
+            models={"draft": begun.draft, "target": begun.target},
+            seconds=begun.seconds + now - self._began,
+            left=self._left(now),
+            alarms=self._counts["alarms"],
+            failed_calls=self._counts["failed calls"],
+            note=self._note,
         )
 
     def _done(self) -> float:
@@ -195,69 +216,32 @@ class Progress:
     def _run_begun(self, event: RunBegun) -> None:
         """Speeds and the time left are of what happens from here on."""
         self._begun, self._began = event, self._clock()
-        self._speeds = {flow: _Speed() for flow in self._tokens}
-        self._at.clear()
+        self._flows = {flow: _Throughput(found.total) for flow, found in self._flows.items()}
+        self._stages.clear()
         self._ended.clear()  # open problems are lived through again
         self._state, self._note = "running", ""
         self._done_at_start = self._done()
 
-    def _call_begun(self, event: CallBegun) -> None:
-        self._at[event.rollout] = event.stage
+    def _called(self, rollout: str, flow: Flow | None = None, tokens: int = 0) -> None:
+        if flow is not None:
+            self._flows[flow].add(self._clock(), tokens)
+        if rollout in self._stages:
+            self._stages[rollout] = "wait"
 
-    def _problem_started(self, event: ProblemStarted) -> None:
-        self._open.add(event.problem.id)
-
-    def _sampled(self, event: Sampled) -> None:
-        self._flow(event.role, len(event.completion.ids))
-        self._wait(event.rollout)
-
-    def _scored(self, event: Scored) -> None:
-        self._flow("scored", len(event.scores.logprobs))
-        self._wait(event.rollout)
-
-    def _call_failed(self, event: CallFailed) -> None:
-        self._counts["failed calls"] += 1
-        self._wait(event.rollout)
-
-    def _wait(self, rollout: str) -> None:
-        if rollout in self._at:
-            self._at[rollout] = "wait"
-
-    def _flow(self, flow: Flow, amount: int) -> None:
-        self._tokens[flow] += amount
-        self._speeds[flow].add(self._clock(), amount)
-
-    def _decided(self, event: Decided) -> None:
-        if event.decision.rate == event.decision.rate:  # not nan
+    def _decided(self, event: Decided | Observed) -> None:
+        if isinstance(event, Decided) and event.decision.rate == event.decision.rate:  # not nan
             self._nominal = event.decision.rate
-        self._judged(event)
+        self._escalations.heard(event)
+        for decision, is_escalated in judged(event):
+            self._counts["forced"] += is_escalated and decision.origin == "forced"
 
-    def _judged(self, event: Decided | Observed) -> None:
-        self._handed.heard(event)
-        for decision, was_handed in judged(event):
-            self._counts["forced"] += was_handed and decision.origin == "forced"
-
-    def _turn(self, event: TurnFinished) -> None:
-        self._counts["rejected"] += len(event.turn.discarded)
-
-    def _rollout_timed(self, event: RolloutSpan) -> None:
-        self._at.pop(f"{event.problem}/{event.sample}", None)
+    def _rollout_ended(self, event: RolloutSpan) -> None:
+        self._stages.pop(f"{event.problem}/{event.sample}", None)
         if event.problem in self._open and event.status != "cancelled":
             self._ended[event.problem] += 1
 
-    def _verdict(self, event: Graded) -> None:
-        if event.sample is None and event.status != "unscored":
-            self._graded[event.problem] = float(event.status == "correct")
-
-    def _outcome(self, event: OutcomeReached) -> None:
+    def _problem_ended(self, event: OutcomeReached) -> None:
         self._open.discard(event.problem)
         self._ended.pop(event.problem, None)
         self._rollouts_before += len(event.samples)
         self._statuses[event.problem] = event.status
-
-    def _warned(self, event: Warned) -> None:
-        if event.code == "interrupted":
-            self._state, self._note = "draining", event.text
-
-    def _drifted(self, event: Drifted) -> None:
-        self._counts["alarms"] += 1

@@ -10,24 +10,13 @@ from typing import Any, cast, get_args
 from atts.analysis import Replayed, replay_policy
 from atts.api import answers_for
 from atts.calibration import Calibrator, Mode
-from atts.core import Decision, Outcome
+from atts.core import Decision, Outcome, TurnKey
 from atts.errors import DatasetError
 from atts.evaluators import Estimate, equivalent, mean_estimate
-from atts.journal import (
-    JOURNAL,
-    MANIFEST,
-    Decided,
-    Manifest,
-    load_manifest,
-    read_decisions,
-    read_entries,
-    read_outcomes,
-)
+from atts.journal import Decided, RecordedRun, open_run
 from atts.pipelines import ConformalGate, Gate, Policy, RandomGate, RoundGate, ScoreRule, TopGate
 from atts.pipelines.votes import VoteKind
 from atts.spans import CallSpan
-
-Place = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +56,7 @@ class Record:
 
     directory: Path
     outcomes: tuple[Outcome, ...]
-    decided: Mapping[Place, Decided]
+    decided: Mapping[TurnKey, Decided]
     policy: Policy
     mode: Mode
     seed: int
@@ -87,34 +76,30 @@ def read_record(directory: Path) -> Record:
     :raises DatasetError: no problem of the run has a reference answer.
     :raises JournalError: the directory does not hold a readable run.
     """
-    manifest = load_manifest(directory / MANIFEST)
-    if manifest is None:
-        raise DatasetError(str(directory), "it is no run directory: there is no manifest")
-    outcomes = [one for one in read_outcomes(read_entries(directory / JOURNAL)) if one.problem.answer is not None]
+    run = open_run(directory)
+    outcomes = [one for one in run.outcomes() if one.problem.answer is not None]
     if not outcomes:
         raise DatasetError(str(directory), "no finished problem has a reference answer")
-    decided = dict(read_decisions(read_entries(directory / JOURNAL)))
-    calls, seconds = _calls(directory)
-    configuration = manifest.configuration
-    mode = configuration["mode"].value if "mode" in configuration else "question-turn"
+    calls, seconds = _calls(run)
+    mode = run.setting("mode")
     return Record(
         directory,
         tuple(outcomes),
-        decided,
-        _policy(manifest),
+        {event.decision.turn_key: event for event in run.decisions()},
+        _policy(run.policy),
         cast(Mode, mode) if mode in get_args(Mode) else "question-turn",
-        manifest.seed,
-        {role: str(spec.get("model", "")) for role, spec in manifest.engines.items()},
+        run.manifest.seed,
+        {role: str(spec.get("model", "")) for role, spec in run.manifest.engines.items()},
         seconds,
         calls,
     )
 
 
-def _calls(directory: Path) -> tuple[dict[str, float], float]:
+def _calls(run: RecordedRun) -> tuple[dict[str, float], float]:
     """Seconds in calls by stage, and the run's own: what several sessions took is added up."""
     calls: dict[str, float] = {}
     spans: dict[int, tuple[float, float]] = {}
-    for entry in read_entries(directory / JOURNAL):
+    for entry in run.entries((CallSpan,)):
         node = entry.event
         if isinstance(node, CallSpan) and node.source == "live":
             calls[node.stage] = calls.get(node.stage, 0.0) + node.ended - node.started
@@ -123,9 +108,8 @@ def _calls(directory: Path) -> tuple[dict[str, float], float]:
     return calls, sum(last - first for first, last in spans.values())
 
 
-def _policy(manifest: Manifest) -> Policy:
+def _policy(stored: Mapping[str, Any]) -> Policy:
     """What of the run's policy a replay heeds."""
-    stored: Any = manifest.configuration["policy"].value
     score = ScoreRule(**stored["score"])
     return Policy(samples=stored["samples"], turns=stored["turns"], vote=stored["vote"], score=score)
 

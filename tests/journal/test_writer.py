@@ -19,7 +19,6 @@ from atts.journal import (
     JOURNAL,
     MANIFEST,
     SCHEMA,
-    Durability,
     Entry,
     Event,
     Journal,
@@ -31,6 +30,7 @@ from atts.journal import (
     open_journal,
     read_entries,
 )
+from atts.journal.writer import Durability
 
 pytestmark = pytest.mark.anyio
 SETTINGS = Manifest(seed=1)

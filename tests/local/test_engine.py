@@ -38,11 +38,10 @@ HERE = LocalOptions(worker="thread")
 
 @pytest.mark.once
 @pytest.mark.anyio
-async def test_the_engine_keeps_every_promise(make_model: Make, anyio_backend: str) -> None:
-    """The conformance suite that ships with the protocol: on asyncio in the processes users get, on trio in threads."""
+async def test_the_engine_keeps_every_promise(make_model: Make) -> None:
+    """The conformance suite that ships with the protocol, with the kernel and the worker users get."""
     folder = make_model("llama")
-    options = LocalOptions(worker="process" if anyio_backend == "asyncio" else "thread", kv_tokens=8192)
-    await check_engine(lambda: LocalEngine(folder, name="local", options=options))
+    await check_engine(lambda: LocalEngine(folder, name="local", options=LocalOptions(kv_tokens=8192)))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from atts.api import Setup, evaluate_sync
 from atts.calibration import Calibrator, StoredScores
 from atts.core import Outcome, Problem
 from atts.errors import CalibrationInputError, OptionError
-from atts.journal import JOURNAL, read_decisions, read_entries
+from atts.journal import JOURNAL, open_run
 from atts.methods import (
     GateInputs,
     LabelledRun,
@@ -164,7 +164,7 @@ def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
     warm = [number for number, line in enumerate(lines) if "warm-up, " in line]
     journal.write_text("".join(lines[: warm[len(warm) // 2]]))
     evaluate_sync(problems, setup(), directory=tmp_path)
-    decided = [event.decision for _, event in read_decisions(read_entries(journal))]
+    decided = [event.decision for event in open_run(tmp_path).decisions()]
     assert sum(decision.origin == "warm-up" for decision in decided) == 40
     assert sum(decision.escalate for decision in decided) > 0
 
@@ -179,6 +179,6 @@ def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) ->
     assert calibration is not None
     promise = calibration.promise
     assert (promise.guarantee, promise.voided_by) == (certificate.guarantee, certificate.voided_by)
-    decided = [event.decision for _, event in read_decisions(read_entries(tmp_path / JOURNAL))]
+    decided = [event.decision for event in open_run(tmp_path).decisions()]
     assert decided
     assert all(decision.origin == "certificate" for decision in decided if decision.score is not None)

@@ -28,7 +28,7 @@ from atts.journal import (
     Warned,
 )
 from atts.pipelines import TopGate
-from atts.run import CallBegun, Heard, Progress, RunBegun, Snapshot, Stop
+from atts.run import CallBegun, Heard, Progress, ProgressSnapshot, RunBegun, Stop
 
 
 class Clock:
@@ -42,7 +42,7 @@ class Clock:
         return self.now
 
 
-def after(events: Sequence[Heard], clock: Clock | None = None) -> Snapshot:
+def after(events: Sequence[Heard], clock: Clock | None = None) -> ProgressSnapshot:
     """The picture once these were heard."""
     progress = Progress(clock or Clock())
     for event in events:
@@ -197,7 +197,7 @@ def expected(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def shown(found: Snapshot) -> dict[str, Any]:
+def shown(found: ProgressSnapshot) -> dict[str, Any]:
     """What the picture says of these numbers."""
     right = 0 if math.isnan(found.accuracy.value) else round(found.accuracy.value * found.graded)
     tokens = {role: found.tokens[role] for role in ("draft", "target")}

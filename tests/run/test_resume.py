@@ -26,8 +26,7 @@ from atts.journal import (
     Taught,
     TurnFinished,
     Warned,
-    read_decisions,
-    read_entries,
+    open_run,
 )
 from atts.pipelines import CappedGate, Chunking, Policy, TopGate
 from atts.run import RunResult
@@ -165,10 +164,10 @@ def test_a_gate_that_learns_is_taught_each_lesson_once(world: Any) -> None:
 def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
     """Each once, with its place and what the gate was told; requests for scores are not decisions."""
     world.run(world.plan(gate=world.online()), world.session())
-    found = list(read_decisions(read_entries(world.tmp_path / "run" / JOURNAL)))
+    found = list(open_run(world.tmp_path / "run").decisions())
     told = sum(isinstance(event, Observed) for event in world.events())
-    assert len({place for place, _ in found}) == len(found) == told
-    assert all(event.features["tokens"] > 0 for _, event in found)
+    assert len({event.decision.turn_key for event in found}) == len(found) == told
+    assert all(event.features["tokens"] > 0 for event in found)
 
 
 def test_a_barrier_ends_the_same(world: Any, outcomes: Outcomes) -> None:

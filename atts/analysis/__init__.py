@@ -16,9 +16,9 @@ from atts.analysis.replay import Replayed, ReplayedProblem, ReplayedRollout, rep
 from atts.analysis.replayed_run import PolicyChange, Replay, replay_run
 from atts.analysis.report.build import PAGE_BYTES, BuiltReport, build_report
 from atts.analysis.report.numbers import RateControl, RunReport, Standing
+from atts.analysis.report.render import Format, as_format, render, save_report, write_report
 from atts.analysis.report.run_data import read_nodes
 from atts.analysis.report.svg import Axis, Plot
-from atts.analysis.report.write import Format, as_format, render, save_report, write_report
 from atts.analysis.results import GradedProblem, GradedRun, read_results
 
 __all__ = [

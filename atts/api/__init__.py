@@ -5,8 +5,7 @@ from atts.api.config import Configuration, Job, config_keys, configure
 from atts.api.engines import SCHEMES, build_engine
 from atts.api.estimate import DryRun, Tokens, dry_run
 from atts.api.evaluation import evaluate, evaluate_sync, solve, solve_sync
-from atts.api.recorded import compare, merge, plan, report, trace
-from atts.api.replaying import replay
+from atts.api.recorded import compare, merge, plan, replay, report, trace
 from atts.api.setup import Setup, answers_for, load_problems
 
 __all__ = [

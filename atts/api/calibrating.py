@@ -1,4 +1,4 @@
-"""The verbs that turn runs into calibrations: scores to start from, and calibrators as they stood at the end."""
+"""The verbs that make calibrations of runs: scores to start from, calibrators as they stood at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atts.api.evaluation import evaluate, run_sync
 from atts.api.recorded import directory_of
@@ -101,7 +101,7 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
     recorded = open_run(directory_of(run))
     whole: Calibrator | None = None
     for entries in _parts(recorded):
-        found = _lived_through(recorded.manifest, entries)
+        found = _rebuilt(recorded.manifest, entries)
         if whole is None:
             whole = found
         else:
@@ -121,8 +121,8 @@ def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
     yield part
 
 
-def _lived_through(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
-    gate, calibrator = setup_of(manifest).decider()
+def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
+    gate, calibrator = Setup.recorded(manifest).decider()
     if not isinstance(gate, ConformalGate) or gate.calibrator is not calibrator:
         method = manifest.configuration.get("method")
         raise CalibrationInputError("the method", method and method.value, "one with a calibrator, such as atts")
@@ -131,15 +131,6 @@ def _lived_through(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
             remind(gate, entry.event)
     calibrator.settle()
     return calibrator
-
-
-def setup_of(manifest: Manifest) -> Setup:
-    """The setup of a run, as far as its gate goes: method, rate, mode, stored scores, seed, samples."""
-    settings: dict[str, Any] = {name: held.value for name, held in manifest.configuration.items()}
-    samples = (settings.get("policy") or {}).get("samples", 1)
-    words: dict[str, Any] = {"seed": manifest.seed, "stored": tuple(settings.get("stored") or ())}
-    words["policy"] = replace(Setup().policy, samples=samples)
-    return Setup(**words, **{name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings})
 
 
 def _kept(run: RunResult) -> Iterator[Decision]:

@@ -1,20 +1,25 @@
-"""The verbs over recorded runs: report, trace, compare, plan and merge."""
+"""The verbs over recorded runs: report, trace, compare, plan, replay and merge."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from atts.api.setup import CalibrationMode, Setup, grade
+from atts.core import Problem
 from atts.errors import UsageError
 from atts.files import write_atomic
 from atts.graph import write_trace
+from atts.journal import open_run
+from atts.pipelines import Gate, RoundGate, VoteKind
 from atts.run import Merged, RunResult
 from atts.run import merge as merge_runs
 
 if TYPE_CHECKING:
-    from atts.analysis import Advice, Compared, Format
+    from atts.analysis import Advice, Compared, Format, Replay
 
 Run = str | Path | RunResult
 """A run directory, or the result of a run that was kept in one."""
@@ -117,6 +122,52 @@ def plan(
     return advise([directory_of(run) for run in several], Cap(target_tokens, tokens, seconds))
 
 
+def replay(
+    run: Run,
+    *,
+    method: str | None = None,
+    rate: float | None = None,
+    mode: CalibrationMode | None = None,
+    samples: int | None = None,
+    turns: int | None = None,
+    vote: VoteKind | None = None,
+    budget: int | None = None,
+    gate: Gate | RoundGate | None = None,
+    seed: int | None = None,
+) -> Replay:
+    """Decide anew on every recorded score and vote again; what is not said stays as it was recorded.
+
+    `budget` is the most takeovers by the target per problem, in the order in which decisions were taken; `gate` must be
+    fresh, for it learns from this replay.
+
+    :raises OptionError: an unknown method, mode or vote, more samples or turns than were recorded, a negative budget.
+    :raises JournalError: there is no run, or it cannot be read.
+
+    >>> import tempfile
+    >>> from atts.api import Setup, evaluate_sync
+    >>> from atts.testing import toy_problems
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     setup = Setup(draft="scripted", target="scripted", rate=0.3)
+    ...     result = evaluate_sync(toy_problems(2), setup, directory=folder)
+    ...     same, none = replay(result), replay(result, method="draft-only")
+    >>> same.changed, none.replayed.rate.value, none.changed == none.recorded.decisions
+    (0, 0.0, False)
+    """
+    from atts.analysis import PolicyChange, replay_run
+
+    recorded = open_run(directory_of(run))
+    setup = Setup.recorded(recorded.manifest)
+    options: dict[str, Any] = {"method": method, "rate": rate, "mode": mode, "seed": seed}
+    given = {name: value for name, value in options.items() if value is not None}
+
+    def fresh_gate(samples: int) -> Gate | RoundGate:
+        if gate is not None:
+            return gate
+        return replace(setup, policy=replace(setup.policy, samples=samples), **given).decider()[0]
+
+    return replay_run(recorded, PolicyChange(samples, turns, vote, budget), fresh_gate, _graded)
+
+
 def merge(runs: Sequence[Run], out: str | Path) -> Merged:
     """Put the shards of an evaluation together in a new directory: what one process would have left there.
 
@@ -151,3 +202,8 @@ def directory_of(run: Run) -> Path:
     if run.directory is None:
         raise UsageError("this run was kept in memory only; give `evaluate` a directory to have a report of it")
     return run.directory
+
+
+def _graded(answer: str, problem: Problem) -> float | None:
+    status = grade(answer, problem).status
+    return None if status == "unscored" else float(status == "equal")

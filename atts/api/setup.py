@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from atts.api.keys import Key, flat, keys_of
 from atts.calibration import Calibrator, StoredScores, Tuning
@@ -14,7 +14,7 @@ from atts.core import AnswerKind, Problem, Role
 from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
-from atts.journal import Json, Setting
+from atts.journal import Json, Manifest, Setting
 from atts.methods import GateInputs, preset
 from atts.pipelines import Answers, Chunking, Gate, Policy, RoundGate, ScoreRule
 from atts.run import Conditions, Plan
@@ -81,6 +81,15 @@ class Setup:
             value = values.get(name, held.value)
             found[name] = held if held.value == value else Setting(value, "code")
         return found
+
+    @classmethod
+    def recorded(cls, manifest: Manifest) -> Setup:
+        """The setup of a run, as far as its gate goes: method, rate, mode, stored scores, seed, samples."""
+        settings: dict[str, Any] = {name: held.value for name, held in manifest.configuration.items()}
+        samples = (settings.get("policy") or {}).get("samples", 1)
+        given = {name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings}
+        stored = tuple(settings.get("stored") or ())
+        return cls(policy=replace(DEFAULT_POLICY, samples=samples), stored=stored, seed=manifest.seed, **given)
 
     def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> Plan:
         """The plan for problems of one kind of answer.

@@ -1,4 +1,4 @@
-"""The best way under a cap among those that recorded runs can vouch for, and what stands behind it."""
+"""The best policy under a cap among those that recorded runs can answer for, and what stands behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to spend tokens that a recorded run can vouch for: fewer rollouts of it, and fewer turns."""
+"""Policies that a recorded run can answer for: fewer rollouts of it, and fewer turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to know before believing a run's numbers, worst first."""
+"""Warnings about a run's numbers, worst first."""
 
 from __future__ import annotations
 

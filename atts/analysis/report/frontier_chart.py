@@ -1,4 +1,4 @@
-"""Draws accuracy against what the target wrote, with words beside as many points as have room for them."""
+"""The chart of accuracy against target tokens, with labels beside the points that have room for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
     """Accuracy against what the target wrote."""
     highest = max([point.cost for point in points] + [1e-9])
     plot = Plot(Axis(0, highest * 1.12, "target tokens per problem"), Axis(0, 1, "accuracy"), 760, 320)
-    marks = [plot.whisker(p.cost, p.accuracy.low, p.accuracy.high, "whisker") for p in points]
+    marks = [plot.line([(p.cost, p.accuracy.low), (p.cost, p.accuracy.high)], "whisker") for p in points]
     for kind in ("samples", "turns"):
         line = sorted((p.cost, p.accuracy.value) for p in points if p.kind == kind)
         marks.append(plot.line(line, f"thin {kind}") if line else "")
@@ -50,7 +50,7 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
 
 
 def _labels(plot: Plot, points: Sequence[FrontierPoint]) -> Iterator[str]:
-    """Words that lie on no point and on no other words; whoever finds no place has the tip and the table."""
+    """Labels that lie on no point and on no other label; a point without room for one has its tooltip."""
     dots = [plot.at(p.cost, p.accuracy.value) for p in points]
     taken = [(x - 6, x + 6, y - 6, y + 6) for x, y in dots]
     for p in _by_weight(points):
@@ -61,7 +61,7 @@ def _labels(plot: Plot, points: Sequence[FrontierPoint]) -> Iterator[str]:
             box = (left, left + wide, up + below - _LINE + 3, up + below + 3)
             if _is_free(box, taken, plot):
                 taken.append(box)
-                yield plot.words(p.cost, p.accuracy.value, p.label, "start" if right > 0 else "end", right, below + 7)
+                yield plot.text(p.cost, p.accuracy.value, p.label, "start" if right > 0 else "end", right, below + 7)
                 break
 
 

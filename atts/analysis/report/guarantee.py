@@ -1,4 +1,4 @@
-"""The guarantee of a run's gate in words, and an audit: its recorded decisions taken again by a fresh calibrator."""
+"""The guarantee of a run's gate in words, and its audit: recorded decisions taken again by a fresh calibrator."""
 
 from __future__ import annotations
 

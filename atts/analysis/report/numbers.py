@@ -200,7 +200,7 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class StageTime:
+class StageSeconds:
     """Seconds of one stage, summed over its nodes."""
 
     name: str
@@ -234,7 +234,7 @@ class TimeBreakdown:
 
     seconds: float
     nodes: int
-    stages: tuple[StageTime, ...]
+    stages: tuple[StageSeconds, ...]
     engines: tuple[EngineLanes, ...]
     critical_path: float
     intensity: float

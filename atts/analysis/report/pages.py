@@ -1,4 +1,4 @@
-"""Keeps every rollout's story for the report's own pages, shortened and compressed until all fit."""
+"""The pages of single problems: every rollout's texts and decisions, shortened and compressed until all fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atts.journal import FinishedProblem, FinishedSample
 from atts.jsonable import jsonable
 
 _LIMITS = (4000, 1500, 600, 240, 80, 0)  # characters of a chunk that are kept, the more the better
-_FEWEST = 40  # problems a budget is shared by when nobody knows how many there will be
+_FEWEST = 40  # problems a budget is shared by when their number is not known
 
 
 class Pages:

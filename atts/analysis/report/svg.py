@@ -1,4 +1,4 @@
-"""Draws small charts as inline SVG, coloured by the page's style sheet so that light and dark both fit."""
+"""Small charts as inline SVG, coloured by the page's style sheet so that light and dark both fit."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Plot:
         return f'<path class="{kind}" d="{_path([*there, *reversed(back)])}Z"/>'
 
     def bar(self, left: float, right: float, top: float, kind: str, tip: str, bottom: float = 0.0) -> str:
-        """A bar, with words for who points at it."""
+        """A bar with a tooltip."""
         x, y = self.at(left, top)
         wide, tall = self.across(right) - x, self.up(bottom) - y
         return (
@@ -110,18 +110,14 @@ class Plot:
         )
 
     def dot(self, x: float, y: float, kind: str, tip: str, radius: float = 4) -> str:
-        """A point, with words for who points at it."""
+        """A point with a tooltip."""
         across, up = self.at(x, y)
         return (
             f'<circle class="dot {kind}" cx="{_n(across)}" cy="{_n(up)}" r="{radius:g}">'
             f"<title>{escape(tip)}</title></circle>"
         )
 
-    def whisker(self, x: float, low: float, high: float, kind: str) -> str:
-        """A vertical interval."""
-        return f'<path class="line {kind}" d="{_path([self.at(x, low), self.at(x, high)])}"/>'
-
-    def words(self, x: float, y: float, text: str, anchor: str = "start", shift: float = 0.0, drop: float = 0.0) -> str:
+    def text(self, x: float, y: float, text: str, anchor: str = "start", shift: float = 0.0, drop: float = 0.0) -> str:
         """A text in the plot."""
         across, up = self.at(x, y)
         return f'<text x="{_n(across + shift)}" y="{_n(up - 7 + drop)}" text-anchor="{anchor}">{escape(text)}</text>'

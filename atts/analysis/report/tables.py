@@ -44,6 +44,7 @@ class ReportTable:
         return cls(title, tuple(columns), tuple(tuple(cell(value) for value in row) for row in rows), kind)
 
 
+_PROBLEMS = 60  # that a digest shows
 _METRICS = {
     "turn_rms": "distance from nominal by turn (RMS)",
     "worst_rolling_500": "largest distance over 500 decisions in a row",
@@ -172,6 +173,12 @@ def _is_known(value: float | None) -> bool:
     return value is not None and not math.isnan(value)
 
 
+def turn_table(held: RateControl) -> ReportTable:
+    """The rate of each turn."""
+    rows = [(g.name, g.decisions, g.escalated, g.share, f"[{g.low:.3f}, {g.high:.3f}]") for g in held.turns]
+    return ReportTable.of("Rate by turn", ("turn", "decisions", "escalated", "rate", "coin's band"), rows)
+
+
 def caveat_table(report: RunReport) -> ReportTable:
     """Warnings, worst first."""
     words = {"good": "note", "care": "read with care", "bad": "serious"}
@@ -225,6 +232,17 @@ def problem_table(report: RunReport) -> ReportTable:
         "escalated", "draft tokens", "target tokens", "seconds", "flags",
     )  # fmt: skip
     return ReportTable("Problems", columns, tuple(_problem(*row) for row in enumerate(report.problems)))
+
+
+def problem_digest(report: RunReport) -> ReportTable:
+    """All problems, or of many those that are not right."""
+    table = problem_table(report)
+    if len(table.rows) <= _PROBLEMS:
+        return table
+    kept = [row for row, one in zip(table.rows, report.problems, strict=True) if one.verdict != "correct"]
+    shown = min(len(kept), _PROBLEMS)
+    title = f"Problems that are not right: {shown} of {len(kept)}, of {len(table.rows)} in all"
+    return ReportTable(title, table.columns, tuple(kept[:_PROBLEMS]))
 
 
 def _problem(place: int, row: ProblemRow) -> tuple[Cell, ...]:

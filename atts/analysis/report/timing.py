@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.analysis.report.numbers import EngineLanes, StageTime, TimeBreakdown
+from atts.analysis.report.numbers import EngineLanes, StageSeconds, TimeBreakdown
 from atts.graph import CallSpan, measure, sibling_edges
 
 _SLICES = 240
@@ -23,7 +23,7 @@ def timing(nodes: Sequence[CallSpan]) -> TimeBreakdown | None:
     whole = measure(nodes)
     begin = min(node.ready for node in nodes)
     stages = [
-        StageTime(name, time.nodes, time.compute, time.queue, time.wait)
+        StageSeconds(name, time.nodes, time.compute, time.queue, time.wait)
         for name, time in sorted(whole.stages.items(), key=lambda item: -item[1].compute)
     ]
     engines = sorted({node.engine for node in nodes if node.engine})

@@ -1,0 +1,136 @@
+"""A report as HTML, Markdown or JSON, from the templates beside this module, and as a file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal, get_args
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
+
+from atts.analysis.report import charts, tables
+from atts.analysis.report.build import PAGE_BYTES, BuiltReport, build_report
+from atts.analysis.report.frontier_chart import frontier_chart
+from atts.analysis.report.numbers import RunReport
+from atts.errors import OptionError
+from atts.files import write_atomic
+from atts.jsonable import jsonable
+
+Format = Literal["html", "markdown", "json"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+FILE_NAMES: dict[Format, str] = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
+
+
+def render(built: BuiltReport, format: Format) -> str:
+    """The report's text.
+
+    :raises OptionError: for an unknown format.
+    """
+    match as_format(format):
+        case "html":
+            return _html(built)
+        case "markdown":
+            return _markdown(built.report)
+        case "json":
+            return json.dumps(jsonable(built.report), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def write_report(
+    directory: Path,
+    format: Format = "html",
+    out: Path | None = None,
+    against: Sequence[Path] = (),
+    *,
+    page_bytes: int = PAGE_BYTES,
+) -> Path:
+    """Write the report of a run, into its directory unless told otherwise; where it is.
+
+    :raises OptionError: for an unknown format.
+    :raises JournalError: a directory holds no run, or one that cannot be read.
+    :raises StorageError: the disk refuses.
+    """
+    known = as_format(format)
+    return save_report(build_report(directory, against, page_bytes=page_bytes), known, out)
+
+
+def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> Path:
+    """Write a report that was built; where it is.
+
+    :raises StorageError: the disk refuses.
+    """
+    path = out or Path(built.report.run.directory) / FILE_NAMES[format]
+    write_atomic(path, render(built, format).encode("utf-8", "replace"))
+    return path
+
+
+def as_format(name: str) -> Format:
+    """The format of this name.
+
+    :raises OptionError: there is none.
+    """
+    for format in FORMATS:
+        if format == name:
+            return format
+    raise OptionError("format", f"{name!r} is not a format", FORMATS, name)
+
+
+def _html(built: BuiltReport) -> str:
+    """One file that needs nothing else: no network, no server, any browser of today."""
+    report, script = built.report, _asset("report.js")
+    created = datetime.fromtimestamp(report.run.created, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            report=report,
+            pages=built.pages,
+            tables=tables,
+            charts=charts,
+            frontier_chart=frontier_chart,
+            created=created if report.run.created else "",
+            style=_asset("report.css"),
+            script=script,
+            script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        )
+    )
+
+
+def _markdown(report: RunReport) -> str:
+    """The same numbers without pictures or texts of rollouts, short enough to be pasted into an issue."""
+    return _environment().get_template("report.md").render(report=report, tables=tables).strip() + "\n"
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FunctionLoader(_asset),
+        autoescape=select_autoescape(("html",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"sentence": _sentence, "plain": plain}
+    return environment
+
+
+def _asset(name: str) -> str:
+    return (files("atts.analysis.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is, on one line.
+
+    >>> plain("a|b <script>\\n*c*")
+    'a\\\\|b &lt;script&gt; \\\\*c\\\\*'
+    """
+    for letter in "\\`*_[]|#~$":
+        text = text.replace(letter, f"\\{letter}")
+    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from atts.evaluators.grading import grade as grade
     from atts.evaluators.grading import reference as reference
     from atts.evaluators.metrics.costs import Cost as Cost
-    from atts.evaluators.metrics.costs import Latency as Latency
+    from atts.evaluators.metrics.costs import LatencySummary as LatencySummary
     from atts.evaluators.metrics.costs import ModelShape as ModelShape
     from atts.evaluators.metrics.costs import cost as cost
     from atts.evaluators.metrics.costs import latency as latency
@@ -82,7 +82,7 @@ __all__ = [
     "Extraction",
     "Extractor",
     "GradedRecord",
-    "Latency",
+    "LatencySummary",
     "Limits",
     "LoadOptions",
     "McNemar",
@@ -147,7 +147,7 @@ _NAMES = {
     "equivalence.fast": "SecondOpinion equivalent",
     "equivalence.grouping": "group",
     "grading": "GradedRecord Tally grade reference",
-    "metrics.costs": "Cost Latency ModelShape cost latency",
+    "metrics.costs": "Cost LatencySummary ModelShape cost latency",
     "metrics.intervals": "Estimate mean_estimate share_estimate",
     "metrics.majority": "Votes maj_at_k votes weighted_maj_at_k winners",
     "metrics.paired": "Comparison McNemar align compare_runs mcnemar problems_needed",

@@ -1,4 +1,4 @@
-"""The pure decoding functions: the law they draw from, exact log-probs, stops across token boundaries."""
+"""The pure decoding functions: the distribution they draw from, exact log-probs, stops across token boundaries."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from atts.decode import batch_sampling, inverse_cdf, probabilities, raw_logprobs
 from atts.tokenizing import StopMatcher
 
 
-def naive_law(logits: list[float], law: Sampling) -> list[float]:
-    """The law by the definition, token by token."""
-    weights = [math.exp((x - max(logits)) / law.temperature) for x in logits]
+def naive_distribution(logits: list[float], sampling: Sampling) -> list[float]:
+    """The distribution by the definition, token by token."""
+    weights = [math.exp((x - max(logits)) / sampling.temperature) for x in logits]
     order = sorted(range(len(weights)), key=lambda i: -weights[i])
-    if 0 < law.top_k < len(weights):
-        weights = [w if w >= weights[order[law.top_k - 1]] else 0.0 for w in weights]
-    if law.top_p < 1:
+    if 0 < sampling.top_k < len(weights):
+        weights = [w if w >= weights[order[sampling.top_k - 1]] else 0.0 for w in weights]
+    if sampling.top_p < 1:
         total, mass, kept = sum(weights), 0.0, set[int]()
         for i in order:
-            if mass / total >= law.top_p:
+            if mass / total >= sampling.top_p:
                 break
             kept.add(i)
             mass += weights[i]
         weights = [w if i in kept else 0.0 for i, w in enumerate(weights)]
-    weights = [w if w >= law.min_p * max(weights) else 0.0 for w in weights]
+    weights = [w if w >= sampling.min_p * max(weights) else 0.0 for w in weights]
     return [w / sum(weights) for w in weights]
 
 
-laws = st.builds(
+settings_of_a_row = st.builds(
     Sampling,
     temperature=st.floats(0.2, 2.0),
     top_k=st.integers(0, 9),
@@ -45,12 +45,12 @@ rows = st.lists(st.floats(-6, 6), min_size=8, max_size=8, unique_by=lambda x: ro
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(rows, laws), min_size=1, max_size=4))
-def test_a_batch_of_laws_is_each_row_by_the_definition(batch: list[tuple[list[float], Sampling]]) -> None:
+@given(st.lists(st.tuples(rows, settings_of_a_row), min_size=1, max_size=4))
+def test_a_batch_of_settings_is_each_row_by_the_definition(batch: list[tuple[list[float], Sampling]]) -> None:
     """Temperature, top-k, top-p, min-p, mixed freely over the rows of one batch."""
     logits = torch.tensor([row for row, _ in batch], dtype=torch.float64)
-    found = probabilities(logits, batch_sampling([law for _, law in batch], 8))
-    expected = torch.tensor([naive_law(row, law) for row, law in batch], dtype=torch.float64)
+    found = probabilities(logits, batch_sampling([sampling for _, sampling in batch], 8))
+    expected = torch.tensor([naive_distribution(row, sampling) for row, sampling in batch], dtype=torch.float64)
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
 
 
@@ -65,28 +65,28 @@ def test_temperature_zero_takes_the_first_best_token_in_mixed_company() -> None:
 @given(rows, st.floats(0, 1, exclude_max=True))
 def test_the_draw_is_the_inverse_cdf(row: list[float], uniform: float) -> None:
     """The mass before the token is at most the uniform, the mass with it is more."""
-    law = torch.tensor([row], dtype=torch.float64).softmax(-1)
-    token = int(inverse_cdf(law, torch.tensor([uniform])))
-    before = float(law[0, :token].sum())
+    probs = torch.tensor([row], dtype=torch.float64).softmax(-1)
+    token = int(inverse_cdf(probs, torch.tensor([uniform])))
+    before = float(probs[0, :token].sum())
     assert before <= uniform + 1e-12
-    assert before + float(law[0, token]) > uniform - 1e-12
+    assert before + float(probs[0, token]) > uniform - 1e-12
 
 
 def test_a_token_of_no_mass_is_never_drawn() -> None:
     """Neither at the very start nor at the very end of the unit interval."""
-    law = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
-    assert inverse_cdf(law, torch.tensor([0.0])).item() == 1
-    assert inverse_cdf(law, torch.tensor([math.nextafter(1, 0)])).item() == 2
+    probs = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
+    assert inverse_cdf(probs, torch.tensor([0.0])).item() == 1
+    assert inverse_cdf(probs, torch.tensor([math.nextafter(1, 0)])).item() == 2
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.08])
-def test_sampled_frequencies_follow_the_law_and_a_planted_bug_is_seen(shift: float) -> None:
+def test_sampled_frequencies_follow_the_distribution_and_a_planted_bug_is_seen(shift: float) -> None:
     """Chi-square over 40,000 draws; uniforms bent a little must fail, so the test has power."""
-    law = Sampling(temperature=0.7, top_k=6)
+    sampling = Sampling(temperature=0.7, top_k=6)
     logits = torch.tensor([[0.3, 1.1, -0.4, 0.9, 0.0, -1.5, 0.2, 0.6]])
     uniforms = torch.from_numpy(np.random.default_rng(3).random(40_000)) ** (1 + shift)
-    drawn = sample(logits.expand(40_000, -1), batch_sampling([law] * 40_000, 8), uniforms).tokens
-    expected = np.array(naive_law(logits[0].tolist(), law)) * 40_000
+    drawn = sample(logits.expand(40_000, -1), batch_sampling([sampling] * 40_000, 8), uniforms).tokens
+    expected = np.array(naive_distribution(logits[0].tolist(), sampling)) * 40_000
     seen = np.bincount(drawn.numpy(), minlength=8)
     assert seen[expected == 0].sum() == 0
     p = float(chisquare(seen[expected > 0], expected[expected > 0]).pvalue)
@@ -94,7 +94,7 @@ def test_sampled_frequencies_follow_the_law_and_a_planted_bug_is_seen(shift: flo
 
 
 def test_raw_logprobs_ignore_the_settings_and_tell_nan() -> None:
-    """They are of the model's own law; a NaN among the logits is not hidden."""
+    """They are of the model's own distribution; a NaN among the logits is not hidden."""
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, math.nan, 3.0]])
     found = raw_logprobs(logits, torch.tensor([2, 2]))
     assert found[0].item() == pytest.approx(-0.40760596)

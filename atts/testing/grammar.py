@@ -1,4 +1,4 @@
-"""The toy language's grammar: what a state has understood of a solution so far."""
+"""The toy language's grammar: a parser of solutions, one token at a time."""
 
 from __future__ import annotations
 

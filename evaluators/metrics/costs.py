@@ -157,7 +157,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class LatencySummary:
     """Durations in seconds: the mean and quantiles, each quantile with its own interval."""
 
     count: int
@@ -195,7 +195,9 @@ def cost(
     )
 
 
-def latency(seconds: Sequence[float], quantiles: Sequence[float] = (0.5, 0.9, 0.99), *, level: float = 0.95) -> Latency:
+def latency(
+    seconds: Sequence[float], quantiles: Sequence[float] = (0.5, 0.9, 0.99), *, level: float = 0.95
+) -> LatencySummary:
     """Quantiles by linear interpolation; their intervals by order statistics, right for any law of independent draws.
 
     An end that too few durations reach is infinite (or 0). Raises OptionError for a negative duration.
@@ -208,7 +210,7 @@ def latency(seconds: Sequence[float], quantiles: Sequence[float] = (0.5, 0.9, 0.
         raise OptionError("quantiles", f"{list(quantiles)} are not all between 0 and 1")
     mean, longest = (float(array.mean()), float(array[-1])) if array.size else (math.nan, math.nan)
     found = {q: _quantile(array, q, level) for q in quantiles}
-    return Latency(array.size, mean, found, longest)
+    return LatencySummary(array.size, mean, found, longest)
 
 
 def _quantile(ordered: np.ndarray[Any, np.dtype[np.float64]], q: float, level: float) -> Estimate:

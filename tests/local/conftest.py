@@ -98,13 +98,13 @@ class Naive:
 
     def scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
         """Log-probability of every suffix token."""
-        law = self.logits(prefix + suffix).log_softmax(-1)
+        logprobs = self.logits(prefix + suffix).log_softmax(-1)
         rows = range(len(prefix) - 1, len(prefix) + len(suffix) - 1)
-        return [float(law[row, token]) for row, token in zip(rows, suffix, strict=True)]
+        return [float(logprobs[row, token]) for row, token in zip(rows, suffix, strict=True)]
 
     @torch.inference_mode()
     def exact_scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
-        """The same in float64 from the embedding to the law, for models without biases and norms of heads.
+        """The same in float64 all the way, for models without biases and norms of heads.
 
         Written out, for transformers computes norms and softmax in float32 whatever the model's type is.
         """
@@ -119,7 +119,7 @@ class Naive:
             scale = (x.square().mean(-1, keepdim=True) + float(config.rms_norm_eps)).sqrt()
             return x / scale * weights[f"model.{name}.weight"]
 
-        def turned(x: torch.Tensor) -> torch.Tensor:
+        def apply_rope(x: torch.Tensor) -> torch.Tensor:
             low, high = x.chunk(2, -1)
             return x * angles.cos() + torch.cat([-high, low], -1) * angles.sin()
 
@@ -132,8 +132,8 @@ class Naive:
             own = f"model.layers.{layer}"
             h = normed(x, f"layers.{layer}.input_layernorm")
             query, key = (
-                turned(heads(h, f"{own}.self_attn.q_proj.weight", 1)),
-                turned(heads(h, f"{own}.self_attn.k_proj.weight", group)),
+                apply_rope(heads(h, f"{own}.self_attn.q_proj.weight", 1)),
+                apply_rope(heads(h, f"{own}.self_attn.k_proj.weight", group)),
             )
             looks = (query @ key.mT / width**0.5 + mask).softmax(-1)
             mixed = looks @ heads(h, f"{own}.self_attn.v_proj.weight", group)
@@ -141,8 +141,8 @@ class Naive:
             h = normed(x, f"layers.{layer}.post_attention_layernorm")
             gate, up, down = (weights[f"{own}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
             x = x + (torch.nn.functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
-        law = (normed(x, "norm") @ weights["lm_head.weight"].T).log_softmax(-1)
-        return [float(law[row - 1, ids[row]]) for row in range(len(prefix), len(ids))]
+        logprobs = (normed(x, "norm") @ weights["lm_head.weight"].T).log_softmax(-1)
+        return [float(logprobs[row - 1, ids[row]]) for row in range(len(prefix), len(ids))]
 
     def agrees(self, prompt: tuple[int, ...], ids: tuple[int, ...], gap: float = 1e-4) -> bool:
         """Whether greedy decoding may write `ids`: the best token everywhere, either of two closer than `gap`."""

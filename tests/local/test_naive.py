@@ -240,7 +240,7 @@ def test_greedy_text_is_that_of_transformers_generate(
 
 
 def test_half_precision_runs_and_stays_near(make_model: Callable[..., Path], naive: Any, drive: Any) -> None:
-    """bfloat16 follows the same law, to its own precision."""
+    """bfloat16 gives the same scores, to its own precision."""
     folder = make_model("llama", initializer_range=0.05)
     request = ScoreRequest(ids_of(1, 20), ids_of(2, 20))
     reply = drive(folder, [[Submit(1, request)]], dtype="bfloat16").replies[1]

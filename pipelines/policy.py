@@ -63,7 +63,7 @@ class Policy:
     """How tokens are spent on one problem.
 
     `samples` rollouts (parallel axis), each of at most `turns` rounds and `max_tokens` tokens (sequential axis).
-    The default is ATTS as this project recommends it; `atts.pipelines.presets` holds the baselines. What each field's
+    The default is ATTS as this project recommends it; `atts.methods` holds the baselines. What each field's
     annotation says is the help of its configuration key.
     """
 

@@ -15,7 +15,6 @@ import anyio
 
 from atts.api import Setup, build_engine, configure
 from atts.core import Outcome, Problem, Rollout, Usage
-from atts.engine import Engine
 from atts.errors import EngineError, EngineUnavailable, OptionError, UsageError
 from atts.pipelines import Policy
 from atts.run import Plan, Session, evaluate
@@ -85,10 +84,6 @@ class SolverSession:
         problem = Problem(f"{digest}-{self._asked[digest]}", question)
         result = await evaluate([problem], plan, Session(engines="are open", signals="ignore"))
         return Reply.of(next(result.outcomes()), self._kind)
-
-    async def target(self) -> Engine:
-        """The target, open; for what is asked of it directly."""
-        return (await self._ready()).target
 
     async def __aenter__(self) -> Self:
         await self._ready()
@@ -164,8 +159,7 @@ def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
 def policy_changes(base: Policy, system: str, temperature: float | None, max_tokens: int | None) -> dict[str, Any]:
     """What a harness's own words change in a policy; None and "" change nothing.
 
-    A temperature of 0 is what harnesses send by default, and would make all rollouts alike: it changes
-    nothing either.
+    A temperature of 0 is what harnesses send by default, and would make all rollouts alike: it changes nothing either.
     """
     changes: dict[str, Any] = {}
     if system:

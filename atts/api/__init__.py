@@ -1,4 +1,4 @@
-"""The public verbs; alone knows which engines exist and builds them."""
+"""The public verbs and `Setup`: solve, evaluate, calibrate, and everything over recorded runs."""
 
 from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, scores_of
 from atts.api.config import Configuration, Job, config_keys, configure

@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -104,10 +105,8 @@ def _misunderstood(error: Any) -> int:
 
 def _failed(text: str, code: int) -> int:
     """Print the message on stderr, if that can still be written; the code."""
-    try:
+    with suppress(OSError):
         print(f"atts: {sanitized(text)}", file=sys.stderr, flush=True)
-    except OSError:
-        return code
     return code
 
 

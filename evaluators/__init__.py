@@ -1,4 +1,4 @@
-"""From text to verdicts, from verdicts to numbers one can defend; knows no engine."""
+"""Evaluation: answers out of texts, verdicts on answers, rates with intervals, and benchmark datasets."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from atts.evaluators.answers.extraction import Extractor as Extractor
     from atts.evaluators.answers.extraction import extract as extract
     from atts.evaluators.answers.extraction import extraction as extraction
+    from atts.evaluators.datasets.arithmetic import Exercise as Exercise
+    from atts.evaluators.datasets.arithmetic import exercises as exercises
     from atts.evaluators.datasets.columns import Columns as Columns
     from atts.evaluators.datasets.hub import cached_snapshot as cached_snapshot
     from atts.evaluators.datasets.loading import Dataset as Dataset
@@ -24,14 +26,9 @@ if TYPE_CHECKING:
     from atts.evaluators.equivalence.fast import equivalent as equivalent
     from atts.evaluators.equivalence.grouping import group as group
     from atts.evaluators.grading import GradedRecord as GradedRecord
-    from atts.evaluators.grading import Tally as Tally
+    from atts.evaluators.grading import GradeTally as GradeTally
     from atts.evaluators.grading import grade as grade
     from atts.evaluators.grading import reference as reference
-    from atts.evaluators.metrics.costs import Cost as Cost
-    from atts.evaluators.metrics.costs import LatencySummary as LatencySummary
-    from atts.evaluators.metrics.costs import ModelShape as ModelShape
-    from atts.evaluators.metrics.costs import cost as cost
-    from atts.evaluators.metrics.costs import latency as latency
     from atts.evaluators.metrics.intervals import Estimate as Estimate
     from atts.evaluators.metrics.intervals import mean_estimate as mean_estimate
     from atts.evaluators.metrics.intervals import share_estimate as share_estimate
@@ -39,10 +36,8 @@ if TYPE_CHECKING:
     from atts.evaluators.metrics.majority import maj_at_k as maj_at_k
     from atts.evaluators.metrics.majority import votes as votes
     from atts.evaluators.metrics.majority import weighted_maj_at_k as weighted_maj_at_k
-    from atts.evaluators.metrics.majority import winners as winners
     from atts.evaluators.metrics.paired import Comparison as Comparison
     from atts.evaluators.metrics.paired import McNemar as McNemar
-    from atts.evaluators.metrics.paired import align as align
     from atts.evaluators.metrics.paired import compare_runs as compare_runs
     from atts.evaluators.metrics.paired import mcnemar as mcnemar
     from atts.evaluators.metrics.paired import problems_needed as problems_needed
@@ -62,9 +57,9 @@ if TYPE_CHECKING:
     from atts.evaluators.metrics.scorecard import samples_of as samples_of
     from atts.evaluators.metrics.scorecard import score as score
     from atts.evaluators.metrics.scorecard import status_of as status_of
-    from atts.evaluators.slow.pool import SlowPath as SlowPath
-    from atts.evaluators.slow.pool import aequivalent as aequivalent
-    from atts.evaluators.slow.process import SlowLimits as SlowLimits
+    from atts.evaluators.symbolic.pool import SlowPath as SlowPath
+    from atts.evaluators.symbolic.pool import aequivalent as aequivalent
+    from atts.evaluators.symbolic.process import SlowLimits as SlowLimits
     from atts.evaluators.verdict import Limits as Limits
     from atts.evaluators.verdict import Status as Status
     from atts.evaluators.verdict import Verdict as Verdict
@@ -74,19 +69,18 @@ __all__ = [
     "Benchmark",
     "Columns",
     "Comparison",
-    "Cost",
     "Counts",
     "Coverage",
     "Dataset",
     "Estimate",
+    "Exercise",
     "Extraction",
     "Extractor",
+    "GradeTally",
     "GradedRecord",
-    "LatencySummary",
     "Limits",
     "LoadOptions",
     "McNemar",
-    "ModelShape",
     "SampleStatus",
     "Samples",
     "Scorecard",
@@ -95,27 +89,24 @@ __all__ = [
     "SlowLimits",
     "SlowPath",
     "Status",
-    "Tally",
     "Verdict",
     "Votes",
     "aequivalent",
-    "align",
     "answer_classes",
     "avg_at_n",
     "cached_snapshot",
     "compare_runs",
-    "cost",
     "count",
     "coverage",
     "digest",
     "equivalent",
+    "exercises",
     "extract",
     "extraction",
     "g_pass_at_k",
     "grade",
     "group",
     "json_lines",
-    "latency",
     "load_dataset",
     "maj_at_k",
     "mcnemar",
@@ -133,11 +124,11 @@ __all__ = [
     "status_of",
     "votes",
     "weighted_maj_at_k",
-    "winners",
 ]
 
 _NAMES = {
     "answers.extraction": "Extraction Extractor extract extraction",
+    "datasets.arithmetic": "Exercise exercises",
     "datasets.columns": "Columns",
     "datasets.hub": "cached_snapshot",
     "datasets.loading": "Dataset LoadOptions digest load_dataset overlap",
@@ -146,15 +137,14 @@ _NAMES = {
     "datasets.sources": "BENCHMARKS Benchmark",
     "equivalence.fast": "SecondOpinion equivalent",
     "equivalence.grouping": "group",
-    "grading": "GradedRecord Tally grade reference",
-    "metrics.costs": "Cost LatencySummary ModelShape cost latency",
+    "grading": "GradeTally GradedRecord grade reference",
     "metrics.intervals": "Estimate mean_estimate share_estimate",
-    "metrics.majority": "Votes maj_at_k votes weighted_maj_at_k winners",
-    "metrics.paired": "Comparison McNemar align compare_runs mcnemar problems_needed",
+    "metrics.majority": "Votes maj_at_k votes weighted_maj_at_k",
+    "metrics.paired": "Comparison McNemar compare_runs mcnemar problems_needed",
     "metrics.rates": "Counts avg_at_n count g_pass_at_k pass_at_k pass_hat_k rate",
     "metrics.scorecard": "Coverage SampleStatus Samples Scorecard answer_classes coverage samples_of score status_of",
-    "slow.pool": "SlowPath aequivalent",
-    "slow.process": "SlowLimits",
+    "symbolic.pool": "SlowPath aequivalent",
+    "symbolic.process": "SlowLimits",
     "verdict": "Limits Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

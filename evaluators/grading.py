@@ -1,8 +1,7 @@
-"""Grade records: a reference beside an answer or a reasoning text, one verdict each, and their tally."""
+"""Grading of records: a reference beside an answer or a reasoning text, one verdict each, and their tally."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from atts.core import AnswerKind
 from atts.errors import DatasetError
 from atts.evaluators.answers.extraction import Extraction, Fallback, extraction
 from atts.evaluators.equivalence.fast import SecondOpinion, equivalent
+from atts.evaluators.metrics.wilson import wilson_interval
 from atts.evaluators.verdict import Limits, Verdict
 
 _KINDS: dict[str, AnswerKind] = {"math": "math", "choice": "choice", "text": "text", "answer": "math"}
@@ -76,7 +76,7 @@ def grade(
 
 
 @dataclass(slots=True)
-class Tally:
+class GradeTally:
     """Counts over graded records, so that no rate is read without what it leaves out."""
 
     status: Counter[str] = field(default_factory=Counter[str])
@@ -100,7 +100,7 @@ class Tally:
             "n": n,
             **{name: self.status[name] for name in ("equal", "different", "unscored")},
             "accuracy": self.status["equal"] / n if n else None,
-            "interval": wilson(self.status["equal"], n) if n else None,
+            "interval": wilson_interval(self.status["equal"] / n, n) if n else None,
             "no_answer": self.rules["no answer"],
             "cut": self.rules["cut"],
             "timeout": self.rules["timeout"],
@@ -109,15 +109,6 @@ class Tally:
         if self.agreed:
             found["expected"] = {name: self.agreed[name] for name in ("of", "right", "false_equal")}
         return found
-
-
-def wilson(successes: int, n: int) -> tuple[float, float]:
-    """The 95 % Wilson interval of a rate over independent records."""
-    z = 1.959963984540054
-    rate = successes / n
-    centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def reference(gold: str, kind: AnswerKind = "math") -> str:

@@ -1,4 +1,4 @@
-"""What a comparison says, what may bound it, and how its parts report that they cannot go on."""
+"""Verdicts of comparisons, the limits that bound them, and how their parts give up."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
     """The embedded models were taught the generated problems' worked solutions, and write about as much."""
     from tokenizers import Tokenizer
 
-    from atts.evaluators.arithmetic import exercises
+    from atts.evaluators import exercises
     from atts.models import path
 
     parts = problems[0].id.split("-")

@@ -35,10 +35,10 @@ def grade(
 
     Example: echo '{"gold": "1/2", "answer": "0.5"}' | atts grade -
     """
-    from atts.evaluators import SlowLimits, SlowPath, Tally, json_lines
+    from atts.evaluators import GradeTally, SlowLimits, SlowPath, json_lines
     from atts.evaluators import grade as graded
 
-    tally = Tally()
+    tally = GradeTally()
     with ExitStack() as stack:
         lines = stack.enter_context(_opened(file))
         pool = None

@@ -1,1 +1,1 @@
-"""Finds the final answer in a reasoning text, whole or still growing."""
+"""Answer extraction from reasoning texts, whole or still growing."""

@@ -1,4 +1,4 @@
-"""Find \\boxed and \\fbox contents: balanced braces, cut boxes told apart, cost proportional to new text."""
+"""Scanner for \\boxed and \\fbox: balanced braces, cut boxes told apart, cost proportional to new text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Take the final answer out of a reasoning text, whole or still growing."""
+"""Extraction of the final answer from a reasoning text, whole or still growing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find an answer that is said rather than boxed: after a mark, in a last sentence, or as a last number."""
+"""Extraction of answers that are stated, not boxed: after a mark, in a last sentence, or as a last number."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Brings problems in from benchmarks, the hub or files, saying exactly which ones they are."""
+"""Datasets: benchmarks by name, the Hugging Face hub, files, and generated arithmetic."""

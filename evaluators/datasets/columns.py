@@ -1,4 +1,4 @@
-"""Turns rows of any naming into problems, or says which column is missing."""
+"""Column mapping: rows of any naming become problems, or an error names the missing column."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 from atts.core import AnswerKind, Problem
 from atts.errors import DatasetError, OptionError
-from atts.evaluators.datasets.rows import Table
+from atts.evaluators.datasets.rows import RowTable
 
 AnswerForm = Literal["plain", "integer", "final"]
 """How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####" of a solution."""
@@ -65,7 +65,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ColumnReading:
     """How rows become problems, beyond the names of the columns."""
 
     prefix: str  # what ids start with
@@ -80,9 +80,9 @@ class Reading:
 class Reader:
     """One table's columns, found; reads one row at a time."""
 
-    table: Table
+    table: RowTable
     columns: Columns
-    reading: Reading
+    reading: ColumnReading
 
     def problem(self, index: int) -> Problem:
         """The problem in that row; raises DatasetError when its text or reference is missing."""
@@ -146,7 +146,7 @@ class Reader:
         return DatasetError(self.table.source, f"{_place(self.table, index)} {problem}", advice)
 
 
-def problems_of(table: Table, columns: Columns, reading: Reading) -> tuple[list[Problem], list[str]]:
+def problems_of(table: RowTable, columns: Columns, reading: ColumnReading) -> tuple[list[Problem], list[str]]:
     """Every row as a problem, and notes on what a reader of numbers should know.
 
     Raises DatasetError: a column that is not there (with those that are), a row without text or reference, an id twice.
@@ -158,7 +158,7 @@ def problems_of(table: Table, columns: Columns, reading: Reading) -> tuple[list[
     return problems, _notes(table, problems, found)
 
 
-def find_columns(table: Table, asked: Columns, answers: Literal["required", "optional"] = "required") -> Columns:
+def find_columns(table: RowTable, asked: Columns, answers: Literal["required", "optional"] = "required") -> Columns:
     """The columns to read: those asked for, checked, and for the rest the usual names that are there."""
     there = table.columns
     for name in (*_named(asked).values(), *asked.distractors):
@@ -207,7 +207,7 @@ def _guess(field: str, there: Sequence[str]) -> str:
     return next((lower[alias] for alias in ALIASES[field] if alias in lower), "")
 
 
-def _missing(table: Table, problem: str, wanted: str, field: str = "", otherwise: str = "") -> DatasetError:
+def _missing(table: RowTable, problem: str, wanted: str, field: str = "", otherwise: str = "") -> DatasetError:
     there = table.columns
     near = get_close_matches(wanted.lower(), [name.lower() for name in there], n=1, cutoff=0.6)
     close = next((name for name in there if near and name.lower() == near[0]), "")
@@ -219,7 +219,7 @@ def _missing(table: Table, problem: str, wanted: str, field: str = "", otherwise
     return DatasetError(table.source, problem, advice)
 
 
-def _place(table: Table, index: int) -> str:
+def _place(table: RowTable, index: int) -> str:
     """Where the row stands, for a message that names the source already."""
     return table.places[index].removeprefix(f"{table.source}: ")
 
@@ -269,7 +269,7 @@ def _final(answer: str) -> str:
 FORMS: Mapping[AnswerForm, Callable[[str], str]] = {"plain": _plain, "integer": _integer, "final": _final}
 
 
-def _refuse_duplicates(table: Table, problems: Sequence[Problem]) -> None:
+def _refuse_duplicates(table: RowTable, problems: Sequence[Problem]) -> None:
     first: dict[str, int] = {}
     for index, problem in enumerate(problems):
         if problem.id in first:
@@ -280,7 +280,7 @@ def _refuse_duplicates(table: Table, problems: Sequence[Problem]) -> None:
         first[problem.id] = index
 
 
-def _notes(table: Table, problems: Sequence[Problem], columns: Columns) -> list[str]:
+def _notes(table: RowTable, problems: Sequence[Problem], columns: Columns) -> list[str]:
     notes = list[str]()
     texts = Counter(" ".join(problem.text.split()).casefold() for problem in problems)
     if repeated := sum(count - 1 for count in texts.values()):

@@ -1,4 +1,4 @@
-"""Finds a dataset's files in the Hugging Face cache, fetching them once where the network may be used."""
+"""Hugging Face cache: files of a dataset, fetched once where the network may be used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA = ("*.jsonl", "*.json", "*.csv", "*.tsv", "*.parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class HubSnapshot:
     """One commit of a hub dataset on this machine."""
 
     repo: str
@@ -32,7 +32,7 @@ class Snapshot:
         return [self.folder / name for name in found] if _complete(list(found), patterns) else []
 
 
-def snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None, network: Network) -> Snapshot:
+def snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None, network: Network) -> HubSnapshot:
     """The commit that `revision` names, with the files that match `patterns`: from the cache, else fetched.
 
     A cached branch is not moved: the commit found is the one recorded. Raises DatasetError saying how to get the files.
@@ -44,7 +44,7 @@ def snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | No
     return _fetch(repo, revision, patterns, cache)
 
 
-def cached_snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> Snapshot | None:
+def cached_snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> HubSnapshot | None:
     """The snapshot if it is on this machine with all files asked for; never uses the network."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -62,11 +62,11 @@ def cached_snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Pa
         return None
     except HFValidationError as error:
         raise DatasetError(repo, f"that is no name of a hub dataset ({error})", "Names are owner/name") from None
-    here = Snapshot(repo, Path(folder).name, Path(folder))
+    here = HubSnapshot(repo, Path(folder).name, Path(folder))
     return here if here.files(patterns) else None
 
 
-def _fetch(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> Snapshot:
+def _fetch(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> HubSnapshot:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
 
@@ -83,13 +83,13 @@ def _fetch(repo: str, revision: str, patterns: Sequence[str], cache: Path | None
         ) from None
     except (OSError, EntryNotFoundError, HfHubHTTPError, ValueError) as error:
         raise _absent(repo, revision, f"it could not be fetched ({_first_line(error)})") from error
-    here = Snapshot(repo, Path(folder).name, Path(folder))
+    here = HubSnapshot(repo, Path(folder).name, Path(folder))
     if not here.files(patterns):
         raise DatasetError(repo, f"revision {here.commit} has no files {', '.join(patterns)}", "Its layout has changed")
     return here
 
 
-def split_files(here: Snapshot, split: str, config: str) -> list[Path]:
+def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
     """The data files of one split of an unknown dataset, told by their names.
 
     Raises DatasetError naming what there is when the split or the configuration is not clear.

@@ -1,4 +1,4 @@
-"""Loads problems from a known benchmark, the hub or a file, saying exactly which ones they are."""
+"""Dataset loader: a known benchmark, the hub or a file, with a digest of exactly which problems they are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Literal, cast, get_args
 from atts.core import AnswerKind, Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.datasets import hub
-from atts.evaluators.datasets.columns import Columns, Reading, cell, problems_of
-from atts.evaluators.datasets.rows import Table, kind_of, read_table
+from atts.evaluators.datasets.columns import ColumnReading, Columns, cell, problems_of
+from atts.evaluators.datasets.rows import RowTable, kind_of, read_table
 from atts.evaluators.datasets.selection import Selection, select, split_slice
 from atts.evaluators.datasets.sources import BENCHMARKS, Benchmark, HubSource, find_benchmark, find_hub_source, unknown
 
@@ -147,7 +147,7 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
     return replace(found, notes=(*found.notes, *(f"column {name!r} of this copy is gone" for name in gone)))
 
 
-def _still_there(columns: Columns, table: Table) -> tuple[Columns, list[str]]:
+def _still_there(columns: Columns, table: RowTable) -> tuple[Columns, list[str]]:
     """Without the side columns that the copy has lost since: problems can do without them, not without a text."""
     sides = {field: getattr(columns, field) for field in ("id", "level", "subject", "context")}
     gone = [name for name in sides.values() if name and name not in table.columns]
@@ -169,7 +169,7 @@ def _file(path: Path, options: LoadOptions, benchmark: Benchmark | None) -> Data
     return _dataset(benchmark, table, columns, options, str(path), f"sha256:{table.digest}")
 
 
-def _file_columns(benchmark: Benchmark | None, table: Table) -> Columns:
+def _file_columns(benchmark: Benchmark | None, table: RowTable) -> Columns:
     """A file may be a hub copy saved under another name: then its columns are known, quirks and all."""
     if benchmark is None:
         return Columns()
@@ -181,10 +181,10 @@ def _file_columns(benchmark: Benchmark | None, table: Table) -> Columns:
 
 
 def _dataset(
-    benchmark: Benchmark | None, table: Table, columns: Columns, options: LoadOptions, source: str, revision: str
+    benchmark: Benchmark | None, table: RowTable, columns: Columns, options: LoadOptions, source: str, revision: str
 ) -> Dataset:
     name = benchmark.name if benchmark else Path(source.removeprefix("hub:")).stem
-    reading = Reading(
+    reading = ColumnReading(
         prefix=(benchmark.prefix or benchmark.name) if benchmark else name,
         kind=options.kind or (benchmark.kind if benchmark else None),
         form=benchmark.form if benchmark else "plain",
@@ -216,7 +216,7 @@ def _as_known(benchmark: Benchmark, problems: list[Problem], source: str) -> tup
     return select(problems, Selection(sample=count, seed=seed), source), [benchmark.note]
 
 
-def _keep(table: Table, column: str, part: str) -> Table:
+def _keep(table: RowTable, column: str, part: str) -> RowTable:
     kept = [index for index, row in enumerate(table.rows) if part in cell(row.get(column))]
     if not kept:
         raise DatasetError(table.source, f"no row has {part!r} in column {column!r}", "Its layout has changed")
@@ -229,7 +229,7 @@ def _columns(options: LoadOptions) -> Columns:
 
 def _arithmetic(options: LoadOptions, selection: Selection) -> Dataset:
     """Generated, so that `selection` says how many, which seed and which levels instead of picking from a file."""
-    from atts.evaluators import arithmetic
+    from atts.evaluators.datasets import arithmetic
 
     split = cast(arithmetic.Split, options.split)  # the generator refuses any other
     count = selection.sample or BENCHMARKS["arithmetic"].size

@@ -1,4 +1,4 @@
-"""Reads the rows of a JSONL, JSON, CSV or Parquet file, or says which line is wrong."""
+"""Row readers for JSONL, JSON, CSV and Parquet files that name the line which is wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RowTable:
     """Rows of one or more files; `places` says where each stands, such as "data.jsonl: line 7"."""
 
     source: str
@@ -34,7 +34,7 @@ class Table:
         return tuple(dict.fromkeys(name for row in self.rows for name in row))
 
 
-def read_table(paths: Sequence[Path], source: str) -> Table:
+def read_table(paths: Sequence[Path], source: str) -> RowTable:
     """The rows of these files, one after the other.
 
     Raises DatasetError: a file that is missing, empty, of an unknown kind, not UTF-8, or with a line that is no row.
@@ -48,7 +48,7 @@ def read_table(paths: Sequence[Path], source: str) -> Table:
             places.append(f"{source}: {place}" if path.name in source else f"{source}: {path.name} {place}")
     if not rows:
         raise DatasetError(source, "it holds no rows", "Check that this is the file you meant")
-    return Table(source, tuple(rows), tuple(places), digest.hexdigest())
+    return RowTable(source, tuple(rows), tuple(places), digest.hexdigest())
 
 
 def kind_of(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Picks problems of a dataset, always the same ones for the same words."""
+"""Selection of problems: slices, samples and filters, the same ones for the same words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists the benchmarks that are known by name: where each lives, how its columns read, what is odd about it."""
+"""Catalogue of known benchmarks: where each lives, how its columns read, what is odd about it."""
 
 from __future__ import annotations
 

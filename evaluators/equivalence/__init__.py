@@ -1,1 +1,1 @@
-"""Says whether two trees are the same answer under the written policy, in bounded time."""
+"""Equivalence of two answers under the written policy, in bounded time."""

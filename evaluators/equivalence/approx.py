@@ -1,4 +1,4 @@
-"""Numbers with a running error bound, and arithmetic on them in a private context of each thread."""
+"""Interval-like arithmetic: numbers with a running error bound, in a private context of each thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare two parsed answers by the written policy, part by part."""
+"""Comparer of two parsed answers, part by part, by the written policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from atts.evaluators.equivalence.views import (
     matrix,
     named,
 )
-from atts.evaluators.syntax import words
+from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
@@ -39,7 +39,7 @@ _PAIRWISE = 64  # unordered members compared with one another; more are first ma
 _COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 
-class Comparison:
+class Comparer:
     """One comparison of two answers; `rule` names what decided last.
 
     With strict brackets, (1,2,3) and [1,2,3] differ as (1,2) and [1,2] always do.
@@ -240,7 +240,7 @@ class Comparison:
     def words(self, gold: Node, answer: Node) -> bool:
         if gold.kind != "word" or answer.kind != "word":
             return self.ruled("text", choice_letter(gold) is not None and choice_letter(gold) == choice_letter(answer))
-        return self.ruled("text", words.squashed(gold.text) == words.squashed(answer.text))
+        return self.ruled("text", vocabulary.squashed(gold.text) == vocabulary.squashed(answer.text))
 
     def plain(self, gold: Node, answer: Node) -> bool:
         """Two single values, their units, percent and degree signs, bases and ratios included."""
@@ -268,7 +268,7 @@ class Comparison:
     def quantities(self, gold: Node, answer: Node) -> bool:
         """Units must not contradict each other; one left out, or not known to us, is passed over."""
         left, right = (node.args[0] if node.kind == "quantity" else node for node in (gold, answer))
-        one, two = (words.measure(node.text) if node.kind == "quantity" else None for node in (gold, answer))
+        one, two = (vocabulary.measure(node.text) if node.kind == "quantity" else None for node in (gold, answer))
         if one is not None and two is not None and one != two:
             if one[0] != two[0]:
                 return self.ruled("unit", False)

@@ -1,4 +1,4 @@
-"""Evaluate a tree exactly in rational numbers where that is possible at bounded size."""
+"""Exact evaluation of a tree in rational numbers, where that is possible at bounded size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an answer is the reference: the bounded fast path, and what it hands to the slow one."""
+"""Fast path of equivalence: decides in bounded time, or hands the pair to a second opinion."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol
 
 from atts.core import AnswerKind
 from atts.errors import OptionError
-from atts.evaluators.equivalence.compare import Comparison
+from atts.evaluators.equivalence.compare import Comparer
 from atts.evaluators.syntax.cleaning import spaceless
 from atts.evaluators.syntax.reading import Reading, read
-from atts.evaluators.syntax.words import squashed
+from atts.evaluators.syntax.vocabulary import squashed
 from atts.evaluators.verdict import Enormous, Limits, Malformed, Prose, TooLarge, Undecided, Undefined, Verdict
 
 _DEFAULT = Limits()
@@ -93,7 +93,7 @@ def _by_trees(one: Reading, two: Reading, limits: Limits) -> Verdict:
         return _unread(one, two)
     first: Verdict | Undecided | None = None
     for gold, answer in product(one.trees, two.trees):
-        comparison = Comparison(limits, brackets="free" if first is None else "strict")
+        comparison = Comparer(limits, brackets="free" if first is None else "strict")
         try:
             if comparison.same(gold, answer):
                 return Verdict("equal", comparison.rule)

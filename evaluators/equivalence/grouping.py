@@ -1,4 +1,4 @@
-"""Sort answers into classes of equal ones for voting: the same classes whatever the order they come in."""
+"""Grouping of answers into classes of equal ones for voting, independent of their order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atts.core import AnswerKind
 from atts.evaluators.equivalence.fast import SecondOpinion, equivalent
 from atts.evaluators.equivalence.keys import Keys
 from atts.evaluators.syntax.reading import Reading, read
-from atts.evaluators.syntax.words import squashed
+from atts.evaluators.syntax.vocabulary import squashed
 from atts.evaluators.verdict import Limits
 
 _DEFAULT = Limits()

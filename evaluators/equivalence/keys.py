@@ -1,4 +1,4 @@
-"""Keys that answers are sorted by before any are compared: strong ones imply equality, loose ones suggest it."""
+"""Sort keys of answers: strong ones imply equality, loose ones suggest it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atts.evaluators.equivalence.traits import is_decimal, members, terminates
 from atts.evaluators.equivalence.views import intervals, named
 from atts.evaluators.syntax.reading import Reading
 from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
-from atts.evaluators.syntax.words import measure
+from atts.evaluators.syntax.vocabulary import measure
 from atts.evaluators.verdict import Limits, Undecided, Undefined
 
 _COLLECTIONS = ("list", "set", "tuple", "union", "matrix", "setminus")

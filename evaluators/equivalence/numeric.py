@@ -1,4 +1,4 @@
-"""Evaluate a tree to high precision with a running error bound."""
+"""Numeric evaluation of a tree to high precision with a running error bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decide whether two expressions have the same value: exactly where rational, else by probing at seeded points."""
+"""Equality of two expressions: exact where rational, else by evaluation at seeded points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be told of one parsed answer alone: its members, its letter, its sign, its digits."""
+"""Traits of one parsed answer: its members, its letter, its sign, its digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other ways to look at a parsed answer: named values, both signs, intervals, matrices worked out."""
+"""Alternative views of a parsed answer: named values, both signs, intervals, matrices worked out."""
 
 from __future__ import annotations
 

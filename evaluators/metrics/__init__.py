@@ -1,1 +1,1 @@
-"""Turns verdicts into rates, intervals, comparisons of runs, and costs."""
+"""Metrics: rates, intervals, votes and paired comparisons of runs."""

@@ -1,4 +1,4 @@
-"""Says how often a vote of k samples would be right: over all subsets, by equivalence class, ties split."""
+"""Majority votes: how often a vote of k samples is right, over all subsets, by equivalence class, ties split."""
 
 from __future__ import annotations
 
@@ -145,17 +145,6 @@ def _unit_nodes(degree: int) -> tuple[Floats, Floats]:
 def _log(values: NDArray[np.complex128]) -> NDArray[np.complex128]:
     """Where a factor is 0 its product must be 0, but 0 of such factors must be 1: so not minus infinity."""
     return np.log(np.where(np.abs(values) < 1e-200, 1e-200, values))
-
-
-def winners(labels: Sequence[Label | None], weights: Sequence[float] | None = None) -> tuple[Label, ...]:
-    """The labels with the greatest weight (each sample 1 unless told), in order of appearance; () without any answer.
-
-    >>> winners(["a", "b", None, "b", "a", "c"]), winners(["a", "b", "b"], [3.0, 1.0, 1.0])
-    (('a', 'b'), ('a',))
-    """
-    tally = tally_votes(labels, weights)
-    most = max(tally.values(), default=0.0)
-    return tuple(label for label, weight in tally.items() if math.isclose(weight, most, rel_tol=1e-12))
 
 
 def tally_votes(labels: Sequence[Label | None], weights: Sequence[float] | None = None) -> dict[Label, float]:

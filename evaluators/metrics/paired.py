@@ -1,9 +1,9 @@
-"""Compares two runs on the same problems: the difference, its interval, how many problems it takes to see one."""
+"""Paired comparison of two runs on the same problems: difference, interval, tests, sample size."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, get_args
@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import stats
 
-from atts.errors import DatasetError, OptionError
+from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import (
     Estimate,
     Floats,
     bootstrap_interval,
     check_level,
+    reach,
     undefined_estimate,
     variance_of_mean,
 )
@@ -70,16 +71,6 @@ class McNemar:
         )
 
 
-def align(first: Mapping[str, float], second: Mapping[str, float]) -> tuple[Floats, Floats]:
-    """The values of both runs in the order of the first; raises DatasetError when they are not on the same problems."""
-    missing, extra = [*first.keys() - second.keys()], [*second.keys() - first.keys()]
-    if missing or extra:
-        example = sorted(missing or extra)[0]
-        problem = f"{len(missing)} problems only in the first run, {len(extra)} only in the second, such as {example!r}"
-        raise DatasetError("comparison", problem, "Compare runs on the same problems, or select the common ones")
-    return np.array([*first.values()], dtype=np.float64), np.array([second[name] for name in first], dtype=np.float64)
-
-
 def compare_runs(
     first: ArrayLike,
     second: ArrayLike,
@@ -110,7 +101,7 @@ def compare_runs(
         float(a.mean()),
         float(b.mean()),
         estimate,
-        p_value=sign_flip_p(delta, seed=seed),
+        sign_flip_p(delta, seed=seed),
         better=better,
         worse=worse,
         tied=tied,
@@ -163,18 +154,14 @@ def problems_needed(deviation: float, difference: float, *, power: float = 0.8, 
     if difference == 0 or not math.isfinite(difference) or not deviation >= 0 or not 0 < power < 1:
         raise OptionError("difference", f"{difference!r} with deviation {deviation!r}, power {power!r} has no answer")
     effect = deviation / abs(difference)
-    needed = max(2.0, (_reach(math.inf, level) + _reach(math.inf, 2 * power - 1)) ** 2 * effect**2)
+    needed = max(2.0, (reach(math.inf, level) + reach(math.inf, 2 * power - 1)) ** 2 * effect**2)
     for _ in range(50):  # t depends on n; the map contracts
-        again = max(2.0, (_reach(needed, level) + _reach(needed, 2 * power - 1)) ** 2 * effect**2)
+        freedom = max(1.0, needed - 1)
+        again = max(2.0, (reach(freedom, level) + reach(freedom, 2 * power - 1)) ** 2 * effect**2)
         if abs(again - needed) < 1e-6 * needed:
             break
         needed = again
     return math.ceil(needed)
-
-
-def _reach(n: float, level: float) -> float:
-    tail = (1 + level) / 2
-    return float(stats.norm.ppf(tail) if math.isinf(n) else stats.t.ppf(tail, max(1.0, n - 1)))
 
 
 def _difference(delta: Floats, method: PairedMethod, level: float, seed: int, n_samples: int) -> Estimate:
@@ -183,13 +170,13 @@ def _difference(delta: Floats, method: PairedMethod, level: float, seed: int, n_
         return undefined_estimate(delta.size, n_samples, level, note)
     mean = float(delta.mean())
     if not np.ptp(delta) and abs(mean) <= 1:
-        return Estimate(mean, *_no_spread(mean, delta.size, level), delta.size, n_samples, "no spread", level)
+        return Estimate(mean, *_no_spread(mean, delta.size, level), delta.size, n_samples, "no spread", level=level)
     if method == "bootstrap":
         low, high = bootstrap_interval(delta, level=level, seed=seed)
     else:
-        half = float(stats.t.ppf((1 + level) / 2, delta.size - 1)) * math.sqrt(variance_of_mean(delta))
+        half = reach(delta.size - 1, level) * math.sqrt(variance_of_mean(delta))
         low, high = mean - half, mean + half
-    return Estimate(mean, low, high, n_problems=delta.size, n_samples=n_samples, method=f"paired {method}", level=level)
+    return Estimate(mean, low, high, delta.size, n_samples, f"paired {method}", level=level)
 
 
 def _no_spread(mean: float, problems: int, level: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Turns graded samples into rates: exact per problem, averaged over problems, never over a first k."""
+"""Rates of graded samples: pass@k and its kin, exact per problem, averaged over problems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from atts.evaluators.metrics.intervals import (
 )
 
 Graded = Sequence[Sequence[bool | None]]
-"""Per problem, per sample: right, wrong, or None where nobody knows."""
+"""Per problem, per sample: right, wrong, or None where it is not known."""
 Unscored = Literal["wrong", "left out"]
 Short = Literal["undefined", "left out"]
 """What becomes of problems with fewer than k samples: the whole rate is undefined, or it is of the others alone."""

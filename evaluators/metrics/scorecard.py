@@ -1,4 +1,4 @@
-"""Puts every rate of a run beside what it left uncounted."""
+"""Scorecard of a run: every rate with its interval, beside what it left uncounted."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Scorecard:
 
 
 def coverage(problems: Sequence[Samples]) -> Coverage:
-    """Counts of each status; a sample without one counts as unscored when nobody knows whether it is right."""
+    """Counts of each status; a sample without one counts as unscored when it is not known whether it is right."""
     seen = Counter[SampleStatus]()
     for held in problems:
         seen.update(held.statuses or ("unscored" if one is None else "graded" for one in held.correct))

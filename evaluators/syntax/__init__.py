@@ -1,1 +1,1 @@
-"""Turns an answer's text into a small tree: cleaned, cut into tokens, parsed, never executed."""
+"""Syntax of answers: text is cleaned, tokenised and parsed into a small tree, never executed."""

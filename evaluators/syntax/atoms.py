@@ -1,4 +1,4 @@
-"""The smallest parts of an expression: numbers, variables, functions, fractions, roots, matrices, sums."""
+"""Parser of atoms: numbers, variables, functions, fractions, roots, matrices, sums."""
 
 from __future__ import annotations
 

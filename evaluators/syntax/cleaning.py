@@ -1,4 +1,4 @@
-"""Bring unicode, spacing and wrappers of an answer to one plain LaTeX spelling, in time linear in its length."""
+"""Normalisation of unicode, spacing and wrappers to one plain LaTeX spelling, in linear time."""
 
 from __future__ import annotations
 

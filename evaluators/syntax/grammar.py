@@ -1,10 +1,10 @@
-"""Parse tokens of an answer into the tree: lists, relations, expressions; bounded in depth, linear in length."""
+"""Recursive-descent parser of answers: lists, relations, expressions; bounded in depth, linear in length."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
-from atts.evaluators.syntax import words
+from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.atoms import atom
 from atts.evaluators.syntax.phrases import phrase_after, phrase_before
 from atts.evaluators.syntax.stream import STARTS, Grammar
@@ -278,7 +278,7 @@ class Parser(Grammar):
         self.take()
         name = self.subscript()
         if node.kind in ("number", "huge"):
-            base = int(name) if name.isdigit() and len(name) < 3 else words.BASES.get(name.lower())
+            base = int(name) if name.isdigit() and len(name) < 3 else vocabulary.BASES.get(name.lower())
             if base is None or not 2 <= base <= 36:
                 raise NotMaths(f"the base {name!r}")
             return Node("based", text=node.text, value=Fraction(base))

@@ -1,11 +1,11 @@
-"""Cut cleaned text into tokens, deciding which letters are words, functions, units or variables."""
+"""Lexer of cleaned text: decides which letters are words, functions, units or variables."""
 
 from __future__ import annotations
 
 import re
 from typing import Literal, NamedTuple
 
-from atts.evaluators.syntax import words
+from atts.evaluators.syntax import vocabulary
 from atts.evaluators.verdict import Limits, Malformed, NotMaths, TooLarge
 
 TokenKind = Literal["number", "symbol", "command", "function", "word", "op", "open", "close", "sep", "end"]
@@ -221,15 +221,15 @@ class _Lexer:
 
     def letters(self, run: str, mode: Literal["maths", "text"]) -> None:
         lower = run.lower()
-        if lower in words.SEPARATORS:
+        if lower in vocabulary.SEPARATORS:
             self.add("sep", lower)
         elif run in _PLAIN:
             self.add(*_PLAIN[run])
         elif len(run) > 1 and (run in FUNCTIONS or run in _ALIASES) and run.lower() not in ("re", "im", "det", "arg"):
             self.add("function", _ALIASES.get(run, run))
-        elif lower in words.PERCENT and len(run) > 1:
+        elif lower in vocabulary.PERCENT and len(run) > 1:
             self.add("op", "%")
-        elif lower in words.DEGREES:
+        elif lower in vocabulary.DEGREES:
             self.add("op", "degree")
         elif len(run) == 1:
             self.add("word" if mode == "text" and self._article(run) else "symbol", run)
@@ -244,13 +244,13 @@ class _Lexer:
     def _is_word(self, run: str) -> bool:
         after_number = bool(self.tokens) and self.tokens[-1].kind in ("number", "close", "command", "symbol")
         after_word = bool(self.tokens) and self.tokens[-1].kind == "word"
-        if run.lower() in words.ATTACHED and (after_number or after_word):
+        if run.lower() in vocabulary.ATTACHED and (after_number or after_word):
             return True
         if run[1:] in ("sqrt", "pi"):
             return False
         if run in ("is", "of", "be", "if", "an", "by", "at", "to", "so", "we", "it", "as", "no", "No", "on"):
             return True
-        return words.is_word(run)
+        return vocabulary.is_word(run)
 
     def product(self, run: str) -> None:
         """Letters side by side are factors, save a known function at their start."""

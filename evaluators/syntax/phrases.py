@@ -1,10 +1,10 @@
-"""Words around a value: units, remarks, bases, and those that make it no value at all."""
+"""Phrases around a value: units, remarks, bases, and those that make it no value at all."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
-from atts.evaluators.syntax import words
+from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.stream import Grammar
 from atts.evaluators.syntax.tree import Node, number
 from atts.evaluators.verdict import Prose
@@ -18,12 +18,12 @@ def phrase_after(parser: Grammar, node: Node) -> Node:
         if token.kind == "word":
             word = parser.take().text
             lower = word.lower()
-            if lower in words.NEGATIONS:
+            if lower in vocabulary.NEGATIONS:
                 raise Prose(f"the word {word!r}")
             if lower == "base" or (lower == "in" and parser.here.text == "base"):
                 return _in_base(parser, node)
-            if lower in words.LARGE and not unit:
-                node = Node("mul", (node, number(words.LARGE[lower])))
+            if lower in vocabulary.LARGE and not unit:
+                node = Node("mul", (node, number(vocabulary.LARGE[lower])))
             elif word != ".":
                 unit.append(lower)
         elif token.kind == "open" and token.text == "(" and (unit or parser.remark()):
@@ -44,7 +44,7 @@ def phrase_after(parser: Grammar, node: Node) -> Node:
 
 
 def _known(unit: list[str]) -> bool:
-    return words.measure(" ".join(unit)) is not None
+    return vocabulary.measure(" ".join(unit)) is not None
 
 
 def _unit_sign(parser: Grammar) -> str:
@@ -58,7 +58,7 @@ def _in_base(parser: Grammar, node: Node) -> Node:
     if parser.here.text == "base":
         parser.take()
     base = parser.take().text.lower()
-    value = int(base) if base.isdigit() and len(base) < 3 else words.BASES.get(base)
+    value = int(base) if base.isdigit() and len(base) < 3 else vocabulary.BASES.get(base)
     if node.kind != "number" or value is None:
         raise Prose("a base in words")
     return Node("based", text=node.text, value=Fraction(value))
@@ -82,9 +82,9 @@ def _compound(parser: Grammar, node: Node, unit: list[str]) -> Node:
     """5 feet 3 inches: the parts are summed in the unit of the first."""
     if parser.here.kind != "number" or not unit:
         return node
-    first = words.measure(" ".join(unit))
+    first = vocabulary.measure(" ".join(unit))
     following = parser.quantity()
-    second = words.measure(following.text) if following.kind == "quantity" else None
+    second = vocabulary.measure(following.text) if following.kind == "quantity" else None
     if first is None or second is None or first[0] != second[0]:
         raise Prose("words between values")
     return Node("add", (node, Node("mul", (following.args[0], number(second[1] / first[1])))))
@@ -112,5 +112,5 @@ def phrase_before(parser: Grammar) -> Node | None:
     return None
 
 
-_DENIALS = words.NEGATIONS - {"is", "are", "was", "were", "be", "only", "both"}
+_DENIALS = vocabulary.NEGATIONS - {"is", "are", "was", "were", "be", "only", "both"}
 _DATES = frozenset("jan feb apr jun jul aug sep oct nov dec mon tue wed thu fri sat sun".split()) | {"mar", "may"}

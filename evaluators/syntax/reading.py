@@ -1,4 +1,4 @@
-"""Turn one answer text into the trees it may be read as; what was read is kept for the next comparison."""
+"""Readings of an answer text: the trees it may be parsed as, cached for the next comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from atts.evaluators.answers.boxes import Scan, final_boxes, scan
-from atts.evaluators.syntax import words
+from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.cleaning import cleaned, joined_thousands
 from atts.evaluators.syntax.grammar import Parser
 from atts.evaluators.syntax.lexer import tokens
@@ -32,7 +32,7 @@ class Reading:
     @property
     def squashed(self) -> str:
         """The answer as a phrase: lower case, letters and digits."""
-        return words.squashed(_MACRO.sub(" ", self.text))
+        return vocabulary.squashed(_MACRO.sub(" ", self.text))
 
 
 def read(text: str, limits: Limits) -> Reading:
@@ -70,7 +70,7 @@ _ZEROS = re.compile(r",0\d|;")  # no list is written 5,000, and one with semicol
 
 def _trees(plain: str, limits: Limits) -> list[Node]:
     """The readings of a cleaned text: thousands joined, and, where that changes it, as written."""
-    spelled = words.number_in_words(plain) if len(plain) < 120 and plain[:1].isalpha() else None
+    spelled = vocabulary.number_in_words(plain) if len(plain) < 120 and plain[:1].isalpha() else None
     if spelled is not None:
         return [number(spelled, str(spelled))]
     joined = joined_thousands(plain)

@@ -1,4 +1,4 @@
-"""The token stream a parser reads from, and what its parts may ask of the whole."""
+"""Token stream that the parser reads from, and what its parts may ask of the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small tree every answer is parsed into."""
+"""Expression tree that every answer is parsed into."""
 
 from __future__ import annotations
 

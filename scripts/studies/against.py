@@ -17,7 +17,7 @@ from atts.calibration.metrics import rate_metrics
 from atts.core import Message, Outcome, Problem
 from atts.engine import Engine
 from atts.evaluators import mean_estimate
-from atts.evaluators.arithmetic import problems as arithmetic
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Limit
 from atts.models import path as model_path
 from atts.pipelines import Policy

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atts.evaluators.arithmetic import Exercise, exercises
+from atts.evaluators.datasets.arithmetic import Exercise, exercises
 from atts.models import EMBEDDED, Embedded, info, path
 from scripts.studies.harness import Cell, Options, Table, say
 from scripts.studies.train_data import ALARM, Encoder, prompt

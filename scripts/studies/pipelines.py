@@ -9,7 +9,7 @@ from pathlib import Path
 
 import anyio
 
-from atts.evaluators.arithmetic import problems as arithmetic
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.methods import PRESETS
 from scripts.studies.harness import Effort, Options, Table, emit, say
 from scripts.studies.machine import look, pair_mark

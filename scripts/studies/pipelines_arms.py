@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from atts.api import Setup
 from atts.core import Outcome, Problem
 from atts.engine import Engine
-from atts.evaluators.arithmetic import problems as arithmetic
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path as model_path
 from atts.pipelines import Gate, RoundGate

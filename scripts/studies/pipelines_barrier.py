@@ -13,7 +13,7 @@ import anyio
 from atts.api import Setup
 from atts.core import Outcome, Problem
 from atts.engine import Engine
-from atts.evaluators.arithmetic import problems as arithmetic
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Limit
 from atts.run import Plan, Session, evaluate
 from atts.testing import Latency, ScriptedEngine, run_virtual, toy_problems

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from atts.calibration import Certificate, StoredScores
 from atts.core import Outcome, Problem
-from atts.evaluators.arithmetic import problems as arithmetic
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.methods import LabelledRun, certified_gate, certify_runs, frozen_gate
 from atts.pipelines import Gate
 from scripts.studies.harness import Cell, Options, Table, say

@@ -10,7 +10,7 @@ from atts.api import Setup
 from atts.calibration import LEVELS, Calibrator, OrdinalGate, OrdinalLearner, feature_row
 from atts.core import Decision, Outcome
 from atts.evaluators import compare_runs, mean_estimate
-from atts.evaluators.arithmetic import problems as arithmetic
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.methods import SkippingGate
 from atts.pipelines import ConformalGate, Features, level_of
 from scripts.studies.harness import Cell, Options, Table, say

@@ -18,7 +18,7 @@ from atts.api.setup import EMBEDDED_CHUNKS
 from atts.calibration import Calibrator
 from atts.core import Problem, Role, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.engine import Engine
-from atts.evaluators.arithmetic import problems as arithmetic
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Graph, ProblemScope
 from atts.local import LocalEngine, LocalOptions
 from atts.methods import GateInputs, preset

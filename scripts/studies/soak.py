@@ -23,7 +23,7 @@ from atts.api import Setup
 from atts.api.setup import EMBEDDED_CHUNKS
 from atts.core import Outcome, Problem
 from atts.engine import Engine
-from atts.evaluators.arithmetic import problems as arithmetic
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Policy as Retries
 from atts.graph import ProblemScope
 from atts.local import LocalEngine, LocalOptions

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from atts.evaluators.arithmetic import Exercise, exercises
+from atts.evaluators.datasets.arithmetic import Exercise, exercises
 from scripts.studies.train_data import Batch, Cursor, Encoder, Errors, Mixture, batches, build_tokenizer, prompt
 from scripts.studies.train_eval import chunked, first_wrong, generate, graded, rate
 from scripts.studies.train_model import Llama, Shape, load, save

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atts.evaluators.arithmetic import LIMIT, Exercise, Operation, Operator, Step, stream
+from atts.evaluators.datasets.arithmetic import LIMIT, Exercise, Operation, Operator, Step, stream
 
 VOCABULARY = 512
 PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"

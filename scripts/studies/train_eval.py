@@ -11,7 +11,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from atts.evaluators.arithmetic import Exercise
+from atts.evaluators.datasets.arithmetic import Exercise
 from scripts.studies.train_data import Encoder, prompt, wrong_chunk
 from scripts.studies.train_model import Llama
 

@@ -11,7 +11,7 @@ import pytest
 
 from atts.cli.app import run
 from atts.errors import DatasetError
-from atts.evaluators import Tally, grade, reference
+from atts.evaluators import GradeTally, grade, reference
 
 RECORDS: list[dict[str, Any]] = [
     {"id": "a", "gold": r"\frac{1}{2}", "answer": "0.5"},
@@ -111,7 +111,7 @@ def test_a_missing_file_and_a_misspelt_option(atts: Callable[..., Done]) -> None
 
 def test_python_twin() -> None:
     """The same verdicts from Python, and a tally of them."""
-    tally = Tally()
+    tally = GradeTally()
     found = list(grade(RECORDS))
     for each in found:
         tally.add(each)
@@ -123,7 +123,7 @@ def test_python_twin() -> None:
 
 def test_expected_verdicts_are_compared() -> None:
     """A record that knows better is counted, and an answer wrongly called equal above all."""
-    tally = Tally()
+    tally = GradeTally()
     for each in grade(
         [{"gold": "1", "answer": "1.0", "expected": False}, {"gold": "1", "answer": "2", "expected": False}]
     ):

@@ -18,8 +18,8 @@ from atts.evaluators.metrics.intervals import (
     effective_n,
     mean_estimate,
     share_estimate,
-    wilson_interval,
 )
+from atts.evaluators.metrics.wilson import wilson_interval
 
 Counted = NDArray[np.int64]
 

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from atts.errors import DatasetError, OptionError
+from atts.errors import OptionError
 from atts.evaluators.metrics.paired import (
-    align,
     compare_runs,
     mcnemar,
     problems_needed,
@@ -150,20 +149,13 @@ def test_the_number_of_problems_gives_the_power_it_promises() -> None:
 
 def test_problems_needed_for_single_answers() -> None:
     """AIME's 30 problems cannot show 5 points between independent runs; related runs need fewer."""
-    independent = problems_needed(math.sqrt(0.45 * 0.55 + 0.5 * 0.5), 0.05)
-    related = problems_needed(math.sqrt(0.15 - 0.05**2), 0.05)  # the two disagree on 15 % of the problems
+    difference, disagree = 0.05, 0.45 * 0.50 + 0.55 * 0.50
+    independent = problems_needed(math.sqrt(disagree - difference**2), difference)
+    related = problems_needed(math.sqrt(0.15 - difference**2), difference)
     assert independent > 1500
     assert 400 < related < 600
     assert problems_needed(0.5, 0.1, power=0.9) > problems_needed(0.5, 0.1)
     assert problems_needed(0.0, 0.1) == 2
-
-
-def test_runs_are_aligned_by_problem() -> None:
-    """Order does not matter; missing problems are an error that names one."""
-    first, second = align({"a": 1.0, "b": 0.0}, {"b": 0.5, "a": 0.25})
-    assert (first.tolist(), second.tolist()) == ([1.0, 0.0], [0.25, 0.5])
-    with pytest.raises(DatasetError, match="1 problems only in the first run, 2 only in the second, such as 'a'"):
-        align({"a": 1.0, "b": 0.0}, {"b": 0.5, "c": 0.25, "d": 1.0})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.errors import OptionError
-from atts.evaluators.arithmetic import LEVELS, LIMIT, Exercise, Operation, problems, split_of, stream
+from atts.evaluators.datasets.arithmetic import LEVELS, LIMIT, Exercise, Operation, problems, split_of, stream
 
 SPLITS = ("train", "calibration", "test")
 

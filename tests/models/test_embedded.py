@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.errors import ModelLoadError, OptionError
-from atts.evaluators.arithmetic import problems
+from atts.evaluators.datasets.arithmetic import problems
 from atts.models import EMBEDDED, Embedded, info, path
 
 

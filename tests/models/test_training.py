@@ -17,7 +17,7 @@ working = pytest.importorskip("scripts.studies.train_workers", reason="needs a c
 
 import torch  # noqa: E402
 
-from atts.evaluators.arithmetic import Exercise, exercises, stream  # noqa: E402
+from atts.evaluators.datasets.arithmetic import Exercise, exercises, stream  # noqa: E402
 from atts.models import path  # noqa: E402
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from atts.api import Setup
 from atts.core import Outcome, Role, TokenIds
-from atts.evaluators.arithmetic import problems
+from atts.evaluators.datasets.arithmetic import problems
 from atts.pipelines import FixedGate, Gate, RandomGate, ThresholdGate
 from atts.run import Session, evaluate
 

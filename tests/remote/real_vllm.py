@@ -23,7 +23,7 @@ import anyio
 from atts.api.setup import answers_for, grade, load_problems
 from atts.core import Message, Problem, Role, SampleRequest, Sampling, ScoreRequest
 from atts.engine import Engine
-from atts.evaluators import align, compare_runs
+from atts.evaluators import compare_runs
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path as embedded
 from atts.pipelines import Chunking, FixedGate, Policy
@@ -202,7 +202,7 @@ def _accuracy(server: Served, count: int) -> tuple[str, str, str]:
     ours, theirs = (
         _right(server.role, problems, make) for make in (partial(local, server.role), partial(remote, server))
     )
-    found = compare_runs(*align(ours, theirs))
+    found = compare_runs([*ours.values()], [theirs[name] for name in ours])
     holds = found.difference.low <= 0 <= found.difference.high
     return f"{server.role}: accuracy, local → vLLM", str(found), _word(holds)
 

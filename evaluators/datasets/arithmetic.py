@@ -1,4 +1,4 @@
-"""Graded arithmetic generated from a seed, with worked solutions: what the embedded models learn and are measured on.
+"""Arithmetic word problems generated from a seed, with worked solutions: the embedded models' training and test set.
 
 A problem's level is its number of steps: 2, 3, 4, 5-6, 7-8 for levels 1 to 5. The splits share no computation: a
 problem belongs to the split that a hash of its operations names, whatever its wording.

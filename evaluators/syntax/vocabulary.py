@@ -1,4 +1,4 @@
-"""Words an answer may carry: units, number words, separators, and those that mean it is not a value."""
+"""Vocabulary of answers: units, number words, separators, and words that mean there is no value."""
 
 from __future__ import annotations
 

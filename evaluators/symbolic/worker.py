@@ -1,4 +1,4 @@
-"""The process that may be killed: reads questions as JSON lines, answers them with sympy, imports nothing of ours."""
+"""Worker process: reads questions as JSON lines, answers them with sympy, imports nothing of ours."""
 
 from __future__ import annotations
 

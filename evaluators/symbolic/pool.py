@@ -1,4 +1,4 @@
-"""The slow path: sympy in worker processes that are killed when they take too long or too much."""
+"""Pool of sympy worker processes, killed when they take too long or too much memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from atts.core import AnswerKind
 from atts.errors import OptionError
 from atts.evaluators.equivalence.fast import SecondOpinion, equivalent
-from atts.evaluators.slow.process import Backend, SlowLimits, Worker
+from atts.evaluators.symbolic.process import Backend, SlowLimits, SymbolicWorker
 from atts.evaluators.syntax.reading import Reading
 from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import Limits, Verdict
@@ -42,8 +42,9 @@ class SlowPath:
             raise OptionError("backend math-verify", "is not installed: pip install 'atts[math-verify]'")
         self._backend: Backend = backend
         self._limits = limits or SlowLimits()
-        self._seats: queue.LifoQueue[Worker | None] = queue.LifoQueue()  # None: a seat whose worker is to be started
-        self._workers: set[Worker] = set()
+        # None is a seat whose worker is to be started
+        self._seats: queue.LifoQueue[SymbolicWorker | None] = queue.LifoQueue()
+        self._workers: set[SymbolicWorker] = set()
         self._lock = threading.Lock()
         self._closed = False
         for _ in range(workers):
@@ -102,15 +103,15 @@ class SlowPath:
         for worker in workers:
             worker.kill()
 
-    def _start(self) -> Worker | None:
+    def _start(self) -> SymbolicWorker | None:
         with self._lock:
             if self._closed:
                 return None
-            worker = Worker(self._backend, self._limits)
+            worker = SymbolicWorker(self._backend, self._limits)
             self._workers.add(worker)
             return worker
 
-    def _replace(self, worker: Worker | None) -> Worker | None:
+    def _replace(self, worker: SymbolicWorker | None) -> SymbolicWorker | None:
         if worker is not None:
             with self._lock:
                 self._workers.discard(worker)

@@ -1,4 +1,4 @@
-"""A worker process seen from here: asked over pipes, killed when it is late."""
+"""Handle of a worker process: asked over pipes, killed when it is late."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SlowLimits:
     characters: int = 1_000  # of either answer; longer ones are not asked about
 
 
-class Worker:
+class SymbolicWorker:
     """A process that keeps the libraries loaded, and its child that does the work.
 
     One thread at a time asks; any other may kill it meanwhile.
@@ -114,7 +114,7 @@ class Worker:
         for pid in [self._child] if self._child else []:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        with self._pipes:  # whoever was reading has met the end by now
+        with self._pipes:  # a reader has met the end by now
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
                     with contextlib.suppress(OSError):  # what was still to be written has no reader any more

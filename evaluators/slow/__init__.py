@@ -1,1 +1,0 @@
-"""Asks sympy or math-verify what the fast path leaves open, in processes that can be killed."""

@@ -78,17 +78,17 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
     clusters = by_cluster(stored.nonconformity, labels)
     summary = summarise(clusters)
     return Health(
-        float(exact_rate(rate)),
-        len(stored),
-        summary,
-        int(np.isinf(nonconformity).sum()),
-        DuplicateScores.of(stored),
-        _score_at(stored, split_threshold(nonconformity, rate)),
-        _score_at(stored, pac_threshold(nonconformity, rate, 0.1)),
-        _long_run(len(stored), rate),
-        _long_run(max(1, int(summary.effective)), rate),
-        _half_split(list(clusters.values()), rate, seed),
-        _by_turn(stored, nonconformity, rate),
+        rate=float(exact_rate(rate)),
+        scores=len(stored),
+        clusters=summary,
+        infinite=int(np.isinf(nonconformity).sum()),
+        repeats=DuplicateScores.of(stored),
+        threshold=_score_at(stored, split_threshold(nonconformity, rate)),
+        careful_threshold=_score_at(stored, pac_threshold(nonconformity, rate, 0.1)),
+        long_run=_long_run(len(stored), rate),
+        long_run_clustered=_long_run(max(1, int(summary.effective)), rate),
+        half_split=_half_split(list(clusters.values()), rate, seed),
+        turns=_by_turn(stored, nonconformity, rate),
     )
 
 

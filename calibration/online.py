@@ -18,7 +18,7 @@ from atts.calibration.rates import exact_rate
 from atts.calibration.scale import PERPLEXITY, Scale
 from atts.calibration.state import read_state, strict, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint
-from atts.core import Decision
+from atts.core import Action, Decision
 from atts.errors import CalibrationInputError
 
 Group = int | tuple[str, int] | None
@@ -101,8 +101,9 @@ class Calibrator:
             allowance = 1.0 if self._alert == "escalate" else allowance * _WIDER if self._widened else allowance
         up = allowance >= 1 or (allowance > 0 and p > 1 - allowance)
         why = f"p {p:.4f} {'>' if up else '<='} {1 - allowance:.4f}"
+        action: Action = "escalate" if up else "accept"
         return Decision(
-            "escalate" if up else "accept", self._nominal, question, turn, sample or 0, issue, float(score), p, why=why
+            action, self._nominal, question, turn, sample or 0, issue=issue, score=float(score), p=p, why=why
         )
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:

@@ -87,8 +87,8 @@ def fit_ordinal(
     weights = np.concatenate([np.ones(len(labels)), np.full(len(levels), 0.5)])
     coefficients, cuts = _maximise(table, target, weights, len(levels), ridge)
     return OrdinalModel(
-        tuple(levels), tuple(features), centre, spread, missing, coefficients, cuts, len(rows)
-    )  # fmt: skip
+        tuple(levels), tuple(features), centre, spread, missing, weights=coefficients, cuts=cuts, rows=len(rows)
+    )
 
 
 def _standardised(

@@ -70,7 +70,7 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     reach = _reach(rows, share, nominal)
     band = (min(coin[0], max(0.0, nominal - reach)), max(coin[1], min(1.0, nominal + reach)))
     standing: Standing = "held" if coin[0] <= share <= coin[1] else "unclear" if band[0] <= share <= band[1] else "left"
-    return RateCheck(standing, nominal, share, n, len(rows), coin, band)
+    return RateCheck(standing, nominal, share, decisions=n, questions=len(rows), coin=coin, band=band)
 
 
 def _reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:

@@ -1,4 +1,4 @@
-"""Who decides whether the target takes over: small objects that see numbers and never wait."""
+"""Gates: whether the target takes over a chunk, decided from numbers alone and without waiting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, SupportsFloat, runtime_checkable
 
-from atts.core import Action, Decision
+from atts.core import Action, Decision, Origin
 from atts.errors import OptionError
 from atts.seeds import Seed, uniforms
 
@@ -29,6 +29,21 @@ class Features:
     agreement: float = 0.0  # share of them behind the leading answer
     agrees: bool = False  # this chunk's answer is the leading one
     text: str = ""
+
+    def decision(
+        self, action: Action, rate: float, why: str, *, score: float | None = None, p: float | None = None,
+        origin: Origin = "gate",
+    ) -> Decision:  # fmt: skip
+        """A decision about this chunk."""
+        return Decision(
+            action, rate, self.question, self.turn, self.sample, issue=self.issue, score=score, p=p, why=why,
+            origin=origin,
+        )  # fmt: skip
+
+    def uniform(self, seed: int, purpose: str) -> float:
+        """A uniform number that belongs to this chunk: a function of who is asked, never of when."""
+        name = Seed(seed, self.question, self.sample, self.turn, "gate", attempt=self.attempt, purpose=purpose)
+        return float(uniforms(name, 1)[0])
 
 
 class Gate(Protocol):
@@ -101,10 +116,6 @@ class Calibrating(Protocol):
         ...
 
 
-def _decision(features: Features, action: Action, rate: float, why: str, score: float | None = None) -> Decision:
-    return Decision(action, rate, features.question, features.turn, features.sample, features.issue, score, why=why)
-
-
 class ConformalGate:
     """The rank of a chunk's score among stored ones decides.
 
@@ -120,7 +131,7 @@ class ConformalGate:
         """Every chunk is scored."""
         numbered = replace(features, issue=self._issued)
         self._issued += 1
-        return _decision(numbered, "verify", float(self.calibrator.rate), "every chunk is scored")
+        return numbered.decision("verify", float(self.calibrator.rate), "every chunk is scored")
 
     def decide(self, features: Features, score: float) -> Decision:
         """As the calibrator says."""
@@ -133,39 +144,17 @@ class ConformalGate:
         self.calibrator.observe(decision, escalated)
 
 
-@dataclass(frozen=True, slots=True)
-class FixedGate:
-    """Always the same answer: rate 0 is the draft alone, rate 1 hands every chunk to the target."""
+class _NonLearningGate:
+    """A gate that learns nothing; those below either decide at the preview or have every chunk scored."""
 
-    action: Literal["accept", "escalate"]
-
-    def preview(self, features: Features) -> Decision:
-        """No score is needed for a foregone conclusion."""
-        return _decision(features, self.action, float(self.action == "escalate"), "fixed")
-
-    def decide(self, features: Features, score: float) -> Decision:
-        """The same."""
-        return _decision(features, self.action, float(self.action == "escalate"), "fixed", score)
-
-    def observe(self, decision: Decision, escalated: bool) -> None:
-        """Nothing to learn."""
-
-
-@dataclass(frozen=True, slots=True)
-class RandomGate:
-    """A seeded coin per chunk: the baseline that spends the same budget without looking."""
-
-    rate: float
-    seed: int = 0
+    __slots__ = ()
 
     def preview(self, features: Features) -> Decision:
-        """The coin is a function of who is asked, never of when."""
-        name = Seed(self.seed, features.question, features.sample, features.turn, "gate", features.attempt, "coin")
-        action: Action = "escalate" if uniforms(name, 1)[0] < self.rate else "accept"
-        return _decision(features, action, self.rate, "coin")
+        """Every chunk is scored."""
+        return features.decision("verify", math.nan, "every chunk is scored")
 
     def decide(self, features: Features, score: float) -> Decision:
-        """The same coin."""
+        """As the preview."""
         return self.preview(features)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -173,29 +162,50 @@ class RandomGate:
 
 
 @dataclass(frozen=True, slots=True)
-class ThresholdGate:
+class FixedGate(_NonLearningGate):
+    """Always the same answer: rate 0 is the draft alone, rate 1 hands every chunk to the target."""
+
+    action: Literal["accept", "escalate"]
+
+    def preview(self, features: Features) -> Decision:
+        """No score is needed for a foregone conclusion."""
+        return features.decision(self.action, float(self.action == "escalate"), "fixed")
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """The same, with the score of the chunk."""
+        return replace(self.preview(features), score=score)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomGate(_NonLearningGate):
+    """A seeded coin per chunk: the baseline that spends the same budget without looking."""
+
+    rate: float
+    seed: int = 0
+
+    def preview(self, features: Features) -> Decision:
+        """The coin of this chunk."""
+        action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
+        return features.decision(action, self.rate, "coin")
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdGate(_NonLearningGate):
     """Escalate above (or below) a fixed number: ratings, or a static perplexity cut. No rate is promised."""
 
     threshold: float
     worse: Literal["above", "below"] = "above"
-
-    def preview(self, features: Features) -> Decision:
-        """Every chunk is scored."""
-        return _decision(features, "verify", math.nan, "every chunk is scored")
 
     def decide(self, features: Features, score: float) -> Decision:
         """A score that is not a number is on the wrong side."""
         fine = score <= self.threshold if self.worse == "above" else score >= self.threshold
         sign = "<=" if self.worse == "above" else ">="
         why = f"{score:.4g} {'is' if fine else 'is not'} {sign} {self.threshold:.4g}"
-        return _decision(features, "accept" if fine else "escalate", math.nan, why, score)
-
-    def observe(self, decision: Decision, escalated: bool) -> None:
-        """Nothing to learn."""
+        return features.decision("accept" if fine else "escalate", math.nan, why, score=score)
 
 
 @dataclass(frozen=True, slots=True)
-class StaticRankGate:
+class StaticRankGate(_NonLearningGate):
     """The published rule, for comparison: c/N >= tau against turn-0 scores fixed in advance, at every turn."""
 
     stored: tuple[float, ...]  # ascending
@@ -208,44 +218,28 @@ class StaticRankGate:
             raise OptionError("calibration scores", "none given; the published rule needs them before the run")
         return cls(tuple(sorted(scores)), 1 - rate)
 
-    def preview(self, features: Features) -> Decision:
-        """Every chunk is scored."""
-        return _decision(features, "verify", 1 - self.tau, "every chunk is scored")
-
     def decide(self, features: Features, score: float) -> Decision:
         """Ties count as not below; nothing is added to the numerator or denominator, as published."""
         p = bisect_left(self.stored, score) / len(self.stored)
         action: Action = "escalate" if not math.isfinite(score) or p >= self.tau else "accept"
-        return Decision(
-            action, 1 - self.tau, features.question, features.turn, features.sample, features.issue, score, p,
-            why=f"rank {p:.4g} against {self.tau:.4g}, static",
-        )  # fmt: skip
-
-    def observe(self, decision: Decision, escalated: bool) -> None:
-        """Static."""
+        why = f"rank {p:.4g} against {self.tau:.4g}, static"
+        return features.decision(action, 1 - self.tau, why, score=score, p=p)
 
 
 CUES = ("wait", "hmm", "alternatively", "hold on", "let me check", "let me verify", "another way", "is wrong")
 
 
 @dataclass(frozen=True, slots=True)
-class CueGate:
+class CueGate(_NonLearningGate):
     """Speculative Thinking: the target takes over where the draft's text hesitates or checks itself."""
 
     cues: tuple[str, ...] = CUES
 
     def preview(self, features: Features) -> Decision:
-        """Text decides; no score is needed."""
+        """Text decides."""
         text = features.text.lower()
         cue = next((cue for cue in self.cues if cue in text), None)
-        return _decision(features, "escalate" if cue else "accept", math.nan, f"cue {cue!r}" if cue else "no cue")
-
-    def decide(self, features: Features, score: float) -> Decision:
-        """The same."""
-        return self.preview(features)
-
-    def observe(self, decision: Decision, escalated: bool) -> None:
-        """Nothing to learn."""
+        return features.decision("escalate" if cue else "accept", math.nan, f"cue {cue!r}" if cue else "no cue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +268,9 @@ class TopGate:
         order = sorted(range(len(round_)), key=lambda i: -_worst_if_nan(round_[i][1]))
         over = set(order[:count])
         return [
-            _decision(f, "escalate" if i in over else "accept", self.rate, f"rank in a round of {len(round_)}", score)
+            f.decision(
+                "escalate" if i in over else "accept", self.rate, f"rank in a round of {len(round_)}", score=score
+            )
             for i, (f, score) in enumerate(round_)
         ]
 

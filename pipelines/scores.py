@@ -1,4 +1,4 @@
-"""What one number is made of a chunk's log-probabilities: every choice declares its domain and direction."""
+"""Score rules: one number in [1, inf], higher is worse, from a chunk's log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates around a gate: a hard cap, exploration, a warm-up from the run's own first scores, a certificate."""
+"""Gate wrappers: a hard cap, exploration, a warm-up from the run's own first scores, a certificate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 from atts.core import Action, Decision, Origin
 from atts.errors import CalibrationInputError, OptionError
 from atts.pipelines.gates import Features, Gate
-from atts.seeds import Seed, uniforms
 
 Meanwhile = Literal["accept", "escalate"]
 
@@ -71,8 +70,7 @@ class ExploringGate:
         self.inner.observe(decision, escalated)
 
     def _explored(self, features: Features) -> bool:
-        name = Seed(self.seed, features.question, features.sample, features.turn, "gate", features.attempt, "explore")
-        return bool(uniforms(name, 1)[0] < self.fraction)
+        return features.uniform(self.seed, "explore") < self.fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +143,7 @@ class WarmingGate:
             self._gate.observe(decision, escalated)
 
     def _decision(self, features: Features, action: Action, score: float | None, why: str) -> Decision:
-        rate = float(self._meanwhile == "escalate")
-        return Decision(
-            action, rate, features.question, features.turn, features.sample, score=score, why=why, origin="warm-up"
-        )
+        return features.decision(action, float(self._meanwhile == "escalate"), why, score=score, origin="warm-up")
 
 
 class Certifying(Protocol):

@@ -1,4 +1,4 @@
-"""Gates made from calibrations: frozen scores, the run's own first scores, policies that labelled runs certify."""
+"""Gates built from calibrations: frozen scores, the run's own first scores, policies that labelled runs certify."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conformal gate that learns, from the scores it asks for, which chunks need none."""
+"""Skipping gate: a conformal gate that learns from the scores it asks for which chunks need none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from atts.calibration import Calibrator, OrdinalLearner, feature_row
 from atts.core import Action, Decision
 from atts.errors import CalibrationInputError
 from atts.pipelines import ConformalGate, Features
-from atts.seeds import Seed, uniforms
 
 Row = Sequence[float | None]
 _LESSONS = 8  # times the inverse of alpha: so many labels come first
@@ -20,7 +19,7 @@ class SkippingGate(ConformalGate):
     """Ordered levels from the draft's own evidence: kept unseen, scored, or handed over unseen; the rank decides else.
 
     The level of a scored chunk is told by its score: "escalate" where the calibrator rejects it, "accept" where its
-    rank is well below that, "verify" between. Nobody has to know the right answer, and no vote is waited for. A seeded
+    rank is well below that, "verify" between. No right answer has to be known, and no vote is waited for. A seeded
     fraction of all chunks (`audit`) is scored whatever the evidence says: these teach the levels, so that a set misses
     the level which a score would have given with probability at most `alpha`, over all chunks and not only unclear
     ones. A chunk kept unseen joins the stored scores as a best one, one handed over as a worst: else the rate would be
@@ -61,13 +60,10 @@ class SkippingGate(ConformalGate):
         super().observe(decision, escalated)
 
     def _teaches(self, features: Features) -> bool:
-        """Every chunk until the levels promise something worth having, then an audit no evidence has a say in."""
+        """Every chunk until the levels promise something worth having, then an audit that no evidence decides."""
         if len(self.learner.before.sets) * self._alpha < _LESSONS:
             return True
-        name = Seed(
-            self._stored.seed, features.question, features.sample, features.turn, "gate", features.attempt, "audit"
-        )
-        return bool(uniforms(name, 1)[0] < self._audit)
+        return features.uniform(self._stored.seed, "audit") < self._audit
 
     def _imagined(self, level: str) -> float:
         scale = self._stored.scale

@@ -22,6 +22,8 @@ from atts.calibration.risk import (
 )
 from atts.errors import CalibrationInputError, OptionError
 
+pytestmark = pytest.mark.once
+
 EPSILON = 0.2
 
 

@@ -8,6 +8,8 @@ from atts.calibration.mixture import mixture_ratios
 from atts.calibration.samples import Floats, QuestionSample
 from atts.calibration.two_sample import TwoSampleTest, two_sample_test
 
+pytestmark = pytest.mark.once
+
 SIZE = 6
 
 

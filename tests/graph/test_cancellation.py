@@ -20,6 +20,8 @@ from atts.errors import EngineError, EngineTimeout, UsageError
 from atts.graph import CallSpan, Graph, Limit, Policy, ProblemScope, Recording, RolloutResult, RolloutScope
 from atts.testing.clock import Backend, run_virtual
 
+pytestmark = pytest.mark.once
+
 T = TypeVar("T")
 Virtually = Callable[[Callable[[], Awaitable[T]]], T]
 IsEmpty = Callable[[Graph], bool]
@@ -338,7 +340,7 @@ def test_a_sink_that_fails_ends_the_run_with_its_error(virtually: Virtually[None
 def test_an_interrupt_leaves_nothing(anyio_backend: Backend) -> None:
     """Ctrl-C in a run of many rollouts: everything in the engine is let go before the process ends."""
     program = textwrap.dedent(f"""
-        import anyio, sys
+        import anyio, signal, sys
         from dataclasses import dataclass
         from atts.graph import Graph, Limit
 
@@ -347,6 +349,7 @@ def test_an_interrupt_leaves_nothing(anyio_backend: Backend) -> None:
             id: str
 
         inside = 0
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # where this was started in the background, too
 
         async def work():
             global inside

@@ -12,6 +12,8 @@ from atts.pipelines import Context, Policy, solve
 from atts.run import Stop
 from atts.run.summary import summarise
 
+pytestmark = pytest.mark.once
+
 
 class Counts:
     """Stops a run after so many judged chunks."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 KINDS = ("finished", "rounds", "ordinal", "shard1", "shard2", "merged", "killed", "interrupted", "failed")
 UNFINISHED = ("killed", "interrupted", "failed")

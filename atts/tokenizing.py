@@ -30,29 +30,10 @@ class ModelTokenizer:
         self._name = name
         self._inner = _open(folder, name)
         self._state: dict[str, Any] = json.loads(self._inner.backend_tokenizer.to_str())
-        self._digest = self._hash()
-        self._pieces = _pieces(self._inner, self._state)
-        self._end_ids = read_end_ids(folder, name, self._inner.eos_token_id)
-
-    @property
-    def digest(self) -> str:
-        """A hash of vocabulary, merges, special tokens and template: equal digests read ids alike."""
-        return self._digest
-
-    @property
-    def pieces(self) -> tuple[bytes, ...]:
-        """The bytes each id stands for; nothing for special tokens."""
-        return self._pieces
-
-    @property
-    def vocabulary(self) -> int:
-        """One more than the highest id."""
-        return len(self._pieces)
-
-    @property
-    def end_ids(self) -> TokenIds:
-        """The ids that end a text: those of generation_config.json where it is, else the tokenizer's own."""
-        return self._end_ids
+        self.digest = self._hash()  # of vocabulary, merges, special tokens and template: equal digests read ids alike
+        self.pieces = _pieces(self._inner, self._state)  # the bytes each id stands for; nothing for special tokens
+        self.vocabulary = len(self.pieces)  # one more than the highest id
+        self.end_ids = read_end_ids(folder, name, self._inner.eos_token_id)  # the ids that end a text
 
     def encode(self, text: str) -> TokenIds:
         """The ids of `text`, no special token added."""
@@ -60,7 +41,7 @@ class ModelTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens left out."""
-        pieces = self._pieces
+        pieces = self.pieces
         return b"".join([pieces[index] for index in ids if index < len(pieces)]).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:

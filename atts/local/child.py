@@ -8,9 +8,9 @@ import sys
 import threading
 from typing import IO
 
-from atts.errors import EngineError, ModelLoadError, OutOfMemory
+from atts.errors import EngineError
 from atts.local.build import build_loop, set_threads
-from atts.local.messages import Close, FailureKind, FailureReply, WorkerConfig
+from atts.local.messages import Close, FailureReply, WorkerConfig
 from atts.local.worker import Mailbox, broken, write
 
 
@@ -25,7 +25,7 @@ def main() -> int:
     try:
         loop, ready = build_loop(config, lambda report: write(replies, report))
     except EngineError as error:
-        write(replies, refusal(error))
+        write(replies, FailureReply.of(error))
         return 0
     write(replies, ready)
     mailbox = Mailbox()
@@ -35,18 +35,10 @@ def main() -> int:
         loop.run(mailbox)
     except BrokenPipeError:
         return 0  # the parent is gone
-    except Exception as error:  # noqa: BLE001  the callers must hear of it
+    except Exception as error:  # noqa: BLE001  told to the callers
         loop.fail_all(broken(error))
         return 1
     return 0
-
-
-def refusal(error: EngineError) -> FailureReply:
-    """An error as a message; the parent raises it again under its own name."""
-    kind: FailureKind = (
-        "load" if isinstance(error, ModelLoadError) else "memory" if isinstance(error, OutOfMemory) else "broken"
-    )
-    return FailureReply(0, kind, str(error).removeprefix(f"engine {error.engine}: "))
 
 
 def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:

@@ -23,6 +23,18 @@ Tuning = Literal["native", "avx2", "generic"]
 _SOURCES = Path(__file__).with_name("kernels")
 _FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None, ...]] = {  # result, then arguments
+    "atts_row_block": (_INT,),
+    "atts_packed_bytes": (_INT, _INT, _INT, _INT),
+    "atts_scratch_floats": (_INT, _INT, _INT),
+    "atts_supports": (_INT, _INT),
+    "atts_pack": (None, _POINTER, _INT, _INT, _INT, _POINTER),
+    "atts_forward": (None, _POINTER, _POINTER),
+    "atts_logits": (None, _POINTER, _POINTER, _INT, _POINTER, _INT),
+    "atts_score": (None, _POINTER, _INT),
+    "atts_sample": (None, _POINTER),
+    "atts_logprobs": (None, _POINTER, _INT, _INT, _POINTER, _POINTER),
+}
 
 
 def tunings() -> tuple[Tuning, ...]:
@@ -31,30 +43,21 @@ def tunings() -> tuple[Tuning, ...]:
     return ("native", "avx2", "generic") if has_avx2 else ("native", "generic")
 
 
-def native_library(name: str, config: ModelConfig, tuning: Tuning = "native") -> ctypes.CDLL:
+def native_library(engine: str, config: ModelConfig, tuning: Tuning = "native") -> ctypes.CDLL:
     """The compiled kernels, from the cache of earlier builds or built now.
 
     :raises UnsupportedByEngine: no compiler, a failed build, a head size the kernels do not know, or a foreign tuning.
     """
     if tuning not in tunings():
         known = ", ".join(tunings())
-        raise UnsupportedByEngine(name, f"this processor cannot run kernels tuned for {tuning}", f"It can: {known}")
-    library = ctypes.CDLL(str(_built(name, tuning)))
-    library.atts_packed_bytes.restype = library.atts_scratch_floats.restype = library.atts_supports.restype = _INT
-    library.atts_row_block.restype, library.atts_row_block.argtypes = _INT, ()
-    library.atts_packed_bytes.argtypes = (_INT, _INT, _INT)
-    library.atts_scratch_floats.argtypes = (_INT, _INT)
-    library.atts_supports.argtypes = (_INT,)
-    library.atts_pack.argtypes = (_POINTER, _INT, _INT, _INT, _POINTER)
-    library.atts_forward.argtypes = (_POINTER, _POINTER)
-    library.atts_logits.argtypes = (_POINTER, _POINTER, _INT, _POINTER, _INT)
-    library.atts_score.argtypes, library.atts_score.restype = (_POINTER, _INT), None
-    library.atts_sample.argtypes = (_POINTER,)
-    library.atts_logprobs.argtypes = (_POINTER, _INT, _INT, _POINTER, _POINTER)
-    library.atts_sample.restype = library.atts_logprobs.restype = None
-    library.atts_pack.restype = library.atts_forward.restype = library.atts_logits.restype = None
+        raise UnsupportedByEngine(engine, f"this processor cannot run kernels tuned for {tuning}", f"It can: {known}")
+    library = ctypes.CDLL(str(_built(engine, tuning)))
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     if not library.atts_supports(config.head_dim):
-        raise UnsupportedByEngine(name, f"the native kernels do not know head dimension {config.head_dim}", "Use torch")
+        problem = f"the native kernels do not know head dimension {config.head_dim}"
+        raise UnsupportedByEngine(engine, problem, "Use torch")
     return library
 
 

@@ -13,7 +13,7 @@ import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
-from atts.errors import ContextOverflow, EngineError, EngineUnavailable, ModelLoadError, OutOfMemory
+from atts.errors import ContextOverflow, EngineUnavailable, ModelLoadError
 from atts.local.messages import (
     Cancel,
     FailureReply,
@@ -28,7 +28,7 @@ from atts.local.messages import (
 )
 from atts.local.model_config import read_model_config
 from atts.local.options import LocalOptions
-from atts.local.worker import ProcessWorker, ThreadWorker, Worker
+from atts.local.worker import LoopWorker, ProcessWorker, ThreadWorker
 from atts.tasks import soon
 from atts.tokenizing import TEXT_FILES, ModelTokenizer, find_folder
 
@@ -111,7 +111,7 @@ class LocalEngine:
         """
         assert self._opened is None, "an engine is entered once at a time"
         try:
-            worker: Worker = ThreadWorker() if self._options.worker == "thread" else ProcessWorker()
+            worker: LoopWorker = ThreadWorker() if self._options.worker == "thread" else ProcessWorker()
         except OSError as error:
             advice = "End other processes, or take worker='thread'"
             raise EngineUnavailable(self._name, f"its process cannot be started ({error})", advice) from error
@@ -151,7 +151,7 @@ class _OpenEngine:
     kv_tokens: int
     kernel: str
 
-    def __init__(self, name: str, worker: Worker) -> None:
+    def __init__(self, name: str, worker: LoopWorker) -> None:
         self._name, self._worker = name, worker
         self._request_ids = count(1)
         self._waiters: dict[int, _Waiter] = {}
@@ -179,7 +179,7 @@ class _OpenEngine:
         except ContextOverflow as error:
             raise self._explained(error) from None
         if self._end is not None:
-            raise self._error(self._end)
+            raise self._end.error(self._name)
         request_id = next(self._request_ids)
         waiter = self._waiters[request_id] = _Waiter(anyio.Event())
         self._requests += 1
@@ -192,7 +192,7 @@ class _OpenEngine:
                 self._worker.send(Cancel(request_id))
         assert waiter.reply is not None, "woken without a reply"
         if isinstance(waiter.reply, FailureReply):
-            raise self._error(waiter.reply)
+            raise waiter.reply.error(self._name)
         return waiter.reply
 
     def _explained(self, error: ContextOverflow) -> ContextOverflow:
@@ -228,10 +228,6 @@ class _OpenEngine:
             for waiter in waiters:
                 waiter.reply = waiter.reply or reply
                 waiter.event.set()
-
-    def _error(self, failure: FailureReply) -> EngineError:
-        kinds = {"memory": OutOfMemory, "closed": EngineUnavailable}
-        return kinds.get(failure.kind, EngineError)(self._name, failure.problem, failure.advice)
 
 
 def _prepare(model: str, name: str, options: LocalOptions) -> tuple[WorkerConfig, ModelTokenizer, str]:

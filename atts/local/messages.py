@@ -8,10 +8,16 @@ from typing import Literal
 
 from atts.core import Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineCounters
+from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OutOfMemory
 from atts.local.model_config import ModelConfig
 from atts.local.options import LocalOptions
 
 FailureKind = Literal["broken", "load", "memory", "closed"]
+_ERRORS: dict[FailureKind, type[EngineError]] = {
+    "load": ModelLoadError,
+    "memory": OutOfMemory,
+    "closed": EngineUnavailable,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,19 @@ class FailureReply:
     kind: FailureKind
     problem: str
     advice: str = ""
+
+    @classmethod
+    def of(cls, error: EngineError) -> FailureReply:
+        """An error while loading as a message; the caller's side raises it again under its own name."""
+        problem = str(error).removeprefix(f"engine {error.engine}: ")
+        for kind, known in _ERRORS.items():
+            if isinstance(error, known):
+                return cls(0, kind, problem)
+        return cls(0, "broken", problem)
+
+    def error(self, engine: str) -> EngineError:
+        """What the callers of an engine of this name get."""
+        return _ERRORS.get(self.kind, EngineError)(engine, self.problem, self.advice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 _ROPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on the length at hand
 
 
@@ -73,7 +75,7 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
         vocabulary=config.vocab_size,
         context_length=_context(config),
         norm_eps=config.rms_norm_eps,
-        rope_type=_rope_type(config, name),
+        rope_type=_rope_type(config),
         rope_theta=config.rope_parameters["rope_theta"],
         ties_embeddings=bool(config.tie_word_embeddings),
         end_ids=read_end_ids(folder, name, config.eos_token_id),
@@ -92,52 +94,44 @@ def read_hf_config(folder: Path, name: str) -> Any:
         raise ModelLoadError(name, f"{folder} holds no config.json", "Name a folder written by save_pretrained")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        StrictDataclassError,
-    ) as error:
+    except (*_UNREADABLE, StrictDataclassError) as error:
         raise ModelLoadError(name, f"config.json cannot be read as a model configuration ({error})") from error
 
 
 def _refuse_unsupported(config: Any, name: str) -> None:
+    for problem, advice in _problems(config):
+        raise ModelLoadError(name, problem, advice)
+
+
+def _problems(config: Any) -> Iterator[tuple[str, str]]:
+    """What keeps the local engine from computing such a model, and what to do about it."""
+    check, serve = "Check config.json", "Serve this model with vLLM"
     if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        advice = (
-            f"The local engine computes {known}; serve other families with vLLM or SGLang and use the remote engine"
-        )
-        raise ModelLoadError(name, f"models of type {config.model_type!r} are not supported", advice)
+        advice = f"The local engine computes {', '.join(FAMILIES)}; serve other families with vLLM or SGLang"
+        yield f"models of type {config.model_type!r} are not supported", f"{advice} and use the remote engine"
     if getattr(config, "quantization_config", None):
-        raise ModelLoadError(name, "its weights are quantised", "Use the unquantised checkpoint, or serve it with vLLM")
+        yield "its weights are quantised", "Use the unquantised checkpoint, or serve it with vLLM"
     if config.hidden_act != "silu":
-        raise ModelLoadError(name, f"its activation {config.hidden_act!r} is not supported (only silu)")
+        yield f"its activation {config.hidden_act!r} is not supported (only silu)", serve
     for size in _SIZES:
         if getattr(config, size) < 1:
-            raise ModelLoadError(
-                name, f"its {size} is {getattr(config, size)}, expected at least 1", "Check config.json"
-            )
-    _refuse_unsupported_attention(config, name)
-
-
-def _refuse_unsupported_attention(config: Any, name: str) -> None:
+            yield f"its {size} is {getattr(config, size)}, expected at least 1", check
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if strange:
         advice = "The local engine computes full and sliding-window attention; serve this model with vLLM"
-        raise ModelLoadError(name, f"its attention {', '.join(strange)} is not supported", advice)
-    turned = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    if turned != 1.0:
-        advice = "Serve this model with vLLM"
-        raise ModelLoadError(name, f"its rotary embedding turns {turned:g} of each head, not all of it", advice)
+        yield f"its attention {', '.join(strange)} is not supported", advice
+    rotated = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    if rotated != 1.0:
+        yield f"its rotary embedding turns {rotated:g} of each head, not all of it", serve
     heads = config.num_attention_heads
     shared = getattr(config, "num_key_value_heads", None) or heads
     if heads % shared:
-        raise ModelLoadError(name, f"{shared} key-value heads cannot serve {heads} query heads", "Check config.json")
+        yield f"{shared} key-value heads cannot serve {heads} query heads", check
     if _head_dim(config) % 2:
-        raise ModelLoadError(name, f"its head dimension {_head_dim(config)} is odd")
+        yield f"its head dimension {_head_dim(config)} is odd", serve
+    kind = _rope_type(config)
+    if kind not in _ROPES:
+        yield f"its rotary embedding of type {kind!r} is not supported", f"Supported: {', '.join(_ROPES)}"
 
 
 def _head_dim(config: Any) -> int:
@@ -150,9 +144,5 @@ def _context(config: Any) -> int:
     return int(min(config.max_position_embeddings, window or config.max_position_embeddings))
 
 
-def _rope_type(config: Any, name: str) -> str:
-    kind = str(config.rope_parameters.get("rope_type", "default"))
-    if kind not in _ROPES:
-        advice = f"Supported: {', '.join(_ROPES)}"
-        raise ModelLoadError(name, f"its rotary embedding of type {kind!r} is not supported", advice)
-    return kind
+def _rope_type(config: Any) -> str:
+    return str((config.rope_parameters or {}).get("rope_type", "default"))

@@ -44,25 +44,21 @@ _NO_SLOTS: SlotIds = np.zeros(0, dtype=np.int32)
 class PrefixTree:
     """Token sequences by longest common prefix, exact to the token; nodes in use are locked and stay.
 
-    A node's end may also keep the logits of its last position, so that who continues there computes nothing at first.
+    A node's end may also keep the logits of its last position, so that a sequence that goes on there starts without a forward.
     """
 
     def __init__(self, max_logits: int) -> None:
         self._root = PrefixNode((), _NO_SLOTS, None, 0, locks=1)
         self._clock = 0
-        self._num_cached = self._num_locked = 0
+        self.num_cached = 0  # slots the tree owns
+        self._num_locked = 0  # of them, those a running sequence reads
         self._logits: OrderedDict[int, tuple[PrefixNode, Tensor]] = OrderedDict()
         self._max_logits = max_logits
 
     @property
-    def num_cached(self) -> int:
-        """SlotIds the tree owns."""
-        return self._num_cached
-
-    @property
     def num_evictable(self) -> int:
-        """SlotIds of them that no sequence reads."""
-        return self._num_cached - self._num_locked
+        """Slots of the tree that no running sequence reads."""
+        return self.num_cached - self._num_locked
 
     def match(self, ids: TokenIds, limit: int) -> PrefixMatch:
         """What is known of the first `limit` ids; splits a node where the match ends inside it."""
@@ -96,11 +92,11 @@ class PrefixTree:
         depth = found.node.depth + len(ids) - known
         leaf = PrefixNode(ids[known:], slots[known:].copy(), found.node, depth, last_used=self._clock)
         found.node.children[ids[known]] = leaf
-        self._num_cached += len(leaf.slots)
+        self.num_cached += len(leaf.slots)
         return PrefixMatch(leaf, found.slots)
 
     def lock(self, node: PrefixNode, after: PrefixNode | None = None) -> None:
-        """Keep this node and all before it; who has `after` locked already may name it, and move that lock so."""
+        """Keep this node and all before it; where `after` is locked already, that lock is moved on to the node."""
         step: PrefixNode | None = node
         while step is not after:
             assert step is not None, "the node to lock does not follow the one that is locked"
@@ -160,7 +156,7 @@ class PrefixTree:
         assert leaf.parent is not None, "the root is locked"
         del leaf.parent.children[leaf.ids[0]]
         self._logits.pop(id(leaf), None)
-        self._num_cached -= len(leaf.slots)
+        self.num_cached -= len(leaf.slots)
         return leaf.slots
 
     def _split(self, child: PrefixNode, at: int) -> PrefixNode:

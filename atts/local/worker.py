@@ -12,14 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Protocol
 
-from atts.errors import EngineError, ModelLoadError, OutOfMemory
+from atts.errors import EngineError
 from atts.local.messages import Close, Command, FailureReply, LoopReport, WorkerConfig, WorkerReady
 
 _CLOSE_SECONDS = 10.0
 Deliver = Callable[[LoopReport], None]
 
 
-class Worker(Protocol):
+class LoopWorker(Protocol):
     """A step loop at work; reports come from a thread of its own."""
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
@@ -125,8 +125,7 @@ class ProcessWorker:
             problem = f"its process died while loading (exit code {process.returncode})"
             raise EngineError(config.name, problem) from error
         if isinstance(answer, FailureReply):
-            kind = {"load": ModelLoadError, "memory": OutOfMemory}.get(answer.kind, EngineError)
-            raise kind(config.name, answer.problem, answer.advice)
+            raise answer.error(config.name)
         assert isinstance(answer, WorkerReady), "a child that has its configuration is ready or has failed"
         self._start(threading.Thread(target=_write_commands, args=(self._outbox, process.stdin), daemon=True))
         self._start(threading.Thread(target=_read_reports, args=(process, deliver), daemon=True))

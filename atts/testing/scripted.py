@@ -113,7 +113,7 @@ class ScriptedEngine:
         self._slots = SlotQueue(concurrency)
         self._drift = drift
         self._faults = FaultSchedule(faults, role)
-        self._spec = engine_spec(role, self._model, context_length, capabilities)
+        self._spec = _spec_of(role, self._model, context_length, capabilities)
         self._counts = EngineCounters()
         self._state: Literal["new", "open", "closed"] = "new"
         self._busy_since = 0.0
@@ -247,9 +247,7 @@ class ScriptedEngine:
         return self._model.read(request.prefix).steps >= self._drift.after
 
 
-def engine_spec(
-    role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability], *, kind: str = "scripted"
-) -> EngineSpec:
+def _spec_of(role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability]) -> EngineSpec:
     """The spec of an engine on a toy model; models of other skills have other names."""
     return EngineSpec(
         name=role,
@@ -258,7 +256,7 @@ def engine_spec(
         context_length=context_length,
         end_ids=(model.tokenizer.end_id,),
         vocabulary=model.tokenizer.vocabulary,
-        engine=f"{kind} 0.1",
+        engine="scripted 0.1",
         dtype="float64",
         capabilities=capabilities,
     )

@@ -47,25 +47,12 @@ class ToyTokenizer:
         pieces = [*plain, *single] if dialect == "plain" else [*single, *plain[::-1]]
         self.dialect = dialect
         self.pieces: tuple[bytes, ...] = (*(b"" for _ in SPECIALS), *pieces)
+        self.vocabulary = len(self.pieces)
+        self.end_id = 0  # the token with which a model ends its text; the specials come first
         text = repr((self.pieces, SPECIALS, TEMPLATE))
-        self._digest = blake2b(text.encode(), digest_size=16).hexdigest()
+        self.digest = blake2b(text.encode(), digest_size=16).hexdigest()
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece}
         self._pattern = re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)))
-
-    @property
-    def vocabulary(self) -> int:
-        """How many ids there are; the specials come first."""
-        return len(self.pieces)
-
-    @property
-    def end_id(self) -> int:
-        """The token with which a model ends its text."""
-        return 0
-
-    @property
-    def digest(self) -> str:
-        """A hash of vocabulary, specials and template."""
-        return self._digest
 
     def piece_id(self, text: str) -> int | None:
         """The id of the token that is exactly this text; None when the vocabulary has none."""

@@ -152,7 +152,7 @@ def _scores(target: Llama, encoder: Encoder, item: Exercise, chunks: Sequence[st
 @torch.inference_mode()
 def _exits(target: Llama, encoder: Encoder, tests: Sequence[Exercise]) -> Table:
     """How often each layer, read by the output matrix, already names the last layer's best token."""
-    agree, tokens = [0] * target.shape.layers, 0
+    agree, tokens = [0] * target.config.num_layers, 0
     for item in tests:
         asked, told = encoder.ids([prompt(item.text), item.solution])
         ids = torch.tensor([asked + told])

@@ -17,7 +17,7 @@ import torch
 from atts.evaluators.datasets.arithmetic import Exercise, exercises
 from scripts.studies.train_data import Batch, Cursor, Encoder, Errors, Mixture, batches, build_tokenizer, prompt
 from scripts.studies.train_eval import chunked, first_wrong, generate, graded, rate
-from scripts.studies.train_model import Llama, Shape, load, save
+from scripts.studies.train_model import Llama, ModelConfig, load, save
 from scripts.studies.train_workers import Losses, Work, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ class Stage:
 class Recipe:
     """All that decides what a model becomes, its seed included."""
 
-    shape: Shape
+    model: ModelConfig
     steps: int
     seed: int
     stages: tuple[Stage, ...]
@@ -62,7 +62,7 @@ LEARNED = (("instructions", 0.5), ("story", 0.4), ("variables", 0.5), ("shopping
 
 RECIPES: dict[str, Recipe] = {
     "draft": Recipe(
-        Shape(64, 3, 1, 1, 96),
+        ModelConfig(hidden_size=64, num_layers=3, num_heads=1, num_kv_heads=1, intermediate_size=96),
         steps=4600,  # it is meant to be wrong often: half-way down its schedule
         seed=1,
         stages=(Stage(0, Mixture(errors=0.05)),),
@@ -73,7 +73,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     # Few errors to correct until solving is learned; then more of them, and the draft's own.
     "target": Recipe(
-        Shape(256, 6, 4, 2, 640),
+        ModelConfig(hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=2, intermediate_size=640),
         steps=2400,
         seed=2,
         stages=(
@@ -105,7 +105,7 @@ class Trainer:
     def __init__(self, name: str, recipe: Recipe, work: Path, encoder: Encoder) -> None:
         torch.manual_seed(recipe.seed)
         self.name, self.recipe, self.work, self.encoder = name, recipe, work, encoder
-        self.model = Llama(recipe.shape)
+        self.model = Llama(recipe.model)
         matrices = [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
         others = [weight for weight in self.model.parameters() if all(weight is not one for one in matrices)]
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -168,7 +168,7 @@ class Trainer:
         recipe, progress = self.recipe, self.progress
         taken = [next(data) for _ in range(recipe.micro_batches)]
         learned = sum(batch.learned for batch, _ in taken)
-        layers = max(1, recipe.shape.layers - 1)  # every layer but the last is an early exit in turn
+        layers = max(1, recipe.model.num_layers - 1)  # every layer but the last is an early exit in turn
         work = [
             Work(batch, learned, (progress.step + place) % layers, self.stage.exit_weight)
             for place, (batch, _) in enumerate(taken)

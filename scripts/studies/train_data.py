@@ -287,12 +287,15 @@ class Errors:
     items: tuple[tuple[Exercise, tuple[str, ...], int], ...] = ()
 
 
+BLOCK_SIZE = 4096  # conversations that are sorted by length and dealt to micro-batches together
+
+
 def block(encoder: Encoder, mixture: Mixture, seed: int, index: int, errors: Errors, tokens: int) -> list[Batch]:
-    """The micro-batches of one block of 4,096 conversations: alike in length within, shuffled between."""
+    """The micro-batches of one block of conversations: alike in length within, shuffled between."""
     number = seed * 1_000_003 + index
     random = Random(f"block:{number}")
     conversations: list[list[Piece]] = []
-    for exercise in islice(_thinned(random, stream("train", number + 1, LEVEL_MIX), dict(mixture.kept)), 4096):
+    for exercise in islice(_thinned(random, stream("train", number + 1, LEVEL_MIX), dict(mixture.kept)), BLOCK_SIZE):
         if errors.items and random.random() < mixture.drafted:
             conversations.append(drafted_conversation(random, *random.choice(errors.items)))
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,24 +15,27 @@ CONTEXT = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelConfig:
     """The size of a model; embeddings and output matrix are one."""
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    mlp: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
     vocabulary: int = 512
 
     def weights_per_token(self) -> int:
         """Multiply-adds of one token in all matrices, output matrix included, attention to other tokens left out."""
-        attention = 2 * self.hidden * HEAD * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.mlp) + self.vocabulary * self.hidden
+        attention = 2 * self.hidden_size * HEAD * (self.num_heads + self.num_kv_heads)
+        return (
+            self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+            + self.vocabulary * self.hidden_size
+        )
 
     def flops_per_token(self, context: int = 0) -> float:
         """Floating-point operations of one decoded token that attends to `context` others."""
-        return 2.0 * (self.weights_per_token() + 2 * context * self.layers * self.heads * HEAD)
+        return 2.0 * (self.weights_per_token() + 2 * context * self.num_layers * self.num_heads * HEAD)
 
 
 class Norm(nn.Module):
@@ -75,13 +78,13 @@ class Where:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, written out: at these lengths faster than the fused kernel."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = shape.heads, shape.kv_heads
-        self.q_proj = Linear(shape.hidden, shape.heads * HEAD)
-        self.k_proj = Linear(shape.hidden, shape.kv_heads * HEAD)
-        self.v_proj = Linear(shape.hidden, shape.kv_heads * HEAD)
-        self.o_proj = Linear(shape.heads * HEAD, shape.hidden, (2 * shape.layers) ** -0.5)
+        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
+        self.q_proj = Linear(config.hidden_size, config.num_heads * HEAD)
+        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * HEAD)
+        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * HEAD)
+        self.o_proj = Linear(config.num_heads * HEAD, config.hidden_size, (2 * config.num_layers) ** -0.5)
 
     def forward(self, x: Tensor, where: Where, cache: tuple[Tensor, Tensor] | None) -> Tensor:
         batch, length, _ = x.shape
@@ -110,11 +113,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Mlp(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.hidden, shape.mlp)
-        self.up_proj = Linear(shape.hidden, shape.mlp)
-        self.down_proj = Linear(shape.mlp, shape.hidden, (2 * shape.layers) ** -0.5)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, (2 * config.num_layers) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.cat((self.gate_proj.weight, self.up_proj.weight)).to(x.dtype)
@@ -126,12 +129,12 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """One transformer layer; the residual stream stays in float32."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = Norm(shape.hidden)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = Norm(shape.hidden)
-        self.mlp = Mlp(shape)
+        self.input_layernorm = Norm(config.hidden_size)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = Norm(config.hidden_size)
+        self.mlp = Mlp(config)
 
     def forward(self, x: Tensor, where: Where, cache: tuple[Tensor, Tensor] | None) -> Tensor:
         compute = where.cos.dtype
@@ -143,21 +146,21 @@ class Layer(nn.Module):
 class Body(nn.Module):
     """Everything but the output matrix; named as the saved weights are."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = Norm(shape.hidden)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = Norm(config.hidden_size)
 
 
 class Llama(nn.Module):
     """A small Llama with tied embeddings."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.shape = shape
-        self.model = Body(shape)
+        self.config = config
+        self.model = Body(config)
 
     def where(self, length: int, compute: torch.dtype) -> Where:
         """Positions of a fresh sequence."""
@@ -179,8 +182,10 @@ class Llama(nn.Module):
 
     def new_cache(self, batch: int, capacity: int, compute: torch.dtype) -> Cache:
         """An empty cache for `batch` sequences."""
-        size = (batch, self.shape.kv_heads, capacity, HEAD)
-        return [(torch.zeros(size, dtype=compute), torch.zeros(size, dtype=compute)) for _ in range(self.shape.layers)]
+        size = (batch, self.config.num_kv_heads, capacity, HEAD)
+        return [
+            (torch.zeros(size, dtype=compute), torch.zeros(size, dtype=compute)) for _ in range(self.config.num_layers)
+        ]
 
     def window(self, start: int, stop: int, hidden: Tensor, compute: torch.dtype) -> Where:
         """Positions start to stop of sequences with a cache; `hidden` marks keys nobody may see, [batch, capacity]."""
@@ -199,17 +204,17 @@ def save(model: Llama, folder: Path, end: int, pad: int) -> None:
     """Write configuration and bf16 weights; each file is replaced in one step, the weights last."""
     from safetensors.torch import save as to_bytes
 
-    shape = model.shape
-    config = {
+    config = model.config
+    fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.mlp,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
         "head_dim": HEAD,
-        "vocab_size": shape.vocabulary,
+        "vocab_size": config.vocabulary,
         "max_position_embeddings": CONTEXT,
         "rope_theta": 10000.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -227,7 +232,7 @@ def save(model: Llama, folder: Path, end: int, pad: int) -> None:
     generation = {"do_sample": True, "temperature": 0.7, "eos_token_id": end, "pad_token_id": pad}
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+    _replace(folder / "config.json", (json.dumps(fields, indent=2) + "\n").encode())
     _replace(folder / "generation_config.json", (json.dumps(generation, indent=2) + "\n").encode())
     _replace(folder / "model.safetensors", to_bytes(weights, metadata={"format": "pt"}))
 
@@ -242,20 +247,15 @@ def load(folder: Path) -> Llama:
     """A saved model, in float32 so that the caller picks the compute type."""
     from safetensors.torch import load_file
 
-    config = json.loads((folder / "config.json").read_text())
-    shape = Shape(
-        config["hidden_size"],
-        config["num_hidden_layers"],
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-        config["intermediate_size"],
-        config["vocab_size"],
+    saved = json.loads((folder / "config.json").read_text())
+    config = ModelConfig(
+        hidden_size=saved["hidden_size"],
+        num_layers=saved["num_hidden_layers"],
+        num_heads=saved["num_attention_heads"],
+        num_kv_heads=saved["num_key_value_heads"],
+        intermediate_size=saved["intermediate_size"],
+        vocabulary=saved["vocab_size"],
     )
-    model = Llama(shape)
+    model = Llama(config)
     model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
     return model
-
-
-def shape_fields(shape: Shape) -> dict[str, int]:
-    """The shape as plain data."""
-    return asdict(shape)

@@ -38,10 +38,11 @@ HERE = LocalOptions(worker="thread")
 
 @pytest.mark.once
 @pytest.mark.anyio
-async def test_the_engine_keeps_every_promise(make_model: Make) -> None:
-    """The conformance suite that ships with the protocol, with the kernel and the worker users get."""
+async def test_the_engine_keeps_every_promise(make_model: Make, anyio_backend: str) -> None:
+    """The conformance suite that ships with the protocol: on asyncio in the processes users get, on trio in threads."""
     folder = make_model("llama")
-    await check_engine(lambda: LocalEngine(folder, name="local", options=LocalOptions(kv_tokens=8192)))
+    options = LocalOptions(worker="process" if anyio_backend == "asyncio" else "thread", kv_tokens=8192)
+    await check_engine(lambda: LocalEngine(folder, name="local", options=options))
 
 
 @pytest.mark.slow

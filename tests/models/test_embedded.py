@@ -104,8 +104,8 @@ def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
 @pytest.mark.once
 def test_the_target_solves_and_the_draft_often_fails(tokenizer: Any) -> None:
     """A smoke test through the transformers library; the documented accuracies come from scripts/studies."""
-    assert _solved("target", tokenizer, 12) >= 0.8
-    assert _solved("draft", tokenizer, 12) >= 0.2
+    assert _solved("target", tokenizer, 5) >= 0.8
+    assert _solved("draft", tokenizer, 5) >= 0.2
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones() -> None:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.checkout
 data = pytest.importorskip("scripts.studies.train_data", reason="needs a checkout")
 pair = pytest.importorskip("scripts.studies.train", reason="needs a checkout")
 scored = pytest.importorskip("scripts.studies.train_eval", reason="needs a checkout")
-shapes = pytest.importorskip("scripts.studies.train_model", reason="needs a checkout")
+llama = pytest.importorskip("scripts.studies.train_model", reason="needs a checkout")
 working = pytest.importorskip("scripts.studies.train_workers", reason="needs a checkout")
 
 import torch  # noqa: E402
@@ -78,9 +78,16 @@ def test_the_rendered_prompt_is_the_chat_templates(encoder: Any) -> None:
     assert encoder.ids([data.prompt("What is 7 * 8?", "S")])[0] == wanted
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data in blocks of 256 conversations rather than 4,096."""
+    monkeypatch.setattr(data, "BLOCK_SIZE", 256)
+
+
+@pytest.mark.usefixtures("small_blocks")
 def test_a_cursor_gives_the_rest_of_the_data(encoder: Any) -> None:
     def taken(cursor: Any, count: int) -> Iterator[Any]:
-        return islice(data.batches(encoder, data.Mixture(), 5, cursor, data.Errors(), 65_536), count)
+        return islice(data.batches(encoder, data.Mixture(), 5, cursor, data.Errors(), 4096), count)
 
     whole = [batch.ids for batch, _ in taken(data.Cursor(), 6)]
     *_, (_, middle) = taken(data.Cursor(), 3)
@@ -88,10 +95,11 @@ def test_a_cursor_gives_the_rest_of_the_data(encoder: Any) -> None:
     assert all(bool((one == other).all()) for one, other in zip(whole[3:], rest, strict=True))
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, encoder: Any) -> None:
     """Kill after any kept step: the same weights to the last bit."""
     recipe = pair.Recipe(
-        shapes.Shape(64, 2, 1, 1, 64),
+        llama.ModelConfig(64, 2, 1, 1, 64),
         steps=4,
         seed=3,
         stages=(pair.Stage(0, data.Mixture(), exit_weight=0.1),),
@@ -124,11 +132,11 @@ def test_the_model_is_transformers_llama(tmp_path: Path, encoder: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = shapes.Llama(shapes.Shape(128, 2, 2, 1, 96))
-    shapes.save(model, tmp_path, encoder.end, encoder.pad)
+    model = llama.Llama(llama.ModelConfig(128, 2, 2, 1, 96))
+    llama.save(model, tmp_path, encoder.end, encoder.pad)
     ids = torch.tensor(encoder.ids(["Compute (3 * 4) - 5. What is the result?"]))
     other: Any = AutoModelForCausalLM.from_pretrained(str(tmp_path), dtype=torch.float32)
-    own = shapes.load(tmp_path)
+    own = llama.load(tmp_path)
     states = own.states(ids, own.where(ids.shape[1], torch.float32))
     with torch.inference_mode():
         assert torch.allclose(own.logits(states[-1], torch.float32), other(ids).logits, atol=1e-4)
@@ -136,7 +144,7 @@ def test_the_model_is_transformers_llama(tmp_path: Path, encoder: Any) -> None:
 
 def test_batched_generation_equals_one_by_one(encoder: Any) -> None:
     """Padding, caching and leaving the batch early change nothing."""
-    model = shapes.load(path("draft"))
+    model = llama.load(path("draft"))
     prompts = [data.prompt(item.text) for item in exercises("test", 5, seed=8)]
     together = scored.generate(model, encoder, prompts, temperature=0, seed=0, max_tokens=60)
     alone = [scored.generate(model, encoder, [one], temperature=0, seed=0, max_tokens=60)[0] for one in prompts]

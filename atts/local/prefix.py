@@ -44,7 +44,7 @@ _NO_SLOTS: SlotIds = np.zeros(0, dtype=np.int32)
 class PrefixTree:
     """Token sequences by longest common prefix, exact to the token; nodes in use are locked and stay.
 
-    A node may also keep the logits after its last token, so that a sequence that goes on there starts without a forward.
+    A node may also keep the logits after its last token: then a sequence that goes on there starts without a forward.
     """
 
     def __init__(self, max_logits: int) -> None:

@@ -1,8 +1,7 @@
-"""The writer of a run directory: events are queued at once and in order, and written as whole lines.
+"""The writer of a run directory: events are appended at once, as whole lines, and synced in the background.
 
-`record` never waits: it turns the event into its line and queues that. A single background task writes the queue;
-`saved` waits until it has. A queue that is full is written on the spot, so memory stays bounded whether or not
-anything waits.
+What `record` has returned from is in the file: a killed process loses none of it. What a machine that loses power may
+lose is for the durability to say.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
 from atts import tasks
@@ -48,7 +48,6 @@ class JournalOptions:
 
     durability: Durability = "interval"
     sync_seconds: float = 1.0
-    queue_bytes: int = 1 << 20
     opener: Opener = open_append
     clock: Callable[[], float] | None = None
     wall: Callable[[], float] = time.time
@@ -61,71 +60,68 @@ class JournalOptions:
 class Journal:
     """A run directory open for writing; made by `open_journal`."""
 
-    def __init__(self, path: Path, tail: JournalEnd, options: JournalOptions) -> None:
+    def __init__(self, path: Path, end: JournalEnd, options: JournalOptions) -> None:
         self.path = path
-        self.session = tail.session + 1
+        self.session = end.session + 1
         self._options = options
-        self._lines = LineWriter(tail.number)
+        self._lines = LineWriter(end.number)
         self._clock = options.clock or tasks.clock()
-        self._epoch = self._clock()
+        self._epoch = self._synced_at = self._clock()
         with storage(path):
             self._file: AppendFile = options.opener(path)
             sync_directory(path.parent)
-        self._queue: list[bytes] = []
-        self._queued_bytes = 0
-        self._taken = 0  # events recorded so far
-        self._written = 0  # of those, written; with "always", on the disk itself
-        self._synced_at = self._epoch
+        self._recorded = 0  # events in the file
+        self._synced = 0  # of those, on the disk itself
         self._failure: StorageError | None = None
         self._state: Literal["open", "closed"] = "open"
-        self._is_dirty = False  # lines were written that no sync has covered yet
-        self._work = anyio.Event()
-        self._progress = anyio.Event()
-        self._pumped = anyio.Event()
+        self._sync_due = anyio.Event()
+        self._sync_done = anyio.Event()
+        self._syncs_ended = anyio.Event()
 
     def record(self, event: Event) -> None:
-        """Queue an event; everything recorded before it is written before it.
+        """Append an event. The event loop stands still meanwhile, but only for a copy into the system's cache.
 
-        :raises StorageError: the disk refused an earlier line; what was written before that is safe.
+        :raises StorageError: the disk refuses, now or earlier; what was written before that is safe.
         """
         assert self._state == "open", "recorded into a closed journal"
         self._check()
-        line = self._lines.lines(event, self._clock() - self._epoch, self._options.wall())
-        self._queue.append(line)
-        self._queued_bytes += len(line)
-        self._taken += 1
-        if self._queued_bytes >= self._options.queue_bytes:
-            self._write_queue()
+        now, options = self._clock(), self._options
+        try:
+            write_all(self._file, self._lines.lines(event, now - self._epoch, options.wall()))
+        except OSError as error:
+            self._fail(error)
             self._check()
-        elif len(self._queue) == 1:
-            self._work.set()
+        self._recorded += 1
+        is_overdue = options.durability == "interval" and now - self._synced_at >= options.sync_seconds
+        if is_overdue or options.durability == "always":
+            self._sync_due.set()
 
     async def saved(self) -> None:
-        """Wait until everything recorded so far has been handed to the system (with "always", to the disk).
+        """Give way; with "always", wait until everything recorded so far is on the disk.
 
         :raises StorageError: the disk refuses.
         """
-        until = self._taken
-        while self._written < until and self._failure is None:
-            await self._progress.wait()
+        until = self._recorded
+        await anyio.lowlevel.checkpoint()
+        while self._options.durability == "always" and self._synced < until and self._failure is None:
+            await self._sync_done.wait()
         self._check()
 
-    async def pump(self) -> None:
-        """The writer task: write what is queued whenever something is, until `close`; no cancellation cuts it short."""
+    async def keep_synced(self) -> None:
+        """The task that syncs the file when that is due, until `close`; no cancellation cuts it short."""
+        wait = self._options.sync_seconds if self._options.durability == "interval" else math.inf
         try:
             with anyio.CancelScope(shield=True):
-                while self._failure is None and (self._state == "open" or self._queue or self._is_dirty):
-                    await self._wait_for_work()
-                    self._write_queue()
-                    if self._wants_sync():
+                while self._failure is None and (self._state == "open" or self._synced < self._recorded):
+                    with anyio.move_on_after(wait):
+                        await self._sync_due.wait()
+                    if self._synced < self._recorded:
                         await self._sync()
-                    self._report()
         finally:
-            self._pumped.set()
-            self._report()
+            self._syncs_ended.set()
 
     async def close(self, event: SessionClosed) -> None:
-        """Write what is left and a last line, make all of it durable; closing twice is fine.
+        """Write a last line and make all of it durable; closing twice is fine.
 
         :raises StorageError: the disk refuses, now or earlier.
         """
@@ -135,61 +131,26 @@ class Journal:
             self.record(event)
         finally:
             self._state = "closed"
-            self._work.set()
-            await self._pumped.wait()
+            self._sync_due.set()
+            await self._syncs_ended.wait()
             with storage(self.path):
                 self._file.close()
         self._check()
 
-    async def _wait_for_work(self) -> None:
-        soon = self._synced_at + self._options.sync_seconds - self._clock()
-        wait = max(0.0, soon) if self._options.durability == "interval" and self._is_dirty else math.inf
-        with anyio.move_on_after(wait):
-            await self._work.wait()
-            self._work = anyio.Event()
-
-    def _write_queue(self) -> None:
-        """Write in place. The event loop stands still meanwhile, but only for a copy into the system's cache."""
-        data, count = b"".join(self._queue), self._taken
-        self._queue.clear()
-        self._queued_bytes = 0
-        if not data or self._failure is not None:
-            return
-        try:
-            write_all(self._file, data)
-        except OSError as error:
-            self._fail(error)
-            return
-        self._is_dirty = True
-        if self._options.durability != "always":
-            self._written = count
-
     async def _sync(self) -> None:
-        covered, self._is_dirty = self._taken, False
-        self._synced_at = self._clock()
+        covered = self._recorded
+        self._synced_at, self._sync_due = self._clock(), anyio.Event()
         try:
             await anyio.to_thread.run_sync(os.fsync, self._file.fileno())
+            self._synced = covered
         except OSError as error:
             self._fail(error)
-            return
-        self._written = max(self._written, covered)
-
-    def _wants_sync(self) -> bool:
-        if self._failure is not None or not self._is_dirty:
-            return False
-        if self._state != "open" or self._options.durability == "always":
-            return True
-        overdue = self._clock() - self._synced_at >= self._options.sync_seconds
-        return self._options.durability == "interval" and overdue
+        self._sync_done.set()
+        self._sync_done = anyio.Event()
 
     def _fail(self, error: OSError) -> None:
         self._failure = refused(self.path, error)
         self._failure.__cause__ = error
-        self._report()
-
-    def _report(self) -> None:
-        self._progress.set()
-        self._progress = anyio.Event()
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -219,10 +180,10 @@ async def open_journal(
         tail = _take_up(directory, manifest, on_entry)
         journal = Journal(directory / JOURNAL, tail, options or JournalOptions())
         version = manifest.versions.get("atts", "")
-        journal.record(SessionOpened(SCHEMA, journal.session, version, os.getpid(), platform.node()))
-        async with tasks.background(journal.pump):
+        async with tasks.background(journal.keep_synced):
             closing = SessionClosed("finished")
             try:
+                journal.record(SessionOpened(SCHEMA, journal.session, version, os.getpid(), platform.node()))
                 yield journal
             except BaseException as error:
                 status: Literal["failed", "interrupted"] = "failed" if isinstance(error, Exception) else "interrupted"

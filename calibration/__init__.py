@@ -12,7 +12,13 @@
 
 from atts.calibration.budget import GroupBudget, TokenBucket, capped
 from atts.calibration.certificate import Candidate, Certificate, certify
-from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
+from atts.calibration.clusters import (
+    ClusterSummary,
+    by_cluster,
+    hierarchical_p_value,
+    hierarchical_threshold,
+    summarise,
+)
 from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.health import Health, examine, first_alarm
 from atts.calibration.martingale import SimpleJumper
@@ -68,6 +74,8 @@ __all__ = [
     "feature_row",
     "first_alarm",
     "fit_ordinal",
+    "hierarchical_p_value",
+    "hierarchical_threshold",
     "lost_answers",
     "parse_lines",
     "rank_class",

@@ -1,4 +1,4 @@
-"""Hard limits on how often the target takes over, exact under any order of completions."""
+"""Hard caps on escalations: a token bucket and a budget per group, exact under any order of completions."""
 
 from __future__ import annotations
 

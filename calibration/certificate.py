@@ -1,4 +1,4 @@
-"""The cheapest policy whose loss of accuracy is certified, or how much more data one would need."""
+"""Learn-then-Test certificates: the cheapest policy of bounded accuracy loss, or how much more data it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conformal p-values and thresholds on a fixed set of stored scores, with their exact finite-sample guarantees.
+"""Split-conformal and PAC thresholds on a fixed set of stored scores, with their exact finite-sample guarantees.
 
 Everywhere a larger score is worse, and `rate` is the fraction to escalate (the paper's alpha is 1 - rate).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,6 @@ from atts.calibration.rates import Rate, exact_rate
 from atts.errors import CalibrationInputError
 
 Scores = Sequence[float] | NDArray[np.float64]
-Tail = Literal["lower", "upper"]
 
 
 def stored_array(stored: Scores) -> NDArray[np.float64]:
@@ -31,26 +29,6 @@ def stored_array(stored: Scores) -> NDArray[np.float64]:
     if len(array) and np.isnan(array[-1]):
         raise CalibrationInputError("stored score", math.nan, "a number")
     return array
-
-
-def p_value(stored: Scores, score: float, tail: Tail = "lower", theta: float | None = None) -> float:
-    """The conformal p-value of `score` among n stored ones.
-
-    "lower" is the paper's, near 1 for a worse score: (1 + #{S <= s}) / (n + 1). "upper" is near 0 for a worse score.
-    If the n + 1 scores are exchangeable, P(p <= a) <= a for every a, ties and infinities included. With `theta`, a
-    uniform drawn for this score alone, p is smoothed and exactly uniform.
-
-    :raises CalibrationInputError: for NaN.
-
-    >>> p_value([1.0, 2.0, 2.0], 2.0), p_value([1.0, 2.0, 2.0], 2.0, theta=0.5)
-    (1.0, 0.625)
-    """
-    if math.isnan(score):
-        raise CalibrationInputError("score", score, "a number")
-    array = stored_array(stored)
-    left, right = (int(np.searchsorted(array, score, side)) for side in ("left", "right"))
-    beyond = left if tail == "lower" else len(array) - right
-    return (beyond + (1.0 if theta is None else theta) * (1 + right - left)) / (len(array) + 1)
 
 
 def split_rank(n: int, rate: Rate) -> int:

@@ -1,4 +1,4 @@
-"""The calibrator of a running evaluation: decide on a score, observe what was done."""
+"""The online calibrator: a decision on each score, fed back with what was done, its state saved and merged."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import asdict
 from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.guarantees import Facts, describe
-from atts.calibration.memory import WeightedRank
 from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
 from atts.calibration.order import IssueOrder
 from atts.calibration.rates import exact_rate
 from atts.calibration.scale import PERPLEXITY, Scale
-from atts.calibration.state import read_state, strict, write_state
+from atts.calibration.state import Part, read_state, strict, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint
 from atts.core import Action, Decision
 from atts.errors import CalibrationInputError
@@ -28,7 +27,7 @@ _KIND, _VERSION = "atts calibrator", 1
 _WIDENED, _WIDER = 500, 1.5  # after a "widen" alarm: for so many decisions the allowance is so many times higher
 
 
-class Calibrator:
+class Calibrator(Part):
     """Decides on a stream of scores so that the fraction of escalations is `rate`, where its mode says so.
 
     `decide` only reads: it may be asked twice, in any order, for chunks that are then dropped. `observe` stores the
@@ -40,6 +39,10 @@ class Calibrator:
     'escalate'
     >>> calibrator.observe(decision)
     """
+
+    saved: ClassVar = {
+        "decided": "decided", "escalated": "escalated", "pool": "_pool", "controller": "_controller",
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -145,8 +148,7 @@ class Calibrator:
         :raises CalibrationInputError: if it is not a score of the declared domain.
         """
         question, turn = group if isinstance(group, tuple) else (None, group)
-        place: WeightedRank = self._pool.rank(self.scale.nonconformity(score), question, turn)
-        return place.p(1.0)
+        return self._pool.rank(self.scale.nonconformity(score), question, turn).p(1.0)
 
     @property
     def realised(self) -> float:
@@ -217,10 +219,7 @@ class Calibrator:
             "options": self._options,
             "tuning": asdict(self.tuning),
             "stored": self.stored.state(),
-            "decided": self.decided,
-            "escalated": self.escalated,
-            "pool": self._pool.state(),
-            "controller": self._controller.state(),
+            **super().state(),
             "order": self._order.state(),
             "monitor": self._monitor.state(),
             "alert": [self._alert, self._widened],
@@ -241,9 +240,7 @@ class Calibrator:
         options: dict[str, Any] = {"seed": state["seed"], "stored": stored, "tuning": tuning, **state["options"]}
         made = cls(Fraction(state["rate"]), state["mode"], **options)
         made.fingerprint = dict(state["fingerprint"])
-        made.decided, made.escalated = int(state["decided"]), int(state["escalated"])
-        made._pool.merge(state["pool"])
-        made._controller.merge(state["controller"])
+        super(Calibrator, made).merge(state)
         made._order.restore(state["order"])
         made._monitor.restore(state["monitor"])
         if any(event.action == "recalibrate" for event in made.events):
@@ -282,7 +279,4 @@ class Calibrator:
                 raise CalibrationInputError(f"{name} of the calibrator to merge", "another", "the same as here")
         if state["order"]["held"]:
             raise CalibrationInputError("calibrator to merge", "scores held for their issue", "a finished one")
-        self._pool.merge(state["pool"])
-        self._controller.merge(state["controller"])
-        self.decided += int(state["decided"])
-        self.escalated += int(state["escalated"])
+        super().merge(state)

@@ -1,4 +1,4 @@
-"""Decisions on anyone's scores, after the fact, in the order they arrived."""
+"""Replay of a stream of recorded scores through a calibrator, with metrics of the rate it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored scores with what they are scores of: read, checked, described."""
+"""Stored calibration scores: read from files, checked, kept with question, turn and fingerprint."""
 
 from __future__ import annotations
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atts.calibration.conformal import p_value, split_threshold
+from atts.calibration.conformal import split_threshold
 from atts.calibration.martingale import SimpleJumper
+from atts.calibration.memory import Window
 from atts.calibration.risk import hoeffding_bentkus_p_value, rejected
 
 
@@ -28,7 +29,8 @@ def test_plain_p_values_equal_crepes() -> None:
     draw = np.random.default_rng(1)
     stored, new = draw.random(100), draw.random(30)
     theirs = base.p_values_batch(stored, new, smoothing=False)
-    assert [p_value(stored, float(s), "upper") for s in new] == pytest.approx(list(theirs))
+    mirrored = Window(None, (-stored).tolist())  # theirs are near 0 for a worse score
+    assert [mirrored.rank(-float(s)).p(1.0) for s in new] == pytest.approx(list(theirs))
 
 
 @pytest.mark.parametrize("law", ["uniform", "changed"])

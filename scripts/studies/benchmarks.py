@@ -1,4 +1,4 @@
-"""Fills BENCHMARKS.md from what studies wrote: between its marks no number is written by hand."""
+"""Fills BENCHMARKS.md and docs/benchmarks/ from what studies wrote: between the marks no number is typed by hand."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from scripts.studies.charts import draw
-from scripts.studies.harness import Effort, Table, picture_name
+from scripts.studies.harness import EFFORTS, Table, drawing, picture_name
 from scripts.studies.machine import pair_mark
 from scripts.studies.summary import summary
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "BENCHMARKS.md"
-PICTURES = Path("docs") / "benchmarks"
+FOLDER = ROOT / "docs" / "benchmarks"
 MARK = re.compile(
-    r"(<!-- (?P<what>table|machine|summary)(?: (?P<study>[\w-]+))?(?:: (?P<title>.+?))? -->\n).*?(<!-- end -->)",
+    r"(<!-- (?P<what>table|machine|summary)(?: (?P<study>[\w-]+))?(?:: (?P<title>.+?))? -->\n)(?P<held>.*?)"
+    r"(<!-- end -->)",
     re.DOTALL,
 )
 
 _WANTED = {"study", "tables", "effort"}
 _ON_THE_PAIR = {"pipelines", "against", "frontier", "ablations", "models", "local", "scale"}
-_NOT_RUN = "*Not run yet.*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,18 @@ class Record:
                 return one
         raise KeyError(f"{self.study} has no table {title!r}; it has {list(self.kept)}")
 
+    def words(self) -> str:
+        """What it ran on."""
+        m = self.machine
+        is_other = self.study in _ON_THE_PAIR and m.get("pair") != pair_mark()
+        return (
+            f"Effort `{self.effort}` on {m['processor']}, {m['cores']} cores, load {m['load']:.1f} at the start; "
+            f"limits of one core: copy {m['copy_gib_per_second']:.1f} GiB/s, matrices {m['matrix_gflops']:.0f} "
+            f"GFLOP/s, {m['operation_microseconds']:.1f} us per torch operation."
+            + (f" It took {self.spent['processor']:.0f} s of processors." if self.spent else "")
+            + (" The embedded pair was an earlier one, or is not recorded." if is_other else "")
+        )
+
 
 def read(folder: Path) -> dict[str, Record]:
     """Every study below a folder; parts of one (`pipelines-claim`) come together under its name.
@@ -71,8 +81,7 @@ def read(folder: Path) -> dict[str, Record]:
     found: dict[str, Record] = {}
     written = [(path, json.loads(path.read_text())) for path in folder.rglob("*.json")]
     studies = [(path, fields) for path, fields in written if isinstance(fields, dict) and _WANTED <= fields.keys()]
-    efforts = get_args(Effort)
-    for _, fields in sorted(studies, key=lambda one: (efforts.index(one[1]["effort"]), one[0].stat().st_mtime)):
+    for _, fields in sorted(studies, key=lambda one: (EFFORTS.index(one[1]["effort"]), one[0].stat().st_mtime)):
         name = str(fields["study"])
         study = name.split("-")[0]
         made = {
@@ -97,50 +106,37 @@ def fill(page: str, records: Mapping[str, Record], pictures: Path | None = None)
             body = _part(found, records, pictures)
         except KeyError as error:
             missing.append(str(error.args[0]))
-            held = found.group(0)[len(found.group(1)) : -len(found.group(5))].strip()
-            return f"{found.group(1)}{held or _NOT_RUN}\n{found.group(5)}"
-        return f"{found.group(1)}{body}\n{found.group(5)}"
+            body = found["held"].strip() or "*Not run yet.*"
+        return f"{found.group(1)}{body}\n{found.group(6)}"
 
     return MARK.sub(part, page), missing
 
 
 def _part(found: re.Match[str], records: Mapping[str, Record], pictures: Path | None) -> str:
     if found["what"] == "summary":
-        return summary({name: record.tables for name, record in records.items()}).markdown().split("\n", 2)[2].strip()
+        return summary({name: record.tables for name, record in records.items()}, found["held"]).body()
     study = found["study"]
     if study not in records:
         raise KeyError(f"no study {study} was run")
-    record = records[study]
     if found["what"] == "machine":
-        return _words(record)
-    one = record.find(found["title"])
-    table = one.table
-    body = table.markdown().split("\n", 2)[2].strip()
-    if table.chart is None:
-        return f"**{table.title}**\n\n{body}"
+        return records[study].words()
+    one = records[study].find(found["title"])
+    text = f"**{one.table.title}**\n\n{one.table.body()}"
+    if one.table.chart is None:
+        return text
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
-        (pictures / one.picture).write_text(draw(table.title, table.chart, table.columns, table.rows))
-    return f"**{table.title}**\n\n{body}\n\n![{table.title}]({PICTURES.as_posix()}/{one.picture})"
+        (pictures / one.picture).write_text(drawing(one.table))
+    return f"{text}\n\n![{one.table.title}]({one.picture})"
 
 
-def _words(record: Record) -> str:
-    m = record.machine
-    return (
-        f"Effort `{record.effort}` on {m['processor']}, {m['cores']} cores, load {m['load']:.1f} at the start; limits "
-        f"of one core: copy {m['copy_gib_per_second']:.1f} GiB/s, matrices {m['matrix_gflops']:.0f} GFLOP/s, "
-        f"{m['operation_microseconds']:.1f} us per torch operation."
-        + (f" It took {record.spent['processor']:.0f} s of processors." if record.spent else "")
-        + (" The embedded pair was an earlier one, or is not recorded." if _is_of_another_pair(record) else "")
-    )
-
-
-def _is_of_another_pair(record: Record) -> bool:
-    return record.study in _ON_THE_PAIR and record.machine.get("pair") != pair_mark()
+def pages(root: Path = ROOT) -> list[Path]:
+    """The front page, then a page for every study."""
+    return [root / "BENCHMARKS.md", *sorted((root / "docs" / "benchmarks").glob("*.md"))]
 
 
 def marks(page: str) -> Iterator[tuple[str, str, str]]:
-    """What the page wants: kind, study, beginning of the title."""
+    """What a page wants: kind, study, beginning of the title."""
     for found in MARK.finditer(page):
         yield found["what"], found["study"] or "", found["title"] or ""
 
@@ -149,7 +145,7 @@ def shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]]
     """What each marked part consists of, whatever its numbers: the head of every table, the names of pictures."""
     found: dict[tuple[str, str, str], tuple[tuple[str, ...], ...]] = {}
     for part in MARK.finditer(page):
-        lines = part.group(0).splitlines()[1:-1]
+        lines = part["held"].splitlines()
         heads = [line for line, below in zip(lines, lines[1:], strict=False) if set(below) == set("| -")]
         cells = [tuple(cell.strip() for cell in head.strip("|").split("|")) for head in heads]
         pictures = [("picture",) for line in lines if line.startswith("![")]
@@ -158,17 +154,19 @@ def shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]]
 
 
 def main() -> None:
-    """Fill the page from a folder of studies; says what no study has filled."""
+    """Fill the pages from a folder of studies; says what no study has filled."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=main.__doc__)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "bench")
-    asked = parser.parse_args()
-    text, missing = fill(PAGE.read_text(), read(asked.runs), ROOT / PICTURES)
-    PAGE.write_text(text)
-    for picture in (ROOT / PICTURES).glob("*.svg"):
-        if picture.name not in text:  # of a table that is shown no more
+    records, told = read(parser.parse_args().runs), ""
+    for page in pages():
+        text, missing = fill(page.read_text(), records, FOLDER)
+        page.write_text(text)
+        told += text
+        for words in missing:
+            print(f"benchmarks: {page.name}: left as it was: {words}", file=sys.stderr)
+    for picture in FOLDER.glob("*.svg"):
+        if picture.name not in told:  # of a table that is shown no more
             picture.unlink()
-    for words in missing:
-        print(f"benchmarks: left as it was: {words}", file=sys.stderr)
 
 
 if __name__ == "__main__":

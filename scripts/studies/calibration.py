@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
@@ -21,6 +20,7 @@ from atts.calibration.rates import exact_rate
 from atts.calibration.samples import QuestionSample, features
 from atts.calibration.stored import read_scores
 from scripts.studies.harness import Options, Row, Table, say
+from scripts.studies.machine import shared_data
 
 Records = list[dict[str, Any]]
 ORDERS = ("sim", "lock")
@@ -46,11 +46,10 @@ def study(options: Options) -> list[Table]:
 
 def traces() -> Path | None:
     """The folder of recorded traces, or None with the reason said."""
-    named = os.environ.get("ATTS_SHARED_DATA")
-    root = Path(named) if named else Path(__file__).resolve().parents[2].parent / "shared" / "data"
-    if (root / "traces").is_dir():
+    root = shared_data()
+    if root is not None and (root / "traces").is_dir():
         return root / "traces"
-    say(f"no traces at {root}: studies of real streams are left out (set ATTS_SHARED_DATA to their folder)")
+    say("no traces at hand: studies of real streams are left out (set ATTS_SHARED_DATA to their folder)")
     return None
 
 
@@ -80,13 +79,16 @@ def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> 
         for mode in MODES:
             done = replay(records, rate=rate, mode=mode, stored=stored if mode == "split" else ())
             rows.append((order, f"mode {mode}", *done.metrics.values()))
+    errors = {str(row[1]): row[3:5] for row in rows if row[0] == ORDERS[0]}  # by turn, by question
+    words = {name: [f"{error:.2g}" for error in errors[name]] for name in ("published", "mode question-turn")}
+    headline = "by turn the published rule is off by {0}, by question by {1}; ours by **{2}** and **{3}** "
+    headline = headline.format(*(word for each in words.values() for word in each))
     return Table.of(
         f"Every mode on the real stream at rate {rate:g}",
         "order | rule | overall error | turn RMS | question RMS | worst rolling 500 | AUROC in (question, turn) | "
         "like the sort",
         rows,
-        "published: stored scores of the same questions, c/N >= 1 - rate. sort: waits for all siblings. coin: dice.",
-        "split starts from the stored scores; the other modes start from nothing.",
+        headline=headline + f"(root mean squares, nominal {rate:g})",
     )
 
 

@@ -11,13 +11,13 @@ from typing import Literal
 from atts.analysis import Axis, Plot
 
 Scaling = Literal["linear", "log"]
+Direction = Literal["across", "up"]
 Points = Sequence[tuple[float, float]]
 
 _WIDTH, _HEIGHT, _ROW, _COLUMNS = 620, 330, 18, 3
 _COLOURS = ("#2f6fb3", "#c4511d", "#2b8a4b", "#8a4fc4", "#a8821a", "#c03a6b", "#4a8f9e", "#7a7a7a")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 _CROWDED = 40  # points of a line beyond which it is drawn without dots
-_STEPS = (1.0, 2.0, 5.0)  # within a decade
 _STYLE = (
     ".chart{font:12px system-ui,sans-serif;background:#fff}.chart text{fill:#333}.chart .grid{stroke:#8884;fill:none}"
     ".chart .line{fill:none;stroke-width:2}.chart .axis{font-weight:600}"
@@ -37,7 +37,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortAxis(Axis):
+class LinearAxis(Axis):
     """An axis whose numbers stay short: 20k, 1.5M."""
 
     def written(self, value: float) -> str:
@@ -46,29 +46,20 @@ class ShortAxis(Axis):
 
 
 @dataclass(frozen=True, slots=True)
-class DoublingAxis(Axis):
-    """An axis whose values are given as logarithms to base 2 and written as what they are of."""
+class LogAxis(Axis):
+    """An axis of logarithms to base 2, written as what they are of: doublings, or round decimal numbers."""
+
+    steps: Literal["doublings", "decimal"] = "doublings"
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Powers of two, thinned out to about so many."""
-        first, last = math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9)
-        every = max(1, math.ceil((last - first + 1) / (about + 2)))
-        return [float(power) for power in range(first, last + 1, every)] or [self.low]
-
-    def written(self, value: float) -> str:
-        """The power, not its exponent."""
-        return _short(2**value)
-
-
-@dataclass(frozen=True, slots=True)
-class DecimalAxis(Axis):
-    """The same with round decimal numbers: for what is not counted in doublings."""
-
-    def ticks(self, about: int = 5) -> list[float]:
-        """1, 2, 5, 10, ...; only the powers of ten where there would be too many."""
-        every = [math.log2(value) for value in _round_numbers(2**self.low, 2**self.high)]
-        tens = [tick for tick in every if math.isclose(math.log10(2**tick) % 1, 0, abs_tol=1e-9)]
-        return every if len(every) <= 2 * about or len(tens) < 2 else tens
+        """Powers of two thinned out to about so many; or 1, 2, 5, 10, ..., where too many only powers of ten."""
+        if self.steps == "doublings":
+            first, last = math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9)
+            every = max(1, math.ceil((last - first + 1) / (about + 2)))
+            return [float(power) for power in range(first, last + 1, every)] or [self.low]
+        found = [math.log2(value) for value in _round_numbers(2**self.low, 2**self.high)]
+        tens = [tick for tick in found if math.isclose(math.log10(2**tick) % 1, 0, abs_tol=1e-9)]
+        return found if len(found) <= 2 * about or len(tens) < 2 else tens
 
     def written(self, value: float) -> str:
         """The number, not its logarithm."""
@@ -77,7 +68,7 @@ class DecimalAxis(Axis):
 
 def _round_numbers(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    values = [step * 10.0**decade for decade in decades for step in _STEPS]
+    values = [step * 10.0**decade for decade in decades for step in (1.0, 2.0, 5.0)]
     return [value for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
 
 
@@ -94,8 +85,9 @@ def draw(title: str, chart: Chart, columns: Sequence[str], rows: Sequence[Sequen
     :raises ValueError: a column the table does not have.
     """
     lines = series(chart, columns, rows)
-    plot = Plot(_axis(chart.x, chart.x_scaling, lines, 0), _axis(chart.y, chart.y_scaling, lines, 1), _WIDTH, _HEIGHT)
-    marks: list[str] = []
+    values = [[point[place] for points in lines.values() for point in points] for place in (0, 1)]
+    across, up = _axis(chart.x, chart.x_scaling, values[0], "across"), _axis(chart.y, chart.y_scaling, values[1], "up")
+    plot, marks = Plot(across, up, _WIDTH, _HEIGHT), list[str]()
     for number, (name, points) in enumerate(lines.items()):
         marks.append(plot.line(points, f"s{number}"))
         if len(points) <= _CROWDED:
@@ -114,7 +106,8 @@ def series(
         name = _named(row[columns.index(chart.by)], chart.by) if chart.by else chart.y
         if isinstance(x, int | float) and isinstance(y, int | float) and math.isfinite(x) and math.isfinite(y):
             if (x > 0 or chart.x_scaling == "linear") and (y > 0 or chart.y_scaling == "linear"):
-                lines.setdefault(name, []).append((_scaled(x, chart.x_scaling), _scaled(y, chart.y_scaling)))
+                point = (_scaled(x, chart.x_scaling), _scaled(y, chart.y_scaling))
+                lines.setdefault(name, []).append(point)
     return {name: sorted(points) for name, points in lines.items()}
 
 
@@ -127,42 +120,33 @@ def _scaled(value: float, scaling: Scaling) -> float:
     return math.log2(value) if scaling == "log" else float(value)
 
 
-def _axis(label: str, scaling: Scaling, lines: Mapping[str, Points], place: Literal[0, 1]) -> Axis:
-    values = [point[place] for points in lines.values() for point in points]
+def _axis(label: str, scaling: Scaling, values: Sequence[float], direction: Direction) -> Axis:
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if scaling == "log":
-        return _logarithmic(label, low, high, place)
-    if place or 0 <= low <= 0.2 * high:
+    if scaling == "log" and direction == "across":  # as samples and replicas are counted
+        return LogAxis(low, high, label)
+    if scaling == "log":  # from one round number to another
+        around = _round_numbers(2**low / 10, 2**high * 10)
+        first = max((value for value in around if value <= 2**low * 1.001), default=2**low)
+        last = min((value for value in around if value >= 2**high * 0.999), default=2**high)
+        return LogAxis(math.log2(first), math.log2(max(last, first * 2)), label, steps="decimal")
+    if direction == "up" or 0 <= low <= 0.2 * high:
         low = min(0.0, low)
-    return ShortAxis(low, high + 0.05 * (high - low) if place else high, label)
-
-
-def _logarithmic(label: str, low: float, high: float, place: Literal[0, 1]) -> Axis:
-    """Doublings across, as samples and replicas are counted; round decimal numbers upwards, from one to another."""
-    if place == 0:
-        return DoublingAxis(low, high, label)
-    around = _round_numbers(2**low / 10, 2**high * 10)
-    first = max((value for value in around if value <= 2**low * 1.001), default=2**low)
-    last = min((value for value in around if value >= 2**high * 0.999), default=2**high)
-    return DecimalAxis(math.log2(first), math.log2(max(last, first * 2)), label)
+    return LinearAxis(low, high + 0.05 * (high - low) if direction == "up" else high, label)
 
 
 def _with_legend(svg: str, names: Sequence[str]) -> str:
     """The same picture with room below for what each line is, and colours of its own."""
     tall = _HEIGHT + _ROW * math.ceil(len(names) / _COLUMNS) + 6
-    parts: list[str] = []
+    parts, styles = list[str](), list[str]()
     for number, name in enumerate(names):
         x = 20 + number % _COLUMNS * (_WIDTH - 20) // _COLUMNS
         y = _HEIGHT + 10 + number // _COLUMNS * _ROW
         parts.append(f'<path class="line s{number}" d="M{x} {y}h20"/>')
         parts.append(f'<text x="{x + 26}" y="{y + 4}">{escape(name)}</text>')
+        colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number % len(_DASHES)]
+        styles.append(f".line.s{number}{{stroke:{colour};stroke-dasharray:{dash or 0}}}.dot.s{number}{{fill:{colour}}}")
     head, _, body = svg.partition(">")
     head = head.replace(f'viewBox="0 0 {_WIDTH} {_HEIGHT}"', f'viewBox="0 0 {_WIDTH} {tall}"')
     head = head.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{tall}" ')
-    style = f"<style>{_STYLE}{''.join(_colours(number) for number in range(len(names)))}</style>"
+    style = f"<style>{_STYLE}{''.join(styles)}</style>"
     return f"{head}>{style}{body.removesuffix('</svg>')}{''.join(parts)}</svg>\n"
-
-
-def _colours(number: int) -> str:
-    colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number % len(_DASHES)]
-    return f".line.s{number}{{stroke:{colour};stroke-dasharray:{dash or 0}}}.dot.s{number}{{fill:{colour}}}"

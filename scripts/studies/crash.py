@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from scripts.studies.harness import Options, Table, say
-
-CHILDREN = Path(__file__).resolve().parents[2] / "tests" / "run" / "crashing.py"
+from atts.journal import JOURNAL
+from scripts.studies.harness import Options, Row, Table, say
+from tests.run import crashing
 
 
 def study(options: Options) -> list[Table]:
     """Runs killed ten times each; `crash` raises when anything recorded was changed or done again."""
-    crashing = _crashing()
     kills = options.pick(20, 60, 200)
-    rows: list[tuple[str | int | float | None, ...]] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, crashing.nursery() as children:
         whole = Path(folder) / "whole"
         assert children.run(crashing.Order(str(whole))) == 0
-        size = (whole / crashing.JOURNAL).stat().st_size
+        size = (whole / JOURNAL).stat().st_size
         since = time.perf_counter()
         for directory, crashes in crashing.crash_runs(children, Path(folder), size, kills, options.seed):
             words = [
@@ -38,19 +34,7 @@ def study(options: Options) -> list[Table]:
         f"{kills} SIGKILLs in {len(rows)} runs, about half of them in the middle of a write, and {full} full disks.",
         f"A call repeated is one that was in flight when its process ended; at most {crashing.SLOTS} can be at a time.",
     )
-    columns = (
-        "run", "kills", "full disks", "sessions", "calls recalled", "calls repeated", "decisions", "outcomes",
-        "seconds",
-    )  # fmt: skip
-    return [Table("Runs killed again and again", columns, tuple(rows), notes)]
-
-
-def _crashing() -> Any:
-    """The children's module, which is a program and a helper of tests, loaded by its path."""
-    spec = importlib.util.spec_from_file_location("crashing", CHILDREN)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["crashing"] = module
-    spec.loader.exec_module(module)
-    return module
+    same = sum(row[6] == row[7] == "identical" for row in rows)
+    headline = f"{same} of {len(rows)} runs end with identical decisions and outcomes. {notes[0]}"
+    header = "run | kills | full disks | sessions | calls recalled | calls repeated | decisions | outcomes | seconds"
+    return [Table.of("Runs killed again and again", header, rows, *notes, headline=headline)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +11,13 @@ import anyio
 
 from atts.api import Setup, evaluate, report
 from atts.run import RunResult, Summary, summarise
-from scripts.studies.harness import say
+from scripts.studies.harness import interval, say
 
 METHODS = {
     "draft-only": "the small model alone",
     "target-only": "the large model alone",
     "atts": "the small model drafts, the large one scores and takes over",
 }
-_COLUMNS = ("method", "answers right", "tokens: draft", "scored", "target", "target's saved", "seconds", "speed-up")
 
 
 def main() -> None:
@@ -50,39 +48,24 @@ async def _evaluate(setup: Setup, problems: int, directory: Path) -> RunResult:
 def table(found: dict[str, Summary], rate: float) -> list[str]:
     """The three side by side; speed and tokens against the large model alone, measured in this run."""
     alone, realised = found["target-only"], found["atts"].rate
-    rows = [
-        (
-            name,
-            _with_interval(one.answers.value, one.answers.low, one.answers.high),
-            f"{one.usage.draft_tokens:,}",
-            f"{one.usage.scored_tokens:,}",
-            f"{one.usage.target_tokens:,}",
-            f"{1 - one.usage.target_tokens / max(1, alone.usage.target_tokens):.0%}",
-            f"{one.seconds:.1f}",
-            f"{alone.seconds / one.seconds:.2f}x",
-        )
-        for name, one in found.items()
-    ]
-    held = _with_interval(realised.value, realised.low, realised.high)
+    rows = [("method", "answers right", "tokens: draft", "scored", "target", "target's saved", "seconds", "speed-up")]
+    for name, one in found.items():
+        usage = one.usage
+        tokens = [f"{n:,}" for n in (usage.draft_tokens, usage.scored_tokens, usage.target_tokens)]
+        saved = f"{1 - usage.target_tokens / max(1, alone.usage.target_tokens):.0%}"
+        speed = f"{alone.seconds / one.seconds:.2f}x"
+        rows.append((name, interval(one.answers), tokens[0], tokens[1], tokens[2], saved, f"{one.seconds:.1f}", speed))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pairs = [list(zip(row[1:], widths[1:], strict=True)) for row in rows]
+    lines = ["  ".join(cell.rjust(width) for cell, width in pair) for pair in pairs]
     return [
-        *_aligned([_COLUMNS, *rows]),
+        *(f"{row[0]:<{widths[0]}}  {line}" for row, line in zip(rows, lines, strict=True)),
         "",
-        f"Chunks handed to the large model: {held}; asked for: {rate:g}.",
+        f"Chunks handed to the large model: {interval(realised)}; asked for: {rate:g}.",
         f"{alone.answers.n_problems} problems of generated arithmetic; an answer is the vote of a problem's rollouts.",
         "Brackets are 95 % intervals over problems. Saved and speed-up are against target-only, measured in this run;",
         "votes that cannot change any more end their rollouts early, for all three alike.",
     ]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns, the first to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)) for row in rows]
-    return [f"{row[0]:<{widths[0]}}  {line}" for row, line in zip(rows, lines, strict=True)]
-
-
-def _with_interval(value: float, low: float, high: float) -> str:
-    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 if __name__ == "__main__":

@@ -5,36 +5,61 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import logging
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.studies.grading_corpus import Pair, answers, cases, hostile
-from scripts.studies.harness import Cell, Options, Table, say
+from atts.evaluators import SlowPath, equivalent, group
+from scripts.studies.harness import Options, Row, Table, say
+from scripts.studies.machine import shared_data
 
 Check = Callable[[str, str], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A reference, an answer, and whether a careful reader calls them equal."""
+
+    gold: str
+    answer: str
+    expected: bool
+
+
 def study(options: Options) -> list[Table]:
-    """The tables; other checkers are included where they are installed."""
+    """The tables; other checkers are included where they are installed, sets where they are at hand."""
     share = options.pick(40, 250, 10_000)
-    sets = {"cases": _some(cases(), share), "model answers": _some(answers(), share)}
-    tables = [beside(name, pairs) for name, pairs in sets.items() if pairs]
-    tables.append(hostile_answers(_some(hostile(), options.pick(60, 460, 460))))
-    tables.append(grouping(options.pick(5_000, 20_000, 100_000)))
-    return tables
+    core = [row for row in rows_of("equivalence/cases.jsonl") if row["tag"] == "core" and row["kind"] == "answer"]
+    sets = {
+        "cases": [Pair(row["gold"], row["pred"], row["expected"]) for row in core],
+        "model answers": [
+            Pair(row["gold"], row["pred"], row["judged_equal"]) for row in rows_of("traces/answer_pairs.jsonl")
+        ],
+    }
+    tables = [beside(name, _some(pairs, share)) for name, pairs in sets.items() if pairs]
+    hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
+    attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]
+    tables.append(hostile_answers(_some(attacks, options.pick(60, 460, 460))))
+    return [*tables, grouping(options.pick(5_000, 20_000, 100_000))]
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The lines of a file of shared data; none where it is not at hand."""
+    base = shared_data()
+    if base is None or not (base / name).is_file():
+        return []
+    return [json.loads(line) for line in (base / name).read_text(encoding="utf-8").split("\n") if line]
 
 
 def checkers() -> dict[str, Check]:
     """Every checker at hand as a function of two texts; each is left with its own defaults."""
-    from atts.evaluators import equivalent
-
     found: dict[str, Check] = {"atts": lambda gold, answer: equivalent(gold, answer).is_equal}
-    for name, make in _OTHERS:
+    for name, make in _OTHERS.items():
         with contextlib.suppress(ImportError):
             found[name] = make()
     return found
@@ -73,79 +98,69 @@ def _latex2sympy() -> Check:
     return lambda gold, answer: bool(sympy.simplify(parse(gold) - parse(answer)) == 0)
 
 
-_OTHERS: tuple[tuple[str, Callable[[], Check]], ...] = (
-    ("math-verify", _math_verify),
-    ("latex2sympy2 + simplify", _latex2sympy),
-    ("sympy (lark) + simplify", _sympy),
-    ("string", _string),
-)
+_OTHERS: dict[str, Callable[[], Check]] = {
+    "math-verify": _math_verify,
+    "latex2sympy2 + simplify": _latex2sympy,
+    "sympy (lark) + simplify": _sympy,
+    "string": _string,
+}
 
 
 @dataclass(slots=True)
 class Score:
     """What one checker did on one set."""
 
-    seconds: list[float]
+    seconds: list[float] = field(default_factory=list[float])
     right: int = 0
     false_equal: int = 0
     failed: int = 0
 
+    def judge(self, check: Check, pair: Pair) -> None:
+        """One more pair."""
+        start = time.process_time()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                verdict = check(pair.gold, pair.answer)
+        except Exception:  # noqa: BLE001  # other checkers raise; that is part of the result
+            self.failed += 1
+            verdict = False
+        self.seconds.append(time.process_time() - start)
+        self.right += verdict == pair.expected
+        self.false_equal += verdict and not pair.expected
+
 
 def beside(name: str, pairs: Sequence[Pair]) -> Table:
     """Every checker on every pair, turn by turn, so that a busy machine is busy for all."""
-    scores = {checker: Score([]) for checker in checkers()}
     known = checkers()
+    scores = {checker: Score() for checker in known}
     for index, pair in enumerate(pairs):
         if index % 200 == 0:
             say(f"grading: {name} {index} of {len(pairs)}")
         for checker, check in known.items():
-            _judge(scores[checker], check, pair)
-    rows = [_row(checker, score, len(pairs)) for checker, score in scores.items()]
-    note = "Milliseconds of processor time in one process; a parse kept from the pair before counts, as it does in use."
-    columns = ("checker", "right", "false equal", "raised", "median ms", "p99 ms", "× atts' median")
-    base = statistics.median(scores["atts"].seconds)
-    return Table(f"{name}: {len(pairs)} pairs", columns, tuple((*row, _ratio(scores[str(row[0])], base)) for row in rows), (note,))  # fmt: skip  # noqa: E501
-
-
-def _judge(score: Score, check: Check, pair: Pair) -> None:
-    start = time.process_time()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            verdict = check(pair.gold, pair.answer)
-    except Exception:  # noqa: BLE001  # other checkers raise; that is part of the result
-        score.failed += 1
-        verdict = False
-    score.seconds.append(time.process_time() - start)
-    score.right += verdict == pair.expected
-    score.false_equal += verdict and not pair.expected
-
-
-def _row(checker: str, score: Score, pairs: int) -> tuple[Cell, ...]:
-    ordered = sorted(score.seconds)
-    return (
-        checker,
-        score.right / pairs,
-        score.false_equal,
-        score.failed,
-        statistics.median(ordered) * 1e3,
-        ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] * 1e3,
+            scores[checker].judge(check, pair)
+    rows, base = list[Row](), statistics.median(scores["atts"].seconds)
+    for checker, score in scores.items():
+        ordered, middle = sorted(score.seconds), statistics.median(score.seconds)
+        slow = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        times = (middle * 1e3, slow * 1e3, middle / base)
+        rows.append((checker, score.right / len(pairs), score.false_equal, score.failed, *times))
+    shares = ", ".join(f"{checker} {score.right / len(pairs):.1%}" for checker, score in scores.items())
+    return Table.of(
+        f"{name}: {len(pairs)} pairs",
+        "checker | right | false equal | raised | median ms | p99 ms | × atts' median",
+        rows,
+        headline=f"right verdicts on {len(pairs)} pairs: {shares}",
     )
-
-
-def _ratio(score: Score, base: float) -> float:
-    return statistics.median(score.seconds) / base
 
 
 def hostile_answers(pairs: Sequence[Pair]) -> Table:
     """Our own paths only: the slowest pair, what was wrongly called equal, memory at the end."""
-    from atts.evaluators import SlowPath, equivalent
-
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[Row] = []
     with SlowPath() as pool:
         pool.warm()
         for name, slow in (("fast path", None), ("with the slow path", pool)):
             seconds, busy, false_equal = [0.0], [0.0], 0
-            counts = {"equal": 0, "different": 0, "unscored": 0}
+            counts = Counter({"equal": 0, "different": 0, "unscored": 0})
             for pair in pairs:
                 start, spent = time.perf_counter(), time.thread_time()
                 verdict = equivalent(pair.gold, pair.answer, slow=slow)
@@ -154,9 +169,11 @@ def hostile_answers(pairs: Sequence[Pair]) -> Table:
                 counts[verdict.status] += 1
                 false_equal += verdict.is_equal and not pair.expected
             rows.append((name, *counts.values(), false_equal, max(seconds), max(busy), _megabytes()))
-    columns = ("path", "equal", "different", "unscored", "false equal", "slowest wall s", "CPU s", "resident MB")
-    note = "Resident memory is this process's, the libraries of the other checkers included; a worker's is capped."
-    return Table(f"Hostile answers: {len(pairs)}", columns, tuple(rows), (note,))
+    return Table.of(
+        f"Hostile answers: {len(pairs)}",
+        "path | equal | different | unscored | false equal | slowest wall s | CPU s | resident MB",
+        rows,
+    )
 
 
 def _megabytes() -> float | None:
@@ -169,29 +186,19 @@ def _megabytes() -> float | None:
 
 def grouping(count: int) -> Table:
     """Classes of many answers: many distinct values, and few."""
-    from atts.evaluators import group
-
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[Row] = []
     for name, values in (("all distinct", count), ("100 values", 100)):
         texts = [_spelled(index % values, index // values) for index in range(count)]
         random.Random(0).shuffle(texts)
         start, busy = time.perf_counter(), time.process_time()
-        classes = group(texts)
-        rows.append((name, count, max(classes) + 1, time.perf_counter() - start, time.process_time() - busy))
-    return Table("Grouping", ("answers", "number", "classes", "wall s", "CPU s"), tuple(rows))
+        classes = max(group(texts)) + 1
+        rows.append((name, count, classes, time.perf_counter() - start, time.process_time() - busy))
+    return Table.of("Grouping", "answers | number | classes | wall s | CPU s", rows)
 
 
 def _spelled(value: int, style: int) -> str:
-    styles = (
-        r"\frac{{{0}}}{{7}}",
-        r"{0}\sqrt{{2}}",
-        "{0}",
-        "x = {0}",
-        r"{0}\pi",
-        "${0}$",
-        r"{0}\text{{ cm}}",
-        "({0}, 1)",
-    )
+    styles = (r"\frac{{{0}}}{{7}}", r"{0}\sqrt{{2}}", "{0}", "x = {0}", r"{0}\pi", "${0}$", r"{0}\text{{ cm}}",
+              "({0}, 1)")  # fmt: skip
     return styles[(value + style) % len(styles)].format(7 * value + 1)
 
 

@@ -16,8 +16,8 @@ from anyio.lowlevel import checkpoint
 
 from atts.graph import Graph, Limit, ProblemScope, Recording, RolloutScope, Sink
 from atts.journal import CallSpan, JournalOptions, Manifest, open_journal
-from scripts.studies.graph_work import conserved
-from scripts.studies.harness import Options, Spread, Table, cpu_seconds, interleaved, ratio, say
+from scripts.studies.harness import Options, Row, Spread, Table, cpu_seconds, interleaved, ratio, say
+from tests.studies.recorded_work import conserved
 
 SAMPLES = 16
 TURNS = 4
@@ -114,9 +114,7 @@ def _microseconds(work: Callable[[], Awaitable[None]], load: Load) -> float:
 
 
 def _overhead(options: Options) -> Table:
-    repeats = options.pick(3, 5, 9)
-    rollouts = options.pick(1_600, 4_000, 8_000)
-    rows: list[tuple[str | int | float, ...]] = []
+    repeats, rollouts, rows = options.pick(3, 5, 9), options.pick(1_600, 4_000, 8_000), list[Row]()
     for backend in ("asyncio", "trio"):
         for draft, target in ((IN_FLIGHT, IN_FLIGHT), (256, 64)):
             load = Load(backend, rollouts, draft, target)
@@ -124,17 +122,16 @@ def _overhead(options: Options) -> Table:
             values = interleaved({"graph": partial(_graph_cost, load), "hand": partial(_hand_cost, load)}, repeats)
             spreads = [str(Spread.of(values[arm])) for arm in ("graph", "hand")]
             rows.append((backend, f"{draft}/{target}", *spreads, str(ratio(values, "graph", "hand"))))
-    return Table(
+    return Table.of(
         f"CPU microseconds per rollout of 12 nodes, {IN_FLIGHT} rollouts in flight, {rollouts} rollouts",
-        ("back end", "slots draft/target", "graph, recording", "by hand, recording", "graph / hand (bar: 2.5)"),
-        tuple(rows),
-        ("Engine without latency, journal off. Median [minimum, maximum]; ratios are of interleaved pairs.",),
+        "back end | slots draft/target | graph, recording | by hand, recording | graph / hand (bar: 2.5)",
+        rows,
+        headline=f"{rows[0][2]} us of processor per rollout of 12 calls; where calls wait for slots {rows[1][2]} us",
     )
 
 
 def _flatness(options: Options) -> Table:
-    sizes = options.pick((1_000, 10_000), (1_000, 10_000, 30_000), (1_000, 10_000, 100_000))
-    rows: list[tuple[str | int | float, ...]] = []
+    sizes, rows = options.pick((1_000, 10_000), (1_000, 10_000, 30_000), (1_000, 10_000, 100_000)), list[Row]()
     for places, draft, target in ((IN_FLIGHT, IN_FLIGHT, IN_FLIGHT), (IN_FLIGHT, 256, 64), (IN_FLIGHT // 4, 64, 16)):
         every = sizes if places == IN_FLIGHT else sizes[:2]
         loads = [Load("asyncio", size, draft, target, places) for size in every]
@@ -144,29 +141,18 @@ def _flatness(options: Options) -> Table:
             arms[f"graph {load.rollouts}"] = partial(_graph_cost, load)
             arms[f"hand {load.rollouts}"] = partial(_hand_cost, load)
         values = interleaved(arms, options.pick(2, 3, 3), warmup=0)
-        for load in loads:
-            graph, hand = f"graph {load.rollouts}", f"hand {load.rollouts}"
-            cells = [str(Spread.of(values[arm])) for arm in (graph, hand)]
-            growth = [str(ratio(values, arm, f"{arm.split()[0]} {sizes[0]}")) for arm in (graph, hand)]
-            rows.append((places, f"{draft}/{target}", load.rollouts, *cells, *growth))
-    return Table(
+        for size in every:
+            names = (f"graph {size}", f"hand {size}")
+            growth = [str(ratio(values, arm, f"{arm.split()[0]} {sizes[0]}")) for arm in names]
+            rows.append((places, f"{draft}/{target}", size, *(str(Spread.of(values[arm])) for arm in names), *growth))
+    return Table.of(
         "CPU microseconds per rollout as the number of rollouts grows, everything recorded in memory",
-        (
-            "in flight",
-            "slots draft/target",
-            "rollouts",
-            "graph",
-            "by hand",
-            "graph / its smallest (bar: 1.25)",
-            "hand / its smallest",
-        ),
-        tuple(rows),
-        (
-            f"With {IN_FLIGHT} in flight the smallest size is over while its queues still fill: the same calls, "
-            "probably cheaper for touching less memory. The collector of garbage explains a part: without it, it grows "
-            "less.",
-            f"With {IN_FLIGHT // 4} in flight it is four waves, and what grows is growth with the number of rollouts.",
-        ),
+        "in flight | slots draft/target | rollouts | graph | by hand | graph / its smallest (bar: 1.25) | "
+        "hand / its smallest",
+        rows,
+        f"With {IN_FLIGHT} in flight the smallest size is over while its queues still fill: the same calls, probably "
+        "cheaper for touching less memory. The collector of garbage explains a part: without it, it grows less.",
+        f"With {IN_FLIGHT // 4} in flight it is four waves, and what grows is growth with the number of rollouts.",
     )
 
 
@@ -179,7 +165,7 @@ def _hand_cost(load: Load) -> float:
 
 
 def _memory(options: Options) -> Table:
-    rows: list[tuple[str | int | float, ...]] = []
+    rows: list[Row] = []
     for problems in options.pick((100, 400), (125, 1_250), (250, 2_500)):
         say(f"memory: {problems} problems")
         with tempfile.TemporaryDirectory() as folder:
@@ -187,13 +173,13 @@ def _memory(options: Options) -> Table:
             anyio.run(_journalled, Load("asyncio", problems * SAMPLES, 256, 64), Path(folder) / "run")
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
-            lines = sum(file.stat().st_size for file in (Path(folder) / "run").iterdir())
-        rows.append((problems, peak / 2**20, lines / 2**20))
-    return Table(
+            written = sum(file.stat().st_size for file in (Path(folder) / "run").iterdir())
+        rows.append((problems, peak / 2**20, written / 2**20))
+    return Table.of(
         "Peak memory with the journal on (MiB, Python's own allocations)",
-        ("problems", "peak MiB", "journal MiB on disk"),
-        tuple(rows),
-        (f"{IN_FLIGHT} rollouts in flight; results are handed over and not kept. Python {sys.version.split()[0]}.",),
+        "problems | peak MiB | journal MiB on disk",
+        rows,
+        f"{IN_FLIGHT} rollouts in flight; results are handed over and not kept. Python {sys.version.split()[0]}.",
     )
 
 

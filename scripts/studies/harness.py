@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
+from atts.evaluators import Estimate
 from scripts.studies.charts import Chart, draw
 from scripts.studies.machine import Machine
 
@@ -20,6 +21,8 @@ Cell = str | int | float | None
 Row = tuple[Cell, ...]
 T = TypeVar("T")
 Effort = Literal["quick", "default", "full"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
+Shown = Literal["rows", "chart only"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,10 @@ class Options:
         """The value for this effort."""
         return {"quick": quick, "default": default, "full": full}[self.effort]
 
+    def file(self, name: str) -> Path | None:
+        """Where a study keeps its finished parts; None: it keeps none."""
+        return None if self.out is None else self.out / name
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -44,7 +51,8 @@ class Table:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = field(default=())
     chart: Chart | None = None  # drawn from the table's own cells
-    shown: Literal["rows", "chart only"] = "rows"  # in Markdown; JSON has everything
+    shown: Shown = "rows"  # in Markdown; JSON has everything
+    headline: str = ""  # what BENCHMARKS.md says of it
 
     @classmethod
     def of(
@@ -54,7 +62,8 @@ class Table:
         rows: Iterable[Row],
         *notes: str,
         chart: Chart | None = None,
-        shown: Literal["rows", "chart only"] = "rows",
+        shown: Shown = "rows",
+        headline: str = "",
     ) -> Table:
         """A table whose header is written as in Markdown: "method | seconds".
 
@@ -62,27 +71,32 @@ class Table:
         """
         columns, held = tuple(name.strip() for name in header.split("|")), tuple(rows)
         assert all(len(row) == len(columns) for row in held), f"{title}: {header}: a row of another length"
-        return cls(title, columns, held, notes, chart, shown)
+        return cls(title, columns, held, notes, chart=chart, shown=shown, headline=headline)
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Table:
         """The table that a study's JSON holds."""
-        return cls(
-            fields["title"],
-            tuple(fields["columns"]),
-            tuple(tuple(row) for row in fields["rows"]),
-            tuple(fields["notes"]),
-            Chart(**fields["chart"]) if fields.get("chart") else None,
-            fields.get("shown", "rows"),
-        )
+        chart = fields.get("chart")
+        plain = {name: tuple(fields[name]) for name in ("columns", "notes")}
+        made = {
+            **fields,
+            **plain,
+            "rows": tuple(map(tuple, fields["rows"])),
+            "chart": Chart(**chart) if chart else None,
+        }
+        return cls(**made)
+
+    def body(self) -> str:
+        """The table as GitHub Markdown without its title, notes last."""
+        if self.shown == "chart only":
+            return "\n".join(self.notes)
+        lines = ["| " + " | ".join(self.columns) + " |", "|" + " --- |" * len(self.columns)]
+        lines += ["| " + " | ".join(_text(cell) for cell in row) + " |" for row in self.rows]
+        return "\n".join([*lines, "", *self.notes]).strip()
 
     def markdown(self) -> str:
-        """The table as GitHub Markdown, title first, notes last."""
-        if self.shown == "chart only":
-            return "\n".join([f"### {self.title}", "", *self.notes, ""])
-        lines = [f"### {self.title}", "", "| " + " | ".join(self.columns) + " |", "|" + " --- |" * len(self.columns)]
-        lines += ["| " + " | ".join(_text(cell) for cell in row) + " |" for row in self.rows]
-        return "\n".join([*lines, "", *self.notes, ""])
+        """The same under its title."""
+        return f"### {self.title}\n\n{self.body()}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +128,26 @@ def figure(value: float, digits: int = 4) -> str:
     return f"{float(rounded):,.0f}" if math.isfinite(value) and "e+" in rounded else rounded
 
 
+def times(factor: float) -> str:
+    """A factor, to two digits: more of one are not read."""
+    return f"{factor:.0f}x" if factor >= 9.95 else f"{factor:.1f}x"
+
+
+def interval(estimate: Estimate) -> str:
+    """A rate with its 95 % interval; a dash where there is none."""
+    if estimate.n_problems == 0 or math.isnan(estimate.value):
+        return "-"
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
 def interleaved(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
     """Measure every arm `repeats` times in turn, A B A B, so that a drifting machine hits all alike."""
-    for _ in range(warmup):
-        for measure in arms.values():
-            measure()
     values: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(repeats):
+    for number in range(-warmup, repeats):
         for name, measure in arms.items():
-            values[name].append(measure())
+            value = measure()
+            if number >= 0:
+                values[name].append(value)
     return values
 
 
@@ -138,19 +163,33 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-class Calm:
-    """How much of the processors' time others took since it was made: what a measurement was disturbed by."""
+def wall_seconds(work: Callable[[], object]) -> float:
+    """Wall seconds of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Spent:
+    """What this process and its children used since it was made, and what others took of the processors meanwhile."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._own = _own_seconds()
-        self._all = _busy_seconds()
+        self._wall, self._own, self._all = time.perf_counter(), _own_seconds(), _busy_seconds()
 
-    @property
-    def disturbance(self) -> float:
-        """Others' processor seconds per second; nan where the system does not tell."""
-        passed = max(time.perf_counter() - self._began, 1e-9)
-        return max(0.0, (_busy_seconds() - self._all) - (_own_seconds() - self._own)) / passed
+    def seconds(self) -> dict[str, float]:
+        """Wall and processor seconds."""
+        wall, processor = time.perf_counter() - self._wall, _own_seconds() - self._own
+        return {"wall": round(wall, 1), "processor": round(processor, 1)}
+
+    def __str__(self) -> str:
+        """On a machine that is busy with other work the second number is the one that means something."""
+        return f"{self.seconds()['wall']:.0f} s, of processors {self.seconds()['processor']:.0f} s"
+
+    def disturbance(self) -> str:
+        """How busy others kept the machine meanwhile, as a note under a table."""
+        passed = max(time.perf_counter() - self._wall, 1e-9)
+        others = max(0.0, (_busy_seconds() - self._all) - (_own_seconds() - self._own)) / passed
+        return f"Meanwhile others used {others:.1f} of this machine's {os.cpu_count()} processors."
 
 
 def _own_seconds() -> float:
@@ -167,13 +206,6 @@ def _busy_seconds() -> float:
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def wall_seconds(work: Callable[[], object]) -> float:
-    """Wall seconds of one call."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def say(words: str) -> None:
     """Progress, on stderr."""
     print(words, file=sys.stderr, flush=True)
@@ -182,35 +214,31 @@ def say(words: str) -> None:
 def emit(
     name: str, tables: Sequence[Table], options: Options, machine: Machine, spent: Mapping[str, float] | None = None
 ) -> None:
-    """Print the tables; with an output folder also write NAME.json, NAME.md and one SVG per chart there.
+    """Print the tables; with an output folder also write NAME.json there, of which pages are made.
 
-    `spent` is what they took, in seconds, for whoever wants to know before running them again.
+    `spent` is what they took, in seconds: what running them again would take.
     """
-    folder = options.out
     facts = "\n".join(f"- {line}" for line in machine.words())
     text = f"## {name} ({options.effort}, seed {options.seed})\n\n{facts}\n\n"
-    text += "\n".join(table.markdown() + _picture(name, number, table) for number, table in enumerate(tables))
+    text += "\n".join(table.markdown() for table in tables)
     print(text)
-    if folder is None:
+    if options.out is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     about = {"study": name, "effort": options.effort, "seed": options.seed, "machine": machine.fields(), "spent": spent}
     record = {**about, "tables": [asdict(table) for table in tables]}
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / f"{name}.md").write_text(text)
-    for number, table in enumerate(tables):
-        if table.chart is not None:
-            picture = draw(table.title, table.chart, table.columns, table.rows)
-            (folder / picture_name(name, number)).write_text(picture)
+    (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def drawing(table: Table) -> str:
+    """The chart of a table that has one, as SVG."""
+    assert table.chart is not None, "asked of tables with a chart"
+    return draw(table.title, table.chart, table.columns, table.rows)
 
 
 def picture_name(study: str, number: int) -> str:
     """The file of a table's chart."""
     return f"{study}-{number + 1}.svg"
-
-
-def _picture(study: str, number: int, table: Table) -> str:
-    return f"![{table.title}]({picture_name(study, number)})\n" if table.chart else ""
 
 
 def _text(cell: Cell) -> str:

@@ -9,30 +9,25 @@ import torch
 from anyio.from_thread import start_blocking_portal
 
 from scripts.studies.harness import Options, Table
-from scripts.studies.local_cache import queue, siblings
 from scripts.studies.local_overlap import overlap
 from scripts.studies.local_scoring import scoring, warm_prefix
-from scripts.studies.local_shares import shares
 from scripts.studies.local_speed import continuous, decoding, overheads
-from scripts.studies.local_subjects import subjects
+from scripts.studies.local_subjects import Lab, subjects
 from scripts.studies.machine import look
 
 
 def study(options: Options) -> list[Table]:
-    """Decoding, continuous batching, scoring, cache, crowds, and two engines at once."""
+    """Decoding, continuous batching, scoring, and two engines at once."""
     torch.set_num_threads(1)  # both sides: on a busy machine a second thread mostly waits
     with tempfile.TemporaryDirectory() as place, start_blocking_portal() as portal:
-        machine, found = look(), subjects(options, Path(place))
+        lab, machine, found = Lab(options, portal), look(), subjects(options, Path(place))
         target, draft = found[:2]
-        decoded, rates = decoding(found, options, portal)
+        decoded, rates = decoding(lab, found)
         return [
             decoded,
             overheads(found, rates, machine),
-            continuous([target, draft], options, portal),
-            scoring(found, rates, options, portal),
-            shares([target, draft], options, portal),
-            warm_prefix(target, options, portal),
-            siblings(target, portal),
-            queue(target, options, portal),
-            *overlap(target, draft, options, portal),
+            continuous(lab, [target, draft]),
+            scoring(lab, found, rates),
+            warm_prefix(lab, target),
+            *overlap(lab, target, draft),
         ]

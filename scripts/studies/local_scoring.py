@@ -1,72 +1,61 @@
-"""Scoring new chunks on warm rollouts: beside the matrix rate, beside decoding, and as the prefix grows."""
+"""Scoring new chunks on warm rollouts: beside the matrix rate, beside decoding, as the prefix grows."""
 
 from __future__ import annotations
 
 import gc
 import time
-
-from anyio.from_thread import BlockingPortal
+from collections.abc import Sequence
 
 from atts.core import ScoreRequest
 from atts.local import LocalEngine
-from scripts.studies.harness import Options, Spread, Table, say
+from scripts.studies.harness import Row, Spread, Table, say
 from scripts.studies.local_speed import Rates
-from scripts.studies.local_subjects import Subject, engine_on, matrix_seconds, send_all
+from scripts.studies.local_subjects import Lab, Subject, matrix_seconds, send_all
 
-CHUNK = 32
-PREFIX = 128
+CHUNK, PREFIX = 32, 128
 
 
-def scoring(subjects: list[Subject], rates: Rates, options: Options, portal: BlockingPortal) -> Table:
+def scoring(lab: Lab, subjects: Sequence[Subject], rates: Rates) -> Table:
     """New chunks on warm rollouts: share of the matrix rate, and tokens a second beside decoding's."""
-    rows: list[tuple[str | int | float | None, ...]] = []
+    rows: list[Row] = []
     for subject in subjects:
         for batch in subject.batches:
             say(f"scoring {subject.name} at {batch}")
-            limits: list[float] = []
-            times: list[float] = []
-            with engine_on(portal, subject.folder, threads=1) as engine:
-                for n in range(min(subject.most_rounds, options.pick(3, 7, 11))):
-                    limits.append(matrix_seconds(subject, batch * CHUNK, 2))
-                    times.append(score_seconds(portal, engine, subject, batch, PREFIX, n))
-            rows.append(_scoring_row(subject, batch, min(times), min(limits), rates.get((subject.name, batch))))
-    columns = (
-        "model",
-        "rollouts",
-        "scored tokens/s",
-        "to decoded tokens/s",
-        "GFLOP/s",
-        "torch.mm GFLOP/s",
+            limits, times, count = list[float](), list[float](), batch * CHUNK
+            with lab.engine(subject.folder) as engine:
+                for n in range(min(subject.most_rounds, lab.options.pick(3, 7, 11))):
+                    limits.append(matrix_seconds(subject, count, 2))
+                    times.append(_score_seconds(lab, engine, subject, batch, n))
+            flops = 2.0 * subject.config.matrix_weights * count
+            mixing = 4.0 * count * (PREFIX + CHUNK / 2) * subject.attention
+            rate, limit = (flops + mixing) / min(times) / 1e9, flops / min(limits) / 1e9
+            tokens, decoded = count / min(times), rates.get((subject.name, batch))
+            ahead = None if decoded is None else tokens / decoded
+            rows.append((subject.name, batch, tokens, ahead, rate, limit, rate / limit))
+    return Table.of(
+        f"Scoring {CHUNK} new tokens on each of several rollouts of {PREFIX} warm ones",
+        "model | rollouts | scored tokens/s | to decoded tokens/s | GFLOP/s | torch.mm GFLOP/s | "
         "share of the matrix rate",
+        rows,
     )
-    notes = (
-        "Best of several rounds in turn, whole calls through the engine as the caller's event loop sees them; torch.mm "
-        "at the same shapes. The work counted is that of the matrices and of attention over prefix and chunk.",
-    )
-    title = f"Scoring {CHUNK} new tokens on each of several rollouts of {PREFIX} warm ones"
-    return Table(title, columns, tuple(rows), notes)
 
 
-def _scoring_row(
-    subject: Subject, batch: int, seconds: float, bare: float, decoded: float | None
-) -> tuple[str | int | float | None, ...]:
-    config, count = subject.config, batch * CHUNK
-    flops = 2.0 * config.matrix_weights * count
-    mixing = 4.0 * count * (PREFIX + CHUNK / 2) * config.num_layers * config.num_heads * config.head_dim
-    rate, limit = (flops + mixing) / seconds / 1e9, flops / bare / 1e9
-    ahead = None if decoded is None else count / seconds / decoded
-    return subject.name, batch, count / seconds, ahead, rate, limit, rate / limit
+def _requests(
+    subject: Subject, batch: int, seed: int, prefix: int = PREFIX
+) -> tuple[list[ScoreRequest], list[ScoreRequest]]:
+    """What warms the prefixes of new rollouts, and a new chunk on each."""
+    bodies = subject.prompts(batch, prefix + CHUNK, seed)
+    warm = [ScoreRequest(ids[:1], ids[1:prefix]) for ids in bodies]
+    return warm, [ScoreRequest(ids[:prefix], ids[prefix:]) for ids in bodies]
 
 
-def score_seconds(
-    portal: BlockingPortal, engine: LocalEngine, subject: Subject, batch: int, prefix: int, seed: int
+def _score_seconds(
+    lab: Lab, engine: LocalEngine, subject: Subject, batch: int, seed: int, prefix: int = PREFIX
 ) -> float:
     """Processor seconds for scoring one new chunk on each of `batch` rollouts whose prefix was just scored."""
-    bodies = subject.prompts(batch, prefix + CHUNK, seed + 1000)
-    warm = [ScoreRequest(ids[:1], ids[1:prefix]) for ids in bodies]
-    requests = [ScoreRequest(ids[:prefix], ids[prefix:]) for ids in bodies]
+    warm, requests = _requests(subject, batch, seed + 1000, prefix)
     gc.collect()  # before the prefixes: it leaves the processor's caches full of other things
-    return portal.call(_warm_then_timed, engine, warm, requests)
+    return lab.portal.call(_warm_then_timed, engine, warm, requests)
 
 
 async def _warm_then_timed(engine: LocalEngine, warm: list[ScoreRequest], requests: list[ScoreRequest]) -> float:
@@ -77,32 +66,28 @@ async def _warm_then_timed(engine: LocalEngine, warm: list[ScoreRequest], reques
     return time.process_time() - began
 
 
-def warm_prefix(subject: Subject, options: Options, portal: BlockingPortal) -> Table:
+def warm_prefix(lab: Lab, subject: Subject) -> Table:
     """Scoring a chunk as the warm prefix grows eightfold, beside the cost of attention alone."""
-    config, prefixes = subject.config, (128, 256, 512, 1024)
+    prefixes = (128, 256, 512, 1024)
     say("scoring as the prefix grows")
     times: dict[int, list[float]] = {prefix: [] for prefix in prefixes}
     fed: dict[int, int] = {}
-    with engine_on(portal, subject.folder, threads=1, kv_tokens=100_000) as engine:
-        for n in range(options.pick(3, 9, 15)):
+    with lab.engine(subject.folder, kv_tokens=100_000) as engine:
+        for n in range(lab.options.pick(3, 9, 15)):
             for prefix in prefixes:
                 before = engine.stats()
-                times[prefix].append(score_seconds(portal, engine, subject, 8, prefix, 100 * prefix + n))
+                times[prefix].append(_score_seconds(lab, engine, subject, 8, 100 * prefix + n, prefix))
                 after = engine.stats()
                 computed = [s.prefilled_tokens + s.scored_tokens for s in (before, after)]
                 fed[prefix] = computed[1] - computed[0] - 8 * prefix  # less the warming up
-    mixed = 2 * config.num_layers * config.num_heads * config.head_dim
-    costs = {prefix: config.matrix_weights + (prefix + CHUNK / 2) * mixed for prefix in prefixes}
-    rows: list[tuple[int | float | str, ...]] = []
+    costs = {p: subject.config.matrix_weights + 2 * (p + CHUNK / 2) * subject.attention for p in prefixes}
+    rows: list[Row] = []
     for prefix in prefixes:
         expected = min(times[prefixes[0]]) * costs[prefix] / costs[prefixes[0]]
-        least, spread = min(times[prefix]), Spread.of(times[prefix])
-        rows.append((prefix, fed[prefix], 1e3 * least, 1e3 * spread.median, 1e3 * expected, least / expected))
-    columns = ("warm prefix", "tokens computed", "ms, best", "ms, median", "ms by the cost model", "best over model")
-    notes = ("The model: multiplications of the matrices and of attention, scaled to the shortest prefix.",)
-    return Table(
+        least, middle = min(times[prefix]), Spread.of(times[prefix]).median
+        rows.append((prefix, fed[prefix], 1e3 * least, 1e3 * middle, 1e3 * expected, least / expected))
+    return Table.of(
         f"Scoring 8 new chunks of {CHUNK} tokens as the warm prefix grows ({subject.name})",
-        columns,
-        tuple(rows),
-        notes,
+        "warm prefix | tokens computed | ms, best | ms, median | ms by the cost model | best over model",
+        rows,
     )

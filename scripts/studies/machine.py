@@ -14,6 +14,7 @@ from typing import Literal
 
 _COPIED = 1 << 26  # bytes: larger than any cache of a small machine
 _MATRIX = 512
+_OPERATIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Machine:
     processor: str
     cores: int
     memory_gib: float
-    load: float  # mean number of running processes over the last minute: ours and everybody else's
+    load: float  # mean number of running processes over the last minute: ours and all others
     copy_gib_per_second: float  # read and write counted once, one core
     matrix_gflops: float  # float32 torch.mm of 512 x 512, one core
     operation_microseconds: float  # one tiny torch operation: what a step pays per operation whatever its size
@@ -50,25 +51,41 @@ def look(rounds: int = 15) -> Machine:
     """Measure; under a second on an idle machine. One thread, as everything else here is measured per core."""
     import torch
 
-    threads = torch.get_num_threads()
+    threads, small = torch.get_num_threads(), torch.zeros(8)
+    source, left, right = torch.zeros(_COPIED // 4), torch.randn(_MATRIX, _MATRIX), torch.randn(_MATRIX, _MATRIX)
+    copied, out = torch.empty_like(source), torch.zeros(8)
+
+    def operations() -> None:
+        for _ in range(_OPERATIONS):
+            torch.add(small, small, out=out)
+
     torch.set_num_threads(1)
     try:
-        copy, matrix, operation = _copy_seconds(rounds), _matrix_seconds(rounds), _operation_seconds(rounds)
+        copy = _best(lambda: copied.copy_(source), rounds)
+        matrix = _best(lambda: torch.mm(left, right), rounds)
+        operation = _best(operations, rounds) / _OPERATIONS
     finally:
         torch.set_num_threads(threads)
+    versions = [f"{name} {version(name)}" for name in ("torch", "transformers", "numpy", "anyio")]
     return Machine(
-        _processor(),
-        os.cpu_count() or 1,
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
-        os.getloadavg()[0],
-        _COPIED / copy / 2**30,
-        2 * _MATRIX**3 / matrix / 1e9,
-        1e6 * operation,
-        1e6 * _loop_seconds(),
-        f"Python {platform.python_version()}, "
-        + ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "numpy", "anyio")),
-        pair_mark(),
+        processor=_processor(),
+        cores=os.cpu_count() or 1,
+        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        load=os.getloadavg()[0],
+        copy_gib_per_second=_COPIED / copy / 2**30,
+        matrix_gflops=2 * _MATRIX**3 / matrix / 1e9,
+        operation_microseconds=1e6 * operation,
+        loop_microseconds=1e6 * _loop_seconds(),
+        software=", ".join([f"Python {platform.python_version()}", *versions]),
+        pair=pair_mark(),
     )
+
+
+def shared_data() -> Path | None:
+    """The folder of benchmarks and recorded traces, named by ATTS_SHARED_DATA or beside the checkout; None: absent."""
+    named = os.environ.get("ATTS_SHARED_DATA")
+    found = Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "data"
+    return found if found.is_dir() else None
 
 
 def pair_mark() -> str:
@@ -99,33 +116,6 @@ def _best(work: Callable[[], object], rounds: int) -> float:
         work()
         times.append(time.perf_counter() - began)
     return min(times)
-
-
-def _copy_seconds(rounds: int) -> float:
-    import torch
-
-    source = torch.zeros(_COPIED // 4)
-    copied = torch.empty_like(source)
-    return _best(lambda: copied.copy_(source), rounds)
-
-
-def _matrix_seconds(rounds: int) -> float:
-    import torch
-
-    left, right = torch.randn(_MATRIX, _MATRIX), torch.randn(_MATRIX, _MATRIX)
-    return _best(lambda: torch.mm(left, right), rounds)
-
-
-def _operation_seconds(rounds: int) -> float:
-    import torch
-
-    small, out, count = torch.zeros(8), torch.zeros(8), 1000
-
-    def work() -> None:
-        for _ in range(count):
-            torch.add(small, small, out=out)
-
-    return _best(work, rounds) / count
 
 
 def _loop_seconds(count: int = 2000) -> float:

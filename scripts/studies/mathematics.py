@@ -15,11 +15,11 @@ import anyio
 
 from atts.api import Setup, build_engine
 from atts.api.setup import CalibrationMode
-from atts.core import Problem, Role
+from atts.core import Role
 from atts.engine import Engine
 from atts.errors import ATTSError, OptionError
 from atts.evaluators import Dataset, LoadOptions, load_dataset
-from atts.pipelines import Chunking, Policy
+from atts.pipelines import Chunking
 from atts.run import INTERRUPTED, RunResult, Session, evaluate
 from scripts.studies.harness import say
 from scripts.studies.mathematics_table import Measured, as_json, tables
@@ -55,13 +55,10 @@ class Job:
     dataset: Dataset
     pair: Pair
     engines: dict[Role, str]
-    policy: Policy
-    rate: float
+    setup: Setup
     arms: tuple[Arm, ...]
-    repeats: int = 1
-    rollouts: int = 256
-    seed: int = 0
-    out: Path | None = None
+    repeats: int
+    out: Path | None
 
 
 class Interrupted(Exception):
@@ -100,17 +97,15 @@ async def measure(job: Job) -> list[Measured]:
         for repeat in range(job.repeats):
             start = repeat % len(job.arms)
             for arm in (*job.arms[start:], *job.arms[:start]):
-                say(f"math: {arm.name} ({arm.what}), seed {job.seed + repeat}")
+                say(f"math: {arm.name} ({arm.what}), seed {job.setup.seed + repeat}")
                 found[arm.name].append(await _run(job, arm, repeat, engines["draft"], engines["target"]))
     return [Measured(arm.name, arm.what, tuple(found[arm.name])) for arm in job.arms]
 
 
 async def _run(job: Job, arm: Arm, repeat: int, draft: Engine, target: Engine) -> RunResult:
-    setup = Setup(
-        method=arm.method, mode=arm.mode, rate=job.rate, policy=job.policy,
-        seed=job.seed + repeat, rollouts=job.rollouts,
-    )  # fmt: skip
-    place = None if job.out is None else job.out / f"{arm.name}-seed{job.seed + repeat}"
+    seed = job.setup.seed + repeat
+    setup = replace(job.setup, method=arm.method, mode=arm.mode, seed=seed)
+    place = None if job.out is None else job.out / f"{arm.name}-seed{seed}"
     plan = setup.plan(draft, target, job.dataset.problems[0].kind)
     result = await evaluate(job.dataset.problems, plan, Session(place, engines="are open"))
     if result.status != "finished":
@@ -150,23 +145,13 @@ def _job(asked: argparse.Namespace) -> Job:
         "target": asked.target or pair.words("target", asked.at),
     }
     dataset = load_dataset(asked.dataset, options=LoadOptions(file=asked.file))
-    if asked.limit is not None and asked.limit < 1:
-        raise OptionError("limit", f"{asked.limit} leaves no problem")
-    problems: tuple[Problem, ...] = dataset.problems[: asked.limit]
-    rate = pair.rate if asked.rate is None else asked.rate
-    return Job(
-        replace(dataset, problems=problems), pair, engines, _policy(pair.policy, asked), rate, _arms(asked.arms),
-        asked.repeats, asked.rollouts, asked.seed, asked.out,
-    )  # fmt: skip
-
-
-def _policy(policy: Policy, asked: argparse.Namespace) -> Policy:
-    chunk = asked.chunk
-    chunking = policy.chunking if chunk is None else Chunking(chunk, chunk, policy.chunking.stop)
-    samples, turns = asked.samples or policy.samples, asked.turns or policy.turns
-    return replace(
-        policy, samples=samples, turns=turns, max_tokens=asked.max_tokens or policy.max_tokens, chunking=chunking
-    )
+    told = {name: getattr(asked, name) for name in ("samples", "turns", "max_tokens") if getattr(asked, name)}
+    if asked.chunk is not None:
+        told["chunking"] = Chunking(asked.chunk, asked.chunk, pair.policy.chunking.stop)
+    policy, rate = replace(pair.policy, **told), pair.rate if asked.rate is None else asked.rate
+    setup = Setup(rate=rate, policy=policy, seed=asked.seed, rollouts=asked.rollouts)
+    limited = replace(dataset, problems=dataset.problems[: asked.limit])
+    return Job(limited, pair, engines, setup, _arms(asked.arms), repeats=asked.repeats, out=asked.out)
 
 
 def _arms(names: str) -> tuple[Arm, ...]:
@@ -178,8 +163,8 @@ def _arms(names: str) -> tuple[Arm, ...]:
 
 
 def _emit(job: Job, measured: Sequence[Measured], is_json: bool) -> None:
-    record = as_json(job.dataset, job.pair, job.engines, job.rate, measured)
-    text = "\n".join(table.markdown() for table in tables(job.dataset, job.pair, job.rate, measured))
+    record = as_json(job.dataset, job.pair, job.engines, job.setup.rate, measured)
+    text = "\n".join(table.markdown() for table in tables(job.dataset, job.pair, job.setup.rate, measured))
     if job.out is not None:
         (job.out / "math.json").write_text(json.dumps(record, indent=1) + "\n")
         (job.out / "math.md").write_text(text)

@@ -13,10 +13,9 @@ from typing import Any
 from atts.api import answers_for
 from atts.core import Role, Usage
 from atts.evaluators import Dataset, Estimate, Samples, compare_runs, score, share_estimate
-from atts.journal import FinishedProblem
 from atts.run import RunResult, samples
-from scripts.studies.harness import Cell, Spread, Table
-from scripts.studies.pairs import Pair, Published
+from scripts.studies.harness import Row, Spread, Table, interval
+from scripts.studies.pairs import Pair
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,10 @@ class Measured:
     @cached_property
     def graded(self) -> list[Samples]:
         """Every problem's samples of all runs together."""
-        together = [_joined(lines) for lines in zip(*(run.problems for run in self.runs), strict=True)]
+        every = zip(*(run.problems for run in self.runs), strict=True)
+        together = [
+            replace(lines[0], samples=tuple(chain.from_iterable(line.samples for line in lines))) for lines in every
+        ]
         return samples(together, answers_for("math").group)
 
     @cached_property
@@ -85,77 +87,63 @@ def tables(dataset: Dataset, pair: Pair, rate: float, measured: Sequence[Measure
 
 
 def _paper(dataset: Dataset, pair: Pair, rate: float, arms: Mapping[str, Measured]) -> Table:
-    target, marginal, conditional = arms["target"], arms["marginal"], arms["conditional"]
+    target, others = arms["target"], (arms["marginal"], arms["conditional"])
     words = {"any": f"right in any of {target.size}", "vote": f"vote of {target.size}", "one": "one sample"}
-    rows: list[tuple[Cell, ...]] = []
-    for number, (metric, word) in enumerate(words.items()):
-        costs: tuple[Cell, ...] = ("", "", "", "")
-        if not number:
-            speed = [_spread(one.speed_up(target)) for one in (marginal, conditional)]
-            costs = (*speed, _interval(marginal.rate), _interval(conditional.rate))
-        accuracy = (_interval(one.estimate(metric)) for one in (marginal, conditional, target))
-        rows.append((word, *accuracy, *costs))
-    known = pair.published.get(dataset.name.split("[")[0])
+    rows: list[Row] = []
+    for metric, word in words.items():
+        costs = ("", "", "", "")
+        if not rows:
+            speeds = [_spread(one.speed_up(target)) for one in others]
+            costs = (speeds[0], speeds[1], interval(others[0].rate), interval(others[1].rate))
+        rows.append((word, *(interval(one.estimate(metric)) for one in (*others, target)), *costs))
+    known, notes = pair.published.get(dataset.name.split("[")[0]), list(_notes(dataset, target))
     if known:
-        rows.append(_published(known))
-    return Table(
+        speeds = [f"{known.marginal:.2f}", f"{known.conditional:.2f}"]
+        rows.append(("published, any of 16", f"{known.accuracy:.3f}", "", "", *speeds, "", ""))
+        notes.append(
+            "The published row is the authors' own: answers judged by a model, their hardware, the first 15 problems "
+            f"of AIME, another 50 for AMC. {pair.name}: {pair.run_here}."
+        )
+    return Table.of(
         f"{dataset.name}: {pair.draft} drafts, {pair.target} is the target",
-        ("", "accuracy, marginal", "accuracy, conditional", "target accuracy", "speed-up, marginal",
-         "speed-up, conditional", f"rate, marginal (nominal {rate:g})", "rate, conditional"),
-        tuple(rows),
-        (*_notes(dataset, target), *([_about_published(pair)] if known else [])),
-    )  # fmt: skip
-
-
-def _published(row: Published) -> tuple[Cell, ...]:
-    return (
-        "published, any of 16", f"{row.accuracy:.3f}", "", "", f"{row.marginal:.2f}", f"{row.conditional:.2f}", "", ""
-    )  # fmt: skip
-
-
-def _about_published(pair: Pair) -> str:
-    return (
-        "The published row is the authors' own: answers judged by a model, their hardware, the first 15 problems of "
-        f"AIME, another 50 for AMC. {pair.name}: {pair.run_here}."
+        "| accuracy, marginal | accuracy, conditional | target accuracy | speed-up, marginal | speed-up, conditional | "
+        f"rate, marginal (nominal {rate:g}) | rate, conditional",
+        rows,
+        *notes,
     )
 
 
-def _notes(dataset: Dataset, target: Measured) -> tuple[str, ...]:
+def _notes(dataset: Dataset, target: Measured) -> tuple[str, str]:
     repeats = len(target.runs)
-    seconds = (
-        f"Speed-up: seconds of the target alone over seconds of the arm, median and range of {repeats} repeats."
-        if repeats > 1
-        else "Speed-up: seconds of the target alone over seconds of the arm, one measurement; --repeats gives a range."
-    )
+    how = f"median and range of {repeats} repeats" if repeats > 1 else "one measurement; --repeats gives a range"
     return (
         f"{len(dataset)} problems (digest {dataset.digest[:12]}), {target.size} samples, {repeats} seed"
         f"{'s' * (repeats > 1)}; 95 % intervals over problems. Answers are graded here, by equivalence.",
-        seconds + " Arms run one after another on the same engines, whose caches stay warm.",
+        f"Speed-up: seconds of the target alone over seconds of the arm, {how}. Arms run one after another on the same "
+        "engines, whose caches stay warm.",
     )
 
 
 def _runs(dataset: Dataset, rate: float, measured: Sequence[Measured]) -> Table:
     alone = next((one for one in measured if one.name == "target"), None)
-    rows = [_run(one, alone) for one in measured]
     failed = sum(one.failed for one in measured)
-    return Table(
+    return Table.of(
         f"{dataset.name}: every run",
-        ("run", "any", "vote", "one sample", "minus target, points", f"rate (nominal {rate:g})", "draft tokens",
-         "scored", "target tokens", "of target alone", "seconds"),
-        tuple(rows),
-        ("The difference is of single samples, paired by problem.",
-         *([f"{failed} problems failed and are in no rate; the journals say why."] if failed else [])),
-    )  # fmt: skip
+        f"run | any | vote | one sample | minus target, points | rate (nominal {rate:g}) | draft tokens | scored | "
+        "target tokens | of target alone | seconds",
+        [_run(one, alone) for one in measured],
+        "The difference is of single samples, paired by problem.",
+        *([f"{failed} problems failed and are in no rate; the journals say why."] if failed else []),
+    )
 
 
-def _run(one: Measured, alone: Measured | None) -> tuple[Cell, ...]:
-    accuracies = tuple(_interval(one.estimate(metric)) for metric in ("any", "vote", "one"))
-    share = f"{one.usage.target_tokens / alone.usage.target_tokens:.1%}" if alone and alone.usage.target_tokens else "-"
-    seconds = Spread.of([run.seconds for run in one.runs])
-    return (
-        one.name, *accuracies, _difference(one, alone), _interval(one.rate), one.usage.draft_tokens,
-        one.usage.scored_tokens, one.usage.target_tokens, share, _spread(seconds, ".1f"),
-    )  # fmt: skip
+def _run(one: Measured, alone: Measured | None) -> Row:
+    accuracies = tuple(interval(one.estimate(metric)) for metric in ("any", "vote", "one"))
+    usage, whole = one.usage, alone.usage.target_tokens if alone else 0
+    tokens = (usage.draft_tokens, usage.scored_tokens, usage.target_tokens)
+    share = f"{usage.target_tokens / whole:.1%}" if whole else "-"
+    seconds = _spread(Spread.of([run.seconds for run in one.runs]), ".1f")
+    return one.name, *accuracies, _difference(one, alone), interval(one.rate), *tokens, share, seconds
 
 
 def _difference(one: Measured, alone: Measured | None) -> str:
@@ -186,26 +174,15 @@ def as_json(
 
 
 def _arm_json(one: Measured, alone: Measured | None) -> dict[str, Any]:
+    speed_up = [] if alone is None else [a.seconds / b.seconds for a, b in zip(alone.runs, one.runs, strict=True)]
     return {
-        "any": one.estimate("any").as_json(),
-        "vote": one.estimate("vote").as_json(),
-        "one": one.estimate("one").as_json(),
+        **{metric: one.estimate(metric).as_json() for metric in ("any", "vote", "one")},
         "rate": one.rate.as_json(),
         "usage": asdict(one.usage),
         "seconds": [run.seconds for run in one.runs],
-        "speed_up": [] if alone is None else [a.seconds / b.seconds for a, b in zip(alone.runs, one.runs, strict=True)],
+        "speed_up": speed_up,
         "failed": one.failed,
     }
-
-
-def _joined(lines: tuple[FinishedProblem, ...]) -> FinishedProblem:
-    return replace(lines[0], samples=tuple(chain.from_iterable(line.samples for line in lines)))
-
-
-def _interval(estimate: Estimate) -> str:
-    if estimate.n_problems == 0 or estimate.value != estimate.value:
-        return "-"
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def _spread(spread: Spread, digits: str = ".2f") -> str:

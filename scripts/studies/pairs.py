@@ -60,11 +60,8 @@ class Pair:
         """
         if self.model(role) == "embedded":
             return "embedded"
-        return (
-            f"hf:{self.model(role)}"
-            if where == "local"
-            else f"{where}:http://127.0.0.1:{PORTS[role]}/{self.model(role)}"
-        )
+        model = self.model(role)
+        return f"hf:{model}" if where == "local" else f"{where}:http://127.0.0.1:{PORTS[role]}/{model}"
 
 
 _R1 = "deepseek-ai/DeepSeek-R1-Distill"
@@ -74,21 +71,16 @@ _LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 _S1 = "simplescaling/s1.1-32B"
 _SCRIPTS = "in the published scripts"
 
+_PUBLISHED = {
+    "math100": Published(0.96, 7.19, 5.35),
+    "aime24": Published(0.467, 5.71, 10.10),
+    "aime25": Published(0.40, 14.50, 12.82),
+    "amc23": Published(0.76, 10.42, 8.20),
+}
 PAIRS: tuple[Pair, ...] = (
     Pair("r1-1.5b/r1-70b", f"{_R1}-Qwen-1.5B", f"{_R1}-Llama-70B", "the abstract's pair; its table rows are not known"),
     Pair("r1-8b/qwq-32b", f"{_R1}-Llama-8B", _QWQ, "the pair of the published traces"),
-    Pair(
-        "qwen-7b/qwq-32b",
-        _QWEN,
-        _QWQ,
-        "the rows of the main table that are known",
-        {
-            "math100": Published(0.96, 7.19, 5.35),
-            "aime24": Published(0.467, 5.71, 10.10),
-            "aime25": Published(0.40, 14.50, 12.82),
-            "amc23": Published(0.76, 10.42, 8.20),
-        },
-    ),
+    Pair("qwen-7b/qwq-32b", _QWEN, _QWQ, "the rows of the main table that are known", _PUBLISHED),
     Pair("r1-1.5b/qwq-32b", f"{_R1}-Qwen-1.5B", _QWQ, _SCRIPTS),
     Pair("llama-8b/qwq-32b", _LLAMA, _QWQ, _SCRIPTS),
     Pair("s1-7b/s1-32b", "simplescaling/s1.1-7B", _S1, _SCRIPTS),

@@ -20,7 +20,7 @@ from atts.remote import RemoteEngine, RemoteOptions
 from atts.seeds import Seed
 from atts.tasks import collect
 from atts.testing import ToyTokenizer
-from scripts.studies.harness import Options, Spread, Table, say
+from scripts.studies.harness import Options, Row, Spread, Table, say
 
 DELAY_SECONDS = 0.05
 PATIENCE_SECONDS = 300.0  # for connections, too: on a busy machine thousands of them take their time
@@ -38,39 +38,36 @@ class Cost:
 
 def study(options: Options) -> list[Table]:
     """Requests a second and processor time a request, at 1,000 and 4,000 in flight."""
-    repeats = options.pick(1, 3, 5)
-    levels = options.pick((100,), (1000, 4000), (256, 1000, 4000))
-    requests = options.pick(400, 4000, 20000)
-    rows: list[tuple[str | int | float | None, ...]] = []
+    repeats, requests = options.pick(1, 3, 5), options.pick(400, 4000, 20000)
+    rows: list[Row] = []
     gc.set_threshold(20_000, 10, 10)  # as the command line does, here for all three
     with _Server() as url:
-        for in_flight in levels:
+        for in_flight in options.pick((100,), (1000, 4000), (256, 1000, 4000)):
             count = max(requests, 2 * in_flight)
+            small = min(count, 4 * in_flight, 2000)
             costs: dict[str, list[Cost]] = {"aiohttp": [], "atts": [], "atts on trio": []}
             for number in range(repeats + 1):
                 say(f"{in_flight} in flight, round {number} of {repeats}")
                 costs["aiohttp"].append(anyio.run(_bare, url, in_flight, count))
                 costs["atts"].append(anyio.run(_ours, url, in_flight, count))
-                small = min(count, 4 * in_flight, 2000)
                 costs["atts on trio"].append(anyio.run(_ours, url, in_flight, small, backend="trio"))
-            rows.extend(_rows(in_flight, {name: each[1:] for name, each in costs.items()}))
-    notes = (
-        f"A server in a process of its own answers completions of {TOKENS} tokens after {DELAY_SECONDS * 1000:g} ms."
-        " Server and client share the machine's cores, so requests a second are the two's together; the ratio is of"
-        " rounds measured in turn, and processor time is the client's alone. The first round is not counted."
-        " All collect garbage as the command line does, every 20,000 new objects.",
+            base = [cost.per_second for cost in costs["aiohttp"][1:]]
+            for name, each in costs.items():
+                speed, cpu = [cost.per_second for cost in each[1:]], [cost.cpu_ms for cost in each[1:]]
+                shares = [mine / theirs for mine, theirs in zip(speed, base, strict=True)]
+                rows.append((in_flight, name, *(str(Spread.of(values)) for values in (speed, shares, cpu))))
+    ours = [row for row in rows if row[1] == "atts"][-1]
+    table = Table.of(
+        "Throughput of servers",
+        "in flight | client | requests/s | of aiohttp | client CPU ms/request",
+        rows,
+        f"A server in a process of its own answers completions of {TOKENS} tokens after {DELAY_SECONDS * 1000:g} ms. "
+        "Server and client share the machine's cores, so requests a second are the two's together; the ratio is of "
+        "rounds measured in turn, and processor time is the client's alone. The first round is not counted. "
+        "All collect garbage as the command line does, every 20,000 new objects.",
+        headline=f"{ours[2]} requests/s at {ours[0]} in flight, {ours[3]} of a bare aiohttp loop's",
     )
-    columns = ("in flight", "client", "requests/s", "of aiohttp", "client CPU ms/request")
-    return [Table("Throughput of servers", columns, tuple(rows), notes)]
-
-
-def _rows(in_flight: int, costs: dict[str, list[Cost]]) -> list[tuple[str | int | float | None, ...]]:
-    rows: list[tuple[str | int | float | None, ...]] = []
-    for name, each in costs.items():
-        shares = [a.per_second / b.per_second for a, b in zip(each, costs["aiohttp"], strict=True)]
-        speed, cpu = Spread.of([cost.per_second for cost in each]), Spread.of([cost.cpu_ms for cost in each])
-        rows.append((in_flight, name, str(speed), str(Spread.of(shares)), str(cpu)))
-    return rows
+    return [table]
 
 
 async def _ours(url: str, in_flight: int, count: int) -> Cost:

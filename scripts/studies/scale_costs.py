@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-
-import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +56,6 @@ class Pair:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One measured piece of work: how many steps, what they held in all, and how long it took."""
-
-    steps: float
-    sequences: float
-    cached: float
-    fed: float
-    seconds: float
-    calls: float = 0.0
-
-
-def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
-    """Coefficients >= 0 by least squares on relative errors, and the root mean square of what is left."""
-    from scipy.optimize import nnls
-
-    rows = np.array([[o.steps, o.sequences, o.cached, o.fed, o.calls] for o in seen])
-    seconds = np.array([o.seconds for o in seen])
-    scale = rows.max(axis=0)
-    scale[scale == 0] = 1.0
-    found, _ = nnls(rows / scale / seconds[:, None], np.ones(len(seen)))
-    step, sequence, cached, prefilled, request = (float(value) for value in found / scale)
-    error = (rows @ (found / scale)) / seconds - 1
-    return Cost(step, sequence, cached, prefilled, request), float(np.sqrt(np.mean(error**2)))
-
-
 _MS = 1e-3
 _OVERHEAD = 1.207 * _MS
 """Per step beside the model, of the same simulator the 8B row comes from."""
@@ -111,8 +83,3 @@ PAIRS: Mapping[str, Pair] = MappingProxyType(
         "8B/70B": Pair("8B/70B", DRAFT_8B, TARGET_70B, _ROOM_8B, _ROOM_70B, "1 + 4 H100"),
     }
 )
-
-
-def shared(cost: Cost, share: float, host: float) -> Cost:
-    """The same engine on processors it shares, each call costing its host so much."""
-    return replace(cost, share=share, call=host)

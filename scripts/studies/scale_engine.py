@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -23,14 +24,10 @@ class Law(Protocol):
     """What would be written and scored, from the request alone."""
 
     @property
-    def grain(self) -> int:
-        """Real tokens per id: long texts are simulated with fewer ids."""
-        ...
+    def grain(self) -> int: ...  # real tokens per id: long texts are simulated with fewer ids
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of both models."""
-        ...
+    def tokenizer(self) -> Tokenizer: ...  # of both models
 
     def spec(self, role: Role) -> EngineSpec:
         """Who the engine says it is."""
@@ -47,13 +44,11 @@ class Law(Protocol):
 
 @dataclass(slots=True)
 class Load:
-    """What an engine held over time: (seconds, sequences at work, KV tokens at work, KV tokens kept warm)."""
+    """What an engine did, and the most KV tokens at work at once."""
 
-    rows: list[tuple[float, int, float, float]] = field(default_factory=list[tuple[float, int, float, float]])
     peak: float = 0.0
     busy: float = 0.0
     steps: int = 0
-    evicted: int = 0
     prefilled: float = 0.0
     decoded: float = 0.0
 
@@ -66,7 +61,6 @@ class _Work:
     kept: float
     feed: float
     write: float
-    is_scoring: bool
     done: anyio.Event = field(default_factory=anyio.Event)
     ends_at: float = math.inf  # the count of steps at which it has written all
     state: str = "waiting"
@@ -85,7 +79,7 @@ class Host:
         self._free_at = 0.0
 
     async def hand_over(self, seconds: float, now: float) -> None:
-        """Wait for the event loop's own work on one request, after everybody else's."""
+        """Wait for the event loop's own work on one request, after that on earlier ones."""
         self._free_at = max(now, self._free_at) + seconds
         await anyio.sleep(self._free_at - now)
 
@@ -108,7 +102,6 @@ class BatchedEngine:
         chunk: int = 2048,
         batch: int = 512,
         host: Host | None = None,
-        keep_load: bool = False,
     ) -> None:
         self.role: Role = role
         self.law = law
@@ -117,7 +110,6 @@ class BatchedEngine:
         self._room = kv_tokens
         self._chunk, self._batch = chunk, batch
         self._host = host or Host()
-        self._keep_load = keep_load
         self._waiting: deque[_Work] = deque()
         self._feeding: deque[_Work] = deque()
         self._decoding: list[tuple[float, int, _Work]] = []
@@ -127,38 +119,26 @@ class BatchedEngine:
         self._prompts: dict[str, int] = {}  # ids of each problem's prompt: siblings share it
         self._warm_tokens = 0.0
         self._count = 0.0  # decoding steps so far
-        self._numbers = 0
+        self._requests, self._numbers = 0, itertools.count()
         self._wake = anyio.Event()
         self._now: Callable[[], float] = lambda: 0.0
         self._stack = AsyncExitStack()
-        self._requests = 0
-        self._spec = law.spec(role)
-
-    @property
-    def spec(self) -> EngineSpec:
-        """Known from the start."""
-        return self._spec
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The law's."""
-        return self.law.tokenizer
+        self.spec, self.tokenizer = law.spec(role), law.tokenizer
 
     def stats(self) -> EngineStats:
         """Counters so far."""
-        load = self.load
-        return EngineStats(self._requests, steps=load.steps, busy_seconds=load.busy)
+        return EngineStats(self._requests, steps=self.load.steps, busy_seconds=self.load.busy)
 
     async def sample(self, request: SampleRequest) -> Completion:
         """What the law writes, after as long as it takes."""
-        check_sample(request, self._spec)
+        check_sample(request, self.spec)
         completion = self.law.write(self.role, request)
         cached = await self._serve(request.rollout, len(request.ids), 0, len(completion.ids))
         return replace(completion, cached_tokens=cached)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """What the law scores, after one prefill."""
-        check_score(request, self._spec)
+        check_score(request, self.spec)
         cached = await self._serve(request.rollout, len(request.prefix), len(request.suffix), 0)
         return Scores(self.law.score(request), cached)
 
@@ -190,7 +170,7 @@ class BatchedEngine:
         self._prompts.setdefault(problem, prefix)  # the first request of a problem is its prompt, and little else
         warm = min(max(kept, float(grain * prompt)), grain * (prefix if suffix else prefix - 1))
         feed = grain * (prefix + suffix) - warm
-        work = _Work(rollout, warm, feed, grain * write, bool(suffix))
+        work = _Work(rollout, warm, feed, grain * write)
         self._requests += 1
         self._waiting.append(work)
         self._wake.set()
@@ -240,10 +220,7 @@ class BatchedEngine:
             needed = work.tokens + work.write
             if self._held + needed > self._room and (self._feeding or self._decoding):
                 return
-            while self._held + needed + self._warm_tokens > self._room and self._warm:
-                _, gone = self._warm.popitem(last=False)
-                self._warm_tokens -= gone
-                self.load.evicted += 1
+            self._evict(needed)
             self._waiting.popleft()
             work.state = "feeding"
             self._held += work.tokens
@@ -281,12 +258,11 @@ class BatchedEngine:
             return
         work.state = "decoding"
         work.ends_at = self._count + work.write
-        self._numbers += 1
-        heapq.heappush(self._decoding, (work.ends_at, self._numbers, work))
+        heapq.heappush(self._decoding, (work.ends_at, next(self._numbers), work))
         self._cached += work.tokens
 
     async def _decode(self) -> None:
-        """Steps until the next sequence is done or somebody new comes, whichever is first."""
+        """Steps until the next sequence is done or a request comes, whichever is first."""
         batch, cached = len(self._decoding), self._cached
         steps = max(1, round(self._decoding[0][0] - self._count))
         stretch = self._stretch()
@@ -295,7 +271,7 @@ class BatchedEngine:
         self._wake = wake = anyio.Event()
         with anyio.move_on_after(whole):
             await wake.wait()
-            # somebody came: the step under way is finished, then there is another plan
+            # a request came: the step under way is finished, then there is another plan
             passed = (self._now() - began) / stretch
             steps = min(steps, self.cost.steps_within(passed, batch, cached) + 1)
             await anyio.sleep(max(0.0, stretch * self.cost.steps(steps, batch, cached) - (self._now() - began)))
@@ -327,12 +303,11 @@ class BatchedEngine:
         work.done.set()
 
     def _note(self) -> None:
-        total = self._held + self._warm_tokens
         self.load.peak = max(self.load.peak, self._held)
-        while total > self._room and self._warm:
+        self._evict()
+
+    def _evict(self, needed: float = 0.0) -> None:
+        """Make room, least recently used prefixes first."""
+        while self._held + needed + self._warm_tokens > self._room and self._warm:
             _, gone = self._warm.popitem(last=False)
             self._warm_tokens -= gone
-            total -= gone
-        if self._keep_load:
-            at_work = len(self._decoding) + len(self._feeding)
-            self.load.rows.append((self._now(), at_work, self._held, self._warm_tokens))

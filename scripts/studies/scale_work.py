@@ -19,8 +19,8 @@ from atts.core import Completion, Message, Problem, Role, SampleRequest, ScoreRe
 from atts.engine import EngineSpec
 from atts.pipelines import Answers
 from atts.seeds import Seed, generator
+from scripts.studies.calibration import traces
 
-TRACES = Path("traces") / "draft_target.jsonl.gz"
 CHUNK = 500  # tokens of a full chunk in the recorded runs
 PROMPT = 150  # tokens of a problem with its instructions; the traces do not say
 _WORD, _END = 1, 2
@@ -52,35 +52,32 @@ class Library:
 
 def find_library() -> Library:
     """The recorded run where its data is at hand, else a synthetic one that says so."""
-    traces = find_traces()
-    return synthetic_library() if traces is None else read_library(traces)
+    found = recorded_rollouts()
+    return synthetic_library() if found is None else read_library(found)
 
 
-def find_traces() -> Path | None:
-    """The file of recorded runs where it is at hand."""
-    places = (folder / TRACES for folder in (Path("shared/data"), Path("../shared/data")))
-    return next((place for place in places if place.is_file()), None)
+def recorded_rollouts(folder: Path | None = None, run: str = "ct0") -> list[dict[str, Any]] | None:
+    """The rollouts of one recorded run, turn by turn, where they are at hand."""
+    place = folder or traces()
+    if place is None:
+        return None
+    with gzip.open(place / "draft_target.jsonl.gz", "rt") as lines:
+        return [record for line in lines if (record := json.loads(line))["run"] == run]
 
 
-def read_library(path: Path, run: str = "ct0") -> Library:
-    """The rollouts of one run; characters become tokens at the rate of chunks that were cut at their limit."""
-    with gzip.open(path, "rt") as lines:
-        found: list[dict[str, Any]] = [record for line in lines if (record := json.loads(line))["run"] == run]
+def read_library(found: Sequence[Mapping[str, Any]]) -> Library:
+    """The rollouts of a run; characters become tokens at the rate of chunks that were cut at their limit."""
     full = [t["draft_chars"] for r in found for t in r["turns"][:-1] if t["draft_chars"] and not t["draft_boxed"]]
     characters = median(full) / CHUNK
     questions: dict[int, list[Recorded]] = {}
     for record in found:
         questions.setdefault(record["question_id"], []).append(_rollout(record, characters))
-    origin = (
-        f"run {run}: {len(found)} rollouts of {len(questions)} MATH-500 questions, R1-Distill-Llama-8B with QwQ-32B"
-    )
-    return Library(tuple(tuple(questions[q]) for q in sorted(questions)), origin)
+    words = f"{len(found)} rollouts of {len(questions)} MATH-500 questions, R1-Distill-Llama-8B with QwQ-32B"
+    return Library(tuple(tuple(questions[q]) for q in sorted(questions)), f"run {found[0]['run']}: {words}")
 
 
 def _rollout(record: Mapping[str, Any], characters: float) -> Recorded:
-    starts: list[float] = []
-    scores: list[float] = []
-    tokens = 0.0
+    starts, scores, tokens = list[float](), list[float](), 0.0
     for turn in record["turns"]:
         if turn["ppl"] is not None:
             starts.append(tokens)
@@ -97,8 +94,7 @@ def synthetic_library(questions: int = 100, samples: int = 16, seed: int = 0) ->
     Between questions and within, the deviations are .75 and .45 (log tokens) and .55 and .47 (log of mean negative
     log-probability, median .47 nats); one rollout in twenty never ends; wrong answers come in a few kinds.
     """
-    draw = np.random.default_rng(seed)
-    table: list[tuple[Recorded, ...]] = []
+    draw, table = np.random.default_rng(seed), list[tuple[Recorded, ...]]()
     for question in range(questions):
         length, level, skill = draw.normal(7.0, 0.75), draw.normal(math.log(0.47), 0.55), draw.beta(2.4, 0.6)
         lines: list[Recorded] = []
@@ -114,7 +110,7 @@ def synthetic_library(questions: int = 100, samples: int = 16, seed: int = 0) ->
 
 
 class NoText:
-    """A tokenizer for texts nobody reads."""
+    """A tokenizer for texts that are never read."""
 
     def __init__(self, grain: int) -> None:
         self._prompt: TokenIds = (_WORD,) * max(1, PROMPT // grain)
@@ -134,7 +130,7 @@ class NoText:
 
 
 class TraceLaw:
-    """Reasoning as work to be done: a rollout's answer comes once so many tokens were written, whoever wrote them.
+    """Reasoning as work to be done: a rollout's answer comes once so many tokens were written, whichever model writes.
 
     How many is drawn per (problem, sample) from the question's recorded rollouts, smoothed (a log-normal kernel of
     Silverman's width), so that 256 samples do not repeat 16. Scores and answers are those recorded at that place. So
@@ -143,25 +139,15 @@ class TraceLaw:
 
     def __init__(self, library: Library, seed: int = 0, grain: int = 10) -> None:
         self.library = library
-        self._grain = grain
+        self.grain = grain  # real tokens per id
+        self.tokenizer = NoText(grain)
         self._seed = seed
-        self._tokenizer = NoText(grain)
         self._kernel = 1.06 * library.spread * 16 ** (-1 / 5)
         self.rollout = lru_cache(maxsize=1 << 16)(self._rollout)
 
-    @property
-    def grain(self) -> int:
-        """Real tokens per id."""
-        return self._grain
-
-    @property
-    def tokenizer(self) -> NoText:
-        """Ids without text."""
-        return self._tokenizer
-
     def spec(self, role: Role) -> EngineSpec:
         """An engine that any text fits into."""
-        return EngineSpec(role, f"law of {role}", self._tokenizer.digest, 1 << 24, (_END,), 8, "virtual 0.1")
+        return EngineSpec(role, f"law of {role}", self.tokenizer.digest, 1 << 24, (_END,), 8)
 
     def problems(self, count: int) -> list[Problem]:
         """Problems with the recorded questions' habits, each question equally often."""
@@ -171,8 +157,8 @@ class TraceLaw:
         """As much as is asked for, or what is left until the answer."""
         needed, recorded = self.rollout(request.seed.problem, request.seed.sample)
         left = needed - self._written(len(request.ids))
-        count = min(request.max_tokens, max(1, math.ceil(left / self._grain) if math.isfinite(left) else 1 << 30))
-        is_done = count * self._grain >= left
+        count = min(request.max_tokens, max(1, math.ceil(left / self.grain) if math.isfinite(left) else 1 << 30))
+        is_done = count * self.grain >= left
         text = (recorded.answer or "") if is_done else ""
         return Completion((_WORD,) * count, text, "end" if is_done else "length", (-0.5,) * count)
 
@@ -187,7 +173,7 @@ class TraceLaw:
         return (-math.log(recorded.scores[max(0, place)]),) * len(request.suffix)
 
     def _written(self, ids: int) -> float:
-        return (ids - len(self._tokenizer.render(()))) * self._grain
+        return (ids - len(self.tokenizer.render(()))) * self.grain
 
     def _rollout(self, problem: str, sample: int) -> tuple[float, Recorded]:
         draw = generator(Seed(self._seed, problem, sample, purpose="length"))
@@ -196,15 +182,11 @@ class TraceLaw:
         return recorded.tokens * math.exp(self._kernel * float(draw.standard_normal())), recorded
 
 
-def first_line(text: str) -> str | None:
-    """The answer of a law's text: whatever was written, if anything."""
-    return text or None
-
-
-def as_written(answers: Sequence[str]) -> Sequence[int]:
+def _classes(answers: Sequence[str]) -> Sequence[int]:
     """Classes of equal strings."""
     places = {answer: place for place, answer in enumerate(dict.fromkeys(answers))}
     return [places[answer] for answer in answers]
 
 
-ANSWERS = Answers(first_line, as_written)
+ANSWERS = Answers(lambda text: text or None, _classes)
+"""The answer of a law's text: what was written, if anything."""

@@ -16,12 +16,12 @@ import torch
 
 from atts.evaluators.datasets.arithmetic import Exercise, exercises
 from scripts.studies.train_data import Batch, Cursor, Encoder, Errors, Mixture, batches, build_tokenizer, prompt
-from scripts.studies.train_eval import chunked, first_wrong, generate, graded, rate
+from scripts.studies.train_eval import answer, chunked, first_wrong, generate
 from scripts.studies.train_model import Llama, ModelConfig, load, save
 from scripts.studies.train_workers import Losses, Work, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ROOT / "atts" / "models"
+_REPORT_EVERY, _KEEP_EVERY, _CHECK_EVERY = 20, 100, 250  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +123,9 @@ class Trainer:
     def keep(self) -> None:
         """Write the state in one step, so that a kill leaves the old one or the new one."""
         part = self.checkpoint.with_suffix(".part")
-        state: dict[str, Any] = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "progress": asdict(self.progress),
-            "recipe": asdict(self.recipe),
-        }
-        torch.save(state, part)
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        plain = {"progress": asdict(self.progress), "recipe": asdict(self.recipe)}
+        torch.save({"model": self.model.state_dict(), "optimizers": optimizers, **plain}, part)
         part.replace(self.checkpoint)
 
     def resume(self) -> bool:
@@ -191,9 +187,6 @@ class Options:
 
     work: Path
     models: Path
-    report_every: int = 20
-    keep_every: int = 100
-    check_every: int = 250
 
 
 def train(name: str, recipe: Recipe, options: Options) -> None:
@@ -219,28 +212,31 @@ def _loop(trainer: Trainer, workers: Workers, options: Options, log: Path) -> No
             data = trainer.stream(errors)
         losses = trainer.step(data, workers)
         progress.seconds = time.perf_counter() - started
-        if progress.step % options.report_every == 0:
+        if progress.step % _REPORT_EVERY == 0:
             speed = (progress.tokens - before[0]) / (progress.seconds - before[1])
             before = (progress.tokens, progress.seconds)
             line = {"step": progress.step, "of": recipe.steps, "tokens": progress.tokens, "speed": round(speed)}
             told = {"loss": round(losses.final, 4), "exit": round(losses.early, 4), "rate": round(trainer.factor(), 4)}
             _say(log, {**line, **told})
-        if progress.step % options.keep_every == 0 or progress.step == recipe.steps:
+        if progress.step % _KEEP_EVERY == 0 or progress.step == recipe.steps:
             trainer.keep()
-        if progress.step % options.check_every == 0 or progress.step == recipe.steps:
+        if progress.step % _CHECK_EVERY == 0 or progress.step == recipe.steps:
             _check(trainer, watch, log)
             save(trainer.model, options.models / trainer.name, trainer.encoder.end, trainer.encoder.pad)
 
 
 def _check(trainer: Trainer, watch: Sequence[Exercise], log: Path) -> None:
-    marks = graded(trainer.model, trainer.encoder, watch, temperature=0.7, seed=0)
-    by_level, by_kind = dict[int, list[list[bool]]](), dict[str, list[list[bool]]]()
-    for mark, item in zip(marks, watch, strict=True):
-        by_level.setdefault(item.level, []).append(mark)
-        by_kind.setdefault(item.kind, []).append(mark)
-    levels = [round(rate(by_level[level]).right, 3) for level in sorted(by_level)]
-    kinds = {kind: round(rate(by_kind[kind]).right, 3) for kind in sorted(by_kind)}
-    _say(log, {"step": trainer.progress.step, "pass@1": round(rate(marks).right, 4), "levels": levels, "kinds": kinds})
+    texts = generate(trainer.model, trainer.encoder, [prompt(one.text) for one in watch], temperature=0.7, seed=0)
+    right = [(one, answer(text) == one.answer) for one, text in zip(watch, texts, strict=True)]
+
+    def share(marks: Sequence[bool], digits: int = 3) -> float:
+        return round(sum(marks) / len(marks), digits)
+
+    levels = [share([mark for one, mark in right if one.level == n]) for n in sorted({one.level for one in watch})]
+    names = sorted({one.kind for one in watch})
+    kinds = {name: share([mark for one, mark in right if one.kind == name]) for name in names}
+    whole = share([mark for _, mark in right], 4)
+    _say(log, {"step": trainer.progress.step, "pass@1": whole, "levels": levels, "kinds": kinds})
 
 
 def _say(log: Path, fields: dict[str, object]) -> None:
@@ -273,7 +269,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/train", description=main.__doc__)
     parser.add_argument("parts", nargs="*", default=["tokenizer", "draft", "target"], help="tokenizer, draft, target")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "train", help="checkpoints and logs")
-    parser.add_argument("--models", type=Path, default=MODELS, help="where the model folders are written")
+    parser.add_argument(
+        "--models", type=Path, default=ROOT / "atts" / "models", help="where the model folders are written"
+    )
     parser.add_argument("--steps", type=int, help="another number of steps than the recipe's (other weights)")
     found = parser.parse_args()
     options = Options(found.work, found.models)

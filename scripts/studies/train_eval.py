@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import sqrt
 from random import Random
 
 import torch
 from torch import Tensor
 
+from atts.evaluators import Estimate, mean_estimate
 from atts.evaluators.datasets.arithmetic import Exercise
 from scripts.studies.train_data import Encoder, prompt, wrong_chunk
 from scripts.studies.train_model import Llama
 
 BOX = re.compile(r"\\boxed\{(-?\d+)\}")
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (?:\d+ [-+] \d+ = )?(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """A share with its 95 % interval."""
-
-    right: float
-    count: int
-    low: float
-    high: float
 
 
 @torch.inference_mode()
@@ -48,7 +37,8 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     for start in range(0, len(order), width):
         rows = order[start : start + width]
-        made = _generate([ids[row] for row in rows], model, encoder, temperature, generator, max_tokens, compute)
+        prompt_ids = [ids[row] for row in rows]
+        made = _generate(prompt_ids, model, encoder, temperature, generator, max_tokens=max_tokens, compute=compute)
         for row, own in zip(rows, made, strict=True):
             texts[row] = encoder.text(own)
     return texts
@@ -100,33 +90,9 @@ def answer(text: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def graded(
-    model: Llama, encoder: Encoder, tests: Sequence[Exercise], *, temperature: float, seed: int, samples: int = 1
-) -> list[list[bool]]:
-    """For each exercise, whether each of its samples is right."""
-    prompts = [prompt(item.text) for item in tests for _ in range(samples)]
-    texts = generate(model, encoder, prompts, temperature=temperature, seed=seed)
-    right = [answer(text) == tests[index // samples].answer for index, text in enumerate(texts)]
-    return [right[start : start + samples] for start in range(0, len(right), samples)]
-
-
-def rate(marks: Sequence[Sequence[bool]]) -> Rate:
-    """Mean over problems with an interval clustered by problem; Wilson's where every problem has one sample."""
-    means = [sum(row) / len(row) for row in marks]
-    count, mean = len(means), sum(means) / len(means)
-    if all(len(row) == 1 for row in marks) or mean in (0.0, 1.0):
-        return wilson(mean, count)
-    variance = sum((value - mean) ** 2 for value in means) / (count - 1)
-    half = 1.96 * sqrt(variance / count)
-    return Rate(mean, count, max(0.0, mean - half), min(1.0, mean + half))
-
-
-def wilson(mean: float, count: int) -> Rate:
-    """Wilson's 95 % interval."""
-    z = 1.96
-    centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * sqrt(mean * (1 - mean) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return Rate(mean, count, centre - half, centre + half)
+def rate(marks: Sequence[Sequence[bool]]) -> Estimate:
+    """The share of right samples, with an interval over problems."""
+    return mean_estimate([sum(row) / len(row) for row in marks], sum(map(len, marks)))
 
 
 def chunked(text: str) -> list[str]:
@@ -160,7 +126,7 @@ def recovery(
     *,
     temperature: float,
     seed: int,
-) -> Rate:
+) -> Estimate:
     """How often the model still reaches the right answer after a solution that starts with a wrong chunk."""
     prompts = [prompt(item.text) + begun for item, begun in starts]
     texts = generate(model, encoder, prompts, temperature=temperature, seed=seed)

@@ -25,17 +25,15 @@ class ModelConfig:
     intermediate_size: int
     vocabulary: int = 512
 
-    def weights_per_token(self) -> int:
-        """Multiply-adds of one token in all matrices, output matrix included, attention to other tokens left out."""
-        attention = 2 * self.hidden_size * HEAD * (self.num_heads + self.num_kv_heads)
-        return (
-            self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
-            + self.vocabulary * self.hidden_size
-        )
 
-    def flops_per_token(self, context: int = 0) -> float:
-        """Floating-point operations of one decoded token that attends to `context` others."""
-        return 2.0 * (self.weights_per_token() + 2 * context * self.num_layers * self.num_heads * HEAD)
+_FIELDS = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+}
+"""What the fields are called in a saved configuration."""
 
 
 class Norm(nn.Module):
@@ -188,7 +186,7 @@ class Llama(nn.Module):
         ]
 
     def window(self, start: int, stop: int, hidden: Tensor, compute: torch.dtype) -> Where:
-        """Positions start to stop of sequences with a cache; `hidden` marks keys nobody may see, [batch, capacity]."""
+        """Positions start to stop of sequences with a cache; `hidden`: keys out of sight, [batch, capacity]."""
         mask = torch.full((stop - start, stop), -1e9).triu(1 + start)
         mask = mask + hidden[:, None, None, :stop] * -1e9
         return Where(*_tables(start, stop, compute), mask.clamp_min(-1e9).to(compute), start, stop)
@@ -204,17 +202,12 @@ def save(model: Llama, folder: Path, end: int, pad: int) -> None:
     """Write configuration and bf16 weights; each file is replaced in one step, the weights last."""
     from safetensors.torch import save as to_bytes
 
-    config = model.config
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        **{name: getattr(model.config, field) for field, name in _FIELDS.items()},
         "head_dim": HEAD,
-        "vocab_size": config.vocabulary,
+        "vocab_size": model.config.vocabulary,
         "max_position_embeddings": CONTEXT,
         "rope_theta": 10000.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -248,14 +241,7 @@ def load(folder: Path) -> Llama:
     from safetensors.torch import load_file
 
     saved = json.loads((folder / "config.json").read_text())
-    config = ModelConfig(
-        hidden_size=saved["hidden_size"],
-        num_layers=saved["num_hidden_layers"],
-        num_heads=saved["num_attention_heads"],
-        num_kv_heads=saved["num_key_value_heads"],
-        intermediate_size=saved["intermediate_size"],
-        vocabulary=saved["vocab_size"],
-    )
-    model = Llama(config)
+    sizes = {field: saved[name] for field, name in _FIELDS.items()}
+    model = Llama(ModelConfig(**sizes, vocabulary=saved["vocab_size"]))
     model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
     return model

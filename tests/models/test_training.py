@@ -161,9 +161,3 @@ def test_the_first_wrong_chunk_is_found(some: list[Exercise]) -> None:
             continue  # the wrong person's right computation: wording is free
         text = "".join(exercise.chunks[:place]) + wrong + "".join(exercise.chunks[place + 1 :])
         assert scored.first_wrong(exercise, text) == place
-
-
-def test_intervals_bracket_the_share() -> None:
-    for found in (scored.rate([[True], [False], [True]]), scored.rate([[True, False]] * 30 + [[True, True]] * 10)):
-        assert 0 <= found.low < found.right < found.high <= 1
-    assert scored.rate([[True, True]] * 50).low < 1

@@ -19,6 +19,12 @@ cells = pytest.importorskip("scripts.studies.scale_cells", reason="needs a check
 soak = pytest.importorskip("scripts.studies.soak", reason="needs a checkout")
 words = pytest.importorskip("scripts.studies.summary", reason="needs a checkout")
 
+LIMITS = {
+    "copy_gib_per_second": 8.0,
+    "matrix_gflops": 90.0,
+    "operation_microseconds": 1.0,
+    "loop_microseconds": 5.0,
+}
 MARKS = "<!-- table toy: Growth -->\nold\n<!-- end -->\ntext\n<!-- table toy: Missing -->\nkept\n<!-- end -->\n"
 
 
@@ -30,7 +36,7 @@ def _emit(
 ) -> None:
     chart = charts.Chart("n", "seconds", "who", "log")
     found = harness.Table(title, ("n", "seconds", "who"), rows, ("A note.",), chart)
-    here = machine.Machine("a processor", 2, 4.0, 0.5, 8.0, 90.0, 1.0, 5.0, "Python")
+    here = machine.Machine("a processor", 2, 4.0, 0.5, **LIMITS, software="Python")
     harness.emit("toy", [found], harness.Options(effort, 0, folder), here)
 
 
@@ -87,7 +93,8 @@ def test_large_numbers_are_written_as_people_write_them() -> None:
 def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
     """Well-formed, named, every series drawn once with all its points."""
     _emit(tmp_path, ((1, 2.0, "a"), (2, 4.0, "a"), (1, 3.0, "b <&>"), (4, None, "b <&>"), (0, 1.0, "a")))
-    svg = tree.fromstring((tmp_path / "toy-1.svg").read_text())
+    found = pages.read(tmp_path)["toy"].find("Growth")
+    svg = tree.fromstring(harness.drawing(found.table))
     assert svg.tag == "{http://www.w3.org/2000/svg}svg"
     assert svg.get("aria-label") == "Growth of things"
     texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
@@ -95,14 +102,29 @@ def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == 3  # no point without a number, none at log 0
 
 
-def test_every_mark_of_the_page_names_a_study_of_bench(checkout: Path) -> None:
+def test_every_mark_of_a_page_names_its_study(checkout: Path) -> None:
     """And every command it shows is one that exists."""
-    text = (checkout / "BENCHMARKS.md").read_text()
-    found = list(pages.marks(text))
-    assert {study for _, study, _ in found} - {""} <= set(bench.STUDIES)
-    assert any(what == "summary" for what, _, _ in found)
-    for names in re.findall(r"\./scripts/bench ([a-z ]+)", text):
-        assert set(names.split()) <= {*bench.STUDIES, "all", "quick"}, names
+    for page in pages.pages(checkout):
+        text = page.read_text()
+        found = list(pages.marks(text))
+        wanted = "" if page.name == "BENCHMARKS.md" else page.stem
+        assert {study for _, study, _ in found} == {wanted}
+        assert any(what == "summary" for what, _, _ in found) == (not wanted)
+        for names in re.findall(r"\./scripts/bench ([a-z -]+?)(?: --| *`| *$)", text, re.MULTILINE):
+            assert set(names.split()) <= {*bench.STUDIES, "all", "quick"}, names
+
+
+def test_the_front_page_is_short_and_links_every_page(checkout: Path) -> None:
+    """Read in five minutes; every page is named, every link leads somewhere."""
+    front, *others = pages.pages(checkout)
+    text = front.read_text()
+    assert len(text.split()) < 2_000
+    linked = set(re.findall(r"\]\(([^)#]+)\)", text))
+    assert {f"docs/benchmarks/{page.name}" for page in others} <= linked
+    assert [link for link in linked if not (checkout / link).exists()] == []
+    for page in others:
+        links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+        assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 @pytest.fixture(scope="module")
@@ -110,19 +132,16 @@ def small(law: Any, tally: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """Small studies of several kinds, written as `bench` writes them."""
     folder = tmp_path_factory.mktemp("bench")
     options, here = harness.Options("quick", 0, folder), machine.look(1)
-    results = cells.Results(law, None)
-    made = [make(options, law, results) for make in scale.MAKERS]
-    flat = [table for one in made for table in (one if isinstance(one, list) else [one])]
-    harness.emit("scale", flat, options, here)
+    harness.emit("scale", scale.tables(options, law, cells.Results(law, None)), options, here)
     harness.emit("soak", soak.tables(tally), options, here)
     harness.emit("against", [against.guarantees()], options, here)
     return folder
 
 
-def test_a_page_made_anew_has_the_structure_of_the_one_that_is_kept(small: Path, checkout: Path) -> None:
-    """Every part that these studies fill has the same tables, columns and pictures; numbers are nobody's business."""
-    text = (checkout / "BENCHMARKS.md").read_text()
-    empty = pages.MARK.sub(lambda part: f"{part.group(1)}{part.group(5)}", text)
+def test_pages_made_anew_have_the_structure_of_those_that_are_kept(small: Path, checkout: Path) -> None:
+    """Every part that these studies fill has the same tables, columns and pictures, whatever the numbers."""
+    text = "".join(page.read_text() for page in pages.pages(checkout))
+    empty = pages.MARK.sub(lambda part: f"{part.group(1)}{part.group(6)}", text)
     kept, made = pages.shapes(text), pages.shapes(pages.fill(empty, pages.read(small))[0])
     assert kept.keys() == made.keys()
     filled = {mark: shape for mark, shape in made.items() if shape}
@@ -145,14 +164,14 @@ def test_another_column_or_a_lost_picture_is_another_structure(small: Path) -> N
 
 
 def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(small: Path) -> None:
-    """No number is made up for a study that was not run, nor for a column that is gone."""
+    """No number is made up for a study that was not run; what the page held of it stays."""
     found = {name: record.tables for name, record in pages.read(small).items()}
     answers = {row[0]: str(row[1]) for row in words.summary(found).rows}
     assert len(answers) == len(words.CLAIMS)
     unknown = {question for question, answer in answers.items() if answer.startswith("not measured")}
+    held = words.summary(found).body().replace("not measured", "4 days")
+    kept = {row[0]: str(row[1]) for row in words.summary(found, held).rows}
+    assert {question for question, answer in kept.items() if answer.startswith("4 days")} == unknown
     assert any("saturate" in question for question in answers.keys() - unknown)
     assert any("for ever" in question for question in answers.keys() - unknown)
     assert any("How much faster" in question for question in unknown)
-    renamed = [replace(one, columns=tuple(c.replace("verdict", "word") for c in one.columns)) for one in found["soak"]]
-    again = {row[0]: str(row[1]) for row in words.summary({**found, "soak": renamed}).rows}
-    assert again["Does it run for ever?"] == "not measured: verdict"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from atts.api import Setup, evaluate_sync
-from atts.errors import DatasetError
+from atts.errors import JournalError
 from atts.testing import toy_problems
 from scripts.studies import frontier
-from scripts.studies.frontier_points import Flops, Grid, points, read_record
+from scripts.studies.frontier import Grid, Record
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_run_itself_is_the_first_point_at_its_own_cost(run: Path) -> None:
     """Nothing off-policy, its tokens and its seconds."""
-    record = read_record(run)
-    first = points(record, Grid((), (), ()), Flops(1e6, 1e7))[0]
+    record = Record(run, (1e6, 1e7))
+    first = record.points(Grid())[0]
     usage = [outcome.usage for outcome in record.outcomes]
     assert (first.policy, first.kind, first.off_policy) == ("as it was", "run", 0.0)
     assert first.target_tokens == pytest.approx(sum(u.target_tokens for u in usage) / 6)
@@ -42,7 +42,7 @@ def test_the_run_itself_is_the_first_point_at_its_own_cost(run: Path) -> None:
 
 def test_fewer_samples_cost_less_and_other_rates_are_off_policy(run: Path) -> None:
     """Samples and turns are cuts of the record; another rate leaves it, and costs what its escalations would."""
-    found = points(read_record(run), Grid((0.05, 0.9), (1, 2, 4), (2,)), None)
+    found = Record(run).points(Grid((0.05, 0.9), (1, 2, 4), (2,)))
     cut = {one.policy: one for one in found if one.kind == "majority vote"}
     assert cut["vote of 1"].target_tokens < cut["vote of 4"].target_tokens
     assert all(one.off_policy == 0 for one in cut.values())
@@ -68,5 +68,5 @@ def test_the_command_writes_table_pictures_and_json(
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     """With its name."""
-    with pytest.raises(DatasetError, match="no run directory"):
-        read_record(tmp_path)
+    with pytest.raises(JournalError, match="no run"):
+        Record(tmp_path)

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 
 study = pytest.importorskip("scripts.studies.pipelines", reason="needs a checkout")
-arms = pytest.importorskip("scripts.studies.pipelines_arms", reason="needs a checkout")
+arms = pytest.importorskip("scripts.studies.arms", reason="needs a checkout")
 Ledger, Piece, Solved = arms.Ledger, arms.Piece, arms.Solved
 
-SOLVED = Solved("p1", 2, 1.0, 0.75, 8, 100, 90, 30, 400, 5, {"0": (8, 2), "1": (8, 1)})
+TOKENS = {"draft": 100, "scored": 90}
+SOLVED = Solved("p1", 2, 1.0, 0.75, **TOKENS, target=30, decisions=[(0, 0, True), (1, 1, False)])
 
 
 def piece(arm: str, shard: int, right: float = 1.0) -> Any:
-    solved = [
-        Solved(f"p{shard}-{n}", 1 + n % 5, right, 0.5, 8, 100, 90, 30 if arm == "atts" else 200, 0, 0, {"0": (8, 2)})
-        for n in range(4)
-    ]
+    numbers = {**TOKENS, "target": 30 if arm == "atts" else 200, "decisions": [(0, 0, True)]}
+    solved = [Solved(f"p{shard}-{n}", 1 + n % 5, right, 0.5, **numbers) for n in range(4)]
     return Piece(arm, 8, 0, shard, solved, [1.5])
 
 
@@ -28,7 +27,7 @@ def test_pieces_come_back_as_they_were(tmp_path: Path) -> None:
     first = Ledger(path)
     first.add(Piece("atts", 8, 0, 3, [SOLVED], [1.25]))
     assert Ledger(path).pieces == first.pieces
-    assert Ledger(path).of("atts", 8)[0].solved == [SOLVED]
+    assert Ledger(path).of("atts", 8).solved == [SOLVED]
 
 
 def test_a_torn_line_costs_its_piece_alone(tmp_path: Path) -> None:

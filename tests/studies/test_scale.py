@@ -17,6 +17,7 @@ from atts.tasks import collect
 from atts.testing import run_virtual
 
 costs = pytest.importorskip("scripts.studies.scale_costs", reason="needs a checkout")
+fitted = pytest.importorskip("tests.studies.fitted", reason="needs a checkout")
 cells = pytest.importorskip("scripts.studies.scale_cells", reason="needs a checkout")
 engines = pytest.importorskip("scripts.studies.scale_engine", reason="needs a checkout")
 
@@ -99,7 +100,7 @@ def test_everything_is_served_and_nothing_is_held_afterwards(
 
 
 async def _cancelled(law: Any) -> float:
-    async with engines.BatchedEngine("draft", law, COST, keep_load=True) as engine:
+    async with engines.BatchedEngine("draft", law, COST) as engine:
         seed = Seed(problem="q1", sample=0)
         with anyio.move_on_after(0.05):
             await engine.sample(SampleRequest((1,) * 15, 40, seed=seed, rollout="q1/0"))
@@ -137,8 +138,8 @@ def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
     ):
         done = steps * batch
         seconds = made.step * steps + made.sequence * done + made.cached * done * context + made.prefilled * fed
-        seen += [costs.Observation(steps, done, done * context, fed, seconds + made.request * n, n) for n in (1, 9)]
-    found, error = costs.fit(seen)
+        seen += [fitted.Observation(steps, done, done * context, fed, seconds + made.request * n, n) for n in (1, 9)]
+    found, error = fitted.fit(seen)
     names = ("step", "sequence", "cached", "prefilled", "request")
     assert [getattr(found, name) for name in names] == pytest.approx([getattr(made, name) for name in names])
     assert error < 1e-6
@@ -147,10 +148,10 @@ def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
 def test_all_methods_write_equally_much_and_only_rounds_wait(law: Any) -> None:
     """The law makes work, not methods: totals agree within the last chunks; waiting for siblings is top-b's alone."""
     base = cells.Cell(_pair(), "atts", problems=6, samples=4, in_flight=24)
-    found = {m: cells.run_cell(replace(base, method=m), law)[0] for m in ("atts", "top-b", "target-only", "draft-only")}
+    found = {m: cells.run_cell(replace(base, method=m), law) for m in ("atts", "top-b", "target-only", "draft-only")}
     written = {m: f.draft_tokens + f.target_tokens for m, f in found.items()}
     assert max(written.values()) <= 1.1 * min(written.values())
-    assert found["atts"].siblings == 0 < found["top-b"].siblings
+    assert found["atts"].waiting == 0 < found["top-b"].waiting
     assert found["atts"].seconds < found["top-b"].seconds
     assert found["target-only"].draft_tokens == 0 == found["draft-only"].target_tokens
 
@@ -158,7 +159,7 @@ def test_all_methods_write_equally_much_and_only_rounds_wait(law: Any) -> None:
 def test_replicas_share_the_work(law: Any) -> None:
     """Four of each end sooner than one, and do the same."""
     one = cells.Cell(_pair(), "atts", problems=6, samples=8, in_flight=48)
-    few, many = (cells.run_cell(replace(one, replicas=n, in_flight=48 // n), law)[0] for n in (1, 4))
+    few, many = (cells.run_cell(replace(one, replicas=n, in_flight=48 // n), law) for n in (1, 4))
     assert many.seconds < few.seconds
     assert many.draft_tokens + many.target_tokens == pytest.approx(few.draft_tokens + few.target_tokens, rel=0.1)
 
@@ -166,20 +167,20 @@ def test_replicas_share_the_work(law: Any) -> None:
 def test_the_budget_of_the_graph_bounds_the_memory_of_the_engine(law: Any) -> None:
     """KV tokens at work never exceed it."""
     cell = cells.Cell(_pair(), "target-only", problems=4, samples=8, in_flight=32, room="without end")
-    free, _ = cells.run_cell(cell, law)
+    free = cells.run_cell(cell, law)
     bound = int(free.target_peak / 2)
-    held, _ = cells.run_cell(replace(cell, budget=bound), law)
+    held = cells.run_cell(replace(cell, budget=bound), law)
     assert held.target_peak <= bound < free.target_peak
     assert held.seconds > free.seconds
 
 
 def test_finished_cells_are_not_run_again(law: Any, tmp_path: Path) -> None:
     """A second session reads what the first wrote, and another cell is another."""
-    cell = cells.Cell(_pair(), "draft-only", problems=2, samples=2)
-    first = cells.Results(law, tmp_path).get(cell)
-    again = cells.Results(law, tmp_path)
+    cell, file = cells.Cell(_pair(), "draft-only", problems=2, samples=2), tmp_path / "cells.jsonl"
+    first = cells.Results(law, file).get(cell)
+    again = cells.Results(law, file)
     assert len(again) == 1
     assert again.get(cell) == first
     again.get(replace(cell, samples=3))
     again.get(replace(cell, pair=replace(cell.pair, draft=replace(COST, request=1e-3))))
-    assert len(cells.Results(law, tmp_path)) == 3
+    assert len(cells.Results(law, file)) == 3

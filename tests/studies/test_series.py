@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 bench = pytest.importorskip("scripts.studies.bench", reason="needs a checkout")
-series = pytest.importorskip("scripts.studies.series", reason="needs a checkout")
+parts = pytest.importorskip("scripts.studies.parts", reason="needs a checkout")
 
-STEPS = [series.Step(name, "quick", 60.0) for name in ("a", "b", "c")]
+STEPS = [bench.Step(name, "quick", 60.0) for name in ("a", "b", "c")]
 
 
 def _run(folder: Path | None, fails: str = "", steps: Any = STEPS, seed: int = 0) -> tuple[list[str], list[str]]:
@@ -22,7 +22,8 @@ def _run(folder: Path | None, fails: str = "", steps: Any = STEPS, seed: int = 0
         return step.name not in fails
 
     try:
-        failed = series.Series(steps, seed, folder).run(work)
+        done = parts.Parts(None if folder is None else folder / "progress.jsonl")
+        failed = bench.run_all(steps, seed, done, work)
     except KeyboardInterrupt:
         failed = ["interrupted"]
     return worked, failed
@@ -46,18 +47,9 @@ def test_another_series_takes_nothing_over(tmp_path: Path) -> None:
     """Other steps, another effort or another seed are other work; without a folder nothing is remembered."""
     _run(tmp_path, "B")
     assert _run(tmp_path, "b", seed=1) == (["a", "b", "c"], ["b"])
-    other = [series.Step(step.name, "default", step.seconds) for step in STEPS]
+    other = [bench.Step(step.name, "default", step.seconds) for step in STEPS]
     assert _run(tmp_path, steps=other)[0] == ["a", "b", "c"]
     assert [_run(None, "B"), _run(None)] == [(["a"], ["interrupted"]), (["a", "b", "c"], [])]
-
-
-def test_the_rest_is_estimated_from_the_pace_so_far() -> None:
-    """Twice as slow as planned means twice as long; where nothing is planned nothing is promised."""
-    one = series.Series(STEPS, 0, None)
-    assert one.words() == "0 of 3 done, about 3 min to go"
-    one.done["a"] = 120.0
-    assert one.words() == "1 of 3 done, about 4 min to go"
-    assert series.Series([series.Step("a", "full", 0.0)], 0, None).words() == "0 of 1 done"
 
 
 def test_all_and_quick_run_known_studies_each_once() -> None:

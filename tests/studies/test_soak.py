@@ -9,7 +9,8 @@ import pytest
 
 soak = pytest.importorskip("scripts.studies.soak", reason="needs a checkout")
 
-LEVEL = soak.Level(0.0, 500.0, 400_000, 4, 9, 1, 0, 0, 0)
+NOTHING = {"in_flight": 0, "blocks": 0, "temporary": 0}
+LEVEL = soak.Level(0.0, 500.0, 400_000, threads=4, files=9, tasks=1, **NOTHING)
 
 
 def _said(levels: list[Any]) -> dict[str, str]:

@@ -11,13 +11,14 @@ from atts.testing import Backend, run_virtual
 
 pytestmark = pytest.mark.once
 
-work = pytest.importorskip("scripts.studies.graph_work", reason="needs a checkout")
+work = pytest.importorskip("tests.studies.recorded_work", reason="needs a checkout")
+library = pytest.importorskip("scripts.studies.scale_work", reason="needs a checkout")
 
 
 @pytest.fixture(scope="session")
 def questions(shared_data: Path) -> Any:
     """The stages of run ct0 with the durations fitted to it."""
-    return work.recorded(shared_data / "traces" / "draft_target.jsonl.gz")
+    return work.stages(library.recorded_rollouts(shared_data / "traces"))
 
 
 def test_no_slot_is_idle_on_real_rollouts(questions: Any, anyio_backend: Backend) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,12 +23,12 @@ from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Graph, ProblemScope
 from atts.local import LocalEngine, LocalOptions
 from atts.methods import GateInputs, preset
-from atts.pipelines import Context, Policy, solve
+from atts.pipelines import Context, Policy, ThresholdGate, solve
 from atts.seeds import Seed
 from atts.tasks import collect
 from scripts.studies.harness import say
-from scripts.studies.scale_costs import Observation
-from scripts.studies.scale_tape import InstantEngine, Tape, TapedEngine, TapedLaw
+from tests.studies.fitted import Observation
+from tests.studies.taped import InstantEngine, Tape, TapedEngine
 
 THREADS = Path("/proc/self/task")
 ROLES: tuple[Role, ...] = ("draft", "target")
@@ -56,7 +57,6 @@ PIECES = (
     *(Micro(*sizes, is_scored=True) for sizes in ((1, 32, 32), (8, 32, 32), (32, 32, 32), (8, 128, 128))),
     *(Micro(*sizes, is_scored=True) for sizes in ((4, 64, 16, 4), (16, 64, 16, 3))),
 )
-
 FOREGROUND = Micro(16, 48, 48)
 """What each engine does alone and beside the other."""
 
@@ -111,38 +111,35 @@ class Run:
 
     first: int
     taken: Taken
-    law: TapedLaw
+    tape: Tape
     host: float  # processor seconds per call of everything but engines and handing over
 
 
 @dataclass(slots=True)
 class Seen:
-    """Everything measured, round by round."""
+    """Everything measured, round by round; `beside`: an engine's work while the other rests, and while it is busy."""
 
-    pieces: dict[tuple[Role, Micro], list[Piece]] = field(default_factory=dict[tuple[Role, Micro], list[Piece]])
-    beside: dict[Role, list[tuple[Taken, Taken]]] = field(default_factory=dict[Role, list[tuple[Taken, Taken]]])
-    runs: dict[Live, list[Run]] = field(default_factory=dict[Live, list[Run]])
-    """`beside`: the same work of an engine while the other rests, and while it is busy."""
+    pieces: dict[tuple[Role, Micro], list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    beside: dict[Role, list[tuple[Taken, Taken]]] = field(default_factory=lambda: defaultdict(list))
+    runs: dict[Live, list[Run]] = field(default_factory=lambda: defaultdict(list))
 
 
 class Meter:
     """What each thread of this process uses from now on, as Linux counts it."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._before = _threads()
+        self._began, self._before = time.perf_counter(), _threads()
 
     def read(self) -> Taken:
         """Since it was made; threads other than the engines' are the event loop and its helpers."""
-        wall = time.perf_counter() - self._began
-        used = {name: (ran - self._old(name)[0], waited - self._old(name)[1]) for name, (ran, waited) in
-                _threads().items()}  # fmt: skip
-        engines: dict[Role, float] = {role: used.get(f"atts-{role}", (0.0, 0.0))[0] for role in ROLES}
+        wall, none = time.perf_counter() - self._began, (0.0, 0.0)
+        used = {
+            name: (ran - self._before.get(name, none)[0], waited - self._before.get(name, none)[1])
+            for name, (ran, waited) in _threads().items()
+        }
+        engines: dict[Role, float] = {role: used.get(f"atts-{role}", none)[0] for role in ROLES}
         loop = sum(ran for ran, _ in used.values()) - sum(engines.values())
         return Taken(wall, engines, loop, max(waited for _, waited in used.values()))
-
-    def _old(self, name: str) -> tuple[float, float]:
-        return self._before.get(name, (0.0, 0.0))
 
 
 def _threads() -> dict[str, tuple[float, float]]:
@@ -160,8 +157,7 @@ def _threads() -> dict[str, tuple[float, float]]:
 
 async def measure(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
     """Rounds of all pieces and all runs, in turn, each on texts that no cache has met."""
-    seen = Seen()
-    here = LocalOptions(worker="thread")
+    seen, here = Seen(), LocalOptions(worker="thread")
     async with build_engine("embedded", "draft", here) as draft, build_engine("embedded", "target", here) as target:
         assert isinstance(draft, LocalEngine)
         assert isinstance(target, LocalEngine)
@@ -174,23 +170,22 @@ async def measure(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
                 for role, engine in engines.items():
                     for piece in pieces_of(role)[place :: len(lives)]:
                         found = await _observe(engine, role, piece, seed + 10_000 * number + 100 * place)
-                        seen.pieces.setdefault((role, piece), []).append(found)
+                        seen.pieces[role, piece].append(found)
                 first = (number * len(lives) + place) * live.problems  # the caches know none of them yet
-                seen.runs.setdefault(live, []).append(await _live(live, first, draft, target, seed))
+                seen.runs[live].append(await _live(live, first, draft, target, seed))
             await _contend(seen, engines, seed + 10_000 * number + 5_000)
     return seen
 
 
 async def _live(live: Live, first: int, draft: LocalEngine, target: LocalEngine, seed: int) -> Run:
-    tape, meter = Tape(), Meter()
+    tape, meter = Tape(draft, target), Meter()
     wall = await run(live, first, TapedEngine(draft, "draft", tape), TapedEngine(target, "target", tape), seed)
-    taken = meter.read()
-    law, hosts = TapedLaw(tape, draft, target), list[float]()
+    taken, hosts = meter.read(), list[float]()
     for _ in range(_INSTANT):
         meter = Meter()
-        await run(live, first, InstantEngine("draft", law), InstantEngine("target", law), seed)
+        await run(live, first, InstantEngine("draft", tape), InstantEngine("target", tape), seed)
         hosts.append(meter.read().loop / tape.calls)
-    return Run(first, replace(taken, wall=wall), law, median(hosts))
+    return Run(first, replace(taken, wall=wall), tape, median(hosts))
 
 
 async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> Piece:
@@ -203,15 +198,20 @@ async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> 
     cached = sum(await collect(rollouts))
     taken, after = meter.read(), engine.loop_stats()
     fed = after.prefilled_tokens + after.scored_tokens - before.prefilled_tokens - before.scored_tokens
-    calls = piece.batch * piece.turns
-    written = after.sampled_tokens - before.sampled_tokens
-    steps = after.steps - before.steps
-    return Piece(Observation(steps, written, cached, fed, taken.engines[role], calls), taken, calls)
+    seen = Observation(
+        steps=after.steps - before.steps,
+        sequences=after.sampled_tokens - before.sampled_tokens,
+        cached=cached,
+        fed=fed,
+        seconds=taken.engines[role],
+        calls=piece.batch * piece.turns,
+    )
+    return Piece(seen, taken, piece.batch * piece.turns)
 
 
 async def _rollout(engine: LocalEngine, piece: Micro, ids: TokenIds, number: int, seed: int) -> float:
     """One rollout's requests, one after the other; the KV tokens that its decoding read."""
-    read, law, name = 0.0, Sampling(temperature=0.7), f"piece {seed}/{number}"
+    read, sampling, name = 0.0, Sampling(temperature=0.7), f"piece {seed}/{number}"
     drawn = torch.Generator().manual_seed(seed + number)
     for turn in range(piece.turns):
         swing = (number + turn) % 3 - 1 if piece.turns > 1 else 0
@@ -221,7 +221,7 @@ async def _rollout(engine: LocalEngine, piece: Micro, ids: TokenIds, number: int
             await engine.score(ScoreRequest(ids, chunk, rollout=name))
             ids += chunk
         else:
-            request = SampleRequest(ids, size, law, Seed(seed, "piece", number, turn), rollout=name)
+            request = SampleRequest(ids, size, sampling, Seed(seed, "piece", number, turn), rollout=name)
             done = await engine.sample(request)
             read += len(done.ids) * (len(ids) + (len(done.ids) - 1) / 2)
             ids += done.ids
@@ -242,31 +242,30 @@ async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -
     for role, engine in engines.items():
         other, done = engines["target" if role == "draft" else "draft"], anyio.Event()
         alone = await _observe(engine, role, FOREGROUND, seed + 17)
-        work = [partial(_at_work, engine, role, done, seed + 31), partial(_keep_busy, other, done, seed + 50)]
-        beside, _ = await collect(work)
-        seen.beside.setdefault(role, []).append((alone.taken, beside.taken))
 
+        async def keep_busy(other: LocalEngine = other, done: anyio.Event = done) -> None:
+            number = 50
+            while not done.is_set():
+                await _observe(other, "draft", Micro(16, 48, 12), seed + number)
+                number += 1
 
-async def _at_work(engine: LocalEngine, role: Role, done: anyio.Event, seed: int) -> Piece:
-    found = await _observe(engine, role, FOREGROUND, seed)
-    done.set()
-    return found
-
-
-async def _keep_busy(engine: LocalEngine, done: anyio.Event, seed: int) -> Piece:
-    found = await _observe(engine, "draft", Micro(16, 48, 12), seed)
-    while not done.is_set():
-        seed += 1
-        found = await _observe(engine, "draft", Micro(16, 48, 12), seed)
-    return found
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(keep_busy)
+            beside = await _observe(engine, role, FOREGROUND, seed + 31)
+            done.set()
+        seen.beside[role].append((alone.taken, beside.taken))
 
 
 async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) -> float:
-    """One run of the pipelines; its seconds by the loop's clock."""
+    """One run of the pipelines; its seconds by the loop's clock.
+
+    The gate of `atts` is frozen: the same run on other engines asks for the same chunks, whatever ends first.
+    """
     base = Policy(samples=live.samples, max_tokens=512, chunking=EMBEDDED_CHUNKS, early_stop="none")
     chosen = preset(live.method)
     policy = chosen.policy(base)
     gate = chosen.gate(GateInputs(Calibrator(0.2, seed=seed)))
+    gate = ThresholdGate(1.2) if live.method == "atts" else gate
     context = Context(draft, target, gate, answers_for("math"), seed)
     graph = Graph(rollouts=live.in_flight)
 

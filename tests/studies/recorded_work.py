@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
 
 from atts.graph import Admit, Graph, Limit, ProblemScope, Recording, RolloutScope, measure
 from atts.testing import run_virtual
-from scripts.studies.harness import Cell, Table, say
-from scripts.studies.scale_work import find_traces
+from scripts.studies.harness import Row, Table, say
+from scripts.studies.scale_work import recorded_rollouts
 
 SLOTS = {"draft": 16, "target": 4}
 SAMPLES = 16
-_RUN = "ct0"
 Stage = tuple[str, str, int, float]
 """Stage, engine, turn, seconds."""
 Questions = Mapping[str, Sequence[Sequence[Stage]]]
@@ -34,11 +30,11 @@ class Question:
 
 def conserved() -> list[Table]:
     """The table, or none where the recorded traces are not at hand."""
-    traces = find_traces()
-    if traces is None:
+    rollouts = recorded_rollouts()
+    if rollouts is None:
         say("graph: the recorded traces are not at hand: nothing is said of the conservation of work")
         return []
-    questions = recorded(traces)
+    questions = stages(rollouts)
     ways: Sequence[tuple[str, Admit, int]] = (
         ("as they come, 32 in flight", "each", 32),
         ("as they come, 16 in flight", "each", 16),
@@ -47,43 +43,36 @@ def conserved() -> list[Table]:
     found = {name: run_virtual(partial(replayed, questions, admit, places)) for name, admit, places in ways}
     ours, recording = found[ways[0][0]]
     bound = measure(recording.nodes()).lower_bound(SLOTS)
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[Row] = []
     for name, (seconds, recording) in found.items():
         timing = measure(recording.nodes())
         idle = 1 - timing.busy_share("target", SLOTS["target"])
         rows.append((name, seconds, seconds / bound, seconds / ours, idle, timing.sibling_seconds))
-    columns = (
-        "admission", "virtual s", "of the least possible (bar: 1.03)", "of the first (bar: 1.35 with a barrier)",
-        "target slots idle", "s waiting for siblings",
-    )  # fmt: skip
-    notes = (
-        f"{sum(map(len, questions.values()))} recorded rollouts of {len(questions)} questions; slots: {SLOTS['draft']} "
-        f"of the draft, {SLOTS['target']} of the target; first come first served.",
-        "The least possible: work per slot of the busiest engine, or the longest rollout, whichever is longer.",
+    table = Table.of(
+        "Work conservation on recorded rollouts, virtual time",
+        "admission | virtual s | of the least possible (bar: 1.03) | of the first (bar: 1.35 with a barrier) | "
+        "target slots idle | s waiting for siblings",
+        rows,
+        f"{len(rollouts)} recorded rollouts of {len(questions)} questions; slots: {SLOTS['draft']} of the draft, "
+        f"{SLOTS['target']} of the target; first come first served.",
     )
-    return [Table("Work conservation on recorded rollouts, virtual time", columns, tuple(rows), notes)]
+    return [table]
 
 
-def recorded(path: Path, run: str = _RUN) -> Questions:
-    """The stages of every rollout of a run, with durations fitted to it."""
+def stages(rollouts: Sequence[Mapping[str, Any]]) -> Questions:
+    """The stages of every rollout of a recorded run, with durations fitted to it."""
     questions: dict[str, list[list[Stage]]] = {}
-    with gzip.open(path, "rt") as lines:
-        for record in map(json.loads, lines):
-            if record["run"] == run:
-                questions.setdefault(str(record["question_id"]), []).append(_stages(record["turns"]))
+    for record in rollouts:
+        found: list[Stage] = []
+        for turn in record["turns"]:
+            number = turn["turn"]
+            found.append(("draft", "draft", number, 0.1943 + 0.002420 * turn["draft_chars"]))
+            if turn["ppl"] is not None:
+                found.append(("score", "target", number, 0.1499))
+            if turn["escalated"]:
+                found.append(("escalate", "target", number, 0.2139 + 0.004994 * turn["target_chars"]))
+        questions.setdefault(str(record["question_id"]), []).append(found)
     return questions
-
-
-def _stages(turns: Sequence[Mapping[str, Any]]) -> list[Stage]:
-    stages: list[Stage] = []
-    for turn in turns:
-        number = turn["turn"]
-        stages.append(("draft", "draft", number, 0.1943 + 0.002420 * turn["draft_chars"]))
-        if turn["ppl"] is not None:
-            stages.append(("score", "target", number, 0.1499))
-        if turn["escalated"]:
-            stages.append(("escalate", "target", number, 0.2139 + 0.004994 * turn["target_chars"]))
-    return stages
 
 
 async def replayed(questions: Questions, admit: Admit, rollouts: int) -> tuple[float, Recording]:

@@ -1,0 +1,316 @@
+"""Methods compared on the same problems: run in turn block by block, every finished piece remembered on disk."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from atts.api import Setup
+from atts.core import Outcome, Problem
+from atts.engine import Engine
+from atts.evaluators import Estimate, compare_runs, mean_estimate
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
+from atts.local import LocalEngine, LocalOptions
+from atts.models import info
+from atts.models import path as model_path
+from atts.pipelines import Gate, RoundGate
+from atts.run import Plan, Session, evaluate
+from scripts.studies.harness import Spread, say
+from scripts.studies.parts import Parts
+
+RATE = Setup().rate
+CONTEXT = 128
+"""Tokens that a token of the embedded pair sees on average, for the arithmetic it costs."""
+Schedule = Literal["together", "one by one"]
+Watch = Callable[[str, Sequence[Outcome]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One row of a comparison: a name, and the setup it runs with. The seed is the unit's and the arm's own."""
+
+    name: str
+    setup: Setup
+    target_threads: int = 1
+    schedule: Schedule = "together"
+
+    def but(self, name: str = "", **changes: Any) -> Arm:
+        """The same arm, perhaps under another name, its policy changed."""
+        return replace(
+            self, name=name or self.name, setup=replace(self.setup, policy=replace(self.setup.policy, **changes))
+        )
+
+
+def arm(name: str, method: str = "", *, samples: int = 8, rate: float = RATE, threads: int = 1, **changes: Any) -> Arm:
+    """An arm of that method (its own name's, unless said); `changes` are of the setup or of its policy."""
+    base, schedule = Setup(), changes.pop("schedule", "together")
+    own = {key: changes.pop(key) for key in ("mode", "stored", "limits", "rollouts", "gate") if key in changes}
+    policy = replace(base.policy, samples=samples, **changes)
+    return Arm(name, replace(base, method=method or name, rate=rate, policy=policy, **own), threads, schedule)
+
+
+class Pair:
+    """The embedded engines, open; the target once per number of threads that an arm asks for."""
+
+    def __init__(self, threads: Iterable[int] = (1,), **changes: Any) -> None:
+        """`changes` are those of `LocalOptions`."""
+        options = replace(LocalOptions(), **changes)
+        self._stack = AsyncExitStack()
+        self.draft: Engine = LocalEngine(model_path("draft"), name="draft", options=options)
+        self.targets: dict[int, Engine] = {
+            count: LocalEngine(model_path("target"), name="target", options=replace(options, threads=count))
+            for count in sorted(set(threads))
+        }
+
+    async def __aenter__(self) -> Self:
+        for engine in (self.draft, *self.targets.values()):
+            await self._stack.enter_async_context(engine)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    def plan(self, arm: Arm, seed: int, gate: Gate | RoundGate | None = None) -> Plan:
+        """The arm's plan; its random numbers are no other arm's, so that none finds its texts in a cache."""
+        own = seed * 1009 + sum(arm.name.encode()) % 997
+        setup = replace(arm.setup, seed=own, gate=gate if gate is not None else arm.setup.gate)
+        return setup.plan(self.draft, self.targets[arm.target_threads])
+
+
+async def run_block(
+    problems: Sequence[Problem],
+    plan: Plan,
+    schedule: Schedule = "together",
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[tuple[Outcome, ...], float]:
+    """One block under one plan: its outcomes in the order of the problems, and the seconds it took."""
+    began, found = clock(), dict[str, Outcome]()
+    for group in [list(problems)] if schedule == "together" else [[problem] for problem in problems]:
+        result = await evaluate(group, plan, Session(engines="are open", signals="ignore"))
+        found |= {outcome.problem.id: outcome for outcome in result.kept}
+    seconds = clock() - began
+    return tuple(found[problem.id] for problem in problems), seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """One problem under one arm, in the numbers that tables are made of."""
+
+    problem: str
+    level: int
+    right: float
+    share: float  # of the rollouts that ran to their end, how many were right
+    draft: int
+    scored: int
+    target: int
+    decisions: Sequence[tuple[int, int, bool]]  # place in the order of asking, turn, whether the target took over
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Solved:
+        """From what the run kept."""
+        problem, usage = outcome.problem, outcome.usage
+        ended = [line for line in outcome.rollouts if line.finish not in ("settled", "cancelled")]
+        made = [turn.decision for line in outcome.rollouts for turn in line.turns if turn.decision]
+        return cls(
+            problem=problem.id,
+            level=problem.level or 0,
+            right=float(outcome.answer == problem.answer),
+            share=sum(line.answer == problem.answer for line in ended) / max(1, len(ended)),
+            draft=usage.draft_tokens,
+            scored=usage.scored_tokens,
+            target=usage.target_tokens,
+            decisions=[(one.issue or 0, one.turn, one.escalate) for one in made],
+        )
+
+    @property
+    def escalated(self) -> int:
+        """How often the target took over."""
+        return sum(over for _, _, over in self.decisions)
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one arm came to on one piece of the problems: in order, with the seconds of each block."""
+
+    arm: str
+    samples: int
+    seed: int
+    shard: int
+    solved: list[Solved] = field(default_factory=list[Solved])
+    seconds: list[float] = field(default_factory=list[float])
+    processor: list[float] = field(default_factory=list[float])  # seconds of this process
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        """What it is a piece of."""
+        return self.arm, self.samples, self.seed, self.shard
+
+
+class Ledger:
+    """Every finished piece; with a path, those of earlier sessions too."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._parts = Parts(path)
+        found = [_piece(value) for value in self._parts.values()]
+        self.pieces: dict[tuple[str, int, int, int], Piece] = {piece.key: piece for piece in found}
+
+    def add(self, piece: Piece) -> None:
+        """Keep a piece; several processes may share the file."""
+        self.pieces[piece.key] = piece
+        self._parts.keep("|".join(map(str, piece.key)), asdict(piece))
+
+    def of(self, arm: str, samples: int | None = None) -> Sum:
+        """An arm's pieces, by seed and shard."""
+        found = [p for p in self.pieces.values() if p.arm == arm and samples in (None, p.samples)]
+        return Sum(sorted(found, key=lambda piece: (piece.samples, piece.seed, piece.shard)))
+
+
+def _piece(record: Mapping[str, Any]) -> Piece:
+    solved = [Solved(**{**one, "decisions": [tuple(made) for made in one["decisions"]]}) for one in record["solved"]]
+    return Piece(**{**record, "solved": solved})
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Which problems, how often: shards of `shard` problems, run in blocks of `block`, arms in turn."""
+
+    problems: int
+    seeds: Sequence[int] = (0,)
+    shard: int = 500
+    block: int = 50
+
+    def shards(self) -> list[tuple[Problem, ...]]:
+        """The test problems, cut."""
+        found = arithmetic("test", self.problems)
+        return [tuple(found[i : i + self.shard]) for i in range(0, len(found), self.shard)]
+
+
+async def run_grid(
+    arms: Sequence[Arm], grid: Grid, ledger: Ledger, pair: Pair, label: str = "pipelines", watch: Watch | None = None
+) -> None:
+    """Every arm on every shard and seed, interleaved block by block; what the ledger has is not run again.
+
+    A gate lives for a shard: it learns from block to block as in one run of that many problems.
+    """
+    for seed in grid.seeds:
+        for number, shard in enumerate(grid.shards()):
+            missing = [one for one in arms if (one.name, one.setup.policy.samples, seed, number) not in ledger.pieces]
+            if missing:
+                say(f"{label}: m={missing[0].setup.policy.samples} seed={seed} problems from {number * grid.shard}")
+                pieces = [Piece(one.name, one.setup.policy.samples, seed, number) for one in missing]
+                await _run_shard(list(zip(missing, pieces, strict=True)), shard, grid.block, pair, watch)
+                for piece in pieces:
+                    ledger.add(piece)
+
+
+async def _run_shard(
+    arms: list[tuple[Arm, Piece]], shard: Sequence[Problem], block: int, pair: Pair, watch: Watch | None
+) -> None:
+    plans = {one.name: pair.plan(one, piece.seed * 31 + piece.shard) for one, piece in arms}
+    for count, start in enumerate(range(0, len(shard), block)):
+        turn = count % len(arms)
+        for one, piece in arms[turn:] + arms[:turn]:
+            used = time.process_time()
+            outcomes, seconds = await run_block(shard[start : start + block], plans[one.name], one.schedule)
+            piece.processor.append(time.process_time() - used)
+            piece.seconds.append(seconds)
+            piece.solved += [Solved.of(outcome) for outcome in outcomes]
+            if watch is not None:
+                await watch(one.name, outcomes)
+
+
+Value = Callable[[Solved], float]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What an arm came to over all of its pieces."""
+
+    pieces: Sequence[Piece]
+
+    @classmethod
+    def of(cls, name: str, outcomes: Sequence[Outcome], seconds: float = 0.0) -> Sum:
+        """Of one block."""
+        return cls([Piece(name, 0, 0, 0, [Solved.of(outcome) for outcome in outcomes], [seconds])])
+
+    @cached_property
+    def solved(self) -> list[Solved]:
+        """Every problem, once per seed."""
+        return [one for piece in self.pieces for one in piece.solved]
+
+    def by_problem(self, value: Value) -> dict[str, float]:
+        """The mean over seeds of each problem: a problem stays one unit however often it was run."""
+        found: defaultdict[str, list[float]] = defaultdict(list)
+        for one in self.solved:
+            found[one.problem].append(value(one))
+        return {name: float(np.mean(values)) for name, values in found.items()}
+
+    def estimate(self, value: Value) -> Estimate:
+        """The mean over problems with its interval."""
+        return mean_estimate(list(self.by_problem(value).values()), len(self.solved))
+
+    def minus(self, base: Sum, value: Value) -> Estimate:
+        """The difference to another arm, paired by problem, over those that both have."""
+        first, second = base.by_problem(value), self.by_problem(value)
+        names = sorted(first.keys() & second.keys())
+        return compare_runs([first[name] for name in names], [second[name] for name in names]).difference
+
+    def each(self, kind: Literal["draft", "scored", "target"]) -> float:
+        """Tokens of that kind a problem."""
+        return self.total(kind) / max(1, len(self.solved))
+
+    def total(self, kind: Literal["draft", "scored", "target"]) -> int:
+        """Tokens of that kind."""
+        return sum(getattr(one, kind) for one in self.solved)
+
+    @property
+    def gflops(self) -> float:
+        """Arithmetic of both models a problem: tokens written, scored and read, each once."""
+        draft, target = info("draft").flops_per_token(CONTEXT), info("target").flops_per_token(CONTEXT)
+        return (self.each("draft") * draft + (self.each("target") + self.each("scored")) * target) / 1e9
+
+    @property
+    def seconds(self) -> float:
+        """Of all blocks."""
+        return sum(sum(piece.seconds) for piece in self.pieces)
+
+    @property
+    def rate(self) -> float | None:
+        """The share of decisions that went to the target; None where nothing was decided."""
+        asked = sum(len(one.decisions) for one in self.solved)
+        return sum(one.escalated for one in self.solved) / asked if asked else None
+
+    def rate_error(self, nominal: float) -> float:
+        """The root mean square over questions of realised minus nominal rate."""
+        rates = [one.escalated / len(one.decisions) for one in self.solved if one.decisions]
+        return float(np.sqrt(np.mean([(rate - nominal) ** 2 for rate in rates]))) if rates else float("nan")
+
+    def speed_up(self, base: Sum, clock: Literal["seconds", "processor"] = "seconds") -> Spread | None:
+        """The base's time over this arm's, for blocks that both ran at the same place; None where there are none."""
+        mine = {piece.key[1:]: getattr(piece, clock) for piece in self.pieces}
+        pairs = [(getattr(piece, clock), mine[piece.key[1:]]) for piece in base.pieces if piece.key[1:] in mine]
+        ratios = [a / b for first, second in pairs for a, b in zip(first, second, strict=False)]
+        return Spread.of(ratios) if ratios else None
+
+
+def right(one: Solved) -> float:
+    """Whether the vote is."""
+    return one.right
+
+
+def share(one: Solved) -> float:
+    """How many of the rollouts that ended are right."""
+    return one.share
+
+
+def points(estimate: Estimate) -> str:
+    """A difference in points with its interval."""
+    return f"{100 * estimate.value:+.2f} [{100 * estimate.low:+.2f}, {100 * estimate.high:+.2f}]"

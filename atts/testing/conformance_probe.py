@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from types import MappingProxyType
 from typing import Literal, NoReturn, TypeVar
 
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest, TokenIds
@@ -57,7 +58,8 @@ class CheckOptions:
 
 Need = Capability | Literal["seeds", "factory"]
 Check = Callable[["Probe"], Awaitable[None]]
-CHECKS: dict[str, Check] = {}
+_registered: dict[str, Check] = {}
+CHECKS: Mapping[str, Check] = MappingProxyType(_registered)
 """Every check by name, in the order they are made; the first line of its docstring is the promise."""
 
 
@@ -70,7 +72,7 @@ def check(*needs: Need) -> Callable[[Check], Check]:
             probe.need(*needs)
             await function(probe)
 
-        CHECKS[function.__name__.removeprefix("check_")] = checked
+        _registered[function.__name__.removeprefix("check_")] = checked
         return checked
 
     return register

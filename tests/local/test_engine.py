@@ -129,6 +129,7 @@ anyio.run(main)
 
 
 @pytest.mark.once
+@pytest.mark.slow
 def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Path) -> None:
     """No `__main__` guard is asked for; Ctrl-C, which all of a terminal hears, is the script's business alone."""
     folder = make_model("llama", eos_token_id=None)

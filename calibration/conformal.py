@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy import stats
 
 from atts.calibration.rates import Rate, exact_rate
 from atts.errors import CalibrationInputError
@@ -56,7 +56,7 @@ def pac_rank(n: int, rate: Rate, delta: float) -> int | None:
     allowed = float(exact_rate(rate))
     _fraction("delta", delta)
     ranks = np.arange(1, n + 1)
-    good = np.flatnonzero(stats.beta.ppf(delta, ranks, n + 1 - ranks) >= 1 - allowed)
+    good = np.flatnonzero(scipy.stats.beta.ppf(delta, ranks, n + 1 - ranks) >= 1 - allowed)
     return int(ranks[good[0]]) if len(good) else None
 
 
@@ -74,7 +74,7 @@ def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, f
     _fraction("confidence", confidence)
     if not 1 <= k <= n:
         raise CalibrationInputError("rank", k, f"between 1 and {n}")
-    law = stats.beta(k, n + 1 - k)
+    law = scipy.stats.beta(k, n + 1 - k)
     return float(law.ppf((1 - confidence) / 2)), float(law.ppf((1 + confidence) / 2))
 
 

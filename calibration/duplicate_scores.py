@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from atts.calibration.samples import QuestionSample
 from atts.calibration.stored import StoredScores
@@ -88,4 +88,4 @@ def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> f
     theirs = [len(set(scores[:depth])) == depth for scores in stored.questions if len(scores) >= depth]
     ours = [len(set(scores[:depth])) == depth for scores in live if len(scores) >= depth]
     spared = (sum(theirs) + 1) / (len(theirs) + 1)
-    return float(stats.binom.sf(sum(ours) - 1, len(ours), spared))
+    return float(scipy.stats.binom.sf(sum(ours) - 1, len(ours), spared))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy import optimize, special
 
 from atts.core import Action
 from atts.errors import CalibrationInputError
@@ -138,7 +138,7 @@ def _maximise(
 
     start = np.zeros(columns + cuts)
     start[columns:] = _starting_cuts(target, weights, levels)
-    found = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 500})
+    found = scipy.optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 500})
     solution = np.asarray(found.x, float)
     ends = solution[columns] + np.concatenate([[0.0], np.cumsum(np.exp(solution[columns + 1 :]))])
     return tuple(map(float, solution[:columns])), tuple(map(float, ends))
@@ -148,15 +148,15 @@ def _log_interval(upper: Floats, lower: Floats) -> tuple[Floats, Floats, Floats]
     """log(logistic(upper) - logistic(lower)) with its derivatives, stable in both tails."""
     gap = np.maximum(upper - lower, 1e-10)
     ratio = np.exp(-gap)  # 0 at an open end
-    value = special.log_expit(upper) + special.log_expit(-lower) + np.log1p(-ratio)
+    value = scipy.special.log_expit(upper) + scipy.special.log_expit(-lower) + np.log1p(-ratio)
     inside = ratio / -np.expm1(-gap)
-    return value, special.expit(-upper) + inside, -special.expit(lower) - inside
+    return value, scipy.special.expit(-upper) + inside, -scipy.special.expit(lower) - inside
 
 
 def _starting_cuts(target: NDArray[np.int64], weights: Floats, levels: int) -> Floats:
     """The cuts of a model without features, as a first cut and logarithms of the steps."""
     shares = np.bincount(target, weights, levels) / weights.sum()
-    ends = special.logit(np.clip(np.cumsum(shares)[:-1], 1e-6, 1 - 1e-6))
+    ends = scipy.special.logit(np.clip(np.cumsum(shares)[:-1], 1e-6, 1 - 1e-6))
     return np.concatenate([ends[:1], np.log(np.maximum(np.diff(ends), 1e-3))])
 
 

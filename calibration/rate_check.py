@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy import stats
 
 from atts.calibration.rates import Rate, exact_rate
 from atts.errors import CalibrationInputError
@@ -66,7 +66,7 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
         )
     n, share = int(rows[:, 0].sum()), float(rows[:, 1].sum() / rows[:, 0].sum())
     tail = (1 - _COIN) / 2
-    coin = (float(stats.binom.ppf(tail, n, nominal)) / n, float(stats.binom.isf(tail, n, nominal)) / n)
+    coin = (float(scipy.stats.binom.ppf(tail, n, nominal)) / n, float(scipy.stats.binom.isf(tail, n, nominal)) / n)
     reach = _reach(rows, share, nominal)
     band = (min(coin[0], max(0.0, nominal - reach)), max(coin[1], min(1.0, nominal + reach)))
     standing: Standing = "held" if coin[0] <= share <= coin[1] else "unclear" if band[0] <= share <= band[1] else "left"
@@ -83,7 +83,9 @@ def _reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
         return 1.0
     apart = rows[:, 1] - share * rows[:, 0]
     error = math.sqrt(count / (count - 1) * float((apart**2).sum())) / n
-    return float(stats.t.isf((1 - _CLUSTERED) / 2, count - 1)) * max(error, math.sqrt(nominal * (1 - nominal) / n))
+    return float(scipy.stats.t.isf((1 - _CLUSTERED) / 2, count - 1)) * max(
+        error, math.sqrt(nominal * (1 - nominal) / n)
+    )
 
 
 def _span(ends: tuple[float, float]) -> str:

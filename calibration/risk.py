@@ -8,8 +8,8 @@ from itertools import takewhile
 from typing import Literal
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from atts.errors import CalibrationInputError, OptionError
 
@@ -54,7 +54,7 @@ def binomial_p_value(losses: ArrayLike, epsilon: float) -> float:
     array = checked_losses(losses)
     if not ((array == 0) | (array == 1)).all():
         raise CalibrationInputError("loss", "a fraction", "0 or 1 for the exact binomial test")
-    return float(stats.binom.cdf(array.sum(), len(array), epsilon))
+    return float(scipy.stats.binom.cdf(array.sum(), len(array), epsilon))
 
 
 def hoeffding_bentkus_p_value(losses: ArrayLike, epsilon: float) -> float:
@@ -67,7 +67,7 @@ def hoeffding_bentkus(n: int, risk: float, epsilon: float) -> float:
     """The same from n and the observed risk alone."""
     low = min(risk, epsilon)
     hoeffding = math.exp(-n * _relative_entropy(low, epsilon))
-    bentkus = math.e * float(stats.binom.cdf(math.ceil(n * risk - 1e-9), n, epsilon))
+    bentkus = math.e * float(scipy.stats.binom.cdf(math.ceil(n * risk - 1e-9), n, epsilon))
     return min(1.0, hoeffding, bentkus)
 
 
@@ -142,7 +142,7 @@ def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**
         return None
 
     def enough(n: int) -> bool:
-        return float(stats.binom.cdf(math.ceil(n * risk - 1e-9), n, epsilon)) <= delta
+        return float(scipy.stats.binom.cdf(math.ceil(n * risk - 1e-9), n, epsilon)) <= delta
 
     high = fewest_problems(epsilon, delta)
     while not enough(high):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy import special
 
 from atts.calibration.clusters import summarise
 from atts.calibration.stored import StoredScores
@@ -82,4 +82,6 @@ def normal_scores(values: Floats, reference: Floats) -> Floats:
         for at in range(values.shape[1])
     ]
     share = (np.column_stack(places) + 1) / (2 * (len(reference) + 1))
-    return np.asarray(special.ndtri(np.clip(share, 0.5 / (len(reference) + 1), 1 - 0.5 / (len(reference) + 1))), float)
+    return np.asarray(
+        scipy.special.ndtri(np.clip(share, 0.5 / (len(reference) + 1), 1 - 0.5 / (len(reference) + 1))), float
+    )

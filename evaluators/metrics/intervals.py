@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from atts.errors import OptionError
 from atts.evaluators.metrics.wilson import wilson_interval
@@ -149,7 +149,7 @@ def expanded_tail(units: int, level: float) -> float:
     >>> round(expanded_tail(30, 0.95), 4), round(expanded_tail(10**6, 0.95), 4)
     (0.0188, 0.025)
     """
-    return float(stats.norm.sf(math.sqrt(units / (units - 1)) * reach(units - 1, level)))
+    return float(scipy.stats.norm.sf(math.sqrt(units / (units - 1)) * reach(units - 1, level)))
 
 
 def _percentiles(means: Floats, units: int, level: float) -> tuple[float, float]:
@@ -176,7 +176,7 @@ def _chunks(draws: int, width: int) -> Iterator[int]:
 def reach(freedom: float, level: float) -> float:
     """How many standard deviations hold `level`: Student's t, the normal for infinite freedom."""
     tail = (1 + level) / 2
-    return float(stats.norm.ppf(tail) if math.isinf(freedom) else stats.t.ppf(tail, freedom))
+    return float(scipy.stats.norm.ppf(tail) if math.isinf(freedom) else scipy.stats.t.ppf(tail, freedom))
 
 
 def _digits(value: float) -> str:

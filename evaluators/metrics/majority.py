@@ -10,8 +10,8 @@ from itertools import combinations
 from typing import Literal
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy import stats
 
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import Floats, Ints
@@ -129,11 +129,11 @@ def _win_shares(own: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floa
             spectrum += weight * np.exp(rivals[np.ix_(rows, sizes)] @ logs + quiet[rows])
         others = np.fft.irfft(spectrum, n + 1, axis=1)[:, k - j]
         result[rows] += _binomial(own[rows], j, chance) * others
-    return result / float(stats.binom.pmf(k, n, chance))
+    return result / float(scipy.stats.binom.pmf(k, n, chance))
 
 
 def _binomial(size: Ints, drawn: int, chance: float) -> Floats:
-    return np.asarray(stats.binom.pmf(drawn, size, chance), dtype=np.float64)
+    return np.asarray(scipy.stats.binom.pmf(drawn, size, chance), dtype=np.float64)
 
 
 def _unit_nodes(degree: int) -> tuple[Floats, Floats]:

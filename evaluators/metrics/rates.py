@@ -9,8 +9,8 @@ from fractions import Fraction
 from typing import Literal
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy import stats
 
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import (
@@ -87,7 +87,7 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
     counts, right = _checked(n, c, k)
     least = max(1, math.ceil(Fraction(str(tau)) * k))  # exact: 0.28 * 25 is 7.000000000000001 in floats
     with np.errstate(invalid="ignore"):
-        share = np.asarray(stats.hypergeom.sf(least - 1, counts, right, np.minimum(k, counts)), dtype=np.float64)
+        share = np.asarray(scipy.stats.hypergeom.sf(least - 1, counts, right, np.minimum(k, counts)), dtype=np.float64)
     return np.where(counts < k, np.nan, share)
 
 

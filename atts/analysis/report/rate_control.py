@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from atts.analysis.report.guarantee import stated_guarantee
 from atts.analysis.report.numbers import DriftAlarm, DriftTest, GroupRate, RateControl, RatePoint, Uniformity
@@ -103,7 +103,7 @@ def coin_band(n: int, rate: float | None, level: float = LEVEL) -> tuple[float, 
     if rate is None:
         return 0.0, 1.0
     tail = (1 - level) / 2
-    low, high = stats.binom.ppf(tail, n, rate), stats.binom.isf(tail, n, rate)
+    low, high = scipy.stats.binom.ppf(tail, n, rate), scipy.stats.binom.isf(tail, n, rate)
     return float(low) / n, float(high) / n
 
 

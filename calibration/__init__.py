@@ -29,7 +29,7 @@ from atts.calibration.ordinal import LEVELS, OrdinalModel, fit_ordinal
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row, rank_class
 from atts.calibration.ordinal_sets import LevelSets
 from atts.calibration.ranks import Ranks
-from atts.calibration.rate_check import check_rate
+from atts.calibration.rate_check import check_rate, coin_band
 from atts.calibration.rates import rate_of
 from atts.calibration.replay import ReplayResult, replay
 from atts.calibration.risk import lost_answers
@@ -70,6 +70,7 @@ __all__ = [
     "certify",
     "check_fingerprint",
     "check_rate",
+    "coin_band",
     "examine",
     "feature_row",
     "first_alarm",

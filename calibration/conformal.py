@@ -74,8 +74,8 @@ def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, f
     _fraction("confidence", confidence)
     if not 1 <= k <= n:
         raise CalibrationInputError("rank", k, f"between 1 and {n}")
-    law = scipy.stats.beta(k, n + 1 - k)
-    return float(law.ppf((1 - confidence) / 2)), float(law.ppf((1 + confidence) / 2))
+    kept = scipy.stats.beta(k, n + 1 - k)
+    return float(kept.ppf((1 - confidence) / 2)), float(kept.ppf((1 + confidence) / 2))
 
 
 def _kth(ordered: NDArray[np.float64], k: int) -> float:

@@ -116,9 +116,9 @@ class ByTurn(ScorePool):
 class SiblingPool(ScorePool):
     """The pool of another kind, blended with the scores of the same question and turn.
 
-    The share of siblings below a score, and the pool's answer as if it were `prior` siblings: the predictive law of a
-    Dirichlet process with the pool as its base. The first sample of a question is placed by the pool alone, the later
-    ones more and more by their siblings.
+    The share of siblings below a score, and the pool's answer as if it were `prior` siblings: the predictive
+    distribution of a Dirichlet process with the pool as its base. The first sample of a question is placed by the pool
+    alone, the later ones more and more by their siblings.
     """
 
     __slots__ = ("_base", "_groups", "_prior")

@@ -15,7 +15,7 @@ from atts.calibration.rates import Rate, exact_rate
 from atts.errors import CalibrationInputError
 
 Standing = Literal["held", "unclear", "left"]
-_COIN = 0.95  # inside where that share of fair coins stays, a rate is held
+COIN = 0.95  # inside where that share of fair coins stays, a rate is held
 _CLUSTERED = 0.99  # outside where that share of such questions stays, it is not
 
 
@@ -65,12 +65,23 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
             "questions", list(questions)[:5], "(decisions, escalated), some decision among them"
         )
     n, share = int(rows[:, 0].sum()), float(rows[:, 1].sum() / rows[:, 0].sum())
-    tail = (1 - _COIN) / 2
-    coin = (float(scipy.stats.binom.ppf(tail, n, nominal)) / n, float(scipy.stats.binom.isf(tail, n, nominal)) / n)
+    coin = coin_band(n, nominal)
     reach = _reach(rows, share, nominal)
     band = (min(coin[0], max(0.0, nominal - reach)), max(coin[1], min(1.0, nominal + reach)))
     standing: Standing = "held" if coin[0] <= share <= coin[1] else "unclear" if band[0] <= share <= band[1] else "left"
     return RateCheck(standing, nominal, share, decisions=n, questions=len(rows), coin=coin, band=band)
+
+
+def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[float, float]:
+    """Where the share of `n` coins of this rate lies with at least this probability; everywhere without a rate.
+
+    >>> coin_band(100, 0.2)
+    (0.12, 0.28)
+    """
+    if rate is None:
+        return 0.0, 1.0
+    tail = (1 - confidence) / 2
+    return float(scipy.stats.binom.ppf(tail, n, rate)) / n, float(scipy.stats.binom.isf(tail, n, rate)) / n
 
 
 def _reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:

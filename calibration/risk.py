@@ -157,7 +157,7 @@ def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**
 
 
 def _relative_entropy(a: float, b: float) -> float:
-    """h(a, b) between Bernoulli laws."""
+    """h(a, b) between Bernoulli distributions."""
     first = a * math.log(a / b) if a > 0 else 0.0
     second = (1 - a) * math.log((1 - a) / (1 - b)) if a < 1 else 0.0
     return first + second

@@ -28,7 +28,7 @@ class Part:
 
     def state(self) -> Any:
         """Everything that decides the next answer, as JSON."""
-        return {name: _plain(getattr(self, attribute)) for name, attribute in self.saved.items()}
+        return {name: _as_json(getattr(self, attribute)) for name, attribute in self.saved.items()}
 
     def merge(self, state: Any) -> None:
         """Add what another part of the same kind has seen."""
@@ -49,7 +49,7 @@ class StateTable(dict[K, V], Part):
 
     def state(self) -> Any:
         """Value by key."""
-        return {str(key): _plain(value) for key, value in self.items()}
+        return {str(key): _as_json(value) for key, value in self.items()}
 
     def merge(self, state: Any) -> None:
         """Value by value."""
@@ -66,7 +66,7 @@ class GroupTable(StateTable[tuple[str, int], tuple[V, ...]]):
 
     def state(self) -> Any:
         """Rows."""
-        return [[*key, *map(_plain, values)] for key, values in self.items()]
+        return [[*key, *map(_as_json, values)] for key, values in self.items()]
 
     def merge(self, state: Any) -> None:
         """Row by row."""
@@ -75,7 +75,7 @@ class GroupTable(StateTable[tuple[str, int], tuple[V, ...]]):
             self[key] = _merged(self[key], values)
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, Part):
         return value.state()
     return value if isinstance(value, int | float) else list(value)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from atts.calibration.scale import PERPLEXITY, Scale, scale_named
-from atts.calibration.state import read_state
+from atts.calibration.scale import PERPLEXITY, SCALES, Scale
+from atts.calibration.state import read_state, strict
 from atts.errors import CalibrationInputError, FingerprintError
 
 
@@ -102,7 +102,7 @@ class StoredScores:
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> StoredScores:
         """The inverse of `state`."""
-        names = {scale.name: scale for scale in map(scale_named, ("perplexity", "logprob", "real"))}
+        names = {scale.name: scale for scale in SCALES.values()}
         scale = names.get(str(state["scale"]))
         if scale is None:
             raise CalibrationInputError("scale", state["scale"], f"one of {', '.join(sorted(names))}")
@@ -128,7 +128,7 @@ def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str,
     names = [*stored, *(name for name in now if name not in stored)]
     absent = "(not recorded)"
     pairs = [(name, stored.get(name, absent), now.get(name, absent)) for name in names]
-    different = [(name, old, new) for name, old, new in pairs if _plain(old) != _plain(new)]
+    different = [(name, old, new) for name, old, new in pairs if strict(old) != strict(new)]
     if different:
         raise FingerprintError(what, different)
 
@@ -198,8 +198,3 @@ def _read_mapping(path: Path, text: str, scale: Scale, fingerprint: Mapping[str,
         raise CalibrationInputError(str(path), type(table).__name__, "JSON {question: [scores]}")
     records = [{"question": name, "score": score} for name, scores in table.items() for score in scores]
     return StoredScores.from_records(records, scale, fingerprint)
-
-
-def _plain(value: object) -> object:
-    """A value as JSON would give it back, so that tuples and lists compare equal."""
-    return list(value) if isinstance(value, (tuple, list)) else value

@@ -114,7 +114,7 @@ class Line:
         request = SampleRequest(
             ids,
             min(self.policy.limit(role), room),
-            self.policy.law(role),
+            self.policy.sampling_of(role),
             Seed(self.context.seed, self.rollout.problem, self.rollout.sample, turn, role, attempt),
             self.policy.chunking.stop,
             rollout=self.name,

@@ -148,7 +148,7 @@ class Policy:
         """The policy of one rollout: later waves may have another writer."""
         return replace(self, drafter="target") if self.later == "target" and sample >= self.waves[0].stop else self
 
-    def law(self, role: Role) -> Sampling:
+    def sampling_of(self, role: Role) -> Sampling:
         """How that model's tokens are drawn."""
         return self.target_sampling or self.sampling if role == "target" else self.sampling
 

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 import atts
 from atts.analysis import Standing, build_report, render, write_report
 from atts.analysis.report.pages import Pages, pack, shorten, unpack
-from atts.analysis.report.rate_control import coin_band
 from atts.analysis.report.run_data import read_run_data
 from atts.analysis.report.timing import timing
 from atts.api import Setup
-from atts.calibration import Calibrator
+from atts.calibration import Calibrator, coin_band
 from atts.core import Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn
 from atts.errors import JournalError, OptionError, UsageError
 from atts.graph import CallSpan

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
-import scipy
 
 from atts.analysis.report.guarantee import stated_guarantee
 from atts.analysis.report.numbers import DriftAlarm, DriftTest, GroupRate, RateControl, RatePoint, Uniformity
@@ -19,6 +18,7 @@ from atts.calibration import (
     Scale,
     SimpleJumper,
     by_cluster,
+    coin_band,
     rate_metrics,
     summarise,
 )
@@ -92,19 +92,6 @@ def _banded(
         GroupRate(f"{prefix}{name}", len(flags), sum(flags), *coin_band(len(flags), nominal, level))
         for name, flags in rows
     )
-
-
-def coin_band(n: int, rate: float | None, level: float = LEVEL) -> tuple[float, float]:
-    """Where the share of `n` coins of this rate lies with at least this probability; everywhere without a rate.
-
-    >>> coin_band(100, 0.2)
-    (0.12, 0.28)
-    """
-    if rate is None:
-        return 0.0, 1.0
-    tail = (1 - level) / 2
-    low, high = scipy.stats.binom.ppf(tail, n, rate), scipy.stats.binom.isf(tail, n, rate)
-    return float(low) / n, float(high) / n
 
 
 def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:

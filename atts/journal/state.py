@@ -89,9 +89,18 @@ class OpenProblem:
             case TurnFinished(_, sample, turn):
                 self._settle(self._hints.get(sample, ""))
                 self.turns.setdefault(sample, deque()).append(turn)
-                self.rollouts[sample] = _grown(self.rollouts[sample], turn)
+                rollout = self.rollouts[sample]
+                self.rollouts[sample] = replace(rollout, turns=(*rollout.turns[: turn.index], turn))
             case RolloutFinished():
-                self.rollouts[event.sample] = _finished(self.rollouts[event.sample], event)
+                rollout = self.rollouts[event.sample]
+                self.rollouts[event.sample] = replace(
+                    rollout,
+                    turns=rollout.turns[: event.turns],
+                    finish=event.finish,
+                    answer=event.answer,
+                    usage=event.usage,
+                    error=event.error,
+                )
             case CallFailed():
                 self._failures.setdefault(event.rollout, []).append(event)
             case Sampled() | Scored():
@@ -223,26 +232,6 @@ class RunState:
             self.open[name].apply(event)
 
 
-def _grown(rollout: Rollout, turn: Turn) -> Rollout:
-    """With one more turn; `replace` would take three times as long, and there is a turn for every few lines."""
-    turns = (*rollout.turns[: turn.index], turn)
-    return Rollout(
-        rollout.problem,
-        rollout.sample,
-        rollout.prompt,
-        turns,
-        finish=rollout.finish,
-        answer=rollout.answer,
-        usage=rollout.usage,
-        error=rollout.error,
-    )
-
-
-def _finished(rollout: Rollout, event: RolloutFinished) -> Rollout:
-    rollout = replace(rollout, turns=rollout.turns[: event.turns], finish=event.finish, answer=event.answer)
-    return replace(rollout, usage=event.usage, error=event.error)
-
-
 def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
     """Every finished problem's whole outcome, once, in the order in which they finished; the failed ones last.
 
@@ -266,8 +255,8 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
 
 def sample_key(role: Role, request: SampleRequest) -> str:
     """A name for what is asked of whom and for which rollout, from all that decides the answer; not its priority."""
-    law = (request.rollout, request.max_tokens, request.sampling, request.seed, request.stop, request.stop_ids)
-    return _digest(f"{role} {law!r}", request.ids)
+    said = (request.rollout, request.max_tokens, request.sampling, request.seed, request.stop, request.stop_ids)
+    return _digest(f"{role} {said!r}", request.ids)
 
 
 def score_key(role: Role, request: ScoreRequest) -> str:
@@ -275,8 +264,8 @@ def score_key(role: Role, request: ScoreRequest) -> str:
     return _digest(f"{role} scores {request.rollout!r} after {len(request.prefix)}", request.prefix + request.suffix)
 
 
-def _digest(law: str, ids: TokenIds) -> str:
-    hasher = blake2b(law.encode("utf-8", "surrogatepass"), digest_size=12)
+def _digest(text: str, ids: TokenIds) -> str:
+    hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
     try:
         hasher.update(array("q", ids).tobytes())
     except OverflowError:  # ids of engines that speak text are as long as the text they stand for

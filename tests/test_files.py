@@ -1,0 +1,58 @@
+"""Files are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from atts.errors import StorageError
+from atts.files import replace_file, write_atomic
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_replacing_leaves_one_file(tmp_path: Path, durable: bool) -> None:
+    """The new content is there, nothing else is."""
+    for data in (b"one", b"two"):
+        write_atomic(tmp_path / "f", data, durable=durable)
+        assert (tmp_path / "f").read_bytes() == data
+    assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no umask there")
+def test_who_may_read_is_as_the_umask_says_or_as_it_was(tmp_path: Path) -> None:
+    """A report in a shared folder can be read by whom other files there can."""
+    before = os.umask(0o027)
+    try:
+        write_atomic(tmp_path / "f", b"one")
+        assert (tmp_path / "f").stat().st_mode & 0o777 == 0o640
+        (tmp_path / "f").chmod(0o604)
+        write_atomic(tmp_path / "f", b"two")
+        assert (tmp_path / "f").stat().st_mode & 0o777 == 0o604
+    finally:
+        os.umask(before)
+
+
+def test_a_refused_replacement_leaves_the_old_file(tmp_path: Path) -> None:
+    """A directory in its place: a clear error, no litter."""
+    (tmp_path / "f" / "inner").mkdir(parents=True)
+    with pytest.raises(StorageError):
+        write_atomic(tmp_path / "f", b"new")
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_callers_with_words_of_their_own_get_the_bare_error(tmp_path: Path) -> None:
+    """As the system put it, and nothing is left behind."""
+    (tmp_path / "f").mkdir()
+    with pytest.raises(IsADirectoryError):
+        replace_file(tmp_path / "f", b"new")
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_an_impossible_place_is_a_storage_error(tmp_path: Path) -> None:
+    """A file where a directory should be."""
+    (tmp_path / "f").write_bytes(b"")
+    with pytest.raises(StorageError, match="choose another run directory"):
+        write_atomic(tmp_path / "f" / "g", b"new")

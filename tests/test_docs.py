@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,14 @@ def test_every_page_the_readme_links_exists() -> None:
     linked = [part.split(")")[0] for part in text.split("](")[1:]]
     assert linked
     assert [name for name in linked if not (ROOT / name).exists()] == []
+
+
+def test_the_glossary_names_what_is_there() -> None:
+    """Every name in the glossary's last column is a module or a value of one, and no word is explained twice."""
+    lines = (ROOT / "docs" / "glossary.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.endswith("` |")]
+    words = [word for word, *_ in rows]
+    assert len(words) == len(set(words)) > 50
+    for *_, name in rows:
+        package, _, last = name.strip("`").rpartition(".")
+        assert hasattr(import_module(package), last) or import_module(f"{package}.{last}"), name

@@ -12,14 +12,14 @@ from atts.analysis.plan.advice import Advice, Cap, advise
 from atts.analysis.plan.options import Option
 from atts.analysis.plan.speeds import ChunkAdvice, Speed
 from atts.analysis.plan.untried_rates import UntriedRate
-from atts.analysis.replay import Replayed, ReplayedProblem, ReplayedRollout, replay_policy
-from atts.analysis.replayed_run import PolicyChange, Replay, replay_run
+from atts.analysis.policy_replay import Replayed, ReplayedProblem, ReplayedRollout, replay_policy
 from atts.analysis.report.build import PAGE_BYTES, BuiltReport, build_report
 from atts.analysis.report.numbers import RateControl, RunReport, Standing
 from atts.analysis.report.render import Format, as_format, render, save_report, write_report
 from atts.analysis.report.run_data import read_nodes
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.results import GradedProblem, GradedRun, read_results
+from atts.analysis.run_replay import PolicyChange, Replay, replay_run
 
 __all__ = [
     "Advice",

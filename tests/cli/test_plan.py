@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atts.analysis.plan.options import Option, frontier, options
-from atts.analysis.plan.recorded import PlanData, read_plan_data
+from atts.analysis.plan.plan_data import PlanData, read_plan_data
 from atts.api import Setup, evaluate_sync, plan
 from atts.core import Problem
 from atts.journal import JOURNAL, read_entries, read_outcomes

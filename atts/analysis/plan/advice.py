@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from atts.analysis.plan.options import Option, frontier, options
-from atts.analysis.plan.recorded import PlanData, read_plan_data
+from atts.analysis.plan.plan_data import PlanData, read_plan_data
 from atts.analysis.plan.speeds import ChunkAdvice, Speed, chunk_advice, speeds
 from atts.analysis.plan.untried_rates import UntriedRate, untried_rates
 from atts.errors import OptionError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atts.analysis.plan.recorded import CompleteRollout, GradedCase, PlanData
+from atts.analysis.plan.plan_data import CompleteRollout, GradedCase, PlanData
 from atts.evaluators import Estimate, maj_at_k, mean_estimate, votes
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atts.analysis.plan.recorded import PlanData, TurnCost
+from atts.analysis.plan.plan_data import PlanData, TurnCost
 from atts.core import Chunk, Rollout
 
 
@@ -51,75 +51,74 @@ class ChunkAdvice:
 
 def speeds(data: PlanData) -> tuple[Speed, ...]:
     """Every engine that was called."""
-    spans: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
-    for session, node in data.nodes:
+    calls: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for node in data.nodes:
         if node.engine:
-            spans[node.engine].append((session, node.started, node.ended))
+            calls[node.engine].append((node.started, node.ended))
     written = {"draft": data.usage.draft_tokens, "target": data.usage.target_tokens}
-    scored = data.usage.scored_tokens
-    found = list[Speed]()
-    for engine, held in sorted(spans.items()):
-        busy = _union(held)
-        own = math.fsum(end - start for _, start, end in held)
-        per_second = (
-            (written.get(engine, 0) / busy, (scored if engine == "target" else 0) / busy) if busy else (0.0, 0.0)
-        )
-        found.append(Speed(engine, len(held), own / len(held), busy, *per_second))
-    return tuple(found)
+    scored = {"target": data.usage.scored_tokens}
+    return tuple(
+        _speed(engine, spans, written.get(engine, 0), scored.get(engine, 0)) for engine, spans in sorted(calls.items())
+    )
+
+
+def _speed(engine: str, spans: Sequence[tuple[float, float]], written: int, scored: int) -> Speed:
+    busy, own = _covered(spans), math.fsum(end - start for start, end in spans)
+    per_second = (written / busy, scored / busy) if busy else (0.0, 0.0)
+    return Speed(engine, len(spans), own / len(spans), busy, *per_second)
 
 
 def chunk_advice(data: PlanData) -> ChunkAdvice | None:
     """About the draft's chunk limit; None where the draft wrote nothing."""
     limit = data.policy("chunking", "draft_tokens")
-    chunks = [chunk for one in data.outcomes for line in one.rollouts for chunk in _drafted(line)]
-    steps = [step for case in data.cases for rollout in case.rollouts for step in rollout.turns]
-    if not isinstance(limit, int) or not chunks or not steps:
+    drafted = [_drafted(rollout) for outcome in data.outcomes for rollout in outcome.rollouts]
+    chunks = [chunk for own in drafted for chunk in own]
+    turns = [turn for case in data.cases for rollout in case.rollouts for turn in rollout.turns]
+    if not isinstance(limit, int) or not chunks or not turns:
         return None
-    per_turn, fit = _fixed_seconds(steps)
-    total = math.fsum(step.seconds for step in steps)
-    fixed = min(1.0, per_turn * len(steps) / total) if total else 0.0
-    lengths = [length for one in data.outcomes for line in one.rollouts for length in _natural(_drafted(line))]
-    now = sum(math.ceil(length / limit) for length in lengths)
-    choices = list[ChunkChoice]()
-    for other in (limit // 4, limit // 2, limit * 2, limit * 4):
-        if other:
-            turns = sum(math.ceil(length / other) for length in lengths) / now
-            choices.append(ChunkChoice(other, turns, 1 + fixed * (turns - 1)))
-    return ChunkAdvice(
-        limit, sum(chunk.ended == "length" for chunk in chunks) / len(chunks), fixed, fit, tuple(choices)
-    )
+    per_turn, fit = _fixed_seconds(turns)
+    total = math.fsum(turn.seconds for turn in turns)
+    fixed = min(1.0, per_turn * len(turns) / total) if total else 0.0
+    lengths = [length for own in drafted for length in _uncut_lengths(own)]
+    others = (limit // 4, limit // 2, limit * 2, limit * 4)
+    choices = tuple(_choice(lengths, limit, other, fixed) for other in others if other)
+    return ChunkAdvice(limit, sum(chunk.ended == "length" for chunk in chunks) / len(chunks), fixed, fit, choices)
 
 
-def _union(spans: Iterable[tuple[int, float, float]]) -> float:
-    """Seconds covered by at least one span, sessions apart."""
-    total, latest = 0.0, (-1, 0.0)
-    for session, start, end in sorted(spans):
-        begin = max(start, latest[1]) if session == latest[0] else start
-        total += max(0.0, end - begin)
-        latest = (session, max(end, latest[1]) if session == latest[0] else end)
+def _choice(lengths: Sequence[int], limit: int, other: int, fixed: float) -> ChunkChoice:
+    now, then = (sum(math.ceil(length / each) for length in lengths) for each in (limit, other))
+    return ChunkChoice(other, then / now, 1 + fixed * (then / now - 1))
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds covered by at least one span."""
+    total, latest = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, latest))
+        latest = max(end, latest)
     return total
 
 
-def _drafted(line: Rollout) -> list[Chunk]:
-    return [chunk for turn in line.turns for chunk in turn.chunks if chunk.author == "draft" and chunk.logprobs]
+def _drafted(rollout: Rollout) -> list[Chunk]:
+    return [chunk for turn in rollout.turns for chunk in turn.chunks if chunk.author == "draft" and chunk.logprobs]
 
 
-def _natural(chunks: Sequence[Chunk]) -> Iterator[int]:
+def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
     """Lengths of the steps the draft would have written uncut: pieces that a limit ended belong to what follows."""
-    held = 0
+    length = 0
     for chunk in chunks:
-        held += len(chunk.logprobs)
+        length += len(chunk.logprobs)
         if chunk.ended != "length":
-            yield held
-            held = 0
-    if held:
-        yield held
+            yield length
+            length = 0
+    if length:
+        yield length
 
 
-def _fixed_seconds(steps: Sequence[TurnCost]) -> tuple[float, float]:
+def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
     """Seconds of a turn without any token, and how well a straight line in the tokens tells the seconds."""
-    seconds = np.array([step.seconds for step in steps])
-    table = np.array([(1.0, step.draft_tokens, step.target_tokens) for step in steps])
+    seconds = np.array([turn.seconds for turn in turns])
+    table = np.array([(1.0, turn.draft_tokens, turn.target_tokens) for turn in turns])
     found, *_ = np.linalg.lstsq(table, seconds, rcond=None)
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     left = float(((seconds - table @ found) ** 2).sum())

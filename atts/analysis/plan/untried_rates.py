@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from atts.analysis.plan.recorded import GradedCase, PlanData
-from atts.analysis.replay import ReplayedProblem, replay_policy
+from atts.analysis.plan.plan_data import GradedCase, PlanData
+from atts.analysis.policy_replay import ReplayedProblem, replay_policy
 from atts.calibration import Calibrator, Mode, Tuning
 from atts.pipelines import ConformalGate, Policy
 
@@ -62,13 +62,13 @@ def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
 
 def _bounds(replayed: ReplayedProblem, case: GradedCase) -> tuple[float, float]:
     """The vote if all that is unknown were wrong alike, and if it were right; a vote nothing strayed from stands."""
-    strayed = {line.sample for line in replayed.rollouts if line.off_policy_from is not None}
+    strayed = {rollout.sample for rollout in replayed.rollouts if rollout.off_policy_from is not None}
     if not strayed:
         return case.vote, case.vote
-    known = [line for line in case.rollouts if line.sample not in strayed]
+    known = [rollout for rollout in case.rollouts if rollout.sample not in strayed]
     unknown = len(replayed.rollouts) - len(known)
-    right = _largest(line.label for line in known if line.is_correct)
-    wrong = _largest(line.label for line in known if not line.is_correct and line.label is not None)
+    right = _largest(rollout.label for rollout in known if rollout.is_correct)
+    wrong = _largest(rollout.label for rollout in known if not rollout.is_correct and rollout.label is not None)
     return _share(right, wrong + unknown), _share(right + unknown, wrong)
 
 

@@ -155,11 +155,11 @@ def _verdict(
     return RunVerdict(standing, "; ".join(text for _, text in points[:3]), tuple(points))
 
 
-def _rate_point(held: RateControl) -> tuple[Standing, str]:
-    share = held.escalated / held.decisions
-    if held.nominal is None:
-        return "good", f"{share:.3f} of {held.decisions:,} chunks were escalated; no rate was promised"
-    found = check_rate(held.nominal, [(group.decisions, group.escalated) for group in held.by_question])
+def _rate_point(control: RateControl) -> tuple[Standing, str]:
+    share = control.escalated / control.decisions
+    if control.nominal is None:
+        return "good", f"{share:.3f} of {control.decisions:,} chunks were escalated; no rate was promised"
+    found = check_rate(control.nominal, [(group.decisions, group.escalated) for group in control.by_question])
     standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
     return standings[found.standing], str(found)
 

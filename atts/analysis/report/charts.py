@@ -23,31 +23,31 @@ class Chart:
     legend: tuple[tuple[str, str], ...] = ()  # the class that has the colour, and what it stands for
 
 
-def calibration_charts(held: RateControl) -> list[Chart]:
+def calibration_charts(control: RateControl) -> list[Chart]:
     """Rate by turn, by question and over time, p-values, drift: those that the run has numbers for."""
-    found = [_by_turn(held), _by_question(held), _over_time(held)]
-    if held.p_values is not None:
-        found += [_p_curve(held.p_values), _p_histogram(held.p_values)]
-    if held.drift is not None:
-        found.append(_drift(held.drift))
+    found = [_by_turn(control), _by_question(control), _over_time(control)]
+    if control.p_values is not None:
+        found += [_p_curve(control.p_values), _p_histogram(control.p_values)]
+    if control.drift is not None:
+        found.append(_drift(control.drift))
     return found
 
 
-def _by_turn(held: RateControl) -> Chart:
-    shown = held.turns[:24]
-    plot = Plot(Axis(-0.5, len(shown) - 0.5, "turn", values="whole"), _share_axis(shown, held.nominal))
+def _by_turn(control: RateControl) -> Chart:
+    shown = control.turns[:24]
+    plot = Plot(Axis(-0.5, len(shown) - 0.5, "turn", values="whole"), _share_axis(shown, control.nominal))
     marks = [
-        plot.band([n - 0.5, n + 0.5], [g.low, g.low], [g.high, g.high]) for n, g in enumerate(shown) if held.nominal
+        plot.band([n - 0.5, n + 0.5], [g.low, g.low], [g.high, g.high]) for n, g in enumerate(shown) if control.nominal
     ]
     marks += [
         plot.bar(n - 0.3, n + 0.3, group.share, "bar" if group.inside else "bar off", _tip(group))
         for n, group in enumerate(shown)
     ]
     words = "Each bar is the share of a turn's decisions that escalated."
-    if held.nominal is not None:
-        marks.append(plot.line([(-0.5, held.nominal), (len(shown) - 0.5, held.nominal)], "nominal"))
+    if control.nominal is not None:
+        marks.append(plot.line([(-0.5, control.nominal), (len(shown) - 0.5, control.nominal)], "nominal"))
         words += " The grey band holds all turns at once with 95 % if every decision were a coin of the nominal rate."
-    return Chart("Rate by turn", words, plot.drawn("Realised rate by turn", marks), _group_data(held.turns))
+    return Chart("Rate by turn", words, plot.drawn("Realised rate by turn", marks), _group_data(control.turns))
 
 
 def _group_data(groups: Sequence[GroupRate]) -> ReportTable:
@@ -64,37 +64,39 @@ def _share_axis(groups: Sequence[GroupRate], nominal: float | None) -> Axis:
     return Axis(0.0, min(1.0, top * 1.08), "share escalated")
 
 
-def _by_question(held: RateControl) -> Chart:
+def _by_question(control: RateControl) -> Chart:
     """Sorted dots, the coin's band beside each: a rule that ignores the question would fill it."""
-    ordered = sorted(held.by_question, key=lambda group: (group.share, group.name))
-    plot = Plot(Axis(0, max(1, len(ordered)), "questions, by rate", values="whole"), _share_axis(ordered, held.nominal))
+    ordered = sorted(control.by_question, key=lambda group: (group.share, group.name))
+    plot = Plot(
+        Axis(0, max(1, len(ordered)), "questions, by rate", values="whole"), _share_axis(ordered, control.nominal)
+    )
     marks = list[str]()
-    if held.nominal is not None:
-        marks.append(plot.line([(0, held.nominal), (len(ordered), held.nominal)], "nominal"))
+    if control.nominal is not None:
+        marks.append(plot.line([(0, control.nominal), (len(ordered), control.nominal)], "nominal"))
     radius = 4.0 if len(ordered) <= 60 else 2.5 if len(ordered) <= 200 else 1.5
     marks += [
         plot.dot(n + 0.5, group.share, "plain" if group.inside else "off", _tip(group), radius)
         for n, group in enumerate(ordered)
     ]
-    words = f"Each dot is a question. Root mean square distance from the nominal rate {held.question_rms:.3f}"
-    words += f"; fair coins would give {held.coin_rms:.3f}." if held.nominal is not None else "."
+    words = f"Each dot is a question. Root mean square distance from the nominal rate {control.question_rms:.3f}"
+    words += f"; fair coins would give {control.coin_rms:.3f}." if control.nominal is not None else "."
     picture = plot.drawn("Realised rate by question", marks)
-    return Chart("Rate by question", words, picture, _group_data(held.by_question))
+    return Chart("Rate by question", words, picture, _group_data(control.by_question))
 
 
-def _over_time(held: RateControl) -> Chart:
-    moments = held.moments
+def _over_time(control: RateControl) -> Chart:
+    moments = control.moments
     shares = [moment.share for moment in moments] + [m.rolling for m in moments if m.rolling is not None]
-    top = max([*shares, 2 * (held.nominal or 0.0), 0.1]) * 1.08
-    plot = Plot(Axis(0, held.decisions, "decisions", values="whole"), Axis(0, min(1.0, top), "share escalated"))
+    top = max([*shares, 2 * (control.nominal or 0.0), 0.1]) * 1.08
+    plot = Plot(Axis(0, control.decisions, "decisions", values="whole"), Axis(0, min(1.0, top), "share escalated"))
     marks = list[str]()
-    if held.nominal is not None:
+    if control.nominal is not None:
         marks.append(plot.band([m.decisions for m in moments], [m.low for m in moments], [m.high for m in moments]))
-        marks.append(plot.line([(0, held.nominal), (held.decisions, held.nominal)], "nominal"))
+        marks.append(plot.line([(0, control.nominal), (control.decisions, control.nominal)], "nominal"))
     marks.append(plot.line([(m.decisions, m.rolling) for m in moments if m.rolling is not None] or [(0, 0)], "thin"))
     marks.append(plot.line([(m.decisions, m.share) for m in moments], "main"))
     words = (
-        f"Thick: all decisions so far; thin: the latest {held.window}. Band: where that many fair coins stay (95 %)."
+        f"Thick: all decisions so far; thin: the latest {control.window}. Band: where that many fair coins stay (95 %)."
     )
     rows = [(m.decisions, m.share, m.low, m.high, m.rolling) for m in moments[:: max(1, len(moments) // 20)]]
     data = ReportTable.of("", ("decisions", "rate so far", "band from", "to", "latest"), rows)

@@ -28,7 +28,7 @@ class Pages:
 
     def add(self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem) -> None:
         """Keep this problem's story, as whole as its share of the budget allows."""
-        turns = (turn for line in outcome.rollouts for turn in line.turns)
+        turns = (turn for rollout in outcome.rollouts for turn in rollout.turns)
         longest = max((len(chunk.text) for turn in turns for chunk in (*turn.chunks, *turn.discarded)), default=0)
         packed, limit = "", longest
         for limit in (longest, *(limit for limit in _LIMITS if limit < longest)):
@@ -84,8 +84,8 @@ def _story(
         "verdict": brief.verdict,
         "rule": brief.rule,
         "votes": [[shorten(answer, 200), weight] for answer, weight in outcome.votes.items()],
-        "rollouts": [_rollout(line, flags.get(line.sample, ()), one, limit)
-                     for line, one in zip(outcome.rollouts, brief.samples, strict=True)],
+        "rollouts": [_rollout(rollout, flags.get(rollout.sample, ()), one, limit)
+                     for rollout, one in zip(outcome.rollouts, brief.samples, strict=True)],
     }  # fmt: skip
 
 

@@ -149,23 +149,23 @@ def _p(value: float) -> Cell:
     return Cell("< 0.001", value) if value < 0.001 else cell(value)
 
 
-def calibration_table(held: RateControl) -> ReportTable:
+def calibration_table(control: RateControl) -> ReportTable:
     """The rate and its company in numbers."""
     rows: list[tuple[object, object]] = [
-        ("nominal rate", "none" if held.nominal is None else cell(held.nominal, "g")),
-        ("realised rate", held.rate),
-        ("decisions", held.decisions),
-        ("questions", held.questions),
-        ("forced without a score", held.forced),
-        ("effective sample size", held.effective),
-        ("mode", held.promise.mode),
-        ("distance from nominal by question (RMS)", held.question_rms),
-        ("the same for fair coins", held.coin_rms),
+        ("nominal rate", "none" if control.nominal is None else cell(control.nominal, "g")),
+        ("realised rate", control.rate),
+        ("decisions", control.decisions),
+        ("questions", control.questions),
+        ("forced without a score", control.forced),
+        ("effective sample size", control.effective),
+        ("mode", control.promise.mode),
+        ("distance from nominal by question (RMS)", control.question_rms),
+        ("the same for fair coins", control.coin_rms),
     ]
-    if held.p_values is not None:
-        found = held.p_values
+    if control.p_values is not None:
+        found = control.p_values
         rows.append(("p-values: distance from uniform", f"{found.distance:.3f}, band ±{found.band:.3f}"))
-    rows += [(words, held.metrics[name]) for name, words in _METRICS.items() if _is_known(held.metrics.get(name))]
+    rows += [(words, control.metrics[name]) for name, words in _METRICS.items() if _is_known(control.metrics.get(name))]
     return ReportTable.of("Rate control", ("what", "value"), rows, "facts")
 
 
@@ -173,9 +173,9 @@ def _is_known(value: float | None) -> bool:
     return value is not None and not math.isnan(value)
 
 
-def turn_table(held: RateControl) -> ReportTable:
+def turn_table(control: RateControl) -> ReportTable:
     """The rate of each turn."""
-    rows = [(g.name, g.decisions, g.escalated, g.share, f"[{g.low:.3f}, {g.high:.3f}]") for g in held.turns]
+    rows = [(g.name, g.decisions, g.escalated, g.share, f"[{g.low:.3f}, {g.high:.3f}]") for g in control.turns]
     return ReportTable.of("Rate by turn", ("turn", "decisions", "escalated", "rate", "coin's band"), rows)
 
 

@@ -77,7 +77,7 @@
     const node = make("div", "turn");
     const parts = [`Turn ${each.i}`];
     if (each.score !== null) parts.push(`score ${number(each.score)}`);
-    if (each.p !== null && !each.why.startsWith("p ")) parts.push(`p ${number(each.p)}`);
+    if (each.p !== null && !each.why) parts.push(`p ${number(each.p)}`);
     if (each.action) parts.push(each.action === "escalate" ? "escalated to the target" : "accepted");
     if (each.level) parts.push(each.level);
     if (each.why) parts.push(each.why);

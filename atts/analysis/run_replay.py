@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from atts.analysis.replay import Replayed, ReplayedRollout, replay_policy
+from atts.analysis.policy_replay import Replayed, ReplayedRollout, replay_policy
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
 from atts.errors import JournalError, OptionError
 from atts.evaluators import Estimate, group, mean_estimate, share_estimate

@@ -53,7 +53,7 @@ class PlanData:
     cases: list[GradedCase] = field(default_factory=list[GradedCase])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     decided: dict[TurnKey, Decided] = field(default_factory=dict[TurnKey, Decided])  # in the order of deciding
-    nodes: list[tuple[int, CallSpan]] = field(default_factory=list[tuple[int, CallSpan]])  # with their session
+    nodes: list[CallSpan] = field(default_factory=list[CallSpan])  # that did work, on the run's clock
     censored: int = 0  # rollouts that settled votes ended
     usage: Usage = Usage()  # censored rollouts included
 
@@ -90,7 +90,7 @@ def read_plan_data(directory: Path) -> PlanData:
             data.outcomes.append(outcome)
         match entry.event:
             case CallSpan(source="live", status="done") as node:
-                data.nodes.append((entry.session, node))
+                data.nodes.append(state.clock.aligned(node, entry.at))
                 seconds[node.problem, node.sample, node.turn] += node.ended - node.ready
             case Decided(decision) as decided if decision.action != "verify":
                 data.decided[decision.turn_key] = decided

@@ -60,7 +60,7 @@ class Replayed:
     @property
     def off_policy(self) -> float:
         """The share of rollouts whose record does not tell what the policy would have led to; nan without rollouts."""
-        rollouts = [line for problem in self.problems for line in problem.rollouts]
+        rollouts = [rollout for problem in self.problems for rollout in problem.rollouts]
         return sum(r.off_policy_from is not None for r in rollouts) / len(rollouts) if rollouts else math.nan
 
 
@@ -143,9 +143,12 @@ def _cut(outcome: Outcome, policy: Policy) -> list[Rollout]:
 def _problem(
     outcome: Outcome, rollouts: Sequence[Rollout], decisions: Mapping[TurnKey, Decision], policy: Policy, group: Grouper
 ) -> ReplayedProblem:
-    lines = [_rollout(rollout, decisions, policy) for rollout in rollouts]
-    cast = [ballot(policy.vote, replace(r, answer=line.answer)) for line, r in zip(lines, rollouts, strict=True)]
-    return ReplayedProblem(outcome.problem.id, tally([vote for vote in cast if vote], group), tuple(lines))
+    replayed = tuple(_rollout(rollout, decisions, policy) for rollout in rollouts)
+    ballots = [
+        ballot(policy.vote, replace(rollout, answer=new.answer))
+        for rollout, new in zip(rollouts, replayed, strict=True)
+    ]
+    return ReplayedProblem(outcome.problem.id, tally([vote for vote in ballots if vote], group), replayed)
 
 
 def _rollout(rollout: Rollout, decisions: Mapping[TurnKey, Decision], policy: Policy) -> ReplayedRollout:

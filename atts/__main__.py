@@ -8,7 +8,7 @@ _COLLECT_AFTER = 20_000  # new objects; with thousands of calls in flight, Pytho
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""
-    from atts.cli.app import run
+    from atts.cli import run
 
     gc.set_threshold(_COLLECT_AFTER, 10, 10)
     sys.exit(run())

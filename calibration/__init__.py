@@ -26,11 +26,10 @@ from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
 from atts.calibration.ordinal import LEVELS, OrdinalModel, fit_ordinal
-from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row, rank_class
+from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row
 from atts.calibration.ordinal_sets import LevelSets
 from atts.calibration.ranks import Ranks
 from atts.calibration.rate_check import check_rate, coin_band
-from atts.calibration.rates import rate_of
 from atts.calibration.replay import ReplayResult, replay
 from atts.calibration.risk import lost_answers
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named
@@ -79,9 +78,7 @@ __all__ = [
     "hierarchical_threshold",
     "lost_answers",
     "parse_lines",
-    "rank_class",
     "rate_metrics",
-    "rate_of",
     "read_scores",
     "replay",
     "scale_named",

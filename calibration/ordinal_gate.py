@@ -65,19 +65,6 @@ def feature_row(evidence: ChunkEvidence, p: float | None = None) -> Row:
     )
 
 
-def rank_class(p: float, samples: int) -> int:
-    """The paper's ordinal class: the rank, 1 the worst, that a chunk is estimated to have among `samples` siblings.
-
-    It is found from stored scores alone, without sorting the siblings; being among the B worst is p > 1 - B / samples.
-
-    >>> [rank_class(p, 16) for p in (1.0, 0.76, 0.75, 0.0)]
-    [1, 4, 5, 16]
-    """
-    if samples < 1 or not 0 <= p <= 1:
-        raise CalibrationInputError("p and samples", (p, samples), "p in [0, 1], at least one sample")
-    return min(samples, 1 + math.floor((1 - p) * samples + 1e-9))
-
-
 class OrdinalStage:
     """A cumulative-logit model refitted as labels arrive, with conformal sets calibrated on labels it had not seen.
 

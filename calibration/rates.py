@@ -26,18 +26,3 @@ def exact_rate(rate: object) -> Fraction:
     if not 0 <= value <= 1:
         raise CalibrationInputError("rate", rate, "a number in [0, 1]")
     return value
-
-
-def rate_of(budget: int, samples: int) -> Fraction:
-    """The rate that spends `budget` escalations on `samples` chunks: B of m.
-
-    :raises CalibrationInputError: unless 0 <= budget <= samples and samples >= 1.
-
-    >>> rate_of(4, 16)
-    Fraction(1, 4)
-    """
-    if samples < 1:
-        raise CalibrationInputError("m", samples, "at least one chunk")
-    if not 0 <= budget <= samples:
-        raise CalibrationInputError("B", budget, f"between 0 and m = {samples}")
-    return Fraction(budget, samples)

@@ -182,7 +182,7 @@ CHECKS = {
         vague_persons,
     )
 }
-LEFT = {"deep_imports": 25, "long_calls": 36, "twin_classes": 26, "vague_persons": 62}
+LEFT = {"deep_imports": 3, "long_calls": 10, "twin_classes": 4, "vague_persons": 24}
 """How many places may break a rule still; these numbers only fall."""
 
 

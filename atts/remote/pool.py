@@ -9,8 +9,6 @@ from hashlib import blake2b
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
 
-import anyio
-
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
 from atts.errors import (
@@ -26,8 +24,8 @@ from atts.remote.base import not_open, opened, require_alike
 from atts.tasks import backoff, clock
 
 T = TypeVar("T")
-State = Literal["up", "down", "draining", "refused"]
-"""down: it failed and is asked again later. draining: it gets nothing new. refused: it came back as another engine."""
+State = Literal["up", "down", "refused"]
+"""down: it failed and is asked again later. refused: it came back as another engine."""
 _BACK_SECONDS = 0.5  # before a failed replica is asked again; doubles with every failure
 _LONGEST_SECONDS = 30.0
 _FAILURES = 3  # time-outs or impossible replies in a row that count as a lost replica
@@ -121,25 +119,6 @@ class ReplicaPool:
     async def score(self, request: ScoreRequest) -> Scores:
         """Score the suffix somewhere; see `atts.engine.Engine`."""
         return await self._anywhere(request.rollout, lambda engine: engine.score(request))
-
-    async def drain(self, name: str) -> None:
-        """Send nothing new to a replica, and return when it has nothing left.
-
-        :raises OptionError: there is no such replica.
-        """
-        member = self._named(name)
-        member.state = "draining"
-        while member.in_flight:  # noqa: ASYNC110  # draining is rare, and polling it costs nothing anywhere else
-            await anyio.sleep(0.01)
-
-    def resume(self, name: str) -> None:
-        """Use a drained replica again; it is checked first.
-
-        :raises OptionError: there is no such replica.
-        """
-        member = self._named(name)
-        if member.state == "draining":
-            member.state, member.retry_at = "down", 0.0
 
     async def __aenter__(self) -> Self:
         if self._state == "closed":
@@ -259,12 +238,6 @@ class ReplicaPool:
                 member.state, member.in_a_row, member.reason = "up", 0, ""
         finally:
             member.checking = False
-
-    def _named(self, name: str) -> _Member:
-        for member in self._members:
-            if member.name == name:
-                return member
-        raise OptionError("replica", f"{name!r} is none of this pool's", [member.name for member in self._members])
 
     def _one(self) -> Replica:
         return opened(self._first, self._name)

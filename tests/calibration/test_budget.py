@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atts.calibration import Calibrator, rate_of
+from atts.calibration import Calibrator
 from atts.calibration.budget import GroupBudget, TokenBucket, capped
 from atts.core import Decision
 from atts.errors import CalibrationInputError
@@ -43,7 +43,7 @@ def test_any_order_of_completions_meets_the_same_cap(seed: int) -> None:
     """160 chunks that all want to escalate, in shuffled orders, with B of m = 4 of 16: 4 + 40 at the very most."""
     chunks = list(range(160))
     random.Random(seed).shuffle(chunks)
-    bucket = TokenBucket(rate_of(4, 16), burst=4)
+    bucket = TokenBucket(4 / 16, burst=4)
     granted = [chunk for chunk in chunks if bucket.admit(True)]
     assert len(granted) == 4 + 39  # the slot earned by the last decision comes too late for it
 
@@ -81,9 +81,6 @@ def test_a_capped_decision_says_so() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: rate_of(17, 16), "B"),
-        (lambda: rate_of(-1, 16), "B"),
-        (lambda: rate_of(0, 0), "m"),
         (lambda: TokenBucket(1.2), "rate"),
         (lambda: TokenBucket(0.5, burst=0), "burst"),
         (lambda: TokenBucket(0.5, total=-1), "total"),

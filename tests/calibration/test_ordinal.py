@@ -17,7 +17,7 @@ from scipy import optimize
 from atts.calibration import Calibrator
 from atts.calibration.modes import Tuning
 from atts.calibration.ordinal import LEVELS, fit_ordinal
-from atts.calibration.ordinal_gate import FEATURES, OrdinalGate, OrdinalLearner, feature_row, rank_class
+from atts.calibration.ordinal_gate import FEATURES, OrdinalGate, OrdinalLearner, feature_row
 from atts.calibration.ordinal_sets import LevelSets, entry_mass, nested_windows
 from atts.errors import CalibrationInputError
 
@@ -160,14 +160,6 @@ def test_bad_probabilities_are_refused() -> None:
         entry_mass((0.5, 0.5), 2)
     with pytest.raises(CalibrationInputError):
         LevelSets(1.0)
-
-
-@given(st.integers(1, 64), st.integers(0, 64), st.integers(1, 640))
-def test_rank_classes_agree_with_the_conformal_set(samples: int, budget: int, tenths: int) -> None:
-    """Among the B worst by estimated rank is p > 1 - B / m, decided without sorting."""
-    budget, p = min(budget, samples), tenths / 640
-    exact = tenths * samples > (samples - budget) * 640
-    assert (rank_class(p, samples) <= budget) == exact
 
 
 def test_features_are_missing_until_a_sibling_has_answered() -> None:

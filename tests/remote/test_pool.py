@@ -163,22 +163,6 @@ async def test_without_any_replica_the_error_is_retryable_and_says_why(serve: Se
 
 
 @pytest.mark.anyio
-async def test_draining_lets_work_finish_and_takes_none(serve: Serve, client: Connect) -> None:
-    """A drained replica answers what it has, gets nothing, and may be resumed."""
-    first, second = serve("vllm"), serve("vllm")
-    async with pool_of(client, first, second) as pool:
-        await pool.drain("0")
-        before = first.served
-        await collect([partial(pool.sample, request(number, f"r{number}")) for number in range(12)])
-        assert first.served == before
-        pool.resume("0")
-        await collect([partial(pool.sample, request(number, f"r{number}")) for number in range(12)])
-        assert first.served > before
-        with pytest.raises(OptionError, match="replica"):
-            await pool.drain("2")
-
-
-@pytest.mark.anyio
 async def test_replicas_must_be_alike(serve: Serve, client: Connect) -> None:
     """Two versions cannot be one engine; no replicas are none."""
     servers: Any = serve("vllm"), serve("vllm", quirks=ServerQuirks(version="0.34.0"))

@@ -12,16 +12,15 @@ from typing import Any, Literal, Self
 import anyio
 import anyio.to_thread
 
-from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
+from atts.engine import Engine
 from atts.errors import EngineUnavailable, UsageError
-from atts.remote.pool import ReplicaLoad, ReplicaPool
+from atts.remote.pool import ReplicaPool
 from atts.remote.ray_replica import ActorReplica, RayOptions
 
 _DEFAULTS = RayOptions()
 
 
-class RayEngine:
+class RayEngine(ReplicaPool):
     """Alike engines in the actors of a Ray cluster, as one engine.
 
     `make` makes the engine in the actor, so it must be picklable there (`functools.partial(LocalEngine, folder)`), and
@@ -30,42 +29,15 @@ class RayEngine:
     """
 
     def __init__(self, make: Callable[[], Engine], *, name: str = "ray", options: RayOptions = _DEFAULTS) -> None:
-        self._name = name
         self._options = options
         self._shut: Literal["leave it", "end it"] = "leave it"  # the cluster, when this engine closes
         self._actors = [ActorReplica(make, f"{name}/{number}", options) for number in range(options.actors)]
-        self._pool = ReplicaPool([(f"actor {number}", actor) for number, actor in enumerate(self._actors)], name=name)
-
-    @property
-    def spec(self) -> EngineSpec:
-        """The engines', which are alike."""
-        return self._pool.spec
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The engines'; a copy in this process."""
-        return self._pool.tokenizer
-
-    def stats(self) -> EngineStats:
-        """Counters so far, of what was asked from here."""
-        return self._pool.stats()
-
-    def load(self) -> tuple[ReplicaLoad, ...]:
-        """What each actor has done and has to do."""
-        return self._pool.load()
+        super().__init__([(f"actor {number}", actor) for number, actor in enumerate(self._actors)], name=name)
 
     @property
     def actors(self) -> tuple[ActorReplica, ...]:
         """The replicas, one per actor."""
         return tuple(self._actors)
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids somewhere; see `atts.engine.Engine`."""
-        return await self._pool.sample(request)
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix somewhere; see `atts.engine.Engine`."""
-        return await self._pool.score(request)
 
     async def __aenter__(self) -> Self:
         """Join or start the cluster, and open an engine in every actor.
@@ -79,7 +51,7 @@ class RayEngine:
         try:
             for actor in self._actors:
                 actor.start()  # all load at once; the pool then waits for each
-            await self._pool.__aenter__()
+            await super().__aenter__()
         except BaseException:
             await self._leave()
             raise
@@ -88,7 +60,7 @@ class RayEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> bool | None:
-        await self._pool.__aexit__(kind, error, trace)
+        await super().__aexit__(kind, error, trace)
         await self._leave()
         return None
 

@@ -100,6 +100,7 @@ class ScoreRequest:
     suffix: TokenIds
     rollout: str = ""
     priority: int = 0
+    turn: int = 0  # of the rollout: for timing, never for the result
 
 
 @dataclass(frozen=True, slots=True)

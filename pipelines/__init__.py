@@ -1,5 +1,7 @@
 """Ways to spend tokens on one problem, against the engine protocol."""
 
+from atts.pipelines.calls import AdmittedEngine, Stage, check_completion, check_scores
+from atts.pipelines.capabilities import check_engines
 from atts.pipelines.context import Answers, Context, Listener, Silent
 from atts.pipelines.gates import (
     Calibrating,
@@ -16,7 +18,6 @@ from atts.pipelines.gates import (
     TopGate,
     level_of,
 )
-from atts.pipelines.needs import check_engines
 from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
 from atts.pipelines.scores import ScoreRule, evidence
 from atts.pipelines.solve import solve
@@ -33,6 +34,7 @@ from atts.pipelines.wrappers import (
 )
 
 __all__ = [
+    "AdmittedEngine",
     "Answers",
     "Ballot",
     "Calibrating",
@@ -59,6 +61,7 @@ __all__ = [
     "ScoreRule",
     "Silent",
     "StaticRankGate",
+    "Stage",
     "Tally",
     "ThresholdGate",
     "TopGate",
@@ -67,7 +70,9 @@ __all__ = [
     "WarmingGate",
     "ballot",
     "cannot_change",
+    "check_completion",
     "check_engines",
+    "check_scores",
     "evidence",
     "level_of",
     "settled_probability",

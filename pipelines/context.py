@@ -1,13 +1,15 @@
-"""What a pipeline is given by whoever runs it: engines, a gate, answers, a seed, and an ear for what happens."""
+"""What a pipeline is given to work with: engines, a gate, answers, a seed, and a listener."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from atts.core import Chunk, Rollout, Turn
+from atts.core import Chunk, Role, Rollout, Turn
 from atts.engine import Engine
+from atts.graph import Caller
+from atts.pipelines.calls import AdmittedEngine
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.votes import Grouper
 
@@ -21,7 +23,7 @@ class Answers:
 
 
 class Listener(Protocol):
-    """Hears facts as they happen; must not block."""
+    """Is told facts as they happen; must not block."""
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
         """A chunk was written after `rollout`; it may still be judged and discarded."""
@@ -33,7 +35,7 @@ class Listener(Protocol):
 
 
 class Silent:
-    """Hears nothing."""
+    """A listener that ignores everything."""
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
         """Ignore it."""
@@ -42,9 +44,13 @@ class Silent:
         """Ignore it."""
 
 
+EngineBinder = Callable[[Engine, Role, Caller, float], Engine]
+"""Makes the engine that one rollout (or problem) calls, with a deadline in seconds for every call."""
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
-    """One run, as its pipelines see it. Engines and gate may log and remember; pipelines neither know nor care."""
+    """One run, as its pipelines see it. Engines and gate may log and remember without the pipelines' knowledge."""
 
     draft: Engine
     target: Engine
@@ -52,3 +58,10 @@ class Context:
     answers: Answers
     seed: int = 0
     listener: Listener = Silent()
+    bind: EngineBinder = AdmittedEngine
+
+    def at(self, scope: Caller, timeout_seconds: float) -> Context:
+        """The same with engines whose calls belong to this rollout: admitted, timed, validated and tried again."""
+        draft = self.bind(self.draft, "draft", scope, timeout_seconds)
+        target = self.bind(self.target, "target", scope, timeout_seconds)
+        return replace(self, draft=draft, target=target)

@@ -3,102 +3,127 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from atts.core import Decision, ScoreRequest, Usage
 from atts.errors import CalibrationInputError, EngineError, ModelLoadError, UnsupportedByEngine
-from atts.pipelines.asking import ask_score
+from atts.pipelines.builder import Proposal, RolloutBuilder
 from atts.pipelines.chunks import shared
 from atts.pipelines.gates import Features, Gate, RoundGate
-from atts.pipelines.line import Line, Proposal
 from atts.pipelines.scores import evidence, first_doubt, score_of
 from atts.tasks import collect
 
-
-async def judge(line: Line, proposal: Proposal, gate: Gate) -> tuple[Decision, Proposal]:
-    """Ask the gate, with the target's score if the gate wants it. What cannot be judged is escalated."""
-    known = features(line, proposal)
-    decision, proposal = await _judge(line, proposal, gate, known)
-    line.siblings.judged.append((known, decision))
-    return decision, proposal
+Round = Mapping[int, tuple[Features, float]]
 
 
-async def _judge(line: Line, proposal: Proposal, gate: Gate, known: Features) -> tuple[Decision, Proposal]:
-    decision = gate.preview(known)
-    if decision.action != "verify":
+class ChunkJudge:
+    """Asks a gate about one chunk at a time, with the target's score where the gate wants it."""
+
+    can_retry = True  # further attempts at a rejected chunk can be judged as well
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.judged: list[tuple[Features, Decision]] = []  # in that order
+
+    async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
+        """The gate's decision, which it is told will be carried out. What cannot be judged is escalated."""
+        known = features(builder, proposal)
+        decision, proposal = await self._decide(builder, proposal, known)
+        self.judged.append((known, decision))
+        self._gate.observe(decision, decision.action == "escalate")
         return decision, proposal
-    known = replace(known, issue=decision.issue)
-    if not proposal.chunk.target_ids:
-        return _forced(known, "the draft wrote nothing"), proposal
-    proposal = await scored(line, proposal)
-    if proposal.score is None or proposal.flaw:
-        return _forced(known, f"not scored: {proposal.flaw}"), replace(proposal, score=None)
-    try:
-        return gate.decide(known, proposal.score), proposal
-    except CalibrationInputError as error:
-        return _forced(known, f"not a score: {error}"), proposal
+
+    async def _decide(self, builder: RolloutBuilder, proposal: Proposal, known: Features) -> tuple[Decision, Proposal]:
+        decision = self._gate.preview(known)
+        if decision.action != "verify":
+            return decision, proposal
+        known = replace(known, issue=decision.issue)
+        if not proposal.chunk.target_ids:
+            return _forced(known, "the draft wrote nothing"), proposal
+        proposal = await scored(builder, proposal)
+        if proposal.score is None or proposal.flaw:
+            return _forced(known, f"not scored: {proposal.flaw}"), replace(proposal, score=None)
+        try:
+            return self._gate.decide(known, proposal.score), proposal
+        except CalibrationInputError as error:
+            return _forced(known, f"not a score: {error}"), proposal
 
 
-async def judge_together(line: Line, proposal: Proposal, gate: RoundGate) -> tuple[Decision, Proposal]:
-    """Have the whole round ranked: wait for every sibling that is still running. This is the barrier."""
-    known = features(line, proposal)
-    if proposal.chunk.target_ids:
-        proposal = await scored(line, proposal)
-    round_ = await line.scope.meet((known, math.nan if proposal.score is None else proposal.score))
-    return line.siblings.ranked(round_, gate)[line.rollout.sample], proposal
+class RoundJudge:
+    """Has a gate rank each round of siblings: every rollout waits for all that still run. This is the barrier."""
+
+    can_retry = False
+
+    def __init__(self, gate: RoundGate) -> None:
+        self._gate = gate
+        self._round: Round = {}
+        self._ranked: Mapping[int, Decision] = {}
+
+    async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
+        """The gate's decision about this member of the round."""
+        known = features(builder, proposal)
+        if proposal.chunk.target_ids:
+            proposal = await scored(builder, proposal)
+        round_ = await builder.scope.meet((known, math.nan if proposal.score is None else proposal.score))
+        return self._ranking(round_)[builder.rollout.sample], proposal
+
+    def _ranking(self, round_: Round) -> Mapping[int, Decision]:
+        """The decisions of a round, made once by its first member; every member sees the same."""
+        if self._round is not round_:  # no round begins before every member has read the last one's decisions
+            decisions = self._gate.decide_round([round_[sample] for sample in sorted(round_)])
+            self._round, self._ranked = round_, dict(zip(sorted(round_), decisions, strict=True))
+        return self._ranked
 
 
-async def scored(line: Line, proposal: Proposal) -> Proposal:
+Judge = ChunkJudge | RoundJudge
+
+
+def make_judge(gate: Gate | RoundGate) -> Judge:
+    """The judge that asks this gate; made once per problem, for finding out a gate's kind is slow."""
+    return RoundJudge(gate) if isinstance(gate, RoundGate) else ChunkJudge(gate)
+
+
+async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """The proposal with the target's score, or with the reason why there is none."""
-    if line.policy.verification == "rating":
-        return await _rated(line, proposal)
-    prefix, suffix = line.ids("target"), proposal.chunk.target_ids
-    request = ScoreRequest(prefix, suffix, line.name)
-    tokens = len(prefix) + len(suffix)
-    limit = line.policy.timeout_seconds
-    call = line.scope.call(
-        "score", ask_score, line.context.target, request, limit, engine="target", turn=line.turn, tokens=tokens
-    )
+    if builder.policy.verification == "rating":
+        return await _rated(builder, proposal)
+    prefix, suffix = builder.ids("target"), proposal.chunk.target_ids
     try:
-        scores = await call
+        scores = await builder.context.target.score(ScoreRequest(prefix, suffix, builder.name, turn=builder.turn))
     except EngineError as error:
         return replace(proposal, flaw=_excused(error))
     read = max(0, len(prefix) - scores.cached_tokens)  # the suffix is counted as scored, not as read
-    line.count(Usage(scored_tokens=len(suffix), target_prefill_tokens=read, calls=1))
-    score = score_of(line.score, scores.logprobs, proposal.chunk)
+    builder.count(Usage(scored_tokens=len(suffix), target_prefill_tokens=read, calls=1))
+    score = score_of(builder.score, scores.logprobs, proposal.chunk)
     flaw = "" if not math.isnan(score) else "the score is not a number"
-    return replace(proposal, score=score, flaw=flaw, doubt=_doubt(line, proposal, scores.logprobs))
+    doubt = _doubt(builder, proposal, scores.logprobs)
+    return Proposal(proposal.chunk, proposal.answer, proposal.attempt, score, flaw, doubt)
 
 
-def _doubt(line: Line, proposal: Proposal, theirs: Sequence[float]) -> int:
+def _doubt(builder: RolloutBuilder, proposal: Proposal, theirs: Sequence[float]) -> int:
     """Where the target's doubt begins; 0 between tokenizers, and where the draft's numbers are of another kind."""
-    draft, target = line.context.draft, line.context.target
+    draft, target = builder.context.draft, builder.context.target
     comparable = shared(draft, target) and draft.spec.logprobs == "raw"
     return first_doubt(theirs, proposal.chunk.logprobs) if comparable else 0
 
 
-async def _rated(line: Line, proposal: Proposal) -> Proposal:
+async def _rated(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """The target's rating 0-9 of the chunk: the mean of its next-token law over the digits, after a question."""
-    target = line.context.target
-    prefix = line.ids("target", [proposal.chunk]) + target.tokenizer.encode(line.policy.rating_text)
+    target = builder.context.target
+    prefix = builder.ids("target", [proposal.chunk]) + target.tokenizer.encode(builder.policy.rating_text)
     digits = [target.tokenizer.encode(str(digit)) for digit in range(10)]
-    requests = [ScoreRequest(prefix, ids, line.name) for ids in digits]
+    requests = [ScoreRequest(prefix, ids, builder.name, turn=builder.turn) for ids in digits]
 
     async def rate(request: ScoreRequest) -> float:
-        tokens = len(request.prefix) + len(request.suffix)
-        limit = line.policy.timeout_seconds
-        call = line.scope.call(
-            "score", ask_score, target, request, limit, engine="target", turn=line.turn, tokens=tokens
-        )
-        return math.fsum((await call).logprobs)
+        return math.fsum((await target.score(request)).logprobs)
 
     try:
         logprobs = await collect([partial(rate, request) for request in requests])
     except EngineError as error:
         return replace(proposal, flaw=_excused(error))
-    line.count(Usage(scored_tokens=10, target_prefill_tokens=len(proposal.chunk.target_ids), calls=10))
+    builder.count(Usage(scored_tokens=10, target_prefill_tokens=len(proposal.chunk.target_ids), calls=10))
     top = max(logprobs)
     if not math.isfinite(top):
         return replace(proposal, flaw="the target gives no digit any probability")
@@ -107,23 +132,22 @@ async def _rated(line: Line, proposal: Proposal) -> Proposal:
     return replace(proposal, score=mean)
 
 
-def features(line: Line, proposal: Proposal) -> Features:
+def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
     """What a gate may know of a proposal."""
-    chunk, rollout = proposal.chunk, line.rollout
-    answered, share, agrees = line.siblings.agreement(rollout.sample, proposal.answer)
+    chunk, rollout = proposal.chunk, builder.rollout
+    answered, share, agrees = builder.siblings.agreement(rollout.sample, proposal.answer)
     return Features(
-        rollout.problem,
-        line.turn,
-        rollout.sample,
-        None,
-        proposal.attempt,
-        chunk.tokens,
-        evidence(line.score, chunk),
-        proposal.answer is not None,
-        answered,
-        share,
-        agrees,
-        chunk.text,
+        question=rollout.problem,
+        turn=builder.turn,
+        sample=rollout.sample,
+        attempt=proposal.attempt,
+        tokens=chunk.tokens,
+        draft_logprob=evidence(builder.score, chunk),
+        has_answer=proposal.answer is not None,
+        answered=answered,
+        agreement=share,
+        agrees=agrees,
+        text=chunk.text,
     )
 
 

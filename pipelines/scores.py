@@ -36,7 +36,7 @@ class ScoreRule:
         if self.tokens < 1:
             raise OptionError("score tokens", f"{self.tokens} is below 1")
 
-    def settled(self, draft: EngineSpec, target: EngineSpec) -> ScoreRule:
+    def resolved(self, draft: EngineSpec, target: EngineSpec) -> ScoreRule:
         """What "auto" comes to for this pair, for a whole run; any other rule as it is."""
         if self.kind != "auto":
             return self
@@ -68,9 +68,9 @@ class ScoreRule:
 Rule = Callable[[Sequence[float], str], float]
 
 
-def settled(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
+def resolved(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
     """The rule a run follows: what "auto" comes to for this pair."""
-    return rule.settled(draft, target) if isinstance(rule, ScoreRule) else rule
+    return rule.resolved(draft, target) if isinstance(rule, ScoreRule) else rule
 
 
 def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:

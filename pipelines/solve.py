@@ -10,30 +10,32 @@ from typing import Literal
 
 from atts.core import Decision, Outcome, Problem, Prompt, Rollout, Usage
 from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
+from atts.pipelines.builder import Proposal, RolloutBuilder
 from atts.pipelines.chunks import render
 from atts.pipelines.context import Context
-from atts.pipelines.gates import Gate, Learning, level_of
-from atts.pipelines.judging import judge, judge_together
-from atts.pipelines.line import Line, Proposal
+from atts.pipelines.gates import Features, Learning, level_of
+from atts.pipelines.judging import ChunkJudge, Judge, make_judge
 from atts.pipelines.policy import Policy
 from atts.pipelines.siblings import Siblings
 from atts.pipelines.takeover import take_over
-from atts.pipelines.votes import Ballot, Tally, ballot, cannot_change, classes, settled_probability, tally
+from atts.pipelines.votes import Ballot, Grouper, Tally, ballot, cannot_change, classes, settled_probability, tally
 from atts.tasks import task_group
 
 
 async def solve(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
     """Spend tokens on one problem as the policy says.
 
-    A rollout that fails is recorded and sinks nobody; when the vote is settled the remaining rollouts are cancelled.
+    A rollout that fails is recorded and sinks no other; when the vote is settled the remaining rollouts are cancelled.
     """
     prompt = render(problem, policy.system, context.draft, context.target)
     ballots = Ballots(policy, context)
-    siblings = Siblings(context)
+    siblings = Siblings(context.answers.group)
+    judge = make_judge(context.gate)
 
     async def rollout(place: RolloutScope[Rollout]) -> Rollout:
-        line = Line(problem, prompt, policy.of(place.sample), context, siblings, place)
-        return await run_line(line)
+        chosen = policy.of(place.sample)
+        builder = RolloutBuilder(problem, prompt, policy=chosen, context=context, siblings=siblings, scope=place)
+        return await build(builder, judge)
 
     results: list[RolloutResult[Rollout]] = []
     for samples in policy.waves:
@@ -42,71 +44,64 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
         if ballots.is_enough():
             break
     outcome = conclude(problem, prompt, results, ballots)
-    if isinstance(context.gate, Learning):
-        teach(context.gate, outcome, siblings, context)
+    if isinstance(judge, ChunkJudge) and isinstance(context.gate, Learning):
+        teach(context.gate, outcome, judge.judged, context.answers.group)
     return outcome
 
 
-def teach(gate: Learning, outcome: Outcome, siblings: Siblings, context: Context) -> None:
+def teach(gate: Learning, outcome: Outcome, judged: Sequence[tuple[Features, Decision]], group: Grouper) -> None:
     """Label every judged chunk by the settled vote: was its rollout among those that agreed with the answer?
 
-    Rollouts that were cancelled say nothing; without an answer nobody knows what was right.
+    Rollouts that were cancelled say nothing; without an answer it is unknown what was right.
     """
     if outcome.answer is None:
         return
     ended = {line.sample: line for line in outcome.rollouts if line.finish in ("answer", "end", "turns", "tokens")}
     answers = [line.answer or "" for line in ended.values()]
-    labels = classes([outcome.answer, *answers], context.answers.group)
+    labels = classes([outcome.answer, *answers], group)
     right = {
         sample: line.answer is not None and label == labels[0]
         for (sample, line), label in zip(ended.items(), labels[1:], strict=True)
     }
-    for features, decision in siblings.judged:
+    for features, decision in judged:
         if features.sample in right:
             gate.learn(features, decision.p, level_of(right[features.sample], decision.escalate))
 
 
-async def run_line(line: Line) -> Rollout:
+async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:
     """Turns until the rollout ends; one that is cut short leaves its whole turns, and what the last one cost."""
     try:
-        while line.rollout.finish is None:
-            await turn(line)
+        while builder.rollout.finish is None:
+            await take_turn(builder, judge)
     finally:
-        line.waste_unfinished()
-        line.scope.save(line.rollout)
-    return line.rollout
+        builder.waste_unfinished()
+        builder.scope.save(builder.rollout)
+    return builder.rollout
 
 
-async def turn(line: Line) -> None:
-    """Propose, judge, settle: the three stages."""
-    policy, gate, ranking = line.policy, line.siblings.gate, line.siblings.round_gate
-    proposal = await line.propose()
+async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
+    """Propose, judge, carry out: the three stages."""
+    policy = builder.policy
+    proposal = await builder.propose()
     if policy.drafter == "target":
-        return line.enter([proposal.chunk])
+        return builder.enter([proposal.chunk])
     if proposal.answer is not None and policy.answers == "stop":
-        return line.enter([proposal.chunk], note="not judged: it holds the answer")
-    if gate is None:
-        assert ranking is not None, "a gate is of one kind or the other"
-        decision, proposal = await judge_together(line, proposal, ranking)
-    elif policy.optimistic:
-        decision, proposal = await _judge_drafting_on(line, proposal, gate)
+        return builder.enter([proposal.chunk], note="not judged: it holds the answer")
+    if policy.optimistic and judge.can_retry:
+        decision, proposal = await _judge_drafting_on(builder, proposal, judge)
     else:
-        decision, proposal = await judge(line, proposal, gate)
-        gate.observe(decision, decision.escalate)
-    if decision.escalate:
-        line.drop_ahead()
-        await take_over(line, proposal, decision, gate)
-    else:
-        line.enter([proposal.chunk], (), decision, proposal.score, proposal.flaw)
-    return None
+        decision, proposal = await judge.judge(builder, proposal)
+    if decision.action == "escalate":
+        builder.drop_ahead()
+        return await take_over(builder, proposal, decision, judge)
+    return builder.enter([proposal.chunk], (), decision, proposal.score, proposal.flaw)
 
 
-async def _judge_drafting_on(line: Line, proposal: Proposal, gate: Gate) -> tuple[Decision, Proposal]:
-    """Judge while the drafter goes on as if the chunk had passed; a rejection stops it. The law is unchanged."""
+async def _judge_drafting_on(builder: RolloutBuilder, proposal: Proposal, judge: Judge) -> tuple[Decision, Proposal]:
+    """Judge while the drafter goes on as if the chunk had passed; a rejection stops it. The result is unchanged."""
     async with task_group() as ahead:
-        ahead.start_soon(line.propose_ahead, proposal.chunk)
-        decision, proposal = await judge(line, proposal, gate)
-        gate.observe(decision, decision.escalate)
+        ahead.start_soon(builder.propose_ahead, proposal.chunk)
+        decision, proposal = await judge.judge(builder, proposal)
         if decision.escalate:
             ahead.cancel_scope.cancel()
     return decision, proposal

@@ -16,7 +16,7 @@ from atts.core import Decision, Problem
 from atts.errors import CalibrationInputError
 from atts.journal import Decided, Entry, Manifest, Observed, RecordedRun, SessionOpened, Taught, open_run
 from atts.pipelines import ConformalGate, ThresholdGate
-from atts.run import RunResult, conditions_of, remind
+from atts.run import RunResult, conditions_of, replay_event
 
 if TYPE_CHECKING:
     from atts.calibration import Calibrator, StoredScores
@@ -128,7 +128,7 @@ def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
         raise CalibrationInputError("the method", method and method.value, "one with a calibrator, such as atts")
     for entry in entries:
         if isinstance(entry.event, Decided | Observed | Taught):
-            remind(gate, entry.event)
+            replay_event(gate, entry.event)
     calibrator.settle()
     return calibrator
 

@@ -21,7 +21,7 @@ from atts.api.setup import Setup, load_problems
 from atts.core import Outcome, Problem
 from atts.errors import OptionError, UsageError
 from atts.journal import Event, Setting
-from atts.run import Heard, RunResult, Session, Shard
+from atts.run import Notice, RunResult, Session, Shard
 from atts.run import evaluate as run_evaluation
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class evaluate:
         self._shard = Shard.parse(shard) if isinstance(shard, str) else shard
         self._session = replace(session or Session(), directory=Path(directory) if directory else None)
         self._stack = AsyncExitStack()
-        self._events: MemoryObjectReceiveStream[Heard] | None = None
+        self._events: MemoryObjectReceiveStream[Notice] | None = None
         self._done = anyio.Event()
         self._result: RunResult | None = None
 
@@ -68,7 +68,7 @@ class evaluate:
         return self._whole().__await__()
 
     async def __aenter__(self) -> Self:
-        send, self._events = anyio.create_memory_object_stream[Heard](math.inf)
+        send, self._events = anyio.create_memory_object_stream[Notice](math.inf)
         listener = _Stream(send)
         self._session = replace(self._session, listeners=(*self._session.listeners, listener))
         await self._stack.enter_async_context(tasks.background(self._follow, send))
@@ -83,7 +83,7 @@ class evaluate:
             if self._events is not None:
                 self._events.close()
 
-    def __aiter__(self) -> AsyncIterator[Heard]:
+    def __aiter__(self) -> AsyncIterator[Notice]:
         """Events as they happen, until the run ends.
 
         :raises UsageError: outside `async with`.
@@ -98,7 +98,7 @@ class evaluate:
         assert self._result is not None, "a failed run cancels the task that waits for it"
         return self._result
 
-    async def _follow(self, send: MemoryObjectSendStream[Heard]) -> None:
+    async def _follow(self, send: MemoryObjectSendStream[Notice]) -> None:
         async with send:
             self._result = await self._run()
         self._done.set()
@@ -133,12 +133,12 @@ class evaluate:
 class _Stream:
     """A listener that never blocks the run: what a reader has not taken yet is held for it."""
 
-    send: MemoryObjectSendStream[Heard]
+    send: MemoryObjectSendStream[Notice]
 
     def recalled(self, event: Event) -> None:
         """Earlier sessions' events are not news."""
 
-    def heard(self, event: Heard) -> None:
+    def notify(self, event: Notice) -> None:
         """Queue it; dropped once the reader has left."""
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             self.send.send_nowait(event)

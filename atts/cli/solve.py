@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from atts.core import Decision, Outcome
-    from atts.run import Heard, RunResult
+    from atts.run import Notice, RunResult
 
 _STYLES = {"draft": "dim", "accepted": "green", "rejected": "red", "target": "bold cyan", "answer": "bold"}
 _KINDS = ("math", "choice", "text")
@@ -108,7 +108,7 @@ class StoryPrinter:
         self._follow = None if follow == "all" else int(follow)
         self._console: Console = Console(highlight=False, soft_wrap=True)
 
-    def show(self, event: Heard) -> None:
+    def show(self, event: Notice) -> None:
         """Show what concerns a rollout that is followed."""
         from atts.journal import Decided
         from atts.run import ChunkWritten
@@ -155,7 +155,7 @@ def _because(decision: Decision) -> str:
 class EventPrinter:
     """Everything that happens, for machines."""
 
-    def show(self, event: Heard) -> None:
+    def show(self, event: Notice) -> None:
         """One object per chunk, decision and rollout."""
         line = _line(event)
         if line is not None:
@@ -169,7 +169,7 @@ class EventPrinter:
         print_json({"type": "outcome", "answer": outcome.answer, "status": outcome.status, "why": outcome.why, **votes})
 
 
-def _line(event: Heard) -> dict[str, Any] | None:
+def _line(event: Notice) -> dict[str, Any] | None:
     from atts.journal import Decided, RolloutFinished, TurnFinished
     from atts.run import ChunkWritten
 

@@ -29,6 +29,7 @@ all samples at once, `values = await line.meet(mine)` waits for the round, and p
 A `Recording` is a sink that keeps all; `measure` and `write_trace` read nodes, live ones or out of a journal.
 """
 
+from atts.graph.calls import Caller
 from atts.graph.graph import Graph, ProblemResult
 from atts.graph.groups import Admit, RolloutResult, RolloutScope
 from atts.graph.ledger import EngineUse, GraphStats, Sink
@@ -42,6 +43,7 @@ from atts.spans import CallSpan, CallStatus, ProblemSpan, ProblemStatus, Rollout
 
 __all__ = [
     "Admit",
+    "Caller",
     "EngineUse",
     "Graph",
     "Span",

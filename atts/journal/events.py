@@ -21,7 +21,8 @@ from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 SCHEMA = 2
 """Raised with every change that an older version could not read; what older ones wrote is read.
 
-2: decisions bear an origin, whether a chunk was escalated is true or false (schema 1 wrote "yes" or "no").
+2: decisions bear an origin; a call's line holds its span, a decision's what was done with it, which is true or false
+(schema 1 wrote lines of their own, and "yes" or "no").
 """
 
 OutcomeStatus = Literal["answered", "unanswered", "cancelled", "failed"]
@@ -115,6 +116,7 @@ class Sampled:
     """An engine call that finished; `key` names the request by content, so a repeated request finds it.
 
     `rollout` is the request's own hint: what bears the same one is one line of work. `seconds` is what the call took.
+    `span` shares the call's line; readers are given it as an event of its own, after this one.
     """
 
     problem: str
@@ -126,6 +128,7 @@ class Sampled:
     turn: int = 0
     attempt: int = 0
     seconds: float = 0.0
+    span: CallSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ class Scored:
     role: Role = "target"
     rollout: str = ""
     seconds: float = 0.0
+    span: CallSpan | None = None  # as that of `Sampled`
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +163,14 @@ class Decided:
     """The gate was asked and answered: before the target had scored ("preview"), after, or for a round at once.
 
     `features` are the numbers it was told besides the score. A preview of "verify" asks for the score and decides
-    nothing yet; it is recorded only where the gate numbered it (`issue`).
+    nothing yet; it is recorded only where the gate numbered it (`issue`). `escalated` is what the gate was told at once
+    of what was done; readers are given it as an event of its own (`Observed`), after this one.
     """
 
     decision: Decision
     features: Mapping[str, float] = field(default_factory=dict[str, float])
     asked: Literal["preview", "score", "round"] = "score"
+    escalated: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -24,9 +24,20 @@ import msgspec
 from atts.errors import JournalCorrupt, JournalVersion
 from atts.files import storage
 from atts.journal.codec import TAG_FIELD, dataclass_form
-from atts.journal.events import KINDS, SCHEMA, Entry, Event, SessionOpened
+from atts.journal.events import (
+    KINDS,
+    SCHEMA,
+    Decided,
+    Entry,
+    Event,
+    Observed,
+    Sampled,
+    Scored,
+    SessionOpened,
+)
 from atts.journal.migration import ORIGINS, with_origin
 from atts.journal.texts import Texts
+from atts.spans import CallSpan
 
 _escaped = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -127,6 +138,29 @@ _HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"kind":"([a-z-]+)"')
 _REFERENCE = re.compile(rb'[:,[]"@([\w-]{20})"')  # within a text every quote has a backslash before it
 
 
+_SECOND: Mapping[type[Event], type[Event]] = {Sampled: CallSpan, Scored: CallSpan, Decided: Observed}
+"""What lines of some kinds may hold besides."""
+
+
+def joined(event: Event, second: Event) -> Event:
+    """The event, holding the second one, for one line."""
+    if isinstance(second, CallSpan):
+        assert isinstance(event, Sampled | Scored), "a span is that of a call"
+        return replace(event, span=second)
+    assert isinstance(event, Decided), "only a call or a decision holds another event"
+    assert isinstance(second, Observed), "a decision holds what was done with it"
+    return replace(event, escalated=second.escalated)
+
+
+def _parted(event: Event) -> tuple[Event, Event | None]:
+    """The two events that a line holds, if it does."""
+    if isinstance(event, Sampled | Scored) and event.span is not None:
+        return replace(event, span=None), event.span
+    if isinstance(event, Decided) and event.escalated is not None:
+        return replace(event, escalated=None), Observed(event.decision, event.escalated)
+    return event, None
+
+
 class _Reader:
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None) -> None:
         self._path = path
@@ -153,13 +187,24 @@ class _Reader:
             self._line += 1
             self._length += len(line)
             if entry is not None:
-                yield entry
+                yield from self._parts(entry)
+
+    def _parts(self, entry: Entry) -> Iterator[Entry]:
+        """The events of one line, those that are wanted."""
+        event, second = _parted(entry.event)
+        if second is None:
+            yield entry
+            return
+        kinds = self._kinds
+        yield from (replace(entry, event=part) for part in (event, second) if kinds is None or type(part) in kinds)
 
     def _is_passed_over(self, line: bytes) -> bool:
         """Whether the event is not wanted; texts it refers to count as used, as they did when it was written."""
         found = _HEAD.match(line) if self._line else None
         kind = None if found is None else _PASSED.get(found[2])
-        if found is None or kind is None or self._kinds is None or kind in self._kinds:
+        if found is None or kind is None or self._kinds is None:
+            return False
+        if kind in self._kinds or _SECOND.get(kind) in self._kinds:
             return False
         self._count(int(found[1]))
         if b'"@' in line:

@@ -99,7 +99,7 @@ class RecordedRun:
         """Every node of the task graph that did work, once, on the run's clock."""
         clock = RunClock()
         for entry in self.entries((CallSpan,)):
-            clock.hear(entry)
+            clock.advance(entry)
             if isinstance(entry.event, CallSpan) and entry.event.source == "live":
                 yield clock.aligned(entry.event, entry.at)
 

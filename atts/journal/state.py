@@ -146,7 +146,7 @@ class RunClock:
     before: float = 0.0  # of earlier sessions
     _graph_zero: float | None = None  # of this session's nodes, on the session's own clock
 
-    def hear(self, entry: Entry) -> None:
+    def advance(self, entry: Entry) -> None:
         """Any entry, in order."""
         if isinstance(entry.event, SessionOpened):
             self.before, self._graph_zero = self.seconds, None
@@ -187,7 +187,7 @@ class RunState:
     def apply(self, entry: Entry) -> Outcome | None:
         """Take one entry in; the outcome of the problem when the entry completes one."""
         event = entry.event
-        self.clock.hear(entry)
+        self.clock.advance(entry)
         match event:
             case SessionOpened():
                 self.killed += self.sessions > 0 and self.ended is None

@@ -25,7 +25,7 @@ from atts.errors import JournalCorrupt, OptionError, StorageError
 from atts.files import refused, storage, sync_directory
 from atts.journal.events import SCHEMA, Entry, Event, SessionClosed, SessionOpened
 from atts.journal.files import AppendFile, Opener, locked, open_append, write_all
-from atts.journal.lines import JournalEnd, LineWriter, read_entries
+from atts.journal.lines import JournalEnd, LineWriter, joined, read_entries
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
 
 Durability = Literal["always", "interval", "close"]
@@ -78,16 +78,19 @@ class Journal:
         self._sync_done = anyio.Event()
         self._syncs_ended = anyio.Event()
 
-    def record(self, event: Event) -> None:
+    def record(self, event: Event, second: Event | None = None) -> None:
         """Append an event. The event loop stands still meanwhile, but only for a copy into the system's cache.
+
+        A `second` shares its line: a call's span, or what was done with a decision.
 
         :raises StorageError: the disk refuses, now or earlier; what was written before that is safe.
         """
         assert self._state == "open", "recorded into a closed journal"
         self._check()
         now, options = self._clock(), self._options
+        whole = event if second is None else joined(event, second)
         try:
-            write_all(self._file, self._lines.lines(event, now - self._epoch, options.wall()))
+            write_all(self._file, self._lines.lines(whole, now - self._epoch, options.wall()))
         except OSError as error:
             self._fail(error)
             self._check()

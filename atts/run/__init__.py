@@ -6,16 +6,16 @@
 Call it again with the same directory and it goes on where it was, whatever ended it.
 """
 
+from atts.run.calls import RecallTiming
 from atts.run.conditions import Conditions, check_conditions, conditions_of
 from atts.run.evaluate import Keep, Session, evaluate
-from atts.run.gates import Alarm, remind
+from atts.run.gates import Alarm, replay_event
 from atts.run.merging import Merged, Shard, merge
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.progress import Progress, ProgressSnapshot
-from atts.run.recorder import CallBegun, ChunkWritten, Heard, Listener, Recorder, RunBegun
+from atts.run.recorder import CallBegun, ChunkWritten, Listener, Notice, Recorder, RunBegun
 from atts.run.result import INTERRUPTED, RunResult, RunStatus
 from atts.run.scoring import samples, scorecard
-from atts.run.steps import Pace
 from atts.run.stopping import Signals, Stop
 from atts.run.summary import Summary, summarise
 
@@ -26,12 +26,12 @@ __all__ = [
     "ChunkWritten",
     "Conditions",
     "Grade",
-    "Heard",
+    "Notice",
     "Judgement",
     "Keep",
     "Listener",
     "Merged",
-    "Pace",
+    "RecallTiming",
     "Pipeline",
     "Plan",
     "Progress",
@@ -49,7 +49,7 @@ __all__ = [
     "conditions_of",
     "evaluate",
     "merge",
-    "remind",
+    "replay_event",
     "samples",
     "scorecard",
     "summarise",

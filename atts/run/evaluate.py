@@ -13,9 +13,10 @@ import anyio
 import anyio.to_thread
 
 from atts import tasks
-from atts.core import Outcome, Problem
+from atts.core import Outcome, Problem, Role
+from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
-from atts.graph import Graph, ProblemResult, ProblemScope
+from atts.graph import Caller, Graph, ProblemResult, ProblemScope
 from atts.journal import (
     Decided,
     Entry,
@@ -37,14 +38,14 @@ from atts.journal import (
     open_journal,
 )
 from atts.pipelines import Context, Learning, RoundGate
+from atts.run.calls import RecordedEngine, RecordedSteps
 from atts.run.conditions import check_conditions
-from atts.run.gates import AlarmWatch, StepGate, StepLearningGate, StepRoundGate, remind
-from atts.run.handed import Handed
+from atts.run.escalations import EscalationCounter
+from atts.run.gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
 from atts.run.plan import Grade, Plan
 from atts.run.recorder import Listener, ProblemRecord, Recorder, RunBegun
 from atts.run.result import RunResult, RunStatus
-from atts.run.steps import Keeper, StepEngine
-from atts.run.stopping import Signals, Stop, heed_signals
+from atts.run.stopping import Signals, Stop, watch_signals
 
 Keep = Literal["lines", "nothing"]
 """What the result holds per problem; the journal has everything either way."""
@@ -67,7 +68,7 @@ class Session:
     listeners: Sequence[Listener] = ()
     journal: JournalOptions = JournalOptions()
     engines: Engines = "open them"
-    signals: Signals = "heed"
+    signals: Signals = "handle"
     stop: Stop = field(default_factory=Stop)
     keep: Keep = "lines"
     dataset: str | None = None  # the digest of problems that stream in
@@ -99,11 +100,11 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | N
                 await engines.enter_async_context(plan.target)
         manifest = plan.manifest(problems, session.dataset)
         doubt = "" if plan.stored_under is None else check_conditions(manifest, plan.stored_under, plan.conditions)
-        state = RunState("everything" if plan.pace == "recorded" else "open problems")
-        handed = Handed()
-        session = replace(session, listeners=(handed, *session.listeners))
+        state = RunState("everything" if plan.recall == "recorded" else "open problems")
+        escalations = EscalationCounter()
+        session = replace(session, listeners=(escalations, *session.listeners))
         async with _journal(session, manifest, plan, state) as journal:
-            return await _Run(plan, session, manifest, state, journal, handed).drive(problems, doubt)
+            return await _Run(plan, session, manifest, state, journal, escalations).drive(problems, doubt)
 
 
 @asynccontextmanager
@@ -119,7 +120,7 @@ async def _journal(
         event = entry.event
         state.apply(entry)
         if isinstance(event, Decided | Observed | Taught) and not isinstance(plan.gate, RoundGate):
-            remind(plan.gate, event)
+            replay_event(plan.gate, event)
         for listener in session.listeners:
             listener.recalled(event)
 
@@ -135,20 +136,20 @@ class _Run:
         manifest: Manifest,
         state: RunState,
         journal: Journal | None,
-        handed: Handed,
+        escalations: EscalationCounter,
     ) -> None:
         self._plan = plan
         self._session = session
         self._manifest = manifest
         self._state = state
         self._journal = journal
-        self._handed = handed
+        self._escalations = escalations
         self._recorder = Recorder(journal, session.listeners)
         self._graph = Graph(
             rollouts=plan.rollouts,
             limits=plan.limits,
             policy=plan.retries,
-            sink=self._recorder.hear_graph,
+            sink=self._recorder.on_graph,
             first_node=state.last_node + 1,
         )
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
@@ -195,17 +196,17 @@ class _Run:
             if problem.id in self._places:
                 raise DatasetError(problem.source or "given", f"two problems have the id {problem.id!r}")
             self._places[problem.id] = place
-            if not self._state.is_over(problem.id) or self._plan.pace == "recorded":
+            if not self._state.is_over(problem.id) or self._plan.recall == "recorded":
                 self._unfinished += 1
                 self._taken += 1
                 yield problem
         self._seen = "all"
 
     async def _end_when_asked(self) -> None:
-        """Heed signals and requests; end the graph when nothing is left to wait for."""
+        """Watch signals and requests; end the graph when nothing is left to wait for."""
         stop = self._session.stop
 
-        def heard(number: int) -> None:
+        def asked(number: int) -> None:
             if stop.asked == 1:
                 text = (
                     f"asked to end: {stop.calls} calls in flight will be finished and saved; ask again to end at once"
@@ -213,8 +214,8 @@ class _Run:
                 self._recorder.record(Warned("interrupted", text))
 
         async with tasks.task_group() as group:
-            if self._session.signals == "heed":
-                group.start_soon(heed_signals, stop, heard)
+            if self._session.signals == "handle":
+                group.start_soon(watch_signals, stop, asked)
             await stop.finished()
             self._graph.cancel("interrupted")
 
@@ -224,7 +225,7 @@ class _Run:
             self._recorder.record(ProblemStarted(problem))
             recorded = OpenProblem(problem)
         record = ProblemRecord(self._recorder, recorded)
-        context = self._context(Keeper(self._recorder, recorded, self._session.stop, self._plan.pace), record)
+        context = self._context(RecordedSteps(self._recorder, recorded, self._session.stop, self._plan.recall), record)
         outcome = await self._attempt(problem, context, scope)
         if self._state.is_over(problem.id):
             # it was over before, and is only lived through again
@@ -244,15 +245,21 @@ class _Run:
                 raise
             return Outcome(problem, (), None, status="failed", why=f"{type(error).__name__}: {error}")
 
-    def _context(self, keeper: Keeper, record: ProblemRecord) -> Context:
+    def _context(self, steps: RecordedSteps, record: ProblemRecord) -> Context:
         plan = self._plan
         if isinstance(plan.gate, RoundGate):
-            gate: StepGate | StepRoundGate = StepRoundGate(plan.gate, keeper)
+            gate: RecordedGate | RecordedRoundGate = RecordedRoundGate(plan.gate, steps)
         else:
-            wrapper = StepLearningGate if isinstance(plan.gate, Learning) else StepGate
-            gate = wrapper(plan.gate, keeper, self._alarms)
-        draft, target = StepEngine(plan.draft, "draft", keeper), StepEngine(plan.target, "target", keeper)
-        return Context(draft, target, gate, plan.answers, plan.seed, record)
+            wrapper = RecordedLearningGate if isinstance(plan.gate, Learning) else RecordedGate
+            gate = wrapper(plan.gate, steps, self._alarms)
+
+        def bind(engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float) -> RecordedEngine:
+            own = plan.draft if role == "draft" else plan.target
+            return RecordedEngine(own, role, scope, timeout_seconds, steps)
+
+        seconds = plan.policy.timeout_seconds
+        draft, target = bind(plan.draft, "draft", None, seconds), bind(plan.target, "target", None, seconds)
+        return Context(draft, target, gate, plan.answers, plan.seed, record, bind)
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:
         """Grade, record, wait until it is written; nothing is recorded before everything is known."""
@@ -272,7 +279,7 @@ class _Run:
         )
         self._recorder.record(reached)
         await self._recorder.saved()
-        escalated, judged = self._handed.of(reached.problem)
+        escalated, judged = self._escalations.of(reached.problem)
         return FinishedProblem.of(outcome, graded, judged=judged, escalated=escalated)
 
     def _grade(self, outcome: Outcome) -> list[Graded]:
@@ -299,7 +306,7 @@ class _Run:
 
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.status != "failed":  # that one goes on
-            self._handed.forget(name)
+            self._escalations.forget(name)
         if self._session.keep == "lines":
             self._lines[name] = line
 

@@ -10,8 +10,8 @@ from typing import Protocol
 from atts.core import Decision
 from atts.journal import Decided, Drifted, Observed, Taught
 from atts.pipelines import Features, Gate, Learning, RoundGate
+from atts.run.calls import RecordedSteps
 from atts.run.recorder import Recorder
-from atts.run.steps import Keeper
 
 _TOLD = ("attempt", "tokens", "draft_logprob", "has_answer", "answered", "agreement", "agrees")
 
@@ -61,84 +61,84 @@ class AlarmWatch:
         self._seen = len(alarms)
 
 
-class StepGate:
-    """A gate whose decisions stand once they are recorded. The real one must have been reminded of them before."""
+class RecordedGate:
+    """A gate whose decisions stand once they are recorded. The real one must have lived through them before."""
 
-    def __init__(self, gate: Gate, keeper: Keeper, alarms: AlarmWatch) -> None:
+    def __init__(self, gate: Gate, steps: RecordedSteps, alarms: AlarmWatch) -> None:
         self._gate = gate
-        self._keeper = keeper
+        self._steps = steps
         self._alarms = alarms
 
     def preview(self, features: Features) -> Decision:
         """As the gate, or as recorded; see `atts.pipelines.Gate`."""
-        calls = self._keeper.gate_calls(features.sample, features.turn)
+        calls = self._steps.gate_calls(features.sample, features.turn)
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return _decision(calls)
         if calls:  # what was recorded came after a score had been asked for
             return replace(calls[0].decision, action="verify", score=None, p=None, why="recalled", origin="recalled")
         decision = self._gate.preview(features)
         if decision.action != "verify" or decision.issue is not None:
-            self._keeper.recorder.record(Decided(decision, _told(features), "preview"))
+            self._steps.recorder.decided(Decided(decision, _told(features), "preview"))
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
         """As the gate, or as recorded; see `atts.pipelines.Gate`."""
-        calls = self._keeper.gate_calls(features.sample, features.turn)
+        calls = self._steps.gate_calls(features.sample, features.turn)
         if calls and isinstance(calls[0], Decided):
             return _decision(calls)
         decision = self._gate.decide(features, score)
-        self._keeper.recorder.record(Decided(decision, _told(features)))
+        self._steps.recorder.decided(Decided(decision, _told(features)))
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Teach the gate, unless it was taught before; see `atts.pipelines.Gate`."""
-        calls = self._keeper.gate_calls(decision.sample, decision.turn)
+        calls = self._steps.gate_calls(decision.sample, decision.turn)
         if calls and isinstance(calls[0], Observed):
             calls.popleft()
             return
         self._gate.observe(decision, escalated)
-        self._keeper.recorder.record(Observed(decision, escalated))
+        self._steps.recorder.observed(decision, escalated)
         self._alarms.look()
 
 
-class StepLearningGate(StepGate):
+class RecordedLearningGate(RecordedGate):
     """A gate that also learns how chunks turned out; every lesson is recorded, and given once."""
 
-    def __init__(self, gate: Gate, keeper: Keeper, alarms: AlarmWatch) -> None:
-        super().__init__(gate, keeper, alarms)
+    def __init__(self, gate: Gate, steps: RecordedSteps, alarms: AlarmWatch) -> None:
+        super().__init__(gate, steps, alarms)
         assert isinstance(gate, Learning), "chosen for gates that learn"
         self._learning = gate
 
     def learn(self, features: Features, p: float | None, level: str) -> None:
         """Teach the gate, unless an earlier session did; see `atts.pipelines.Learning`."""
         place = (features.sample, features.turn, features.attempt)
-        if place in self._keeper.recorded.taught:
+        if place in self._steps.recorded.taught:
             return
         self._learning.learn(features, p, level)
-        self._keeper.recorder.record(Taught(self._keeper.problem, *place, level, p, _told(features)))
+        self._steps.recorder.record(Taught(self._steps.recorded.problem.id, *place, level, p, _told(features)))
 
 
-class StepRoundGate:
+class RecordedRoundGate:
     """The same for rounds: the real gate ranks every round anew, for what it carries over; recorded decisions stand."""
 
-    def __init__(self, gate: RoundGate, keeper: Keeper) -> None:
+    def __init__(self, gate: RoundGate, steps: RecordedSteps) -> None:
         self._gate = gate
-        self._keeper = keeper
+        self._steps = steps
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
         """As the gate, or as recorded, member by member."""
         decisions: list[Decision] = []
         for (features, _), decision in zip(round_, self._gate.decide_round(round_), strict=True):
-            calls = self._keeper.gate_calls(features.sample, features.turn)
+            calls = self._steps.gate_calls(features.sample, features.turn)
             if calls and isinstance(calls[0], Decided):
                 decisions.append(_decision(calls))
             else:
-                self._keeper.recorder.record(Decided(decision, _told(features), "round"))
+                self._steps.recorder.record(Decided(decision, _told(features), "round"))
                 decisions.append(decision)
         return decisions
 
 
-def remind(gate: Gate, event: Decided | Observed | Taught) -> None:
+def replay_event(gate: Gate, event: Decided | Observed | Taught) -> None:
     """Let a gate live through a recorded call again: called in the recorded order, it is then what it was."""
     if isinstance(event, Taught):
         if isinstance(gate, Learning):

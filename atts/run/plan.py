@@ -14,9 +14,9 @@ from atts.errors import OptionError
 from atts.graph import Limit, ProblemScope
 from atts.journal import Json, Manifest, Setting, dataset_digest
 from atts.pipelines import Answers, Context, Gate, Policy, Promising, RoundGate, check_engines, solve
+from atts.run.calls import RecallTiming
 from atts.run.conditions import Conditions
 from atts.run.gates import Alarm
-from atts.run.steps import Pace
 
 
 class Pipeline(Protocol):
@@ -73,15 +73,15 @@ class Plan:
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])  # as given, for people
-    pace: Pace = "instant"
+    recall: RecallTiming = "instant"
     alarms: Callable[[], Sequence[Alarm]] = tuple[Alarm, ...]  # so far; such as a calibrator's events
     stored_under: Mapping[str, object] | None = None  # what the gate's stored scores record; None: it has none
     conditions: Conditions = "match"  # what other conditions than those do
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
 
     def __post_init__(self) -> None:
-        if self.pace not in get_args(Pace):
-            raise OptionError("pace", f"unknown value {self.pace!r}", get_args(Pace))
+        if self.recall not in get_args(RecallTiming):
+            raise OptionError("recall", f"unknown value {self.recall!r}", get_args(RecallTiming))
         if self.conditions not in get_args(Conditions):
             raise OptionError("conditions", f"unknown value {self.conditions!r}", get_args(Conditions))
         if self.rollouts < 1:

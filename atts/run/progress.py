@@ -26,8 +26,8 @@ from atts.journal import (
     Warned,
     judged,
 )
-from atts.run.handed import Handed
-from atts.run.recorder import CallBegun, Heard, RunBegun
+from atts.run.escalations import EscalationCounter
+from atts.run.recorder import CallBegun, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
 """What a rollout is at: its draft writes, the target judges, the target writes, or it waits for an engine."""
@@ -120,7 +120,7 @@ class Progress:
         self._ended: Counter[str] = Counter()  # rollouts of open problems
         self._rollouts_before = 0  # of problems that are over
         self._stages: dict[str, Stage] = {}  # by rollout
-        self._escalations = Handed()
+        self._escalations = EscalationCounter()
         self._graded: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
         self._nominal: float | None = None
@@ -129,9 +129,9 @@ class Progress:
 
     def recalled(self, event: Event) -> None:
         """What an earlier session did counts; how fast it did it does not."""
-        self.heard(event)
+        self.notify(event)
 
-    def heard(self, event: Heard) -> None:
+    def notify(self, event: Notice) -> None:
         """Take an event in."""
         match event:
             case CallBegun():
@@ -231,7 +231,7 @@ class Progress:
     def _decided(self, event: Decided | Observed) -> None:
         if isinstance(event, Decided) and event.decision.rate == event.decision.rate:  # not nan
             self._nominal = event.decision.rate
-        self._escalations.heard(event)
+        self._escalations.notify(event)
         for decision, is_escalated in judged(event):
             self._counts["forced"] += is_escalated and decision.origin == "forced"
 

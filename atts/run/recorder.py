@@ -1,28 +1,30 @@
-"""Where everything that happens in a run goes: the journal, and whoever listens."""
+"""The recorder: everything that happens in a run, into the journal and to the listeners."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
-from atts.core import Chunk, Outcome, Rollout, Turn
+from atts.core import Chunk, Decision, Outcome, Rollout, Turn
 from atts.journal import (
-    CallSpan,
+    Decided,
     Event,
     Journal,
+    Observed,
     OpenProblem,
     RolloutFinished,
     RolloutStarted,
     TurnFinished,
     Warned,
 )
+from atts.pipelines import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkWritten:
-    """A model wrote a chunk; it may still be judged and discarded. Heard live only: the journal has the call itself."""
+    """A model wrote a chunk; it may still be judged and discarded. Told live only: the journal has the call itself."""
 
     problem: str
     sample: int
@@ -32,16 +34,16 @@ class ChunkWritten:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """An engine was asked for work; heard live only. `stage` is "score" where the target judges, else who writes."""
+    """An engine was asked for work; told live only. `stage` is "score" where the target judges, else who writes."""
 
     problem: str
     rollout: str  # the request's own hint
-    stage: Literal["draft", "score", "target"]
+    stage: Stage
 
 
 @dataclass(frozen=True, slots=True)
 class RunBegun:
-    """A session is about to work: how much there is, and how much of it earlier sessions did; heard live only."""
+    """A session is about to work: how much there is, and how much of it earlier sessions did; told live only."""
 
     problems: int | None  # None: they stream in
     done: int
@@ -52,7 +54,7 @@ class RunBegun:
     directory: Path | None
 
 
-Heard = Event | ChunkWritten | CallBegun | RunBegun
+Notice = Event | ChunkWritten | CallBegun | RunBegun
 """Everything a listener is told while a run lasts."""
 
 
@@ -60,10 +62,10 @@ class Listener(Protocol):
     """Follows a run; must not block, and what it raises ends the run."""
 
     def recalled(self, event: Event) -> None:
-        """An event of an earlier session, in order, before anything is heard."""
+        """An event of an earlier session, in order, before any of this one."""
         ...
 
-    def heard(self, event: Heard) -> None:
+    def notify(self, event: Notice) -> None:
         """An event the moment it happens."""
         ...
 
@@ -73,22 +75,46 @@ class Recorder:
 
     def __init__(self, journal: Journal | None, listeners: Sequence[Listener]) -> None:
         self._journal = journal
-        self._listeners = tuple(listeners)
-        self.last_call: Literal["live", "recalled"] = "live"  # set by the step engines just before they return
+        self._tells = [listener.notify for listener in listeners]
+        self._decided: Decided | None = None  # not recorded yet: what is done with it may follow at once
 
-    def record(self, event: Event) -> None:
-        """Note an event.
+    def record(self, event: Event, second: Event | None = None) -> None:
+        """Note an event, and a `second` that goes with it on one line of the journal.
 
         :raises StorageError: the disk refuses.
         """
+        if self._decided is not None:
+            self._release()
         if self._journal is not None:
-            self._journal.record(event)
-        self.tell(event)
+            self._journal.record(event, second)
+        for tell in self._tells:
+            tell(event)
+            if second is not None:
+                tell(second)
 
-    def tell(self, event: Heard) -> None:
-        """Let the listeners hear of something."""
-        for listener in self._listeners:
-            listener.heard(event)
+    def decided(self, event: Decided) -> None:
+        """Note a decision, as soon as it is known what was done with it or anything else is noted."""
+        if self._decided is not None:
+            self._release()
+        self._decided = event
+
+    def observed(self, decision: Decision, escalated: bool) -> None:
+        """Note what was done with a decision: with the decision itself where nothing was noted since."""
+        event, observed = self._decided, Observed(decision, escalated)
+        if event is None or event.decision is not decision:
+            return self.record(observed)
+        self._decided = None
+        return self.record(event, observed)
+
+    def _release(self) -> None:
+        event, self._decided = self._decided, None
+        assert event is not None, "asked for where there is one"
+        self.record(event)
+
+    def tell(self, event: Notice) -> None:
+        """Tell the listeners of something that the journal does not keep."""
+        for tell in self._tells:
+            tell(event)
 
     async def saved(self) -> None:
         """Wait until all that was noted is in the file.
@@ -98,17 +124,10 @@ class Recorder:
         if self._journal is not None:
             await self._journal.saved()
 
-    def hear_graph(self, event: object) -> None:
+    def on_graph(self, event: object) -> None:
         """The sink of the task graph."""
-        if isinstance(event, CallSpan):
-            self.record(self._node(event))
-        elif isinstance(event, Event):
+        if isinstance(event, Event):
             self.record(event)
-
-    def _node(self, node: CallSpan) -> CallSpan:
-        # a call returns to the graph without giving way, so the last call to return is this node's
-        node.source, self.last_call = self.last_call, "live"
-        return node
 
 
 class ProblemRecord:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import anyio
 
-Signals = Literal["heed", "ignore"]
+Signals = Literal["handle", "ignore"]
 
 
 class Stop:
@@ -30,11 +30,6 @@ class Stop:
         self.asked += 1
         self._report()
 
-    async def pass_or_wait(self) -> None:
-        """Go on if the run goes on; otherwise wait to be cancelled."""
-        if self.asked:
-            await anyio.sleep_forever()
-
     @contextmanager
     def counted(self) -> Generator[None, None, None]:
         """Something that is finished rather than cut when the run is asked to end."""
@@ -42,9 +37,13 @@ class Stop:
         try:
             yield
         finally:
-            self.calls -= 1
-            if self.asked:
-                self._report()
+            self.end_call()
+
+    def end_call(self) -> None:
+        """One that was counted in `calls` has ended."""
+        self.calls -= 1
+        if self.asked:
+            self._report()
 
     async def finished(self) -> None:
         """Wait until the run was asked to end, and until either nothing is in flight or it was asked twice."""
@@ -56,7 +55,7 @@ class Stop:
         self._changed = anyio.Event()
 
 
-async def heed_signals(stop: Stop, heard: Callable[[int], None]) -> None:
+async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
     """Turn Ctrl-C and a polite kill into requests, as long as this runs; outside the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         return
@@ -65,6 +64,6 @@ async def heed_signals(stop: Stop, heard: Callable[[int], None]) -> None:
         with anyio.open_signal_receiver(*numbers) as received:
             async for number in received:
                 stop.request()
-                heard(number)
+                asked(number)
     except NotImplementedError:  # an event loop without signals: Ctrl-C raises KeyboardInterrupt there, as ever
         return

@@ -253,7 +253,7 @@ def test_no_edge_between_siblings_and_no_time_lost_to_them(attempt: Solve) -> No
     """Asynchronous mode: a rollout's nodes wait for its own nodes only."""
     events: list[object] = []
     attempt(POLICY, conformal(0.3), events=events)
-    nodes = {e.id: e for e in events if hasattr(e, "after")}  # type: ignore[attr-defined]
+    nodes = {e.node: e for e in events if hasattr(e, "after")}  # type: ignore[attr-defined]
     assert nodes
     for node in nodes.values():
         assert node.wait == 0  # type: ignore[attr-defined]

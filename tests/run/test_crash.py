@@ -81,7 +81,7 @@ def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_pa
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c(crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, times: int) -> None:
     """Once: calls in flight finish and are saved. Twice: they are dropped. Either way 130, and the run can go on."""
-    order = crashing.Order(str(tmp_path), signals="heed")
+    order = crashing.Order(str(tmp_path), signals="handle")
     child = children.start(replace(order, slowness=8.0))  # it must not be done before it hears of it
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or journal.stat().st_size < 20_000:

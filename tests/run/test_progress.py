@@ -28,7 +28,7 @@ from atts.journal import (
     Warned,
 )
 from atts.pipelines import TopGate
-from atts.run import CallBegun, Heard, Progress, ProgressSnapshot, RunBegun, Stop
+from atts.run import CallBegun, Notice, Progress, ProgressSnapshot, RunBegun, Stop
 
 
 class Clock:
@@ -42,11 +42,11 @@ class Clock:
         return self.now
 
 
-def after(events: Sequence[Heard], clock: Clock | None = None) -> ProgressSnapshot:
+def after(events: Sequence[Notice], clock: Clock | None = None) -> ProgressSnapshot:
     """The picture once these were heard."""
     progress = Progress(clock or Clock())
     for event in events:
-        progress.heard(event)
+        progress.notify(event)
     return progress.snapshot()
 
 
@@ -69,7 +69,7 @@ def test_every_rollout_is_somewhere() -> None:
     sampled = Sampled("p", "k", Completion((1, 2), "x", "end", (-1.0, -1.0)), "draft", "p/0")
     failed = CallFailed("p", "k", "draft", "EngineTimeout", "draft", "late", "p/1")
     timed = RolloutSpan("p", 0, "done", 0.0, 0.0, 1.0, 1.0)
-    steps: list[tuple[Heard, tuple[int, int, int, int]]] = [
+    steps: list[tuple[Notice, tuple[int, int, int, int]]] = [
         (first, (1, 0, 0, 0)),
         (second, (2, 0, 0, 0)),
         (sampled, (1, 0, 0, 1)),
@@ -79,7 +79,7 @@ def test_every_rollout_is_somewhere() -> None:
         (replace(first, stage="target"), (0, 0, 1, 1)),
         (timed, (0, 0, 0, 1)),
     ]
-    heard: list[Heard] = [BEGUN, ProblemStarted(Problem("p", "?"))]
+    heard: list[Notice] = [BEGUN, ProblemStarted(Problem("p", "?"))]
     for event, expected in steps:
         heard.append(event)
         assert tuple(after(heard).stages.values()) == expected
@@ -87,7 +87,7 @@ def test_every_rollout_is_somewhere() -> None:
 
 
 def test_a_forced_escalation_and_a_discarded_chunk_are_told_apart() -> None:
-    """Handed over, of these without a score, and thrown away are three numbers."""
+    """EscalationCounter over, of these without a score, and thrown away are three numbers."""
     forced = replace(DECISION, action="escalate", why="not scored", origin="forced")
     chunk = Chunk("draft", "x", (1,), (1,), "delimiter")
     found = after(
@@ -113,10 +113,10 @@ def test_speed_is_of_late_and_of_this_session() -> None:
     progress = Progress(clock)
     sampled = Sampled("p", "k", Completion((1,) * 300, "x", "end", ()), "draft")
     progress.recalled(sampled)
-    progress.heard(BEGUN)
+    progress.notify(BEGUN)
     clock.now += 3
     assert (progress.snapshot().speeds["draft"], progress.snapshot().tokens["draft"]) == (0.0, 300)
-    progress.heard(sampled)
+    progress.notify(sampled)
     assert progress.snapshot().speeds["draft"] == pytest.approx(100)
     clock.now += 60
     assert progress.snapshot().speeds["draft"] == 0
@@ -129,11 +129,11 @@ def test_the_time_left_is_what_the_rest_takes_at_this_pace() -> None:
     progress = Progress(clock)
     for event in (ProblemStarted(Problem("a", "?")), OutcomeReached("a", "answered", "1", (0, 1))):
         progress.recalled(event)
-    progress.heard(replace(BEGUN, done=1, seconds=50.0))
+    progress.notify(replace(BEGUN, done=1, seconds=50.0))
     assert (progress.snapshot().left, progress.snapshot().done) == (None, 1)
     clock.now += 10
-    progress.heard(ProblemStarted(Problem("b", "?")))
-    progress.heard(RolloutSpan("b", 0, "done", 0.0, 0.0, 1.0, 1.0))
+    progress.notify(ProblemStarted(Problem("b", "?")))
+    progress.notify(RolloutSpan("b", 0, "done", 0.0, 0.0, 1.0, 1.0))
     assert progress.snapshot().left == pytest.approx(50)  # half a problem in 10 s, two and a half are left
     assert progress.snapshot().seconds == pytest.approx(60)
     progress.over()
@@ -160,7 +160,7 @@ class Watched:
 
     def __init__(self, stop: Stop, at: int | None = None) -> None:
         self.progress = Progress()
-        self.events: list[Heard] = []
+        self.events: list[Notice] = []
         self._stop, self._at = stop, at
 
     def recalled(self, event: Event) -> None:
@@ -168,10 +168,10 @@ class Watched:
         self.events.append(event)
         self.progress.recalled(event)
 
-    def heard(self, event: Heard) -> None:
+    def notify(self, event: Notice) -> None:
         """News."""
         self.events.append(event)
-        self.progress.heard(event)
+        self.progress.notify(event)
         if len(self.events) == self._at:
             self._stop.request()
 

@@ -30,7 +30,7 @@ from atts.journal import (
 )
 from atts.pipelines import CappedGate, Chunking, Policy, TopGate
 from atts.run import RunResult
-from atts.run.gates import remind
+from atts.run.gates import replay_event
 from atts.testing import Faults, Latency, ScriptedEngine, toy_problems
 
 pytestmark = pytest.mark.once
@@ -96,7 +96,7 @@ def test_a_virtual_schedule_ends_the_same_with_an_online_gate(world: Any, outcom
     """When recalled calls take the time they took, decisions that depend on the order of arrival come out alike."""
 
     def plan() -> Any:
-        return world.plan(policy=POLICIES[name], gate=world.online(), pace="recorded")
+        return world.plan(policy=POLICIES[name], gate=world.online(), recall="recorded")
 
     first = world.run(plan(), world.session(), problems=3)
     for place in cuts(world.tmp_path / "run", 4, seed=2):
@@ -130,7 +130,7 @@ def test_a_hard_cap_is_carried_over(world: Any) -> None:
     def plan() -> Any:
         bucket = TokenBucket(rate=0.1, burst=1, start=0)
         gate = CappedGate(world.online(), lambda features: bucket.admit(True))
-        return world.plan(gate=gate, pace="recorded")
+        return world.plan(gate=gate, recall="recorded")
 
     world.run(plan(), world.session())
     for place in cuts(world.tmp_path / "run", 5, seed=8):
@@ -155,7 +155,7 @@ def test_a_gate_that_learns_is_taught_each_lesson_once(world: Any) -> None:
         again = learning()
         for event in world.events("copy"):
             if isinstance(event, Decided | Observed | Taught):
-                remind(again, event)
+                replay_event(again, event)
         for stage in ("before", "after"):
             relived, known = getattr(again.learner, stage), getattr(gate.learner, stage)
             assert (relived.model, relived.sets.guarantee) == (known.model, known.sets.guarantee)

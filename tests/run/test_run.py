@@ -41,7 +41,7 @@ from atts.pipelines import ConformalGate, Context, FixedGate, Policy
 from atts.run import (
     CallBegun,
     ChunkWritten,
-    Heard,
+    Notice,
     RunBegun,
     RunResult,
     Stop,
@@ -60,14 +60,14 @@ class Diary:
 
     def __init__(self, act: Callable[[int], None] = lambda count: None) -> None:
         self.before: list[Event] = []
-        self.live: list[Heard] = []
+        self.live: list[Notice] = []
         self._act = act
 
     def recalled(self, event: Event) -> None:
         """Keep it."""
         self.before.append(event)
 
-    def heard(self, event: Heard) -> None:
+    def notify(self, event: Notice) -> None:
         """Keep it, then act."""
         self.live.append(event)
         self._act(len(self.live))
@@ -202,8 +202,8 @@ def test_unknown_choices_are_refused(world: Any, option: str, value: str) -> Non
 
 def test_impossible_plans_are_refused(world: Any) -> None:
     """An impossible option is an error when it is given."""
-    with pytest.raises(OptionError, match="pace: unknown value 'fast'"):
-        world.plan(pace="fast")
+    with pytest.raises(OptionError, match="recall: unknown value 'fast'"):
+        world.plan(recall="fast")
     with pytest.raises(OptionError, match="rollouts"):
         world.plan(rollouts=0)
 
@@ -264,7 +264,7 @@ def test_asked_at_the_very_end_is_finished(world: Any) -> None:
     stop = Stop()
 
     class Late(Diary):
-        def heard(self, event: Heard) -> None:
+        def notify(self, event: Notice) -> None:
             if isinstance(event, ProblemSpan):
                 stop.request()
 
@@ -411,7 +411,7 @@ class Census(Diary):
         self.counts: list[Counter[str]] = []
         self._problems = problems
 
-    def heard(self, event: Heard) -> None:
+    def notify(self, event: Notice) -> None:
         """Forget it, after counting."""
         if isinstance(event, OutcomeReached) and event.problem in self._problems:
             gc.collect()
@@ -449,7 +449,7 @@ class Crowd(Diary):
         super().__init__()
         self.open = self.most = 0
 
-    def heard(self, event: Heard) -> None:
+    def notify(self, event: Notice) -> None:
         """Forget it, after counting."""
         self.open += isinstance(event, ProblemStarted) - isinstance(event, OutcomeReached)
         self.most = max(self.most, self.open)

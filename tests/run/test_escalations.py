@@ -24,7 +24,7 @@ class Counts:
     def recalled(self, event: Any) -> None:
         """Not its business."""
 
-    def heard(self, event: Any) -> None:
+    def notify(self, event: Any) -> None:
         """Count down."""
         self._left -= isinstance(event, Observed)
         if not self._left:

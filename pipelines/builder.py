@@ -1,4 +1,4 @@
-"""One line of reasoning, turn by turn: propose a chunk, have it judged, settle what enters the rollout."""
+"""A rollout under construction, turn by turn: what was written, what entered it, and whether that was its end."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from atts.core import (
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError
 from atts.graph import RolloutScope
-from atts.pipelines.asking import ask_sample
 from atts.pipelines.chunks import chunk_of, forced
 from atts.pipelines.context import Context
-from atts.pipelines.policy import Policy
-from atts.pipelines.scores import settled
+from atts.pipelines.policy import ConfidenceStop, Policy
+from atts.pipelines.scores import resolved
 from atts.pipelines.siblings import Siblings
 from atts.seeds import Seed
 
 Scope = RolloutScope[Rollout]
-ROLES: tuple[Role, ...] = ("draft", "target")
+_NOTHING = Usage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,45 +45,67 @@ class Proposal:
     doubt: int = 0  # the token that the target doubts first; 0 also where that is not known
 
 
-class Line:
-    """A rollout that grows; every wait is a node of the graph, every turn a new frozen value."""
+class RolloutBuilder:
+    """A rollout that grows; every engine call is a node of the task graph, every turn makes a new frozen value."""
 
     def __init__(
-        self, problem: Problem, prompt: Prompt, policy: Policy, context: Context, siblings: Siblings, scope: Scope
+        self,
+        problem: Problem,
+        prompt: Prompt,
+        *,
+        policy: Policy,
+        context: Context,
+        siblings: Siblings,
+        scope: Scope,
     ) -> None:
-        sample = scope.sample
         self.policy = policy
-        self.context = context
+        self.context = context = context.at(scope, policy.timeout_seconds)
         self.scope = scope
         self.siblings = siblings
-        self.rollout = Rollout(problem.id, sample, prompt)
-        self.score = settled(policy.score, context.draft.spec, context.target.spec)
+        self.name = f"{problem.id}/{scope.sample}"  # where caches may be warm
+        self.turn = 0  # the index of the turn being worked on
+        self.score = resolved(policy.score, context.draft.spec, context.target.spec)
         self.waits_left = policy.waits
         self._asked_again_at = 0  # characters: an answer before the last "wait" no longer ends the rollout
         self._earlier: str | None = None
         self._ahead: Chunk | None = None
         self._loose = 0  # tokens written that have neither entered a turn nor been discarded by one
         self._read: tuple[str, str | None] = ("", None)  # the last text that was looked through, and its answer
-        self._ids_after: tuple[Turn, ...] | None = None  # the turns that `_ids` belong to
-        self._ids: dict[Role, TokenIds] = {}
-        siblings.rollouts[sample] = self.rollout
+        self._set(Rollout(problem.id, scope.sample, prompt))
 
-    @property
-    def turn(self) -> int:
-        """The index of the turn being worked on."""
-        return len(self.rollout.turns)
+    def _set(self, rollout: Rollout) -> None:
+        """Take a rollout up as it stands."""
+        self.rollout = self.siblings.rollouts[rollout.sample] = rollout
+        self.turn = len(rollout.turns)
+        self.text = rollout.text
+        self._ids: dict[Role, TokenIds] = {"draft": rollout.ids("draft"), "target": rollout.ids("target")}
+
+    def _grow(self, turn: Turn, usage: Usage = _NOTHING) -> None:
+        """Add a turn, and what it cost."""
+        rollout = self.rollout
+        usage = rollout.usage if usage is _NOTHING else rollout.usage + usage
+        self.rollout = Rollout(rollout.problem, rollout.sample, rollout.prompt, (*rollout.turns, turn), usage=usage)
+        self.siblings.rollouts[rollout.sample] = self.rollout
+        self.turn += 1
+        for chunk in turn.chunks:
+            self.text += chunk.text
+            self._ids = {
+                "draft": self._ids["draft"] + chunk.draft_ids,
+                "target": self._ids["target"] + chunk.target_ids,
+            }
+        self.context.listener.turned(self.rollout, turn)
 
     async def propose(self, attempt: int = 0) -> Proposal:
         """Let the drafter write the next chunk, unless it was written ahead."""
         chunk, self._ahead = self._ahead, None
         if chunk is None or attempt:
             chunk = await self.write(self.policy.drafter, (), attempt)
-        return Proposal(chunk, self.answer_with(chunk), attempt)
+        return Proposal(chunk, self._extract(self.text + chunk.text, chunk), attempt)
 
     async def propose_ahead(self, chunk: Chunk) -> None:
-        """Write the chunk after `chunk` before anyone has judged it: same prefix, same seed, same law as later.
+        """Write the chunk after `chunk` before it has been judged: same prefix, same seed, same distribution as later.
 
-        A failure is left to the later attempt; whoever rejects `chunk` calls `drop_ahead`.
+        A failure is left to the later attempt; where `chunk` is rejected, `drop_ahead` must be called.
         """
         if chunk.ended == "end" or self.turn + 1 >= self.policy.turns or self.room_left([chunk]) < 1:
             return
@@ -111,17 +132,16 @@ class Line:
         ids = self.ids(role, pending)
         if room < 1:
             raise ContextOverflow(engine.spec.name, len(ids) + 1, len(ids) + room)
+        rollout = self.rollout
         request = SampleRequest(
             ids,
             min(self.policy.limit(role), room),
             self.policy.sampling_of(role),
-            Seed(self.context.seed, self.rollout.problem, self.rollout.sample, turn, role, attempt),
+            Seed(self.context.seed, rollout.problem, rollout.sample, turn, role, attempt),
             self.policy.chunking.stop,
             rollout=self.name,
         )
-        tokens = len(ids) + request.max_tokens
-        limit = self.policy.timeout_seconds
-        completion = await self.scope.call(role, ask_sample, engine, request, limit, turn=turn, tokens=tokens)
+        completion = await engine.sample(request)
         self._spend(role, request, completion)
         chunk = chunk_of(completion, role, self.context.draft, self.context.target)
         self.context.listener.written(self.rollout, chunk)
@@ -138,18 +158,17 @@ class Line:
     ) -> None:
         """Close the turn with these chunks, and the rollout if that was its end; `saved` of what is discarded stays."""
         turn = Turn(self.turn, tuple(chunks), tuple(discarded), score, decision, note)
-        self.count(Usage(wasted_tokens=sum(chunk.tokens for chunk in discarded) - saved))
-        self.rollout = replace(self.rollout, turns=(*self.rollout.turns, turn))
-        self.context.listener.turned(self.rollout, turn)
+        wasted = sum([chunk.tokens for chunk in discarded]) - saved
+        self._grow(turn, Usage(wasted_tokens=wasted) if wasted else _NOTHING)
         self._conclude()
 
     def adopt(self, other: Rollout, discarded: Chunk, decision: Decision, score: float | None) -> None:
-        """Go on from a sibling's line up to and with this turn; its turns replace those reported before."""
-        self.count(Usage(wasted_tokens=discarded.tokens))
+        """Go on from a sibling's rollout up to and with this turn; its turns replace those reported before."""
         here = other.turns[self.turn]
         note = f"sample {self.rollout.sample} adopted the line of sample {other.sample}"
         turn = Turn(self.turn, here.chunks, (*here.discarded, discarded), score, decision, note)
-        self.rollout = replace(self.rollout, turns=(*other.turns[: self.turn], turn))
+        usage = self.rollout.usage + Usage(wasted_tokens=discarded.tokens)
+        self._set(replace(self.rollout, turns=(*other.turns[: self.turn], turn), usage=usage))
         for each in self.rollout.turns:
             self.context.listener.turned(self.rollout, each)
         self._conclude()
@@ -167,61 +186,63 @@ class Line:
         elif finish:
             answer = answer or self._earlier
             self.close("answer" if answer is not None and finish == "end" else finish, answer, why)
-        self.siblings.rollouts[self.rollout.sample] = self.rollout
-
-    def answer_with(self, chunk: Chunk) -> str | None:
-        """The answer the rollout would have with this chunk; a box that is cut is none."""
-        return self._extract(self.rollout.text + chunk.text, chunk)
 
     def _extract(self, text: str, last: Chunk | None) -> str | None:
+        """The answer in a text that ends with this chunk; a box that is cut is none."""
         asked = text[self._asked_again_at :]
         if self._read[0] != asked:  # a chunk that is proposed and then enters is looked through once
-            answer = self.context.answers.extract(asked)
+            extract = self.context.answers.extract
+            answer = extract(asked)
             if answer is not None and last is not None and last.ended == "length":
                 # "The answer is 1" may be the beginning of 12: an answer the next digit would change is not yet one.
-                answer = answer if self.context.answers.extract(asked + "0") == answer else None
+                answer = answer if extract(asked + "0") == answer else None
             self._read = asked, answer
         return self._read[1]
 
     def _ending(self) -> tuple[Finish | None, str | None, str]:
         last = self.rollout.turns[-1]
-        answer = self._extract(self.rollout.text, last.chunks[-1] if last.chunks else None)
+        answer = self._extract(self.text, last.chunks[-1] if last.chunks else None)
         if answer is not None:
             return "answer", answer, ""
-        if not last.chunks or not any(chunk.draft_ids or chunk.target_ids for chunk in last.chunks):
+        if not any(chunk.draft_ids or chunk.target_ids for chunk in last.chunks):
             return "end", None, "nothing was written"
         if last.chunks[-1].ended == "end":
             return "end", None, ""
         if self._repeats():
             return "end", None, f"the same chunk {self.policy.repeats} times in a row"
-        if len(self.rollout.turns) >= self.policy.turns:
+        if self.turn >= self.policy.turns:
             return "turns", None, ""
         if self.room_left() < 1:
             return "tokens", None, ""
-        return ("end", None, "low confidence") if self._doubtful() else (None, None, "")
-
-    def _doubtful(self) -> bool:
         stop = self.policy.confidence_stop
-        if stop is None or self.rollout.sample < stop.warmup:
+        return ("end", None, "low confidence") if stop and self._is_unsure(stop) else (None, None, "")
+
+    def _is_unsure(self, stop: ConfidenceStop) -> bool:
+        if self.rollout.sample < stop.warmup:
             return False
-        warmup = [line for sample, line in self.siblings.rollouts.items() if sample < stop.warmup and line.finish]
+        warmup = [other for sample, other in self.siblings.rollouts.items() if sample < stop.warmup and other.finish]
         return stop.is_below(self.rollout, warmup)
 
     def ids(self, role: Role, pending: Sequence[Chunk] = ()) -> TokenIds:
         """That model's ids of the rollout and of chunks that have not entered it yet."""
-        if self._ids_after is not self.rollout.turns:
-            self._ids_after, self._ids = self.rollout.turns, {}
-        if role not in self._ids:
-            self._ids[role] = self.rollout.ids(role)
-        return sum((chunk.ids(role) for chunk in pending), self._ids[role])
+        ids = self._ids[role]
+        for chunk in pending:
+            ids += chunk.ids(role)
+        return ids
 
     def room_left(self, pending: Sequence[Chunk] = ()) -> int:
         """Tokens this rollout may still grow by after the `pending` chunks: its own limit and both contexts."""
-        written = len(self.ids("target")) - len(self.rollout.prompt.target_ids)
-        room = self.policy.max_tokens - written
-        for role in ROLES:
-            room = min(room, self.engine(role).spec.context_length - len(self.ids(role)))
-        return room - max((sum(len(chunk.ids(role)) for chunk in pending) for role in ROLES), default=0)
+        draft, target = len(self._ids["draft"]), len(self._ids["target"])
+        room = min(
+            self.policy.max_tokens - target + len(self.rollout.prompt.target_ids),
+            self.context.draft.spec.context_length - draft,
+            self.context.target.spec.context_length - target,
+        )
+        if not pending:
+            return room
+        return room - max(
+            sum([len(chunk.draft_ids) for chunk in pending]), sum([len(chunk.target_ids) for chunk in pending])
+        )
 
     def engine(self, role: Role) -> Engine:
         """The engine that plays this role."""
@@ -237,15 +258,8 @@ class Line:
         self.waits_left -= 1
         self._earlier = answer or self._earlier
         words = forced(self.policy.wait_text, self.policy.drafter, self.context.draft, self.context.target)
-        turn = Turn(self.turn, (words,), note="budget forcing")
-        self.rollout = replace(self.rollout, turns=(*self.rollout.turns, turn))
-        self._asked_again_at = len(self.rollout.text)
-        self.context.listener.turned(self.rollout, turn)
-
-    @property
-    def name(self) -> str:
-        """Where caches may be warm."""
-        return f"{self.rollout.problem}/{self.rollout.sample}"
+        self._asked_again_at = len(self.text) + len(words.text)
+        self._grow(Turn(self.turn, (words,), note="budget forcing"))
 
     def _spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
         new, read = len(completion.ids), max(0, len(request.ids) - completion.cached_tokens)
@@ -256,8 +270,9 @@ class Line:
             self.count(Usage(target_tokens=new, target_prefill_tokens=read, calls=1))
 
     def waste_unfinished(self) -> None:
-        """Nobody wants any more what was written since the last whole turn."""
-        self.count(Usage(wasted_tokens=self._loose))
+        """Count as wasted what was written since the last whole turn."""
+        if self._loose:
+            self.count(Usage(wasted_tokens=self._loose))
         self._ahead, self._loose = None, 0
 
     def count(self, usage: Usage) -> None:

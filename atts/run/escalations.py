@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from atts.evaluators import Estimate, share_estimate
 from atts.journal import Event, judged
-from atts.run.recorder import Heard
+from atts.run.recorder import Notice
 
 
-class Handed:
+class EscalationCounter:
     """A listener: of each problem, how many of its judged chunks were handed over.
 
     Which chunks those are is for `atts.journal.judged` to say.
@@ -18,9 +18,9 @@ class Handed:
 
     def recalled(self, event: Event) -> None:
         """What an earlier session did counts."""
-        self.heard(event)
+        self.notify(event)
 
-    def heard(self, event: Heard) -> None:
+    def notify(self, event: Notice) -> None:
         """Count it, if it is one."""
         for decision, was_handed in judged(event):
             handed, of = self._counts.get(decision.question, (0, 0))

@@ -23,7 +23,7 @@ class TokenBucket:
     [True, False, True, False]
     """
 
-    __slots__ = ("_burst", "_earned", "_rate", "_spent", "_tokens", "_total")
+    __slots__ = ("_burst", "_rate", "_spent", "_tokens", "_total")
 
     def __init__(self, rate: Rate, burst: int = 1, total: int | None = None, start: int | None = None) -> None:
         """`start` slots are in hand at first, `burst` if not said; with 0 no prefix exceeds rate * n.
@@ -49,7 +49,7 @@ class TokenBucket:
 
     @property
     def spent(self) -> int:
-        """Slots spent and not given back."""
+        """Slots spent."""
         return self._spent
 
     def admit(self, wanted: bool) -> bool:

@@ -46,13 +46,14 @@ class Adaptive(Controller):
     """
 
     __slots__ = ("_allowances", "_scope", "_step")
+    saved: ClassVar = {"levels": "_allowances"}
 
     def __init__(self, rate: float, step: float, scope: Scope = "overall") -> None:
         if not 0 < step < math.inf:
             raise CalibrationInputError("step", step, "a positive number")
         super().__init__(rate)
         self._step, self._scope = step, scope
-        self._allowances = dict[int, float]()
+        self._allowances = StateTable(int, float)
 
     def allowance(self, nonconformity: float, question: str, turn: int) -> float:
         return self._allowances.get(turn if self._scope == "turn" else 0, self._rate)
@@ -60,9 +61,6 @@ class Adaptive(Controller):
     def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         group = turn if self._scope == "turn" else 0
         self._allowances[group] = self._allowances.get(group, self._rate) + self._step * (self._rate - escalated)
-
-    def state(self) -> Any:
-        return {"levels": {str(group): value for group, value in self._allowances.items()}}
 
     def merge(self, state: Any) -> None:
         for group, allowance in state["levels"].items():

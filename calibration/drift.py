@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from atts.calibration.duplicate_scores import DuplicateScores, copied_p_value
 from atts.calibration.martingale import SimpleJumper
 from atts.calibration.ranks import Ranks
 from atts.calibration.samples import QuestionSample
+from atts.calibration.state import Part, StateTable
 from atts.calibration.stored import StoredScores
 from atts.calibration.two_sample import two_sample_test
 from atts.errors import CalibrationInputError, OptionError
@@ -44,7 +45,7 @@ class DriftEvent:
     message: str
 
 
-class DriftMonitor:
+class DriftMonitor(Part):
     """Compares the questions of a run with the stored ones, as it goes.
 
     The unit is the question, because scores of one question move together. After 64, 100, 160 and, with three quarters
@@ -58,6 +59,11 @@ class DriftMonitor:
     Repeated scores that no sampling explains are an alarm at once. Those that siblings may have written alike are one
     if the siblings of the run do not.
     """
+
+    saved: ClassVar = {
+        "live": "_live", "scores": "_scores", "seen": "_seen", "looks": "_looks", "ranked": "_ranked",
+        "martingale": "_martingale",
+    }  # fmt: skip
 
     def __init__(self, stored: StoredScores, significance: float = 0.007, policy: DriftPolicy = "recalibrate") -> None:
         """:raises OptionError: for an unknown policy.
@@ -73,7 +79,7 @@ class DriftMonitor:
         self.events: list[DriftEvent] = []
         self._turn = min(stored.turns, default=0)
         self._reference = QuestionSample.of(stored, self._turn)
-        self._live = dict[str, list[float]]()
+        self._live = StateTable(str, list[float])
         self._scores = self._seen = self._looks = 0
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
@@ -108,7 +114,7 @@ class DriftMonitor:
     def _take(self, nonconformity: float, question: str, theta: float) -> None:
         self._seen += 1
         key = question or f"chunk {self._scores}"  # a chunk of no question is a question of its own
-        scores = self._live.setdefault(key, [])
+        scores = self._live[key]
         if len(scores) < self._reference.size:
             scores.append(nonconformity)
             if len(scores) == self._reference.half:
@@ -153,22 +159,12 @@ class DriftMonitor:
     def _alarm(self, kind: Kind, p: float, message: str) -> None:
         self.events.append(DriftEvent(kind, self._scores, len(self._live), p, self.policy, message))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Any:
         """What was seen so far, as JSON; the stored scores are not part of it."""
-        return {
-            "live": self._live,
-            "scores": self._scores,
-            "seen": self._seen,
-            "looks": self._looks,
-            "ranked": list(self._ranked),
-            "martingale": self._martingale.state(),
-            "events": [asdict(event) for event in self.events],
-        }
+        return {**super().state(), "events": [asdict(event) for event in self.events]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`, on a monitor of the same stored scores."""
-        self._live = {question: list(scores) for question, scores in state["live"].items()}
-        self._scores, self._seen, self._looks = (int(state[name]) for name in ("scores", "seen", "looks"))
-        self._ranked = Ranks(state["ranked"])
-        self._martingale.merge(state["martingale"])
+        """The inverse of `state`, on a fresh monitor of the same stored scores."""
+        self._ranked = Ranks()
+        self.merge(state)
         self.events = [DriftEvent(**event) for event in state["events"]]

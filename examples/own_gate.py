@@ -24,12 +24,12 @@ class DoubtGate:
     def preview(self, features: Features) -> Decision:
         """Whether the chunk needs a score at all."""
         action: Action = "accept" if features.draft_logprob > self.sure else "verify"
-        return Decision(action, float("nan"), features.question, features.turn, features.sample)
+        return features.decision(action)
 
     def decide(self, features: Features, score: float) -> Decision:
         """What to do with a chunk of this score."""
         action: Action = "accept" if score <= self.perplexity else "escalate"
-        return Decision(action, float("nan"), features.question, features.turn, features.sample, score=score)
+        return features.decision(action, score=score)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Nothing to learn."""

@@ -25,7 +25,6 @@ from atts.pipelines.votes import Ballot, Grouper, Tally, VoteKind, ballot, canno
 from atts.pipelines.wrappers import (
     CappedGate,
     CertifiedGate,
-    Certifying,
     ExploringGate,
     Meanwhile,
     Promising,
@@ -40,7 +39,6 @@ __all__ = [
     "Calibrating",
     "CappedGate",
     "CertifiedGate",
-    "Certifying",
     "Chunking",
     "ConfidenceStop",
     "ConformalGate",

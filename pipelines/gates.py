@@ -31,10 +31,10 @@ class Features:
     text: str = ""
 
     def decision(
-        self, action: Action, rate: float, why: str, *, score: float | None = None, p: float | None = None,
-        origin: Origin = "gate",
+        self, action: Action, rate: float = math.nan, why: str = "", *, score: float | None = None,
+        p: float | None = None, origin: Origin = "gate",
     ) -> Decision:  # fmt: skip
-        """A decision about this chunk."""
+        """A decision about this chunk; a gate that aims at no rate leaves it nan."""
         return Decision(
             action, rate, self.question, self.turn, self.sample, issue=self.issue, score=score, p=p, why=why,
             origin=origin,
@@ -151,7 +151,7 @@ class _NonLearningGate:
 
     def preview(self, features: Features) -> Decision:
         """Every chunk is scored."""
-        return features.decision("verify", math.nan, "every chunk is scored")
+        return features.decision("verify", why="every chunk is scored")
 
     def decide(self, features: Features, score: float) -> Decision:
         """As the preview."""

@@ -146,20 +146,6 @@ class WarmingGate:
         return features.decision(action, float(self._meanwhile == "escalate"), why, score=score, origin="warm-up")
 
 
-class Certifying(Protocol):
-    """What a certificate says; `atts.calibration.Certificate` is one."""
-
-    @property
-    def guarantee(self) -> str:
-        """The promise in words."""
-        ...
-
-    @property
-    def voided_by(self) -> str:
-        """What makes it empty."""
-        ...
-
-
 @runtime_checkable
 class Promising(Protocol):
     """A gate that carries a promise of its own: it goes into the manifest, and from there into the report."""
@@ -175,12 +161,7 @@ class CertifiedGate:
     """The gate a labelled calibration run has certified, unchanged: it stores nothing, and every decision says so."""
 
     inner: Gate
-    certificate: Certifying
-
-    @property
-    def promise(self) -> tuple[str, str]:
-        """The guarantee in words, and what voids it: for the manifest and the report of a run."""
-        return self.certificate.guarantee, self.certificate.voided_by
+    promise: tuple[str, str]  # the guarantee in words, and what voids it: for the manifest and the report of a run
 
     def preview(self, features: Features) -> Decision:
         """As the certified gate."""

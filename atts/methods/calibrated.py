@@ -94,4 +94,5 @@ def certified_gate(certificate: Certificate, stored: StoredScores, seed: int = 0
     """
     if certificate.chosen is None:
         raise CalibrationInputError("certificate", certificate.guarantee, "one that certifies a policy")
-    return CertifiedGate(frozen_gate(certificate.chosen.rate, stored, seed), certificate)
+    promise = (certificate.guarantee, certificate.voided_by)
+    return CertifiedGate(frozen_gate(certificate.chosen.rate, stored, seed), promise)

@@ -10,7 +10,7 @@ FILES = [
     ("atts.local", "kernels/step.c"),
     *(
         ("atts.analysis.report", f"templates/{name}")
-        for name in ("macros.html", "report.css", "report.html", "report.js", "report.md")
+        for name in ("macros.html", "report.css", "report.html", "report.js", "report.md", "timeline.html")
     ),
     *(
         ("atts.models", f"{model}/{name}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-from atts.analysis.report.numbers import DriftTest, EngineLanes, GroupRate, RateControl, TimeBreakdown, Uniformity
+from atts.analysis.report.numbers import DriftTest, GroupRate, RateControl, TimeBreakdown, Uniformity
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.report.tables import ReportTable
 
@@ -157,68 +156,24 @@ def _drift(found: DriftTest) -> Chart:
 
 
 def timeline_chart(found: TimeBreakdown) -> Chart:
-    """Every engine: calls in flight and waiting over time, then its lanes."""
-    blocks = [part for engine in found.engines for part in _engine(engine, found.seconds)]
-    height, drawn = 8.0, list[str]()
-    for title, body, tall in blocks:
-        drawn.append(f'<g transform="translate(0 {height:g})"><text x="4" y="12">{title}</text>{body}</g>')
-        height += tall
-    axis = Plot(Axis(0, found.seconds, "seconds"), Axis(0, 1, ""), 960, int(height) + 34)
-    ticks = "".join(
-        f'<text x="{_X + tick / (found.seconds or 1) * _W:.1f}" y="{height + 14:g}" text-anchor="middle">'
-        f"{tick:g}</text>"
-        for tick in axis.x.ticks(8)
-    )
-    picture = (
-        f'<svg viewBox="0 0 {_X + _W + 20} {int(height) + 36}" role="img" aria-label="Timeline of engines" '
-        f'class="chart timeline">{"".join(drawn)}{ticks}<text class="axis" x="{_X + _W / 2}" y="{int(height) + 32}" '
-        f'text-anchor="middle">seconds of the run</text></svg>'
-    )
+    """Every engine: calls in flight and waiting over time, then its lanes; the page's template draws it."""
     columns = ("engine", "most at once", "mean in flight", "share of time busy", "longest bubble (s)")
     rows = [(e.engine, e.peak, e.mean_in_flight, e.busy_share, e.longest_bubble) for e in found.engines]
     return Chart(
         "Engines over time",
         "Filled: calls in flight; line: calls waiting for a slot; gaps are bubbles. Below each, the first lanes: one "
         "row per call at a time, coloured by stage.",
-        picture,
+        "",
         ReportTable.of("", columns, rows),
         wide=True,
-        legend=tuple((word(stage.name), stage.name) for stage in found.stages),
+        legend=tuple((css_class(stage.name), stage.name) for stage in found.stages),
     )
 
 
-_X, _W, _LANE, _AREA = 44, 900, 7, 64
-
-
-def _engine(engine: EngineLanes, seconds: float) -> list[tuple[str, str, float]]:
-    top = max([*engine.in_flight, *engine.waiting, 1e-9])
-    step = _W / max(1, len(engine.in_flight))
-    area = "".join(
-        f"L{_X + n * step:.1f} {_AREA - value / top * 40:.1f}H{_X + (n + 1) * step:.1f}"
-        for n, value in enumerate(engine.in_flight)
-    )
-    waits = "".join(
-        f"L{_X + (n + 0.5) * step:.1f} {_AREA - value / top * 40:.1f}" for n, value in enumerate(engine.waiting)
-    )
-    body = f'<path class="area {word(engine.engine)}" d="M{_X} {_AREA}{area}V{_AREA}Z"/>'
-    if any(engine.waiting):
-        body += f'<path class="line waiting" d="M{_X} {_AREA}{waits}"/>'
-    body += f'<text x="{_X - 6}" y="32" text-anchor="end">{top:.0f}</text>'
-    body += f'<text x="{_X - 6}" y="{_AREA}" text-anchor="end">0</text>'
-    scale = _W / seconds if seconds else 0.0
-    paths: dict[str, list[str]] = {}
-    for lane, stage, start, end in engine.segments:
-        wide = max(0.4, (end - start) * scale)
-        paths.setdefault(stage, []).append(f"M{_X + start * scale:.1f} {lane * _LANE}h{wide:.1f}v5h-{wide:.1f}z")
-    lanes = "".join(f'<path class="lane {word(stage)}" d="{"".join(parts)}"/>' for stage, parts in paths.items())
-    below = f'<g transform="translate(0 {_AREA + 6})">{lanes}</g>'
-    return [(f"{escape(engine.engine)}: calls in flight", body + below, _AREA + 12 + engine.lanes * _LANE + 12)]
-
-
-def word(name: str) -> str:
+def css_class(name: str) -> str:
     """A name as a class of the style sheet.
 
-    >>> word('draft "2"')
+    >>> css_class('draft "2"')
     'draft--2-'
     """
     return "".join(letter if letter.isalnum() else "-" for letter in name)

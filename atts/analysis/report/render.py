@@ -17,6 +17,7 @@ from atts.analysis.report import charts, tables
 from atts.analysis.report.build import PAGE_BYTES, BuiltReport, build_report
 from atts.analysis.report.frontier_chart import frontier_chart
 from atts.analysis.report.numbers import RunReport
+from atts.analysis.report.svg import Axis
 from atts.errors import OptionError
 from atts.files import write_atomic
 from atts.jsonable import jsonable
@@ -92,6 +93,7 @@ def _html(built: BuiltReport) -> str:
             tables=tables,
             charts=charts,
             frontier_chart=frontier_chart,
+            axis=Axis,
             created=created if report.run.created else "",
             style=_asset("report.css"),
             script=script,
@@ -113,7 +115,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"sentence": _sentence, "plain": plain}
+    environment.filters |= {"sentence": _sentence, "plain": plain, "css_class": charts.css_class}
     return environment
 
 

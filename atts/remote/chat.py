@@ -75,21 +75,21 @@ class ChatDialect(TextDialect):
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`.
 
-        :raises UnsupportedByEngine: a law that this API has no words for, and `extras` does not allow more.
+        :raises UnsupportedByEngine: a sampling field that this API lacks, and `extras` does not allow more.
         """
-        law = request.sampling
+        sampling = request.sampling
         body: dict[str, Any] = {
             **self._head(request.ids),
             self._limit: request.max_tokens,
-            "temperature": law.temperature,
-            "top_p": law.top_p,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "seed": seed_of(request, 31),
         }
-        if law.top_k or law.min_p:
+        if sampling.top_k or sampling.min_p:
             if self._options.extras != "send":
                 advice = "Leave them out, or say extras=send if this server knows them"
                 raise UnsupportedByEngine(self._model, "the chat API has neither top_k nor min_p", advice)
-            body |= {"top_k": law.top_k or -1, "min_p": law.min_p}
+            body |= {"top_k": sampling.top_k or -1, "min_p": sampling.min_p}
         return Call("/chat/completions", body)
 
     def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:

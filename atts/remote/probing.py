@@ -114,8 +114,8 @@ class ServerProbe:
         same = written.ids == known.text
         return Canary(tuple(value for value in written.logprobs if value is not None) if same else (), "unknown")
 
-    def _request(self, law: Sampling, seed: int = 0, tokens: int = _TOKENS) -> SampleRequest:
-        return SampleRequest(self._prompt, tokens, law, Seed(run=seed, purpose="probe"))
+    def _request(self, sampling: Sampling, seed: int = 0, tokens: int = _TOKENS) -> SampleRequest:
+        return SampleRequest(self._prompt, tokens, sampling, Seed(run=seed, purpose="probe"))
 
     async def _see_tokenizer(self) -> Finding:
         if self._dialect.speaks == "text":
@@ -189,7 +189,7 @@ class ServerProbe:
         drift = _distance(first.logprobs, again.logprobs)
         if drift > TOLERANCE:
             return Finding("scores", "no", f"the same chunk scored {drift:.3f} nats otherwise from the cache", "score")
-        off = _distance(first.logprobs, sampled)  # at temperature 0 both are the raw law's
+        off = _distance(first.logprobs, sampled)  # at temperature 0 both are of the raw distribution
         if off > 2 * TOLERANCE:
             return Finding("scores", "no", f"scores are {off:.3f} nats from the log-probs sampled with", "score")
         return Finding(
@@ -197,7 +197,7 @@ class ServerProbe:
         )
 
     async def _convention(self) -> Seen:
-        """Whether log-probs of hot samples are of the raw law: compared with scores, which are."""
+        """Whether log-probs of hot samples are of the raw distribution: compared with scores, which are."""
         hot = await self._requests.sample_raw(self._request(_HOT, 3))
         sampled = [value for value in hot.logprobs if value is not None]
         if len(sampled) != len(hot.ids):

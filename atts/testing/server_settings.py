@@ -1,4 +1,4 @@
-"""How a dialect server differs from a perfect one: faults on demand, and the quirks of real ones."""
+"""Settings of a dialect server: faults on demand, and the quirks of real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat API as hosted models offer it, or, by a quirk, as vLLM and SGLang extend it."""
+"""Chat API server, as hosted models offer it, or, by a quirk, as vLLM and SGLang extend it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
 
 
 async def _digits(call: ServerCall, ids: TokenIds) -> list[dict[str, Any]]:
-    """The ten digits stand in for the likeliest tokens, which only the law knows."""
+    """The ten digits stand in for the likeliest tokens, which only the distribution knows."""
     rows: list[dict[str, Any]] = []
     for digit in range(10):
         (token, *_) = call.state.engine.tokenizer.encode(str(digit))

@@ -1,4 +1,4 @@
-"""llama.cpp's dialect: drafts with log-probs that leave out the stop word's, and takes scoring requests for granted."""
+"""llama.cpp dialect server: no log-probs for stop words, no scores."""
 
 from __future__ import annotations
 

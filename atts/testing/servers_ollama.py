@@ -1,4 +1,4 @@
-"""Ollama's dialect: conversations in, text out, and a context that is cut in silence unless that is forbidden."""
+"""Ollama dialect server: conversations in, text out, and a context that is cut in silence unless that is forbidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's dialect, as its 0.5.23 sources have it."""
+"""SGLang dialect server, as its 0.5.23 sources have it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's dialect, as its 0.33 sources have it."""
+"""vLLM dialect server, as its 0.33 sources have it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _check_open(call: ServerCall) -> None:
 
 
 def sent_logprobs(state: ServerState, done: Completion, request: SampleRequest) -> list[float]:
-    """Sampled log-probs as sent; a division by the temperature stands in for "after it", which only the law knows."""
+    """Sampled log-probs as sent; dividing by the temperature stands in for "after it"."""
     heat = request.sampling.temperature
     divide = heat if state.quirks.logprobs == "processed" and heat > 0 else 1.0
     return [max(_CLAMP, value / divide) if not math.isnan(value) else value for value in done.logprobs]

@@ -139,6 +139,16 @@ class ReadingState:
         return self.question.truth[min(self.step, len(self.question.truth) - 1)]
 
     @property
+    def is_last(self) -> bool:
+        """Whether no sum is left to do."""
+        return self.step >= len(self.question.operations)
+
+    @property
+    def result(self) -> int:
+        """What the sum under way, as it is written, comes to."""
+        return (self.left + self.sign * self.operand) % 100
+
+    @property
     def operation(self) -> int:
         """The sum that comes next."""
         return self.question.operations[self.step % len(self.question.operations)]

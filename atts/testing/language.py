@@ -8,7 +8,7 @@ step (`Wait that was 22.`) repairs it. How often a model slips, notices and ramb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -57,11 +57,6 @@ class ToyModel:
         self._atoms = tuple(atoms(piece) for piece in tokenizer.pieces)
         self._known: Recent[tuple[int, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
         self._questions: Recent[TokenIds, Question] = Recent(_QUESTIONS_KEPT)
-        self._writers: dict[Phase, Callable[[ReadingState], Distribution]] = {
-            Phase.OPEN: self._open,
-            Phase.RESULT: self._result,
-            Phase.REPAIR: self._repair,
-        }
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
         """A state after `ids`; going on from `state`, which is left as it was, when one is given."""
@@ -95,22 +90,60 @@ class ToyModel:
 
     def distribution(self, state: ReadingState) -> Distribution:
         """The distribution of the next id."""
-        return self._writers.get(state.phase, self._phrase)(state)
+        key = _key(state)
+        return self._known.get(key) or self._store(key, self._words(state))
 
-    def _open(self, state: ReadingState) -> Distribution:
-        last = state.step >= len(state.question.operations)
-        wrong = state.value != state.truth
-        key = (Phase.OPEN, state.answered, last, wrong, state.question.hardness, state.question.mood)
-        return self._known.get(key) or self._store(key, self._openings(state, last=last, wrong=wrong))
+    def _words(self, state: ReadingState) -> list[tuple[str, float]]:
+        """What may come next, with weights."""
+        match state.phase:
+            case Phase.OPEN:
+                return self._openings(state)
+            case Phase.RESULT:
+                return self._results(state)
+            case Phase.REPAIR:
+                return [(f" {state.truth}", self.skill.right), (f" {state.value}", 1 - self.skill.right)]
+            case Phase.VALUE:
+                rising = 0.995 if state.operation > 0 else 0.005
+                return [(" plus", rising), (" minus", 1 - rising)]
+            case Phase.OPERATION:
+                return [(f" {abs(state.operation)}", 0.995), (f" {(abs(state.operation) + 1) % 100}", 0.005)]
+            case Phase.CLAIM:
+                idle = self._idle(state)
+                return [*idle, (":", 1 - sum(weight for _, weight in idle))]
+            case Phase.QUOTE:
+                return [(f" {state.value}", 0.995), (f" {(state.value + 10) % 100}", 0.005)]
+            case Phase.BOXED:
+                return [(f"{state.value}", 1.0)]
+            case Phase.AFTER if not state.answered:
+                comma = 0.5 - 0.45 * self._firmness(state.question)
+                return [(",", comma), *self._choice(_FULL_STOPS, state, 1 - comma)]
+            case Phase.TAIL | Phase.MUSE:
+                idle = self._idle(state)
+                rest = 1 - sum(weight for _, weight in idle)
+                return [*idle, *self._choice(_FULL_STOPS, state, rest)]
+            case Phase.NEWLINE if not state.answered and not state.is_last:
+                return [("\n", 0.6), *((f"\n{word}", share) for word, share in self._choice(_OPENERS, state, 0.4))]
+            case Phase.AFTER | Phase.DOT if state.answered:
+                return [("<|end|>", 0.8), (".", 0.1 if state.phase == Phase.AFTER else 0.0), ("\n\n", 0.1)]
+            case phase:
+                return _FIXED_PHRASES[phase]
 
-    def _openings(self, state: ReadingState, *, last: bool, wrong: bool) -> list[tuple[str, float]]:
+    def _openings(self, state: ReadingState) -> list[tuple[str, float]]:
         if state.answered:
             return [("<|end|>", 0.97), ("Hmm", 0.02), ("The", 0.01)]
         wander = min(0.5, self.skill.wander * _hard(state.question))
-        repair = (self.skill.repair if wrong else 0.005) * (1 - wander)
+        repair = (self.skill.repair if state.value != state.truth else 0.005) * (1 - wander)
         rest = 1 - wander - repair
-        going_on = [("The", rest)] if last else self._choice(_OPENERS, state, rest)
+        going_on = [("The", rest)] if state.is_last else self._choice(_OPENERS, state, rest)
         return [("Hmm", wander), ("Wait", repair), *going_on]
+
+    def _results(self, state: ReadingState) -> list[tuple[str, float]]:
+        right, slip = state.result, state.question.misconception(state.step)
+        wrong = min(0.9, (1 - self.skill.right) * _hard(state.question))
+        rare = wrong * (1 - self.skill.typical) / len(_RARE_SLIPS)
+        values = [(right, 1 - wrong), ((right + slip) % 100, wrong * self.skill.typical)]
+        values += [((right + other) % 100, rare) for other in _RARE_SLIPS]
+        return [(f" {value}", weight) for value, weight in values]
 
     def _firmness(self, question: Question) -> float:
         """How settled the phrasing is, from 0 (anything goes) to `fluency` (nearly always the same)."""
@@ -134,67 +167,6 @@ class ToyModel:
         weights = [(word, share**power) for word, share in options]
         scale = total / sum(weight for _, weight in weights)
         return [(word, weight * scale) for word, weight in weights]
-
-    def _result(self, state: ReadingState) -> Distribution:
-        right = (state.left + state.sign * state.operand) % 100
-        slip = state.question.misconception(state.step)
-        key = (Phase.RESULT, right, slip, state.question.hardness)
-        found = self._known.get(key)
-        if found is not None:
-            return found
-        wrong = min(0.9, (1 - self.skill.right) * _hard(state.question))
-        rare = wrong * (1 - self.skill.typical) / len(_RARE_SLIPS)
-        values = [(right, 1 - wrong), ((right + slip) % 100, wrong * self.skill.typical)]
-        values += [((right + other) % 100, rare) for other in _RARE_SLIPS]
-        return self._store(key, [(f" {value}", weight) for value, weight in values])
-
-    def _repair(self, state: ReadingState) -> Distribution:
-        key = (Phase.REPAIR, state.truth, state.value)
-        kept = 1 - self.skill.right
-        return self._known.get(key) or self._store(
-            key, [(f" {state.truth}", self.skill.right), (f" {state.value}", kept)]
-        )
-
-    def _phrase(self, state: ReadingState) -> Distribution:
-        phase = state.phase
-        last = state.step >= len(state.question.operations)
-        # what it depends on beyond the phase: the sum, the value, or the mood
-        if phase in (Phase.VALUE, Phase.OPERATION):
-            trait = state.operation
-        elif phase in (Phase.QUOTE, Phase.BOXED):
-            trait = state.value
-        else:
-            trait = state.question.mood
-        key = (phase, state.word, trait, state.answered, last)
-        return self._known.get(key) or self._store(key, self._phrases(state, last=last))
-
-    def _phrases(self, state: ReadingState, *, last: bool) -> list[tuple[str, float]]:
-        match state.phase:
-            case Phase.VALUE:
-                rising = 0.995 if state.operation > 0 else 0.005
-                return [(" plus", rising), (" minus", 1 - rising)]
-            case Phase.OPERATION:
-                return [(f" {abs(state.operation)}", 0.995), (f" {(abs(state.operation) + 1) % 100}", 0.005)]
-            case Phase.CLAIM:
-                idle = self._idle(state)
-                return [*idle, (":", 1 - sum(weight for _, weight in idle))]
-            case Phase.QUOTE:
-                return [(f" {state.value}", 0.995), (f" {(state.value + 10) % 100}", 0.005)]
-            case Phase.BOXED:
-                return [(f"{state.value}", 1.0)]
-            case Phase.AFTER if not state.answered:
-                comma = 0.5 - 0.45 * self._firmness(state.question)
-                return [(",", comma), *self._choice(_FULL_STOPS, state, 1 - comma)]
-            case Phase.TAIL | Phase.MUSE:
-                idle = self._idle(state)
-                rest = 1 - sum(weight for _, weight in idle)
-                return [*idle, *self._choice(_FULL_STOPS, state, rest)]
-            case Phase.NEWLINE if not state.answered and not last:
-                return [("\n", 0.6), *((f"\n{word}", share) for word, share in self._choice(_OPENERS, state, 0.4))]
-            case Phase.AFTER | Phase.DOT if state.answered:
-                return [("<|end|>", 0.8), (".", 0.1 if state.phase == Phase.AFTER else 0.0), ("\n\n", 0.1)]
-            case phase:
-                return _FIXED_PHRASES[phase]
 
     def _store(self, key: tuple[int, ...], words: list[tuple[str, float]]) -> Distribution:
         weights: dict[int, float] = {}
@@ -236,3 +208,23 @@ _LIKINGS = _likings()
 def _hard(question: Question) -> float:
     """By what a question multiplies the share of slips; 1 in the middle."""
     return (question.hardness + 0.5) / (MOODS / 2)
+
+
+_BY_SUM, _BY_VALUE = (Phase.VALUE, Phase.OPERATION), (Phase.QUOTE, Phase.BOXED)
+_OPEN, _RESULT, _REPAIR = Phase.OPEN, Phase.RESULT, Phase.REPAIR  # an enumeration's attributes are slow to find
+
+
+def _key(state: ReadingState) -> tuple[int, ...]:
+    """All that the next words depend on, besides the model's skill."""
+    phase, question = state.phase, state.question
+    if phase is _OPEN:
+        return phase, state.answered, state.is_last, state.value != state.truth, question.hardness, question.mood
+    if phase is _RESULT:
+        return phase, state.result, question.misconception(state.step), question.hardness
+    if phase is _REPAIR:
+        return phase, state.truth, state.value
+    if phase in _BY_SUM:
+        trait = state.operation
+    else:
+        trait = state.value if phase in _BY_VALUE else question.mood
+    return phase, state.word, trait, state.answered, state.step >= len(question.operations)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -173,9 +173,10 @@ class Ledger:
         return Sum(sorted(found, key=lambda piece: (piece.samples, piece.seed, piece.shard)))
 
 
-def _piece(record: Mapping[str, Any]) -> Piece:
-    solved = [Solved(**{**one, "decisions": [tuple(made) for made in one["decisions"]]}) for one in record["solved"]]
-    return Piece(**{**record, "solved": solved})
+def _piece(record: dict[str, Any]) -> Piece:
+    held: list[dict[str, Any]] = [{**one, "decisions": [*map(tuple, one["decisions"])]} for one in record["solved"]]
+    fields: dict[str, Any] = {**record, "solved": [Solved(**one) for one in held]}
+    return Piece(**fields)
 
 
 @dataclass(frozen=True, slots=True)

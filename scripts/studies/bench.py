@@ -83,8 +83,7 @@ def run(name: str, options: Options) -> None:
     machine = look()
     for line in machine.words():
         say(f"  {line}")
-    began = Spent()
-    study, _, part = name.partition("-")
+    (study, _, part), began = name.partition("-"), Spent()
     module = importlib.import_module(f"scripts.studies.{study}")
     tables: list[Table] = module.part(part, options) if part else module.study(options)
     emit(name, tables, options, machine, began.seconds())

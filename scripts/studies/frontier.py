@@ -113,8 +113,7 @@ class Record:
         yield "random", RandomGate(rate, seed)
 
     def _replayed(self, policy: Policy, gate: Gate | RoundGate | None) -> Replayed:
-        every = [(event.decision, event) for event in self.run.decisions()]
-        decided = {(made.question, made.sample, made.turn): event for made, event in every}
+        decided = {event.decision.turn_key: event for event in self.run.decisions()}
         group = answers_for(self.outcomes[0].problem.kind).group
         return replay_policy(self.outcomes, gate, policy, group, decided=decided)
 
@@ -224,8 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         directories += live(asked.live, asked.out, asked.rates, asked.samples, asked.seed)
     if not directories:
         raise SystemExit("frontier: name a run directory, or give --live N for runs of N problems")
-    is_told = asked.draft_flops is not None and asked.target_flops is not None
-    flops = (asked.draft_flops, asked.target_flops) if is_told else None
+    told: tuple[float, float] = (asked.draft_flops, asked.target_flops)
+    flops = None if None in told else told
     grid, found = Grid(tuple(asked.rates), tuple(asked.samples), tuple(asked.turns)), list[Point]()
     for directory in directories:
         say(f"frontier: {directory}")

@@ -76,14 +76,9 @@ class Table:
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Table:
         """The table that a study's JSON holds."""
-        chart = fields.get("chart")
-        plain = {name: tuple(fields[name]) for name in ("columns", "notes")}
-        made = {
-            **fields,
-            **plain,
-            "rows": tuple(map(tuple, fields["rows"])),
-            "chart": Chart(**chart) if chart else None,
-        }
+        made: dict[str, Any] = {**fields, "rows": tuple(map(tuple, fields["rows"]))}
+        made |= {name: tuple(fields[name]) for name in ("columns", "notes")}
+        made["chart"] = Chart(**fields["chart"]) if fields.get("chart") else None
         return cls(**made)
 
     def body(self) -> str:

@@ -76,10 +76,11 @@ def _open(name: str, folder: Path, batches: tuple[int, ...], tokens: int) -> Sub
 def _random(folder: Path, width: int, layers: int, inner: int) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "head_dim": 64}
-    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128, "max_position_embeddings": 2048}
-    tokens = {"vocab_size": 4096, "eos_token_id": None, "bos_token_id": None, "tie_word_embeddings": True}
-    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads, **tokens)).save_pretrained(folder)
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads = {"head_dim": 64, "num_attention_heads": width // 64, "num_key_value_heads": width // 128}
+    tokens = {"max_position_embeddings": 2048, "vocab_size": 4096, "eos_token_id": None, "bos_token_id": None}
+    sizes |= {**heads, **tokens, "tie_word_embeddings": True}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(path("target")).save_pretrained(folder)
     return folder
 

@@ -252,8 +252,8 @@ async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(keep_busy)
             beside = await _observe(engine, role, FOREGROUND, seed + 31)
+            seen.beside[role].append((alone.taken, beside.taken))
             done.set()
-        seen.beside[role].append((alone.taken, beside.taken))
 
 
 async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) -> float:

@@ -145,7 +145,9 @@ def _guess(seen: Seen, costs: Mapping[Role, Cost], live: Live, one: Run, seed: i
     """What the run should have taken: on the wall's clock as the engines get in each other's way there, and so on."""
     call, found = one.host + _handing(seen), dict[Clock, Taken]()
     for clock in get_args(Clock):
-        shared = {role: replace(cost, share=_stretch(seen, role, clock), call=call) for role, cost in costs.items()}
+        shared: dict[Role, Cost] = {}
+        for role, cost in costs.items():
+            shared[role] = replace(cost, share=_stretch(seen, role, clock), call=call)
         found[clock] = run_virtual(_predict, live, one, shared, seed)
     return replace(found["processor"], wall=found["wall"].wall)
 

@@ -223,8 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         directories += live(asked.live, asked.out, asked.rates, asked.samples, asked.seed)
     if not directories:
         raise SystemExit("frontier: name a run directory, or give --live N for runs of N problems")
-    told: tuple[float, float] = (asked.draft_flops, asked.target_flops)
-    flops = None if None in told else told
+    flops: tuple[float, float] | None = (asked.draft_flops, asked.target_flops)
+    flops = None if None in (asked.draft_flops, asked.target_flops) else flops
     grid, found = Grid(tuple(asked.rates), tuple(asked.samples), tuple(asked.turns)), list[Point]()
     for directory in directories:
         say(f"frontier: {directory}")

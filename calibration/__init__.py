@@ -1,4 +1,4 @@
-"""From a stream of scores to decisions with a stated guarantee."""
+"""Conformal calibration: from a stream of scores to decisions with a stated guarantee."""
 
 # How the parts are made, each from plain numbers and strings:
 #   Calibrator(rate, mode, stored=scores)           decide(score, question=, turn=, sample=, issue=); observe(decision)

@@ -60,13 +60,8 @@ def binomial_p_value(losses: ArrayLike, epsilon: float) -> float:
 def hoeffding_bentkus_p_value(losses: ArrayLike, epsilon: float) -> float:
     """min(exp(-n h(min(R, epsilon), epsilon)), e P(Bin(n, epsilon) <= ceil(n R))) for losses in [0, 1] with mean R."""
     array = checked_losses(losses)
-    return hoeffding_bentkus(len(array), float(array.mean()), epsilon)
-
-
-def hoeffding_bentkus(n: int, risk: float, epsilon: float) -> float:
-    """The same from n and the observed risk alone."""
-    low = min(risk, epsilon)
-    hoeffding = math.exp(-n * _relative_entropy(low, epsilon))
+    n, risk = len(array), float(array.mean())
+    hoeffding = math.exp(-n * _relative_entropy(min(risk, epsilon), epsilon))
     bentkus = math.e * float(scipy.stats.binom.cdf(math.ceil(n * risk - 1e-9), n, epsilon))
     return min(1.0, hoeffding, bentkus)
 

@@ -27,7 +27,7 @@ from atts.journal.events import (
 )
 from atts.journal.files import locked, open_append
 from atts.journal.finished import FinishedProblem, FinishedSample
-from atts.journal.lines import JournalEnd, LineWriter, read_entries
+from atts.journal.lines import JournalReader, LineWriter, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, save_manifest
 from atts.journal.runs import MERGED, RecordedRun, open_run
 from atts.journal.state import (
@@ -62,8 +62,8 @@ __all__ = [
     "FinishedSample",
     "Graded",
     "Journal",
-    "JournalEnd",
     "JournalOptions",
+    "JournalReader",
     "Json",
     "LineWriter",
     "Manifest",

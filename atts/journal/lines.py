@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -77,15 +77,6 @@ _LINES: Any = reduce(or_, _READS, _TextLine)
 _decode = msgspec.json.Decoder(_LINES).decode
 
 
-@dataclass(frozen=True, slots=True)
-class JournalEnd:
-    """Where reading ended: the next line's number, the session, and how many bytes are whole lines."""
-
-    number: int = 0
-    session: int = 0
-    length: int = 0
-
-
 class LineWriter:
     """Turns events into lines; knows the number of the next one."""
 
@@ -108,28 +99,6 @@ class LineWriter:
         body = _escaped({"n": self.number, **fields}).encode()[:-1]
         self.number += 1
         return b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body))
-
-
-def read_entries(
-    path: Path,
-    on_end: Callable[[JournalEnd], None] | None = None,
-    kinds: Collection[type[Event]] | None = None,
-) -> Iterator[Entry]:
-    """Every event of a journal in order, without holding more than a line and the latest texts.
-
-    The last line may be torn (its process was killed while writing): it does not count. `on_end` learns where the
-    whole lines end. With `kinds` only such events are given out: other lines are checked, not decoded. A set of them
-    may change while reading.
-
-    :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
-    :raises JournalVersion: a newer version wrote it.
-    :raises StorageError: the file cannot be read.
-    """
-    with storage(path), path.open("rb") as file:
-        reader = _Reader(path, kinds)
-        yield from reader.entries(file)
-    if on_end is not None:
-        on_end(reader.end)
 
 
 _END = len(b',"crc":"00000000"}\n')
@@ -161,33 +130,41 @@ def _parted(event: Event) -> tuple[Event, Event | None]:
     return event, None
 
 
-class _Reader:
-    def __init__(self, path: Path, kinds: Collection[type[Event]] | None) -> None:
-        self._path = path
-        self._texts = Texts()
+class JournalReader:
+    """Reads a journal in order, without holding more than a line and the latest texts; knows where it is."""
+
+    def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
+        self.path = path
+        self.number = 0  # of the next line
+        self.session = 0
+        self.length = 0  # of the whole lines so far, in bytes
         self._kinds = kinds
-        self._line = self._session = self._length = 0
+        self._texts = Texts()
         self._schema = SCHEMA  # of the present session
 
-    @property
-    def end(self) -> JournalEnd:
-        """Where reading is; where it ended, at the end."""
-        return JournalEnd(self._line, self._session, self._length)
+    def entries(self) -> Iterator[Entry]:
+        """Every event to the end; a last line that is torn (its process was killed while writing) does not count.
 
-    def entries(self, file: BinaryIO) -> Iterator[Entry]:
-        """Read to the end, or to a torn last line."""
-        for line in file:
-            try:
-                check(line)
-                entry = None if self._kinds is not None and self._is_passed_over(line) else self._entry(line)
-            except ValueError as error:
-                if file.read(1):
-                    raise self._corrupt(str(error)) from error
-                return
-            self._line += 1
-            self._length += len(line)
-            if entry is not None:
-                yield from self._parts(entry)
+        With `kinds` only such events are given out, and the openings of sessions: other lines are checked, not decoded.
+        A set of them may change while reading.
+
+        :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
+        :raises JournalVersion: a newer version wrote it.
+        :raises StorageError: the file cannot be read.
+        """
+        with storage(self.path), self.path.open("rb") as file:
+            for line in file:
+                try:
+                    check(line)
+                    entry = None if self._kinds is not None and self._is_passed_over(line) else self._entry(line)
+                except ValueError as error:
+                    if file.read(1):
+                        raise self._corrupt(str(error)) from error
+                    return
+                self.number += 1
+                self.length += len(line)
+                if entry is not None:
+                    yield from self._parts(entry)
 
     def _parts(self, entry: Entry) -> Iterator[Entry]:
         """The events of one line, those that are wanted."""
@@ -200,7 +177,7 @@ class _Reader:
 
     def _is_passed_over(self, line: bytes) -> bool:
         """Whether the event is not wanted; texts it refers to count as used, as they did when it was written."""
-        found = _HEAD.match(line) if self._line else None
+        found = _HEAD.match(line) if self.number else None
         kind = None if found is None else _PASSED.get(found[2])
         if found is None or kind is None or self._kinds is None:
             return False
@@ -221,13 +198,13 @@ class _Reader:
         event = _READS[type(found)](found, self._texts)
         if isinstance(event, SessionOpened):
             if event.schema > SCHEMA:
-                raise newer(self._path, event.schema)
-            self._session, self._schema = event.session, event.schema
-        elif self._line == 0:
+                raise newer(self.path, event.schema)
+            self.session, self._schema = event.session, event.schema
+        elif self.number == 0:
             raise ValueError("the first line opens no session")
         if self._schema < ORIGINS:
             event = with_origin(event)
-        return Entry(self._line, self._session, found.at, found.wall, event)
+        return Entry(self.number, self.session, found.at, found.wall, event)
 
     def _parse(self, line: bytes) -> Any:
         try:
@@ -238,19 +215,24 @@ class _Reader:
             with suppress(msgspec.ValidationError):
                 opening = msgspec.json.decode(line, type=_Opening)
                 if opening.kind == "session-opened" and opening.schema > SCHEMA:
-                    raise newer(self._path, opening.schema) from None
+                    raise newer(self.path, opening.schema) from None
             raise
 
     def _count(self, number: object) -> None:
-        if number != self._line:
-            raise ValueError(f"it is numbered {number}, expected {self._line}: lines are missing or doubled")
+        if number != self.number:
+            raise ValueError(f"it is numbered {number}, expected {self.number}: lines are missing or doubled")
 
     def _corrupt(self, problem: str) -> JournalCorrupt:
         return JournalCorrupt(
-            self._path,
-            f"line {self._line + 1} is damaged: {problem}",
+            self.path,
+            f"line {self.number + 1} is damaged: {problem}",
             "Nothing was overwritten. Restore the file from a copy, or cut it before that line to repeat what followed",
         )
+
+
+def read_entries(path: Path, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
+    """Every event of a journal, or those of some kinds; see `JournalReader.entries`."""
+    return JournalReader(path, kinds).entries()
 
 
 def newer(path: Path, schema: object) -> JournalVersion:

@@ -2,7 +2,7 @@
 
     run = open_run(directory)            # JournalError: there is none, or a damaged or newer one
     run.manifest, run.setting("method")  # what was run
-    run.problems()                       # {id: FinishedProblem}: status, answer, verdict, samples, votes, usage
+    run.state().finished                 # {id: FinishedProblem}: status, answer, verdict, samples, votes, usage
     run.outcomes()                       # the same problems whole, turn by turn, one after the other
     run.decisions()                      # every decision of the gate, in order
     run.nodes()                          # every call that did work, all sessions on one clock
@@ -28,17 +28,15 @@ from typing import Any
 
 from atts.core import Outcome
 from atts.errors import JournalError
-from atts.journal.events import Decided, Entry, Event, Observed
-from atts.journal.finished import FinishedProblem
+from atts.journal.events import Decided, Entry, Event
 from atts.journal.lines import read_entries
 from atts.journal.manifest import Manifest, load_manifest
 from atts.journal.state import FACTS, RunClock, RunState, read_outcomes
 from atts.journal.writer import JOURNAL, MANIFEST
-from atts.spans import CallSpan, ProblemSpan
+from atts.spans import CallSpan
 
 MERGED = "merged"
 """The configuration's name for the runs that were put together, in a run that was made of others."""
-_BRIEF = (*FACTS, ProblemSpan, Decided, Observed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +72,14 @@ class RecordedRun:
         return read_entries(self.directory / JOURNAL, kinds=kinds)
 
     def state(self, kinds: Collection[type[Event]] | None = None) -> RunState:
-        """The run as all its entries leave it."""
+        """The run as all its entries leave it: every finished problem in brief, the sessions, the seconds."""
         state = RunState()
         for entry in self.entries(kinds):
             state.apply(entry)
         return state
 
-    def problems(self) -> dict[str, FinishedProblem]:
-        """Every problem that came to an outcome, in brief, in the order of finishing."""
-        return self.state(_BRIEF).finished
-
     def outcomes(self) -> Iterator[Outcome]:
-        """The same problems whole, each once, those that failed last; memory holds the unfinished and the failed."""
+        """Every finished problem whole, each once, the failed ones last; memory holds those and the unfinished."""
         return read_outcomes(self.entries(FACTS))
 
     def decisions(self) -> Iterator[Decided]:

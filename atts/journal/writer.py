@@ -25,7 +25,7 @@ from atts.errors import JournalCorrupt, OptionError, StorageError
 from atts.files import refused, storage, sync_directory
 from atts.journal.events import SCHEMA, Entry, Event, SessionClosed, SessionOpened
 from atts.journal.files import AppendFile, Opener, locked, open_append, write_all
-from atts.journal.lines import JournalEnd, LineWriter, joined, read_entries
+from atts.journal.lines import JournalReader, LineWriter, joined
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
 
 Durability = Literal["always", "interval", "close"]
@@ -60,11 +60,11 @@ class JournalOptions:
 class Journal:
     """A run directory open for writing; made by `open_journal`."""
 
-    def __init__(self, path: Path, end: JournalEnd, options: JournalOptions) -> None:
-        self.path = path
-        self.session = end.session + 1
+    def __init__(self, past: JournalReader, options: JournalOptions) -> None:
+        self.path = path = past.path
+        self.session = past.session + 1
         self._options = options
-        self._lines = LineWriter(end.number)
+        self._lines = LineWriter(past.number)
         self._clock = options.clock or tasks.clock()
         self._epoch = self._synced_at = self._clock()
         with storage(path):
@@ -180,8 +180,7 @@ async def open_journal(
     """
     _make(directory)
     with locked(directory / LOCK, directory):
-        tail = _take_up(directory, manifest, on_entry)
-        journal = Journal(directory / JOURNAL, tail, options or JournalOptions())
+        journal = Journal(_take_up(directory, manifest, on_entry), options or JournalOptions())
         version = manifest.versions.get("atts", "")
         async with tasks.background(journal.keep_synced):
             closing = SessionClosed("finished")
@@ -212,22 +211,21 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
 
 
-def _take_up(directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None) -> JournalEnd:
+def _take_up(directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None) -> JournalReader:
     """Check the manifest, read what is there, cut off a torn line."""
-    path = directory / JOURNAL
+    past = JournalReader(directory / JOURNAL)
     stored = load_manifest(directory / MANIFEST)
     if stored is None:
-        if path.exists() and path.stat().st_size:
+        if past.path.exists() and past.path.stat().st_size:
             raise JournalCorrupt(directory, f"there is a {JOURNAL} but no {MANIFEST}", "Restore it, or choose another")
         save_manifest(directory / MANIFEST, manifest)
-        return JournalEnd()
+        return past
     manifest.check(stored, directory)
-    tails = [JournalEnd()]
-    if path.exists():
-        for entry in read_entries(path, tails.append):
+    if past.path.exists():
+        for entry in past.entries():
             if on_entry is not None:
                 on_entry(entry)
-        with storage(path):
-            if path.stat().st_size > tails[-1].length:
-                os.truncate(path, tails[-1].length)
-    return tails[-1]
+        with storage(past.path):
+            if past.path.stat().st_size > past.length:
+                os.truncate(past.path, past.length)
+    return past

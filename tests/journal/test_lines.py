@@ -15,7 +15,7 @@ from atts.journal import (
     FACTS,
     SCHEMA,
     Event,
-    JournalEnd,
+    JournalReader,
     OutcomeReached,
     Sampled,
     SessionOpened,
@@ -43,11 +43,16 @@ def chunk_of(event: Event) -> Completion:
     return Completion(chunk.draft_ids, chunk.text, chunk.ended, chunk.logprobs)
 
 
-def read(path: Path) -> tuple[list[Event], JournalEnd]:
+def end_of(reader: JournalReader) -> tuple[int, int, int]:
+    """The next line's number, the session, the bytes of whole lines."""
+    return reader.number, reader.session, reader.length
+
+
+def read(path: Path) -> tuple[list[Event], tuple[int, int, int]]:
     """Events after the session's opening, and where reading ended."""
-    tails: list[JournalEnd] = []
-    events = [entry.event for entry in read_entries(path, tails.append)]
-    return events[1:], tails[0]
+    reader = JournalReader(path)
+    events = [entry.event for entry in reader.entries()]
+    return events[1:], end_of(reader)
 
 
 def test_reading_gives_what_was_written(tmp_path: Path, story: list[Event]) -> None:
@@ -57,7 +62,7 @@ def test_reading_gives_what_was_written(tmp_path: Path, story: list[Event]) -> N
     assert [entry.event for entry in entries] == [OPENED, *story]
     assert [entry.at for entry in entries] == [0.5 * place for place in range(len(entries))]
     assert {entry.session for entry in entries} == {1}
-    assert read(tmp_path / "j")[1] == JournalEnd(len(lines), 1, sum(map(len, lines)))
+    assert read(tmp_path / "j")[1] == (len(lines), 1, sum(map(len, lines)))
 
 
 def test_long_texts_are_stored_once(tmp_path: Path, story: list[Event]) -> None:
@@ -104,12 +109,13 @@ def test_other_shapes_are_damage(tmp_path: Path, changes: dict[str, object], wor
 def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event]) -> None:
     """In their places, with their texts, even where what is not wanted brought those; the tail is the same."""
     lines = write(tmp_path / "j", [Sampled("p0", "k", chunk_of(story[2]), "draft"), *story])
-    everything, tails = list(read_entries(tmp_path / "j")), list[JournalEnd]()
+    everything = list(read_entries(tmp_path / "j"))
     for kinds in ((TurnFinished,), (OutcomeReached, SessionOpened), (Sampled,), FACTS):
-        found = list(read_entries(tmp_path / "j", tails.append, kinds))
+        reader = JournalReader(tmp_path / "j", kinds)
+        found = list(reader.entries())
         wanted = (*kinds, SessionOpened)  # sessions are always told of
         assert found == [entry for entry in everything if isinstance(entry.event, wanted)]
-        assert tails[-1] == JournalEnd(len(lines), 1, sum(map(len, lines)))
+        assert end_of(reader) == (len(lines), 1, sum(map(len, lines)))
 
 
 def test_what_is_not_wanted_keeps_texts_alive(tmp_path: Path) -> None:
@@ -147,9 +153,9 @@ def test_a_torn_last_line_does_not_count(tmp_path: Path, story: list[Event]) -> 
     before = b"".join(whole)
     for cut in range(len(last)):
         (tmp_path / "j").write_bytes(before + last[:cut])
-        events, tail = read(tmp_path / "j")
+        events, (_, _, length) = read(tmp_path / "j")
         assert events == story[:-1]
-        assert tail.length == len(before)
+        assert length == len(before)
 
 
 def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event]) -> None:
@@ -157,7 +163,7 @@ def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event
     before = b"".join(write(tmp_path / "j", story))
     for rubbish in (b"\x00" * 500, b"\x00" * 500 + b"\n", b"{}\n", b"\n"):
         (tmp_path / "j").write_bytes(before + rubbish)
-        assert read(tmp_path / "j") == (story, JournalEnd(len(before.splitlines()), 1, len(before)))
+        assert read(tmp_path / "j") == (story, (len(before.splitlines()), 1, len(before)))
 
 
 @pytest.mark.parametrize(

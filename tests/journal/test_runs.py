@@ -30,7 +30,7 @@ KINDS = ("finished", "rounds", "ordinal", "shard1", "merged", "killed", "interru
 def test_problems_in_brief_are_the_outcomes(kind: str) -> None:
     """Brief and whole say the same of every problem; verdicts, costs and times are there."""
     run = open_run(RUNS / kind)
-    problems, outcomes = run.problems(), {outcome.problem.id: outcome for outcome in run.outcomes()}
+    problems, outcomes = run.state().finished, {outcome.problem.id: outcome for outcome in run.outcomes()}
     assert problems.keys() == outcomes.keys()
     for name, problem in problems.items():
         plain = replace(problem, verdict=None, rule="", judged=0, escalated=0, seconds=None)
@@ -45,7 +45,7 @@ def test_judged_chunks_are_counted() -> None:
     for kind in ("finished", "rounds"):
         run = open_run(RUNS / kind)
         decisions = [event.decision for event in run.decisions()]
-        problems = run.problems().values()
+        problems = run.state().finished.values()
         assert sum(problem.judged for problem in problems) == len(decisions)
         assert sum(problem.escalated for problem in problems) == sum(decision.escalate for decision in decisions)
 

@@ -160,7 +160,7 @@ def conclude(problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[R
         status = "failed" if failed and len(failed) == len(rollouts) else "unanswered"
         why = failed[0].error if failed else "no rollout came to an answer"
     usage = reduce(add, (line.usage for line in rollouts), Usage())
-    return Outcome(problem, rollouts, count.winner, count.as_mapping(), status, why, usage)
+    return Outcome(problem, rollouts, count.winner, votes=count.as_mapping(), status=status, why=why, usage=usage)
 
 
 def _rollout(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:

@@ -102,7 +102,7 @@ def _worth(proposal: Proposal) -> tuple[bool, float]:
 
 
 def _fork(builder: RolloutBuilder, proposal: Proposal, decision: Decision) -> bool:
-    """Adopt a better sibling's line up to this turn, if there is one nobody has adopted at this turn.
+    """Adopt a better sibling's line up to this turn, if there is one not adopted yet at this turn.
 
     Better: its chunk at this turn scored lower. One is drawn at random among all better ones (taking the best each time
     is what makes rollouts herd), and each can be adopted once per turn, so diversity is kept.

@@ -120,7 +120,7 @@ def settled_probability(current: Tally, remaining: int) -> float:
     first, *rivals = current.counts
     others = sum(rivals)
     lost = 0.0
-    for rival in [*rivals, 0]:  # 0: a class nobody has voted for yet
+    for rival in [*rivals, 0]:  # 0: a class without a vote yet
         lost += _overtaken(first, rival, others - rival, len(rivals), remaining)
     return max(0.0, 1.0 - lost)
 

@@ -182,7 +182,7 @@ CHECKS = {
         vague_persons,
     )
 }
-LEFT = {"deep_imports": 3, "long_calls": 10, "twin_classes": 4, "vague_persons": 24}
+LEFT = {"twin_classes": 4, "vague_persons": 10}
 """How many places may break a rule still; these numbers only fall."""
 
 

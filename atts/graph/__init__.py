@@ -23,7 +23,7 @@
     graph.stats().busy_share("target"), graph.stop("budget"), scope.cancel("why")
 
 Places go to waiting rollouts of all problems, older problems first; a problem is opened when no rollout waits. A failed
-call is tried again as the `Policy` says; a failed rollout is recorded and sinks nobody. Within one rollout, calls may
+call is tried again as the `Policy` says; a failed rollout is recorded and sinks no other. Within one rollout, calls may
 run side by side (`atts.tasks.collect`). The top-B baselines need rounds: `scope.rollouts(..., admit="together")` starts
 all samples at once, `values = await line.meet(mine)` waits for the round, and places are given back together.
 A `Recording` is a sink that keeps all; `measure` and `write_trace` read nodes, live ones or out of a journal.

@@ -36,7 +36,7 @@ class Admission:
 
     Waiting rollouts are started in the order of (priority, problem, submission). The next problem is opened only when
     no rollout waits and a place is free, and not while too many that ended wait for what comes after them: so what is
-    open stays in proportion to what is in flight, and whoever is slower than the engines holds them back.
+    open stays in proportion to what is in flight, and a grader slower than the engines holds them back.
     """
 
     __slots__ = ("_queue", "_rooms", "_submitted", "concluding", "in_flight", "open", "opening", "places")

@@ -103,7 +103,7 @@ class _Ended(NamedTuple):
 
 
 class Group(Generic[T]):
-    """A gang of rollouts; whoever asked for them waits for `done` inside `tasks`."""
+    """A gang of rollouts; their starter waits for `done` inside `tasks`."""
 
     __slots__ = (
         "_context",
@@ -170,7 +170,7 @@ class Group(Generic[T]):
         for _ in range(self.unit):
             sample = self.samples[self._next]
             self._next += 1
-            # whoever gave the place back may be of another problem: its context variables are not ours
+            # the place may have been given back by another problem, whose context variables are not ours
             self._context.run(self.tasks.start_soon, self._rollout, sample)
 
     def close(self, why: str) -> None:
@@ -269,7 +269,7 @@ class Group(Generic[T]):
     # admitted together: rounds, and places that are given back together
 
     def close_round(self) -> bool:
-        """Close the round if nobody is missing; whoever waits in it goes on."""
+        """Close the round if no member is missing; those that wait in it go on."""
         current = self.round
         if not current.values or len(current.values) < self.alive:
             return False

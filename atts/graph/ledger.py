@@ -126,10 +126,10 @@ def _use(pool: Pool) -> EngineUse:
         pool.limit.slots,
         pool.limit.tokens,
         pool.in_use,
-        pool.tokens_in_use,
-        pool.waiting,
-        pool.busy_seconds,
-        pool.queue_seconds,
+        tokens_in_use=pool.tokens_in_use,
+        waiting=pool.waiting,
+        busy_seconds=pool.busy_seconds,
+        queue_seconds=pool.queue_seconds,
     )
 
 

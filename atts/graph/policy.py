@@ -13,7 +13,7 @@ class Policy:
     """How often to try, how long to wait in between, and when to give the whole run up.
 
     An error that says "again may help" (`ATTSError.retryable`) is tried again: first the call, then the rollout. What
-    still fails is recorded on its rollout and touches nobody else, with two exceptions that end the run: an error that
+    still fails is recorded on its rollout and touches no other, with two exceptions that end the run: an error that
     would meet every rollout alike (wrong options, a full disk, an engine that cannot score), and `give_up_after`
     failed rollouts in a row, as a lost server or a bug makes them.
 

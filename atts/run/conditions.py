@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from atts.calibration.stored import check_fingerprint
+from atts.calibration import check_fingerprint
 from atts.errors import FingerprintError
 from atts.journal import Manifest
 

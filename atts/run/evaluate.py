@@ -184,10 +184,10 @@ class _Run:
             self._manifest.problems,
             sum(map(state.is_over, state.finished)),
             plan.policy.samples,
-            state.seconds,
-            plan.draft.spec.model,
-            plan.target.spec.model,
-            self._session.directory,
+            seconds=state.seconds,
+            draft=plan.draft.spec.model,
+            target=plan.target.spec.model,
+            directory=self._session.directory,
         )
 
     def _left(self, problems: Iterable[Problem]) -> Iterator[Problem]:
@@ -259,7 +259,7 @@ class _Run:
 
         seconds = plan.policy.timeout_seconds
         draft, target = bind(plan.draft, "draft", None, seconds), bind(plan.target, "target", None, seconds)
-        return Context(draft, target, gate, plan.answers, plan.seed, record, bind)
+        return Context(draft, target, gate, answers=plan.answers, seed=plan.seed, listener=record, bind=bind)
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:
         """Grade, record, wait until it is written; nothing is recorded before everything is known."""
@@ -322,11 +322,11 @@ class _Run:
             status,
             tuple(lines),
             replace(self._manifest, problems=len(self._places)) if status == "finished" else self._manifest,
-            self._state.seconds + (seconds if self._taken else 0.0),
-            self._state.sessions + 1,
-            self._session.directory,
-            why,
-            tuple(self._kept),
+            seconds=self._state.seconds + (seconds if self._taken else 0.0),
+            sessions=self._state.sessions + 1,
+            directory=self._session.directory,
+            why=why,
+            kept=tuple(self._kept),
         )
 
 

@@ -173,10 +173,10 @@ class ProblemRecord:
                     self._problem,
                     rollout.sample,
                     rollout.finish or "cancelled",
-                    len(rollout.turns),
-                    rollout.answer,
-                    rollout.usage,
-                    rollout.error,
+                    turns=len(rollout.turns),
+                    answer=rollout.answer,
+                    usage=rollout.usage,
+                    error=rollout.error,
                 )
             )
 

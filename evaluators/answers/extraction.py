@@ -76,11 +76,6 @@ class Extractor:
         """The boxed answer so far."""
         return ", ".join(self._group) or None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a box was begun and not closed."""
-        return self._state.open_at is not None
-
     def feed(self, text: str) -> str | None:
         """Take more text in and return the boxed answer so far, None before the first."""
         self._pieces.append(text)

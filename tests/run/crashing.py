@@ -262,12 +262,13 @@ def crash_runs(
     children: Nursery, folder: Path, whole: int, kills: int, seed: int, *, most: int = 10
 ) -> Generator[tuple[Path, Crashes], None, None]:
     """Exactly `kills` kills, at most `most` of them in one run, over as many runs as that takes (see `crash`)."""
-    number = 0
+    number = unharmed = 0
     while kills:
         directory = folder / f"run {number}"
         found = crash(children, directory, whole, min(most, kills), seed * 1000 + number)
-        assert found.kills, "a run was over before anything happened to it"
         kills -= found.kills
+        unharmed += not found.kills  # a busy machine may be late with a kill from outside
+        assert unharmed < 5, "runs are over before anything happens to them"
         number += 1
         yield directory, found
 
@@ -276,8 +277,8 @@ def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int)
     """Kill a run again and again at seeded points, then let it end.
 
     Of five sessions one does not die but finds its disk full, two are killed from outside, two in the middle of a
-    write. After each the whole lines must be the beginning of all that follows. A run that was quicker than whoever
-    should kill it ends before its time. `whole` is the size of the journal of a run that nobody kills.
+    write. After each the whole lines must be the beginning of all that follows. A run quicker than its kill ends
+    before its time. `whole` is the size of the journal of a run without kills.
 
     :raises AssertionError: anything recorded changed, or was done again.
     """

@@ -119,7 +119,7 @@ def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event])
 
 
 def test_what_is_not_wanted_keeps_texts_alive(tmp_path: Path) -> None:
-    """A text counts as used where it was used, also on a line nobody decodes: a later reference does not dangle."""
+    """A text counts as used where it was used, on a line not decoded too: a later reference does not dangle."""
     texts = [f"{0 if n % 2 == 0 else n} " * 2_000_000 for n in range(10)]  # four of them fill the memory
     written = [Sampled("p0", str(n), Completion((1,), text, "end", (0.0,)), "draft") for n, text in enumerate(texts)]
     write(tmp_path / "j", [*written, Warned("w", texts[0])])
@@ -138,7 +138,7 @@ def test_kinds_may_change_while_reading(tmp_path: Path, story: list[Event]) -> N
     assert found == [OPENED, next(event for event in story if isinstance(event, TurnFinished))]
 
 
-def test_damage_is_found_on_lines_nobody_wants(tmp_path: Path, story: list[Event]) -> None:
+def test_damage_is_found_on_unwanted_lines(tmp_path: Path, story: list[Event]) -> None:
     """Passing over a line is no excuse for not checking it."""
     lines = write(tmp_path / "j", story)
     for harm in (lines[4].replace(b"e", b"f", 1), b"", lines[4] * 2):

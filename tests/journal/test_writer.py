@@ -126,7 +126,7 @@ async def test_a_full_disk_loses_nothing_saved(tmp_path: Path, small_disk: Calla
     assert texts(tmp_path)[-1] == "more"
 
 
-async def test_a_full_disk_stops_whoever_records(tmp_path: Path, small_disk: Callable[..., Any]) -> None:
+async def test_a_full_disk_stops_every_writer(tmp_path: Path, small_disk: Callable[..., Any]) -> None:
     """Also those who never wait, and those who were waiting."""
     _, opener = small_disk(room=1_000)
     errors: list[StorageError] = []

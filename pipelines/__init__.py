@@ -2,7 +2,7 @@
 
 from atts.pipelines.calls import AdmittedEngine, Stage, check_completion, check_scores
 from atts.pipelines.capabilities import check_engines
-from atts.pipelines.context import Answers, Context, Listener, Silent
+from atts.pipelines.context import Answers, Context, RolloutListener, Silent
 from atts.pipelines.gates import (
     Calibrating,
     ConformalGate,
@@ -50,7 +50,7 @@ __all__ = [
     "Gate",
     "Grouper",
     "Learning",
-    "Listener",
+    "RolloutListener",
     "Meanwhile",
     "Policy",
     "Promising",

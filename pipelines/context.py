@@ -22,7 +22,7 @@ class Answers:
     group: Grouper
 
 
-class Listener(Protocol):
+class RolloutListener(Protocol):
     """Is told facts as they happen; must not block."""
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
@@ -57,7 +57,7 @@ class Context:
     gate: Gate | RoundGate
     answers: Answers
     seed: int = 0
-    listener: Listener = Silent()
+    listener: RolloutListener = Silent()
     bind: EngineBinder = AdmittedEngine
 
     def at(self, scope: Caller, timeout_seconds: float) -> Context:

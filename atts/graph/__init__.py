@@ -23,9 +23,10 @@
     graph.stats().busy_share("target"), graph.stop("budget"), scope.cancel("why")
 
 Places go to waiting rollouts of all problems, older problems first; a problem is opened when no rollout waits. A failed
-call is tried again as the `Policy` says; a failed rollout is recorded and sinks no other. Within one rollout, calls may
-run side by side (`atts.tasks.collect`). The top-B baselines need rounds: `scope.rollouts(..., admit="together")` starts
-all samples at once, `values = await line.meet(mine)` waits for the round, and places are given back together.
+call is tried again as the `RetryPolicy` says; a failed rollout is recorded and sinks no other. Within one rollout,
+calls may run side by side (`atts.tasks.collect`). The top-B baselines need rounds: with
+`scope.rollouts(..., admit="together")` all samples start at once, `values = await line.meet(mine)` waits for the round,
+and places are given back together.
 A `Recording` is a sink that keeps all; `measure` and `write_trace` read nodes, live ones or out of a journal.
 """
 
@@ -34,7 +35,7 @@ from atts.graph.graph import Graph, ProblemResult
 from atts.graph.groups import Admit, RolloutResult, RolloutScope
 from atts.graph.ledger import EngineUse, GraphStats, Sink
 from atts.graph.limits import Limit
-from atts.graph.policy import Policy
+from atts.graph.policy import RetryPolicy
 from atts.graph.recording import Recording
 from atts.graph.scopes import ProblemScope
 from atts.graph.timing import Path, StageTime, Timing, edges, measure, sibling_edges
@@ -52,7 +53,7 @@ __all__ = [
     "CallSpan",
     "CallStatus",
     "Path",
-    "Policy",
+    "RetryPolicy",
     "ProblemResult",
     "ProblemScope",
     "ProblemSpan",

@@ -12,7 +12,7 @@ import anyio
 from atts.graph.admission import Admission
 from atts.graph.ledger import GraphStats, Ledger, Sink
 from atts.graph.limits import Limit
-from atts.graph.policy import Policy
+from atts.graph.policy import RetryPolicy
 from atts.graph.runs import Run
 from atts.graph.scopes import ProblemScope
 from atts.spans import ProblemStatus
@@ -62,11 +62,11 @@ class Graph:
         *,
         rollouts: int = 64,
         limits: Mapping[str, Limit] | None = None,
-        policy: Policy | None = None,
+        policy: RetryPolicy | None = None,
         sink: Sink | None = None,
         first_node: int = 0,
     ) -> None:
-        self._ledger = Ledger(limits or {}, policy or Policy(), sink, first_node)
+        self._ledger = Ledger(limits or {}, policy or RetryPolicy(), sink, first_node)
         self._admission = Admission(rollouts)
         self._runs: list[Run] = []
         self._opened = 0
@@ -84,7 +84,7 @@ class Graph:
 
         After a `stop`, a `cancel` or the time-out ("deadline", as `stop`) the list ends with the last one opened.
 
-        :raises Exception: the first fatal error (`Policy.is_fatal`), after everything else was cancelled.
+        :raises Exception: the first fatal error (`RetryPolicy.is_fatal`), after everything else was cancelled.
         """
         results: dict[int, ProblemResult[T]] = {}
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from atts.errors import OptionError
 from atts.graph.limits import Limit, Pool
-from atts.graph.policy import Policy
+from atts.graph.policy import RetryPolicy
 from atts.spans import RolloutSpan, RolloutStatus
 from atts.tasks import clock
 
@@ -66,7 +66,7 @@ class Ledger:
         "strict",
     )
 
-    def __init__(self, limits: Mapping[str, Limit], policy: Policy, sink: Sink | None, first_node: int) -> None:
+    def __init__(self, limits: Mapping[str, Limit], policy: RetryPolicy, sink: Sink | None, first_node: int) -> None:
         self.now: Callable[[], float] = _no_clock
         self.pools = {name: Pool(name, limit) for name, limit in limits.items()}
         self.strict = bool(limits)

@@ -9,7 +9,7 @@ from atts.tasks import backoff
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RetryPolicy:
     """How often to try, how long to wait in between, and when to give the whole run up.
 
     An error that says "again may help" (`ATTSError.retryable`) is tried again: first the call, then the rollout. What

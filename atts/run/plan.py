@@ -69,7 +69,7 @@ class Plan:
     seed: int = 0
     rollouts: int = 64  # in flight over all problems
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])  # by engine name: "draft", "target"
-    retries: graph.Policy = graph.Policy()
+    retries: graph.RetryPolicy = graph.RetryPolicy()
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])  # as given, for people

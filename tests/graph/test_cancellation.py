@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atts.errors import EngineError, EngineTimeout, UsageError
-from atts.graph import CallSpan, Graph, Limit, Policy, ProblemScope, Recording, RolloutResult, RolloutScope
+from atts.graph import CallSpan, Graph, Limit, ProblemScope, Recording, RetryPolicy, RolloutResult, RolloutScope
 from atts.testing.clock import Backend, run_virtual
 
 pytestmark = pytest.mark.once
@@ -86,7 +86,7 @@ class Disturbed:
         self.graph = Graph(
             rollouts=4,
             limits={"draft": Limit(2), "target": Limit(1, tokens=10)},
-            policy=Policy(delay_seconds=0.5, give_up_after=None),
+            policy=RetryPolicy(delay_seconds=0.5, give_up_after=None),
             sink=self.recording,
         )
 

@@ -18,9 +18,9 @@ from atts.errors import EngineTimeout, OptionError, OutOfMemory, UsageError
 from atts.graph import (
     Graph,
     Limit,
-    Policy,
     ProblemScope,
     Recording,
+    RetryPolicy,
     RolloutResult,
     RolloutScope,
     edges,
@@ -389,7 +389,7 @@ def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) ->
 
             return [result.status for result in await scope.rollouts(rollout, 3)]
 
-        policy = Policy(calls=3, delay_seconds=1.0)
+        policy = RetryPolicy(calls=3, delay_seconds=1.0)
         graph = Graph(limits={"draft": Limit(1)}, policy=policy, sink=recording)
         assert [r.value for r in await graph.run(problems(1), solve)] == [["done", "failed", "done"]]
 
@@ -420,7 +420,7 @@ def test_a_rollout_is_tried_again_from_what_it_saved(virtually: Virtually[None])
             return [result.value for result in await scope.rollouts(rollout, 2)]
 
         recording = Recording()
-        graph = Graph(policy=Policy(rollouts=2), sink=recording)
+        graph = Graph(policy=RetryPolicy(rollouts=2), sink=recording)
         assert [r.value for r in await graph.run(problems(1), solve)] == [[14, 14]]
         assert len(recording) == 8
         assert [span.attempts for span in recording.rollouts] == [2, 2]
@@ -461,12 +461,12 @@ def test_a_run_is_given_up_when_everything_fails(virtually: Virtually[None]) -> 
 
             await scope.rollouts(rollout, 4)
 
-        graph = Graph(rollouts=2, policy=Policy(give_up_after=6))
+        graph = Graph(rollouts=2, policy=RetryPolicy(give_up_after=6))
         with pytest.raises(EngineTimeout, match="gone") as caught:
             await graph.run(problems(100), solve)
         assert "given up after 6" in caught.value.__notes__[0]
         assert graph.stats().rollouts["failed"] < 10
-        patient = Graph(policy=Policy(give_up_after=None))
+        patient = Graph(policy=RetryPolicy(give_up_after=None))
         assert len(await patient.run(problems(20), solve)) == 20
 
     virtually(main)
@@ -526,8 +526,8 @@ def test_unknown_engines_and_impossible_bounds_are_refused(virtually: Virtually[
         lambda: Limit(0),
         lambda: Limit(tokens=-1),
         lambda: Graph(rollouts=0),
-        lambda: Policy(calls=0),
-        lambda: Policy(delay_seconds=-1.0),
+        lambda: RetryPolicy(calls=0),
+        lambda: RetryPolicy(delay_seconds=-1.0),
     ):
         with pytest.raises(OptionError):
             make()

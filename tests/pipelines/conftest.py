@@ -10,8 +10,7 @@ import pytest
 
 from atts.core import Outcome, Problem
 from atts.engine import Engine
-from atts.graph import Graph, Limit, ProblemScope
-from atts.graph import Policy as Retries
+from atts.graph import Graph, Limit, ProblemScope, RetryPolicy
 from atts.pipelines import Answers, Context, Gate, Policy, RoundGate, solve
 from atts.testing import Backend, ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
 
@@ -36,7 +35,7 @@ def attempt(answers: Answers) -> Solve:
         draft: Engine | None = None,
         target: Engine | None = None,
         events: list[Any] | None = None,
-        retries: Retries | None = None,
+        retries: RetryPolicy | None = None,
         backend: Backend = "asyncio",
         seed: int = 0,
         answers: Answers = answers,

@@ -10,13 +10,13 @@ import pytest
 
 from atts.calibration import Calibrator
 from atts.core import Completion, Outcome, Rollout, SampleRequest, ScoreRequest, Scores
-from atts.graph import Policy as Retries
+from atts.graph import RetryPolicy
 from atts.pipelines import ConformalGate, FixedGate, Gate, Policy
 from atts.testing import FaultKind, Faults, ScriptedEngine
 
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=4, early_stop="none", timeout_seconds=5)
-PATIENT = Retries(calls=2, delay_seconds=0.1, give_up_after=None)
+PATIENT = RetryPolicy(calls=2, delay_seconds=0.1, give_up_after=None)
 
 
 def lines(outcomes: Sequence[Outcome]) -> list[Rollout]:

@@ -21,7 +21,7 @@ from atts.api import build_engine
 from atts.cli.app import run as command
 from atts.core import Completion, Role, SampleRequest
 from atts.errors import OptionError, UnsupportedByEngine
-from atts.graph import Policy as Patience
+from atts.graph import RetryPolicy
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.run import Plan, Session, evaluate
@@ -70,7 +70,7 @@ def plan(serve: Serve) -> tuple[Plan, list[DialectServer]]:
         [(str(n), remote(server, "target", HURRIED)) for n, server in enumerate(servers[1:])], name="target"
     )
     policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
-    retries = Patience(calls=8, rollouts=3, delay_seconds=0.05)
+    retries = RetryPolicy(calls=8, rollouts=3, delay_seconds=0.05)
     answers = Answers(toy_answer, toy_groups)
     return Plan(
         remote(servers[0], "draft", HURRIED), pool, policy, ThresholdGate(1.3), answers, rollouts=9, retries=retries

@@ -24,8 +24,7 @@ from atts.api.setup import EMBEDDED_CHUNKS
 from atts.core import Outcome, Problem
 from atts.engine import Engine
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
-from atts.graph import Policy as Retries
-from atts.graph import ProblemScope
+from atts.graph import ProblemScope, RetryPolicy
 from atts.local import LocalEngine, LocalOptions
 from atts.models import EMBEDDED, path
 from atts.pipelines import Context, Policy, solve
@@ -174,7 +173,7 @@ async def _run(
     plan: Plan = replace(
         setup.plan(station.draft, station.target),
         pipeline=watched,
-        retries=Retries(calls=3, rollouts=2, delay_seconds=0.005, give_up_after=None),
+        retries=RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, give_up_after=None),
     )
     return await evaluate(problems, plan, Session(directory, engines="are open", signals="ignore"))
 

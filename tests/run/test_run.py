@@ -17,8 +17,7 @@ import pytest
 from atts.calibration import Calibrator
 from atts.core import Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn
 from atts.errors import DatasetError, OptionError, UsageError
-from atts.graph import Limit, ProblemScope, RolloutScope
-from atts.graph import Policy as Retries
+from atts.graph import Limit, ProblemScope, RetryPolicy, RolloutScope
 from atts.journal import (
     CallSpan,
     Drifted,
@@ -243,7 +242,9 @@ def test_no_file_and_no_work_outlive_a_run(world: Any, backend: Backend) -> None
         draft = ScriptedEngine("draft", latency=world.quick)
         faults = Faults({"refused": 0.3, "nan": 0.2}, seed=end) if end % 3 == 0 else Faults()
         target = ScriptedEngine("target", latency=world.quick, faults=faults)
-        plan = world.plan(draft=draft, target=target, retries=Retries(calls=2, delay_seconds=0.05, give_up_after=None))
+        plan = world.plan(
+            draft=draft, target=target, retries=RetryPolicy(calls=2, delay_seconds=0.05, give_up_after=None)
+        )
 
         async def cut(plan: Any = plan, end: int = end) -> None:
             with anyio.move_on_after(0.37 * end + 0.01):

@@ -22,6 +22,11 @@ class Cell:
     tone: str = ""
     links: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def classes(self) -> str:
+        """Of the style sheet: numbers are aligned, tones have colours."""
+        return " ".join(filter(None, ("" if self.value is None else "n", self.tone)))
+
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:

@@ -30,6 +30,7 @@ from atts.pipelines.siblings import Siblings
 from atts.seeds import Seed
 
 Scope = RolloutScope[Rollout]
+ROLES: tuple[Role, ...] = ("draft", "target")
 _NOTHING = Usage()
 
 
@@ -65,6 +66,8 @@ class RolloutBuilder:
         self.name = f"{problem.id}/{scope.sample}"  # where caches may be warm
         self.turn = 0  # the index of the turn being worked on
         self.score = resolved(policy.score, context.draft.spec, context.target.spec)
+        self._limits = {role: policy.limit(role) for role in ROLES}
+        self._sampling = {role: policy.sampling_of(role) for role in ROLES}
         self.waits_left = policy.waits
         self._asked_again_at = 0  # characters: an answer before the last "wait" no longer ends the rollout
         self._earlier: str | None = None
@@ -135,8 +138,8 @@ class RolloutBuilder:
         rollout = self.rollout
         request = SampleRequest(
             ids,
-            min(self.policy.limit(role), room),
-            self.policy.sampling_of(role),
+            min(self._limits[role], room),
+            self._sampling[role],
             Seed(self.context.seed, rollout.problem, rollout.sample, turn, role, attempt),
             self.policy.chunking.stop,
             rollout=self.name,

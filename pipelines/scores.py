@@ -66,6 +66,7 @@ class ScoreRule:
 
 
 Rule = Callable[[Sequence[float], str], float]
+_LEAST_LIKELY = ScoreRule("min")
 
 
 def resolved(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
@@ -106,7 +107,7 @@ def evidence(rule: Rule, chunk: Chunk) -> float:
     """
     if not chunk.logprobs:
         return 0.0
-    own = (ScoreRule("min") if _is_relative(rule) else rule)(chunk.logprobs, chunk.text)
+    own = (_LEAST_LIKELY if _is_relative(rule) else rule)(chunk.logprobs, chunk.text)
     return -math.log(own) if own < math.inf else -math.inf
 
 

@@ -95,12 +95,18 @@ def _default(field: Any) -> Any:
 
 
 def _dataclass_writer(parts: list[tuple[str, Form, Any]]) -> Step:
+    steps = [(name, part.write, usual) for name, part, usual in parts]
+
     def write(value: Any, texts: Texts) -> dict[str, Any]:
         data: dict[str, Any] = {}
-        for name, part, usual in parts:
+        for name, step, usual in steps:
             found = getattr(value, name)
-            if found is not usual and found != usual:
-                data[name] = part.write(found, texts)
+            if found is usual or found == usual:
+                continue
+            kind = type(found)  # most parts are short texts and numbers: they stand for themselves
+            is_short = kind is str and len(found) < LONG_TEXT and found[:1] != "@"
+            is_plain = step is _same or is_short or (kind is float and isfinite(found))
+            data[name] = found if is_plain else step(found, texts)
         return data
 
     return write
@@ -129,7 +135,10 @@ def _unless_none(step: Step) -> Step:
 
 
 def _of_mapping(step: Step) -> Step:
-    return step if step is _same else lambda value, texts: {name: step(part, texts) for name, part in value.items()}
+    def each(value: Mapping[str, Any], texts: Texts) -> dict[str, Any]:
+        return {n: v if type(v) is float and isfinite(v) else step(v, texts) for n, v in value.items()}
+
+    return step if step is _same else each
 
 
 def _of_tuple(step: Step, make: Callable[[list[Any]], Any]) -> Step:
@@ -180,7 +189,8 @@ def _write_floats(value: tuple[float, ...], texts: Texts) -> Any:
 def _pack(prefix: str, values: array[Any], texts: Texts) -> str:
     if sys.byteorder == "big":
         values.byteswap()
-    return _write_text(prefix + base64.b64encode(values.tobytes()).decode(), texts)
+    text = prefix + base64.b64encode(values.tobytes()).decode()
+    return "@" + texts.refer(text) if len(text) >= LONG_TEXT else text
 
 
 def _reads_packed(prefixes: tuple[str, ...], read: Step) -> Step:

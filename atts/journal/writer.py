@@ -86,11 +86,15 @@ class Journal:
         :raises StorageError: the disk refuses, now or earlier; what was written before that is safe.
         """
         assert self._state == "open", "recorded into a closed journal"
-        self._check()
+        if self._failure is not None:
+            raise self._failure
         now, options = self._clock(), self._options
         whole = event if second is None else joined(event, second)
+        line = self._lines.lines(whole, now - self._epoch, options.wall())
         try:
-            write_all(self._file, self._lines.lines(whole, now - self._epoch, options.wall()))
+            taken = self._file.write(line)
+            if taken != len(line):
+                write_all(self._file, line[taken or 0 :])
         except OSError as error:
             self._fail(error)
             self._check()
@@ -108,7 +112,8 @@ class Journal:
         await anyio.lowlevel.checkpoint()
         while self._options.durability == "always" and self._synced < until and self._failure is None:
             await self._sync_done.wait()
-        self._check()
+        if self._failure is not None:
+            raise self._failure
 
     async def keep_synced(self) -> None:
         """The task that syncs the file when that is due, until `close`; no cancellation cuts it short."""

@@ -112,7 +112,9 @@ class RecordedEngine(AdmittedEngine):
             self._record_failure(key, request.rollout, error, anyio.current_time() - since)
             raise
         finally:
-            stop.end_call()
+            stop.calls -= 1
+            if stop.asked:
+                stop.report()
         return _Reply(request, key, result, anyio.current_time() - since, "live")
 
     async def _recalled(self, call: Call, request: Request) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atts.evaluators import Estimate, share_estimate
-from atts.journal import Event, judged
+from atts.journal import Decided, Event, Observed, judged
 from atts.run.recorder import Notice
 
 
@@ -22,6 +22,8 @@ class EscalationCounter:
 
     def notify(self, event: Notice) -> None:
         """Count it, if it is one."""
+        if not isinstance(event, Decided | Observed):
+            return
         for decision, was_handed in judged(event):
             handed, of = self._counts.get(decision.question, (0, 0))
             self._counts[decision.question] = handed + was_handed, of + 1

@@ -28,7 +28,7 @@ class Stop:
     def request(self) -> None:
         """Ask the run to end; asking a second time ends it at once. Call it from the run's own thread."""
         self.asked += 1
-        self._report()
+        self.report()
 
     @contextmanager
     def counted(self) -> Generator[None, None, None]:
@@ -37,20 +37,17 @@ class Stop:
         try:
             yield
         finally:
-            self.end_call()
-
-    def end_call(self) -> None:
-        """One that was counted in `calls` has ended."""
-        self.calls -= 1
-        if self.asked:
-            self._report()
+            self.calls -= 1
+            if self.asked:
+                self.report()
 
     async def finished(self) -> None:
         """Wait until the run was asked to end, and until either nothing is in flight or it was asked twice."""
         while not self.asked or (self.calls and self.asked < 2):
             await self._changed.wait()
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Have `finished` look again."""
         self._changed.set()
         self._changed = anyio.Event()
 

@@ -1,0 +1,112 @@
+"""What one accepted chunk costs the caller's process: functions passed, calls made, lines written to the journal."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import anyio
+import pytest
+
+import atts.core
+from atts.api import Setup
+from atts.core import Turn
+from atts.evaluators.datasets.arithmetic import problems
+from atts.journal import JOURNAL, CallSpan, Event, Observed, Sampled, Scored, TurnFinished, read_entries
+from atts.run import CallBegun, Notice, Session, evaluate
+
+pytest.importorskip("torch", reason="the embedded models run on torch")
+from atts.local import LocalEngine
+from atts.models import EMBEDDED, path
+
+FOLDERS = {
+    Path(atts.core.__file__).resolve().parent,
+    *(Path(atts.core.__file__).resolve().parents[1] / name for name in ("calibration", "evaluators", "pipelines")),
+}
+FUNCTIONS, FILES, CALLS, LINES = 130, 36, 215, 5
+
+
+def in_project(code: CodeType) -> bool:
+    """Whether a function is one of this project's; comprehensions and generated methods are none."""
+    if code.co_name.startswith("<") and code.co_name != "<lambda>":
+        return False
+    return not FOLDERS.isdisjoint(Path(code.co_filename).resolve().parents)
+
+
+@dataclass
+class Meter:
+    """Counts the calls of each turn, from its first request to its record; a coroutine that goes on is no new call."""
+
+    calls: Counter[CodeType] = field(default_factory=Counter[CodeType])
+    turns: list[tuple[Turn, Counter[CodeType]]] = field(default_factory=list[tuple[Turn, Counter[CodeType]]])
+    seen: set[FrameType] = field(default_factory=set[FrameType])
+
+    def profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        """For `sys.setprofile`."""
+        if event == "call" and frame not in self.seen:
+            self.seen.add(frame)
+            self.calls[frame.f_code] += 1
+
+    def recalled(self, event: Event) -> None:
+        """There is no earlier session."""
+
+    def notify(self, event: Notice) -> None:
+        """A turn begins with a request to the draft, and ends when it is recorded."""
+        if isinstance(event, CallBegun) and event.stage == "draft":
+            self.calls = Counter()
+        elif isinstance(event, TurnFinished):
+            self.turns.append((event.turn, self.calls))
+            self.calls, self.seen = Counter(), set()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
+    """One problem, one rollout of the embedded models in processes of their own, written to a journal."""
+    meter, directory = Meter(), tmp_path_factory.mktemp("run")
+    base = Setup()
+    setup = replace(base, policy=replace(base.policy, samples=1, early_stop="none"), rate=0.0, seed=11)
+
+    async def main() -> None:
+        draft, target = (LocalEngine(path(role), name=role) for role in EMBEDDED)
+        async with draft, target:
+            session = Session(directory, listeners=[meter], engines="are open", signals="ignore")
+            sys.setprofile(meter.profile)
+            try:
+                await evaluate(problems("test", 1), setup.plan(draft, target), session)
+            finally:
+                sys.setprofile(None)
+
+    anyio.run(main)
+    return meter, directory
+
+
+def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None:
+    """Counted from the request to the draft to the record of the turn; the first turns import and prepare."""
+    meter, _ = run
+    accepted = [calls for turn, calls in meter.turns if turn.index > 1 and turn.decision and not turn.decision.escalate]
+    assert accepted
+    for calls in accepted:
+        own = {code: count for code, count in calls.items() if in_project(code)}
+        files = {code.co_filename for code in own}
+        listed = "\n".join(sorted(f"{n:3} {code.co_filename} {code.co_qualname}" for code, n in own.items()))
+        found = f"{len(own)} functions in {len(files)} files, {sum(own.values())} calls:\n{listed}"
+        assert len(own) <= FUNCTIONS, found
+        assert len(files) <= FILES, found
+        assert sum(own.values()) <= CALLS, found
+
+
+def test_an_accepted_chunk_is_five_lines(run: tuple[Meter, Path]) -> None:
+    """Sampled, numbered by the gate, scored, decided, turned; spans and what was done share the lines of others."""
+    _, directory = run
+    entries = list(read_entries(directory / JOURNAL))
+    ends = [place for place, entry in enumerate(entries) if isinstance(entry.event, TurnFinished)]
+    assert len(ends) > 2
+    for begin, end in zip(ends, ends[1:], strict=False):
+        chunk = entries[begin + 1 : end + 1]
+        kinds = Counter(type(entry.event) for entry in chunk)
+        assert (kinds[Sampled], kinds[Scored], kinds[CallSpan], kinds[Observed]) == (1, 1, 2, 1)
+        assert len({entry.number for entry in chunk}) <= LINES

@@ -1,4 +1,4 @@
-"""Which answer the rollouts settled on, and whether the ones still running could change it."""
+"""Votes: which answer the rollouts agree on, and whether the ones still running could change it."""
 
 from __future__ import annotations
 

@@ -55,13 +55,13 @@ class Caller:
         if self._declared is not None:
             self._declared.set()
         engine = engine or stage
-        ledger, problem, sample = self._ledger, self.problem, self.sample
+        ledger = self._ledger
         now, policy = ledger.now, ledger.policy
         pool = ledger.pools.get(engine) or ledger.pool(engine)
         attempt = 0
         while True:
             ledger.last_id = node = ledger.last_id + 1
-            after = self.frontier
+            who, after = (node, stage, engine, self.problem, self.sample, turn), self.frontier
             started = queued = now()
             ended = -1.0  # unknown
             ready, self._ready = self._ready, None
@@ -79,7 +79,7 @@ class Caller:
                 if keep is not None:
                     ended = now()
                     is_kept = True
-                    who, times = (node, stage, engine, problem, sample, turn), (ready, queued, started, ended)
+                    times = (ready, queued, started, ended)
                     await keep(CallSpan(*who, *times, after, attempt, status, tokens), result)
                 return result
             except Exception as error:
@@ -103,7 +103,7 @@ class Caller:
                     rest = () if self.frontier is after else tuple(n for n in self.frontier if n not in after)
                     self.frontier = (*rest, node)
                 if ledger.sink is not None and not is_kept:
-                    who, times = (node, stage, engine, problem, sample, turn), (ready, queued, started, ended)
+                    times = (ready, queued, started, ended)
                     ledger.sink(CallSpan(*who, *times, after, attempt, status, tokens))
             await anyio.sleep(policy.delay(attempt, node))
             attempt += 1

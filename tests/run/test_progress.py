@@ -50,7 +50,7 @@ def after(events: Sequence[Notice], clock: Clock | None = None) -> ProgressSnaps
     return progress.snapshot()
 
 
-BEGUN = RunBegun(4, 0, 2, 0.0, "small", "large", None)
+BEGUN = RunBegun(4, 0, 2, 0.0, draft="small", target="large", directory=None)
 DECISION = Decision("accept", 0.25, "p", score=1.5)
 
 

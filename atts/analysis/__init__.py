@@ -7,44 +7,33 @@ compare(read_results(Path("runs/target-only")), read_results(Path("runs/first"))
 advise([Path("runs/first")], Cap(target_tokens=300)).best
 """
 
-from atts.analysis.comparison import Compared, CostRatio, compare
+from atts.analysis.comparison import Compared, compare
 from atts.analysis.plan.advice import Advice, Cap, advise
 from atts.analysis.plan.options import Option
-from atts.analysis.plan.speeds import ChunkAdvice, Speed
-from atts.analysis.plan.untried_rates import UntriedRate
-from atts.analysis.policy_replay import Replayed, ReplayedProblem, ReplayedRollout, replay_policy
-from atts.analysis.report.build import PAGE_BYTES, BuiltReport, build_report
-from atts.analysis.report.numbers import RateControl, RunReport, Standing
+from atts.analysis.plan.speeds import ChunkAdvice
+from atts.analysis.policy_replay import Replayed, replay_policy
+from atts.analysis.report.build import build_report
+from atts.analysis.report.numbers import RateControl, Standing
 from atts.analysis.report.render import Format, as_format, render, save_report, write_report
 from atts.analysis.report.run_data import read_nodes
 from atts.analysis.report.svg import Axis, Plot
-from atts.analysis.results import GradedProblem, GradedRun, read_results
+from atts.analysis.results import read_results
 from atts.analysis.run_replay import PolicyChange, Replay, replay_run
 
 __all__ = [
     "Advice",
     "Axis",
-    "BuiltReport",
     "Cap",
     "ChunkAdvice",
     "Compared",
-    "CostRatio",
     "Format",
-    "GradedProblem",
-    "GradedRun",
     "Option",
-    "PAGE_BYTES",
     "Plot",
     "PolicyChange",
     "RateControl",
     "Replay",
     "Replayed",
-    "ReplayedProblem",
-    "ReplayedRollout",
-    "RunReport",
-    "Speed",
     "Standing",
-    "UntriedRate",
     "advise",
     "as_format",
     "build_report",

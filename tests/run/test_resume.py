@@ -106,6 +106,25 @@ def test_a_virtual_schedule_ends_the_same_with_an_online_gate(world: Any, outcom
         assert decided(world, "copy") == decided(world, "run")
 
 
+def test_a_crash_between_any_two_lines_changes_nothing(world: Any, outcomes: Outcomes) -> None:
+    """A journal cut after each of its lines in turn: the same outcomes and decisions, nothing recorded twice."""
+
+    def plan() -> Any:
+        policy = Policy(samples=2, turns=3, chunking=Chunking(12, 12, ()), early_stop="none")
+        return world.plan(policy=policy, gate=world.online(), recall="recorded")
+
+    first = world.run(plan(), world.session(), problems=1)
+    whole = (world.tmp_path / "run" / JOURNAL).read_bytes()
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
+    observed = sum(isinstance(event, Observed) for event in world.events())
+    for place in ends[:-1]:
+        torn_copy(world, place)
+        again = world.run(plan(), world.session("copy"), problems=1)
+        assert outcomes(again) == outcomes(first)
+        assert decided(world, "copy") == decided(world, "run")
+        assert sum(isinstance(event, Observed) for event in world.events("copy")) == observed
+
+
 def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
     """At full speed later decisions may differ, recorded ones not; and the gate knows all that it was ever told."""
     plan = world.plan(gate=world.online())

@@ -7,6 +7,8 @@ import pytest
 
 FILES = [
     ("atts", "py.typed"),
+    ("atts.evaluators.datasets", "benchmarks.toml"),
+    ("atts.evaluators.syntax", "words.toml"),
     ("atts.local", "kernels/step.c"),
     *(
         ("atts.analysis.report", f"templates/{name}")

@@ -173,7 +173,7 @@ def _file_columns(benchmark: Benchmark | None, table: RowTable) -> Columns:
     """A file may be a hub copy saved under another name: then its columns are known, quirks and all."""
     if benchmark is None:
         return Columns()
-    for columns in (benchmark.columns, *(copy.columns for copy in benchmark.hubs)):
+    for columns in (copy.columns for copy in benchmark.hubs):
         names = {columns.text, columns.answer, columns.id, columns.context, *columns.distractors} - {""}
         if names and names <= set(table.columns):
             return columns

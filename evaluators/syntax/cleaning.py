@@ -6,45 +6,15 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
+from atts.evaluators.syntax.words import spelled, table
 from atts.evaluators.verdict import Limits, TooLarge
 
-_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni", strict=True))
-_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₓₐ", "0123456789+-=()nxa", strict=True))
-_FRACTIONS = {
-    "½": (1, 2), "⅓": (1, 3), "⅔": (2, 3), "¼": (1, 4), "¾": (3, 4), "⅕": (1, 5), "⅖": (2, 5), "⅗": (3, 5),
-    "⅘": (4, 5), "⅙": (1, 6), "⅚": (5, 6), "⅛": (1, 8), "⅜": (3, 8), "⅝": (5, 8), "⅞": (7, 8), "⅐": (1, 7),
-    "⅑": (1, 9), "⅒": (1, 10),
-}  # fmt: skip
-_GREEK = dict(
-    zip(
-        "αβγδεζηθικλμνξπρςστυφχψωϕϵϑΓΔΘΛΞΠΣΦΨΩ",
-        [
-            "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu",
-            "nu", "xi", "pi", "rho", "sigma", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega", "phi", "epsilon",
-            "theta", "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega",
-        ],
-        strict=True,
-    )
-)  # fmt: skip
-_SYMBOLS = {
-    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "﹣": "-", "×": r" \times ", "✕": r" \times ", "⋅": r" \cdot ",
-    "·": r" \cdot ", "∙": r" \cdot ", "•": r" \cdot ", "∗": "*", "÷": r" \div ", "∕": "/", "⁄": "/", "√": r"\sqrt ",
-    "∛": r"\sqrt[3] ", "∜": r"\sqrt[4] ", "≤": r" \le ", "⩽": r" \le ", "≦": r" \le ", "≥": r" \ge ", "⩾": r" \ge ",
-    "≧": r" \ge ", "≠": r" \ne ", "≈": r" \approx ", "≅": r" \approx ", "≃": r" \approx ", "≡": r" \equiv ",
-    "∞": r" \infty ", "∪": r" \cup ", "∩": r" \cap ", "∈": r" \in ", "∅": r" \emptyset ", "⌀": r" \emptyset ",
-    "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "′": "'", "’": "'", "‘": "'", "″": "''", "“": '"', "”": '"',
-    "±": r" \pm ", "∓": r" \mp ", "∠": r" \angle ", "△": r" \triangle ", "ℝ": r"\mathbb{R} ", "ℤ": r"\mathbb{Z} ",
-    "ℕ": r"\mathbb{N} ", "ℚ": r"\mathbb{Q} ", "ℂ": r"\mathbb{C} ", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ",
-    "→": r" \to ", "⇒": r" \Rightarrow ", "⇔": r" \Leftrightarrow ", "…": r"\ldots ", "⋯": r"\ldots ", "∣": "|",
-    "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "，": ", ", "、": ", ", "；": "; ",
-    "：": ":", "（": "(", "）": ")", "【": "[", "】": "]", "。": ". ", "！": "!", "％": r"\%", "∖": r" \setminus ",
-    "€": "", "£": "", "¥": "", "₹": "", "\u2061": "", "\u2062": " ", "\u2063": ",", "ℓ": r"\ell ", "ℏ": r"\hbar ",
-    "⟨": r"\langle ", "⟩": r"\rangle ", "〈": r"\langle ", "〉": r"\rangle ", "⁠": "",
-}  # fmt: skip
-_TABLE = str.maketrans({**_SYMBOLS, **{char: f"\\{name} " for char, name in _GREEK.items()}})
-_RAISED = re.compile("[" + "".join(_SUPERSCRIPTS) + "]+")
-_LOWERED = re.compile("[" + "".join(_SUBSCRIPTS) + "]+")
-_VULGAR = re.compile("[" + "".join(_FRACTIONS) + "]")
+_SIGNS = spelled(table("signs", dict[str, str]))
+_GREEK = spelled(table("greek", dict[str, str]))
+_TABLE = str.maketrans(_SIGNS | {letter: f"\\{name} " for letter, name in _GREEK.items()})
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₓₐ]+")
+_VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞⅐⅑⅒]")
 _RADICAL_BAR = re.compile(r"√\s*\(")
 
 
@@ -55,10 +25,14 @@ def ascii_maths(text: str) -> str:
             "".join(char if char >= " " and char != "\x7f" else " " for char in text) if _CONTROL.search(text) else text
         )
     text = _RADICAL_BAR.sub(r"\\sqrt (", text)
-    text = _RAISED.sub(lambda found: "^{" + "".join(_SUPERSCRIPTS[char] for char in found[0]) + "}", text)
-    text = _LOWERED.sub(lambda found: "_{" + "".join(_SUBSCRIPTS[char] for char in found[0]) + "}", text)
-    text = _VULGAR.sub(lambda found: r" \frac{{{}}}{{{}}} ".format(*_FRACTIONS[found[0]]), text)
+    text = _RAISED.sub(lambda found: f"^{{{_flat(found[0])}}}", text)
+    text = _LOWERED.sub(lambda found: f"_{{{_flat(found[0])}}}", text)
+    text = _VULGAR.sub(lambda found: r" \frac{{{}}}{{{}}} ".format(*_flat(found[0]).split("⁄")), text)
     return "".join(_plain(text.translate(_TABLE)))
+
+
+def _flat(signs: str) -> str:
+    return unicodedata.normalize("NFKC", signs).replace("−", "-")
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")

@@ -6,6 +6,7 @@ import re
 from typing import Literal, NamedTuple
 
 from atts.evaluators.syntax import vocabulary
+from atts.evaluators.syntax.words import spelled, table, words
 from atts.evaluators.verdict import Limits, Malformed, NotMaths, TooLarge
 
 TokenKind = Literal["number", "symbol", "command", "function", "word", "op", "open", "close", "sep", "end"]
@@ -33,62 +34,13 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 
-FUNCTIONS = frozenset(
-    """sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc asin acos atan acot asec acsc sinh cosh tanh
-    coth sech csch arcsinh arccosh arctanh asinh acosh atanh arsinh arcosh artanh log ln lg exp cbrt abs floor
-    ceil max min gcd lcm cis det re im arg sgn sign erf""".split()
-)
-_ALIASES = {
-    "tg": "tan", "ctg": "cot", "arctg": "arctan", "cosec": "csc", "asin": "arcsin", "acos": "arccos",
-    "atan": "arctan", "acot": "arccot", "asec": "arcsec", "acsc": "arccsc", "asinh": "arcsinh", "acosh": "arccosh",
-    "atanh": "arctanh", "arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh", "Re": "re", "Im": "im",
-    "sgn": "sign",
-}  # fmt: skip
-_FRACTIONS = frozenset({"frac", "dfrac", "tfrac", "cfrac", "nicefrac", "sfrac", "xfrac"})
-_BINOMIALS = frozenset({"binom", "dbinom", "tbinom"})
-_TEXT = frozenset(
-    """text textbf textrm textit textnormal textsf texttt mbox hbox mathrm mathbf mathit mathsf mathtt operatorname
-    emph mathnormal boldsymbol bm pmb mathcal mathscr mathfrak bf rm it underline boxed fbox colorbox framebox
-    ensuremath textsl textup uppercase mathop mathbin""".split()
-)
-_UPRIGHT = frozenset(
-    {"text", "textbf", "textrm", "textit", "textnormal", "mbox", "hbox", "mathrm", "operatorname", "rm"}
-)
-_DECORATIONS = frozenset(
-    {"vec", "hat", "widehat", "tilde", "widetilde", "dot", "ddot", "check", "breve", "overrightarrow"}
-)
-_OPERATORS = {
-    "cdot": "*", "times": "*", "ast": "*", "star": "*", "div": "/", "le": "<=", "leq": "<=", "leqslant": "<=",
-    "leqq": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "geqq": ">=", "lt": "<", "gt": ">", "ne": "!=",
-    "neq": "!=", "approx": "~", "simeq": "~", "cong": "~", "thickapprox": "~", "sim": "~", "equiv": "==", "in": "in",
-    "pm": "pm", "mp": "mp", "cup": "cup", "cap": "cap", "setminus": "setminus", "backslash": "setminus", "mid": "|",
-    "vert": "|", "lvert": "|", "rvert": "|", "colon": ":", "prime": "'", "to": "->", "rightarrow": "->",
-    "Rightarrow": "=>>", "implies": "=>>", "iff": "<=>", "Leftrightarrow": "<=>", "wedge": "wedge", "land": "wedge",
-    "vee": "vee", "lor": "vee", "bullet": "*", "bmod": "mod", "circ": "circ", "degree": "degree", "over": "over",
-    "choose": "choose", "percent": "%", "mod": "mod",
-}  # fmt: skip
-_GREEK = frozenset(
-    """alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho varrho sigma
-    tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega ell hbar aleph
-    partial nabla odot oplus otimes mho dagger square diamond clubsuit heartsuit spadesuit sharp flat
-    natural wp""".split()
-)
-_ENTITIES = frozenset(
-    """pi infty emptyset varnothing frac sqrt binom begin end sum prod int iint oint lim lfloor rfloor lceil rceil
-    overline bar ldots mathbb angle triangle cdots""".split()
-)
-_BLANK_COMMANDS = frozenset({"left", "right", "bigl", "bigr", "big", "strut", "smallskip", "hline", "cr", "null"})
-_ESCAPES: dict[str, tuple[TokenKind, str]] = {
-    "\\{": ("open", "\\{"), "\\}": ("close", "\\}"), "\\%": ("op", "%"), "\\|": ("op", "|"), "\\\\": ("op", "\\\\"),
-    "\\#": ("op", "#"), "\\_": ("op", "_"), "\\&": ("op", "#"), "\\-": ("op", "-"), "\\'": ("op", "'"),
-}  # fmt: skip
-_PLAIN: dict[str, tuple[TokenKind, str]] = {
-    "pi": ("command", "pi"), "infinity": ("command", "infty"), "infty": ("command", "infty"), "inf": ("word", "inf"),
-    "sqrt": ("command", "sqrt"), "cup": ("op", "cup"), "theta": ("symbol", "theta"),
-    "alpha": ("symbol", "alpha"), "beta": ("symbol", "beta"), "omega": ("symbol", "omega"), "phi": ("symbol", "phi"),
-    "lambda": ("symbol", "lambda"), "mu": ("symbol", "mu"), "sigma": ("symbol", "sigma"), "U": ("symbol", "U"),
-    "union": ("op", "cup"), "times": ("op", "*"), "frac": ("command", "frac"), "mod": ("op", "mod"),
-}  # fmt: skip
+FUNCTIONS = words("functions")
+_ALIASES = spelled(table("function_names", dict[str, str]))
+_FRACTIONS, _BINOMIALS, _TEXT, _UPRIGHT = (words(n) for n in ("fractions", "binomials", "text_macros", "upright"))
+_DECORATIONS, _GREEK, _ENTITIES, _BLANK = (words(n) for n in ("decorations", "letters", "entities", "blank"))
+_OPERATORS = spelled(table("operators", dict[str, str]))
+_ESCAPES = table("escapes", dict[str, tuple[TokenKind, str]])
+_PLAIN = table("plain", dict[str, tuple[TokenKind, str]])
 
 
 class _Lexer:
@@ -178,7 +130,7 @@ class _Lexer:
             self.add("command", "ldots")
         elif name in _ENTITIES or name in ("varnothing", "operatorname"):
             self.add("command", "emptyset" if name == "varnothing" else name)
-        elif name in _BLANK_COMMANDS:
+        elif name in _BLANK:
             self.gap = True
         elif name in ("quadx", "quady"):
             self.gap = True

@@ -5,29 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from string import ascii_lowercase
 
-SEPARATORS = frozenset({"and", "or", "und", "et"})
-PERCENT = frozenset({"percent", "pct", "percentage", "percents"})
-DEGREES = frozenset({"degree", "degrees", "deg"})
-NEGATIONS = frozenset(
-    """not no cannot can't never none neither nor without except unless impossible undefined undetermined unknown
-    invalid infinitely nonexistent exist exists isn't doesn't don't nan null false true if when for where such that
-    is are was were be only both can could may might either since converts becomes equals gives""".split()
-)
+from atts.evaluators.syntax.words import spelled, table, words
+
+SEPARATORS, PERCENT, DEGREES = words("separators"), words("percent"), words("degrees")
+NEGATIONS = words("negations")
 """Words after which what precedes them is no longer simply the answer."""
 
-LARGE = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_VALUES = {word: value for value, word in enumerate(_SMALL)} | {word: 20 + 10 * i for i, word in enumerate(_TENS)}
-BASES = {
-    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
-    "twelve": 12, "sixteen": 16, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16,
-}  # fmt: skip
-_WORD = re.compile(r"[a-z]+")
+LARGE, BASES = table("large", dict[str, int]), table("bases", dict[str, int])
+_SMALL = {word: value for value, word in enumerate(table("small", str).split())}
+_VALUES = _SMALL | {word: 20 + 10 * index for index, word in enumerate(table("tens", str).split())}
 
 
 def number_in_words(text: str) -> int | None:
@@ -36,11 +24,11 @@ def number_in_words(text: str) -> int | None:
     >>> number_in_words("two thousand and twenty-five")
     2025
     """
-    words = [word for word in _WORD.findall(text.lower()) if word != "and"]
-    if not words or len(words) > 12 or not all(word in _VALUES or word in LARGE for word in words):
+    found = [word for word in re.findall(r"[a-z]+", text.lower()) if word != "and"]
+    if not found or len(found) > 12 or not all(word in _VALUES or word in LARGE for word in found):
         return None
     total = current = 0
-    for word in words:
+    for word in found:
         if word in _VALUES:
             current += _VALUES[word]
         elif word in ("hundred", "dozen"):
@@ -50,47 +38,14 @@ def number_in_words(text: str) -> int | None:
     return total + current
 
 
-_SCALES: tuple[tuple[str, str, str], ...] = (
-    ("length", "1", "m meter meters metre metres"),
-    ("length", "1/100", "cm centimeter centimeters centimetre centimetres"),
-    ("length", "1/1000", "mm millimeter millimeters millimetre millimetres"),
-    ("length", "1000", "km kilometer kilometers kilometre kilometres"),
-    ("imperial", "1", "in inch inches"),
-    ("imperial", "12", "ft foot feet"),
-    ("imperial", "36", "yd yard yards"),
-    ("imperial", "63360", "mi mile miles"),
-    ("time", "1", "s sec secs second seconds"),
-    ("time", "60", "min mins minute minutes"),
-    ("time", "3600", "h hr hrs hour hours"),
-    ("time", "86400", "day days"),
-    ("time", "604800", "week weeks"),
-    ("year", "1", "year years yr yrs"),
-    ("year", "1/12", "month months"),
-    ("mass", "1", "g gram grams"),
-    ("mass", "1000", "kg kgs kilogram kilograms"),
-    ("mass", "1/1000", "mg milligram milligrams"),
-    ("pound", "1", "lb lbs pound pounds"),
-    ("pound", "1/16", "oz ounce ounces"),
-    ("pound", "2000", "ton tons"),
-    ("money", "1", "dollar dollars usd buck bucks"),
-    ("money", "1/100", "cent cents"),
-    ("volume", "1", "l liter liters litre litres"),
-    ("volume", "1/1000", "ml milliliter milliliters"),
-    ("kitchen", "1", "cup cups"),
-    ("kitchen", "2", "pint pints"),
-    ("kitchen", "4", "quart quarts"),
-    ("kitchen", "16", "gallon gallons"),
-    ("morning", "1", "am"),
-    ("afternoon", "1", "pm"),
-)
-_UNITS = {word: (dimension, Fraction(scale)) for dimension, scale, names in _SCALES for word in names.split()}
-_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_AFTER = {"squared": "2", "cubed": "3"}
-_RATES = {"mph": "mile per hour", "kph": "km per hour", "kmh": "km per hour", "fps": "foot per second"}
-ATTACHED = frozenset(
-    """cm mm km kg ft in yd mi lb lbs oz ml min sec hr hrs mph kph fps am pm th st nd rd mg dm hz kw kwh rpm sq
-    cu""".split()
-)
+_UNITS = {
+    word: (dimension, Fraction(scale))
+    for dimension, scales in table("units", dict[str, dict[str, str]]).items()
+    for word, scale in spelled(scales).items()
+}
+_POWERS = table("powers", dict[str, int])
+_SPELLED_OUT = table("spelled_out", dict[str, str])
+ATTACHED = words("attached")
 """Letters that, right after a number and last in an answer, are its unit and not a product of variables."""
 
 Dimension = tuple[tuple[str, int], ...]
@@ -129,19 +84,11 @@ def _unit_words(unit: str) -> Iterator[str]:
     for token in re.findall(r"[a-z]+|\^\s*\{?\s*-?\d+|/", unit.lower()):
         if token.startswith("^"):
             yield re.sub(r"\D", "", token)
-        elif token in _AFTER:
-            yield _AFTER[token]
         else:
-            yield from str(_RATES.get(token, token)).split()
+            yield from str(_SPELLED_OUT.get(token, token)).split()
 
 
-PRODUCTS_OF_THREE = frozenset(
-    """odd yes two six ten one red all any sum big mon tue wed thu fri sat sun may jan feb mar apr jun jul aug sep oct
-    nov dec low old new day man men boy dog cat car bus box top end out the off per for but are was has had can cow
-    pig hen egg pen cup hat bat ant bee fox tie win nil max min gcd lcm mod deg not nor and yen won bit set ray arc
-    row""".split()
-)
-"""Three-letter words that are not x*y*z."""
+_WORDS_OF_THREE = words("words_of_three")
 
 
 def is_word(letters: str) -> bool:
@@ -149,10 +96,10 @@ def is_word(letters: str) -> bool:
     lower = letters.lower()
     if len(letters) <= 2:
         return False
-    if any(lower in run for run in ("abcdefghijklmnopqrstuvwxyz",)):
+    if lower in ascii_lowercase:
         return letters.isupper()
     if len(letters) == 3:
-        return lower in PRODUCTS_OF_THREE or not (letters.islower() or letters.isupper() or letters[1:].isupper())
+        return lower in _WORDS_OF_THREE or not (letters.islower() or letters.isupper() or letters[1:].isupper())
     return True
 
 

@@ -27,48 +27,34 @@ call is tried again as the `RetryPolicy` says; a failed rollout is recorded and 
 calls may run side by side (`atts.tasks.collect`). The top-B baselines need rounds: with
 `scope.rollouts(..., admit="together")` all samples start at once, `values = await line.meet(mine)` waits for the round,
 and places are given back together.
-A `Recording` is a sink that keeps all; `measure` and `write_trace` read nodes, live ones or out of a journal.
+`measure` and `write_trace` read nodes (`CallSpan`), live ones or out of a journal.
 """
 
 from atts.graph.calls import Caller
 from atts.graph.graph import Graph, ProblemResult
 from atts.graph.groups import Admit, RolloutResult, RolloutScope
-from atts.graph.ledger import EngineUse, GraphStats, Sink
+from atts.graph.ledger import Sink
 from atts.graph.limits import Limit
 from atts.graph.policy import RetryPolicy
-from atts.graph.recording import Recording
 from atts.graph.scopes import ProblemScope
-from atts.graph.timing import Path, StageTime, Timing, edges, measure, sibling_edges
-from atts.graph.trace import trace_events, write_trace
-from atts.spans import CallSpan, CallStatus, ProblemSpan, ProblemStatus, RolloutSpan, RolloutStatus, Span
+from atts.graph.timing import Timing, measure, sibling_edges
+from atts.graph.trace import write_trace
+from atts.spans import CallSpan
 
 __all__ = [
     "Admit",
     "Caller",
-    "EngineUse",
     "Graph",
-    "Span",
-    "GraphStats",
     "Limit",
     "CallSpan",
-    "CallStatus",
-    "Path",
     "RetryPolicy",
     "ProblemResult",
     "ProblemScope",
-    "ProblemSpan",
-    "ProblemStatus",
-    "Recording",
     "RolloutResult",
     "RolloutScope",
-    "RolloutSpan",
-    "RolloutStatus",
     "Sink",
-    "StageTime",
     "Timing",
-    "edges",
     "measure",
     "sibling_edges",
-    "trace_events",
     "write_trace",
 ]

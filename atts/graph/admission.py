@@ -1,13 +1,15 @@
-"""Which rollout runs next: one queue over all problems, bounded in flight, never idle while anything waits."""
+"""Which rollout runs next: one queue over all problems, bounded in flight; and what ends a run before its time."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
 
 import anyio
 
 from atts.errors import OptionError
+from atts.graph.ledger import Ledger
 
 # How much may wait, per rollout in flight, for what is no engine's work, such as grading.
 CONCLUDING_PER_PLACE = 4
@@ -30,7 +32,12 @@ class Gang(Protocol):
         """Start one unit; its places are taken already."""
         ...
 
+    def close(self, why: str) -> None:
+        """Start nothing more and cancel what runs."""
+        ...
 
+
+@dataclass(slots=True, eq=False)
 class Admission:
     """Places for rollouts in flight.
 
@@ -39,19 +46,18 @@ class Admission:
     open stays in proportion to what is in flight, and a grader slower than the engines holds them back.
     """
 
-    __slots__ = ("_queue", "_rooms", "_submitted", "concluding", "in_flight", "open", "opening", "places")
+    places: int
+    in_flight: int = 0
+    concluding: int = 0  # rollouts that ended, of problems that wait for something else than engines
+    open: int = 0  # problems
+    opening: int = 0  # of these, how many have not submitted a rollout yet: each counts as one rollout
+    _queue: list[tuple[int, int, int, Gang]] = field(default_factory=list[tuple[int, int, int, Gang]])
+    _submitted: int = 0
+    _rooms: list[anyio.Event] = field(default_factory=list[anyio.Event])
 
-    def __init__(self, places: int) -> None:
-        if places < 1:
-            raise OptionError("rollouts", f"{places} in flight would admit nothing; give at least 1")
-        self.places = places
-        self.in_flight = 0
-        self.concluding = 0  # rollouts that ended, of problems that wait for something else than engines
-        self.open = 0  # problems
-        self.opening = 0  # of these, how many have not submitted a rollout yet: each counts as one rollout
-        self._queue: list[tuple[int, int, int, Gang]] = []
-        self._submitted = 0
-        self._rooms: list[anyio.Event] = []
+    def __post_init__(self) -> None:
+        if self.places < 1:
+            raise OptionError("rollouts", f"{self.places} in flight would admit nothing; give at least 1")
 
     @property
     def waiting(self) -> int:
@@ -107,3 +113,36 @@ class Admission:
                 await event.wait()
             finally:
                 self._rooms.remove(event)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """The state of one call of `Graph.run`; its `cancel_scope` holds everything that the run started."""
+
+    ledger: Ledger
+    admission: Admission
+    cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # holds the opening of problems alone
+    groups: dict[Gang, None] = field(default_factory=dict[Gang, None])  # open ones, in the order of opening
+    error: Exception | None = None  # the first that was fatal
+    stopped: str = ""
+    why: str = ""
+
+    def fail(self, error: Exception) -> None:
+        """End everything; the run raises this error, unless another came first."""
+        if self.error is None:
+            self.error = error
+            self.cancel("failed")
+
+    def cancel(self, why: str) -> None:
+        """End everything."""
+        self.why = self.why or why
+        self.stopped = self.stopped or why
+        self.cancel_scope.cancel()
+
+    def stop(self, why: str) -> None:
+        """Open no more problems, end all rollouts, let the problems conclude from what they have."""
+        self.stopped = self.stopped or why
+        self.intake.cancel()
+        for group in list(self.groups):
+            group.close(why)

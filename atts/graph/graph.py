@@ -9,11 +9,10 @@ from typing import Generic, Protocol, TypeVar
 
 import anyio
 
-from atts.graph.admission import Admission
+from atts.graph.admission import Admission, Run
 from atts.graph.ledger import GraphStats, Ledger, Sink
-from atts.graph.limits import Limit
+from atts.graph.limits import Limit, Pool
 from atts.graph.policy import RetryPolicy
-from atts.graph.runs import Run
 from atts.graph.scopes import ProblemScope
 from atts.spans import ProblemStatus
 from atts.tasks import TaskGroup, task_group
@@ -52,7 +51,7 @@ class Graph:
     """Runs problems through engines that have limits.
 
     `rollouts` bounds how many are in flight over all problems, `limits` what each engine takes at once. `sink` gets
-    every `Node`, `RolloutSpan` and `ProblemSpan` as it ends. A graph may run again, and runs may share it.
+    every `CallSpan`, `RolloutSpan` and `ProblemSpan` as it ends. A graph may run again, and runs may share it.
 
     :raises OptionError: a limit below 1.
     """
@@ -66,7 +65,8 @@ class Graph:
         sink: Sink | None = None,
         first_node: int = 0,
     ) -> None:
-        self._ledger = Ledger(limits or {}, policy or RetryPolicy(), sink, first_node)
+        pools = {name: Pool(name, limit) for name, limit in (limits or {}).items()}
+        self._ledger = Ledger(pools, bool(pools), policy or RetryPolicy(), sink, first_node - 1)
         self._admission = Admission(rollouts)
         self._runs: list[Run] = []
         self._opened = 0
@@ -86,13 +86,9 @@ class Graph:
 
         :raises Exception: the first fatal error (`RetryPolicy.is_fatal`), after everything else was cancelled.
         """
-        results: dict[int, ProblemResult[T]] = {}
-
-        def keep(result: ProblemResult[T]) -> None:
-            results[result.index] = result
-
-        await self.drive(problems, solve, keep, timeout_seconds=timeout_seconds)
-        return [results[index] for index in sorted(results)]
+        results: list[ProblemResult[T]] = []
+        await self.drive(problems, solve, results.append, timeout_seconds=timeout_seconds)
+        return sorted(results, key=lambda result: result.index)
 
     async def drive(
         self,
@@ -106,7 +102,11 @@ class Graph:
 
         :raises Exception: the first fatal error, or what `finished` raised.
         """
-        run = self._begin()
+        self._ledger.enter_loop()
+        if not self._runs:
+            self._began = self._ledger.now()
+        run = Run(self._ledger, self._admission)
+        self._runs.append(run)
         try:
             async with task_group() as tasks:
                 run.cancel_scope = tasks.cancel_scope
@@ -117,7 +117,9 @@ class Graph:
                         await self._open(run, solving, problems, solve, finished)
                 tasks.cancel_scope.cancel()  # the timer
         finally:
-            self._end(run)
+            self._runs.remove(run)
+            if not self._runs:
+                self._seconds += self._ledger.now() - self._began
         if run.error is not None:
             raise run.error
 
@@ -145,19 +147,6 @@ class Graph:
             sibling_seconds=ledger.sibling_seconds,
             engines=ledger.engines(),
         )
-
-    def _begin(self) -> Run:
-        self._ledger.enter_loop()
-        if not self._runs:
-            self._began = self._ledger.now()
-        run = Run(self._ledger, self._admission)
-        self._runs.append(run)
-        return run
-
-    def _end(self, run: Run) -> None:
-        self._runs.remove(run)
-        if not self._runs:
-            self._seconds += self._ledger.now() - self._began
 
     async def _open(
         self,

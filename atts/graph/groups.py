@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from contextvars import copy_context
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, TypeVar
 
 import anyio
 
 from atts.errors import OptionError
+from atts.graph.admission import Run
 from atts.graph.calls import Caller
-from atts.graph.runs import Run
 from atts.spans import RELEASE, CallSpan, RolloutSpan, RolloutStatus
 from atts.tasks import TaskGroup
 
@@ -81,78 +81,41 @@ class RolloutScope(Caller, Generic[T]):
         ledger.emit(CallSpan(*who, *times, after, self.attempt))
 
 
+@dataclass(slots=True)
 class Round:
     """One meeting; once it is closed `values` are complete and `frontier` holds every node it waited for."""
 
-    __slots__ = ("closed", "frontier", "nodes", "opened_with", "values")
-
-    def __init__(self, opened_with: tuple[int, ...]) -> None:
-        self.opened_with = opened_with
-        self.values: dict[int, Any] = {}
-        self.nodes: list[int] = []
-        self.frontier: tuple[int, ...] = ()
-        self.closed = anyio.Event()
+    opened_with: tuple[int, ...]
+    values: dict[int, Any] = field(default_factory=dict[int, Any])
+    nodes: list[int] = field(default_factory=list[int])
+    frontier: tuple[int, ...] = ()
+    closed: anyio.Event = field(default_factory=anyio.Event)
 
 
-class _Ended(NamedTuple):
-    scope: RolloutScope[Any]
-    status: RolloutStatus
-    started: float
-    ended: float
-    error: str
-
-
+@dataclass(slots=True, eq=False)
 class Group(Generic[T]):
     """A gang of rollouts; their starter waits for `done` inside `tasks`."""
 
-    __slots__ = (
-        "_context",
-        "_ended",
-        "_next",
-        "_queued",
-        "admit",
-        "alive",
-        "done",
-        "frontier",
-        "function",
-        "last_nodes",
-        "problem",
-        "results",
-        "round",
-        "run",
-        "samples",
-        "settle",
-        "tasks",
-        "why",
-    )
+    run: Run
+    problem: str
+    frontier: tuple[int, ...]  # of the problem, when it asked for them
+    function: Callable[[RolloutScope[T]], Awaitable[T]]
+    samples: range
+    admit: Admit
+    settle: Callable[[RolloutResult[T]], bool] | None
+    why: str  # not empty: nothing more is started
+    queued: float
+    tasks: TaskGroup | None = None
+    results: dict[int, RolloutResult[T]] = field(default_factory=dict[int, RolloutResult[Any]])
+    last_nodes: list[int] = field(default_factory=list[int])
+    done: anyio.Event = field(default_factory=anyio.Event)
+    round: Round = field(init=False)
+    _context: Context = field(default_factory=copy_context)
+    _next: int = 0
+    _ended: list[tuple[RolloutScope[T], RolloutSpan]] = field(default_factory=list[Any])
 
-    def __init__(
-        self,
-        run: Run,
-        asker: Caller,
-        function: Callable[[RolloutScope[T]], Awaitable[T]],
-        samples: range,
-        admit: Admit,
-        settle: Callable[[RolloutResult[T]], bool] | None,
-    ) -> None:
-        self.run = run
-        self.problem = asker.problem
-        self.frontier = asker.frontier
-        self.function = function
-        self.samples = samples
-        self.admit: Admit = admit
-        self.settle = settle
-        self.tasks: TaskGroup | None = None
-        self.results: dict[int, RolloutResult[T]] = {}
-        self.last_nodes: list[int] = []
-        self.why = run.stopped
-        self.done = anyio.Event()
-        self.alive = len(samples)
-        self.round = Round(asker.frontier)
-        self._queued = run.ledger.now()
-        self._context = copy_context()
-        self._next = 0
-        self._ended: list[_Ended] = []
+    def __post_init__(self) -> None:
+        self.round = Round(self.frontier)
 
     @property
     def unit(self) -> int:
@@ -224,19 +187,30 @@ class Group(Generic[T]):
             scope.attempt += 1
 
     def _end(self, scope: RolloutScope[T], result: RolloutResult[T], started: float) -> None:
-        words = "" if result.error is None else f"{type(result.error).__name__}: {result.error}"
-        ended = _Ended(scope, result.status, started, self.run.ledger.now(), words)
+        now = self.run.ledger.now()
+        span = RolloutSpan(
+            scope.problem,
+            scope.sample,
+            result.status,
+            queued=self.queued,
+            started=started,
+            ended=now,
+            released=now,
+            attempts=scope.attempt + 1,
+            waited=scope.waited,
+            error="" if result.error is None else f"{type(result.error).__name__}: {result.error}",
+        )
         self.results[result.sample] = result
         self.last_nodes.extend(scope.frontier)
         try:
             self._judge(result)
         finally:
             if self.admit == "together":
-                self._ended.append(ended)
+                self._ended.append((scope, span))
                 self._leave(scope)
             else:
                 self.run.admission.release(1)
-                self._tell(ended, ended.ended)
+                self.run.ledger.close_rollout(span)
             if len(self.results) == len(self.samples):
                 self.done.set()
 
@@ -250,28 +224,12 @@ class Group(Generic[T]):
         elif self.settle is not None and not self.why and result.status in ("done", "failed") and self.settle(result):
             self.close("settled")
 
-    def _tell(self, ended: _Ended, released: float) -> None:
-        scope = ended.scope
-        span = RolloutSpan(
-            problem=scope.problem,
-            sample=scope.sample,
-            status=ended.status,
-            attempts=scope.attempt + 1,
-            queued=self._queued,
-            started=ended.started,
-            ended=ended.ended,
-            released=released,
-            waited=scope.waited,
-            error=ended.error,
-        )
-        self.run.ledger.close_rollout(span)
-
     # admitted together: rounds, and places that are given back together
 
     def close_round(self) -> bool:
         """Close the round if no member is missing; those that wait in it go on."""
         current = self.round
-        if not current.values or len(current.values) < self.alive:
+        if not current.values or len(current.values) < len(self.samples) - len(self.results):
             return False
         current.values = dict(sorted(current.values.items()))
         current.frontier = tuple(dict.fromkeys(current.nodes))
@@ -280,7 +238,6 @@ class Group(Generic[T]):
         return True
 
     def _leave(self, scope: RolloutScope[T]) -> None:
-        self.alive -= 1
         current = self.round
         current.values.pop(scope.sample, None)
         if scope.frontier is not current.opened_with:  # it did something in this round: the round waited for it
@@ -293,8 +250,9 @@ class Group(Generic[T]):
             released = self.run.ledger.now()
             self.run.admission.release(len(self.samples))
             after = tuple(dict.fromkeys(self.last_nodes))
-            for ended in self._ended:
-                if ended.status in ("done", "failed"):
-                    ended.scope.waited += released - ended.ended
-                    ended.scope.note_release(ended.ended, released, after)
-                self._tell(ended, released)
+            for scope, span in self._ended:
+                if span.status in ("done", "failed"):
+                    span.waited += released - span.ended
+                    scope.note_release(span.ended, released, after)
+                span.released = released
+                self.run.ledger.close_rollout(span)

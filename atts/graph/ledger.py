@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import get_args
 
 from atts.errors import OptionError
 from atts.graph.limits import Limit, Pool
@@ -49,35 +50,25 @@ class GraphStats:
         return use.busy_seconds / (use.slots * self.seconds) if use.slots and self.seconds else float("nan")
 
 
+def _no_clock() -> float:
+    raise AssertionError("a graph has a clock only while it runs")
+
+
+@dataclass(slots=True, eq=False)
 class Ledger:
     """The mutable heart of a graph; only its scopes touch it."""
 
-    __slots__ = (
-        "failures_in_row",
-        "last_id",
-        "now",
-        "nodes",
-        "policy",
-        "pools",
-        "problems_done",
-        "rollouts",
-        "sibling_seconds",
-        "sink",
-        "strict",
-    )
-
-    def __init__(self, limits: Mapping[str, Limit], policy: RetryPolicy, sink: Sink | None, first_node: int) -> None:
-        self.now: Callable[[], float] = _no_clock
-        self.pools = {name: Pool(name, limit) for name, limit in limits.items()}
-        self.strict = bool(limits)
-        self.policy = policy
-        self.sink = sink
-        self.last_id = first_node - 1
-        self.nodes = 0
-        self.problems_done = 0
-        self.rollouts: dict[str, int] = {"done": 0, "failed": 0, "settled": 0, "cancelled": 0}
-        self.failures_in_row = 0
-        self.sibling_seconds = 0.0
+    pools: dict[str, Pool]
+    strict: bool  # engines without a pool are refused
+    policy: RetryPolicy
+    sink: Sink | None
+    last_id: int
+    now: Callable[[], float] = _no_clock
+    nodes: int = 0
+    problems_done: int = 0
+    rollouts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(RolloutStatus), 0))
+    failures_in_row: int = 0
+    sibling_seconds: float = 0.0
 
     def pool(self, engine: str) -> Pool:
         """The engine's pool; without any limits given, every engine has an unbounded one.
@@ -118,23 +109,7 @@ class Ledger:
 
     def engines(self) -> Mapping[str, EngineUse]:
         """Every pool, now."""
-        return MappingProxyType({name: _use(pool) for name, pool in self.pools.items()})
-
-
-def _use(pool: Pool) -> EngineUse:
-    return EngineUse(
-        pool.limit.slots,
-        pool.limit.tokens,
-        pool.in_use,
-        tokens_in_use=pool.tokens_in_use,
-        waiting=pool.waiting,
-        busy_seconds=pool.busy_seconds,
-        queue_seconds=pool.queue_seconds,
-    )
-
-
-def _no_clock() -> float:
-    raise AssertionError("a graph has a clock only while it runs")
-
-
-__all__ = ["EngineUse", "GraphStats", "Ledger", "Sink"]
+        names = [part.name for part in fields(EngineUse)]
+        return MappingProxyType(
+            {name: EngineUse(*(getattr(pool, part) for part in names)) for name, pool in self.pools.items()}
+        )

@@ -28,12 +28,11 @@ class Limit:
 class Pool(SlotQueue):
     """A limit at work: its slots and KV tokens, and the seconds of use and of waiting so far."""
 
-    __slots__ = ("busy_seconds", "limit", "name", "queue_seconds")
+    __slots__ = ("busy_seconds", "name", "queue_seconds")
 
     def __init__(self, name: str, limit: Limit) -> None:
         super().__init__(limit.slots, limit.tokens)
         self.name = name
-        self.limit = limit
         self.busy_seconds = 0.0  # summed over slots
         self.queue_seconds = 0.0
 

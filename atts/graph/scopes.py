@@ -9,9 +9,9 @@ from typing import TypeVar
 import anyio
 
 from atts.errors import OptionError
+from atts.graph.admission import Run
 from atts.graph.calls import Caller
 from atts.graph.groups import Admit, Group, RolloutResult, RolloutScope
-from atts.graph.runs import Run
 from atts.spans import ProblemSpan, ProblemStatus
 from atts.tasks import task_group
 
@@ -75,7 +75,17 @@ class ProblemScope(Caller):
         wanted = range(samples) if isinstance(samples, int) else samples
         if not wanted:
             raise OptionError("samples", f"{samples!r} asks for no rollout")
-        group = Group(self.run, self, function, wanted, admit, settle)
+        group = Group(
+            self.run,
+            self.problem,
+            self.frontier,
+            function=function,
+            samples=wanted,
+            admit=admit,
+            settle=settle,
+            why=self.run.stopped,
+            queued=self.run.ledger.now(),
+        )
         try:
             await self._gather(group, timeout_seconds, priority)
         finally:

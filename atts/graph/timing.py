@@ -61,15 +61,6 @@ class Timing:
             return math.inf if self.arithmetic_seconds else math.nan
         return self.arithmetic_seconds / rest
 
-    def busy_share(self, engine: str, slots: int) -> float:
-        """Part of the engine's slot-seconds that was used."""
-        return self.busy_seconds.get(engine, 0.0) / (slots * self.seconds) if self.seconds else math.nan
-
-    def lower_bound(self, slots: Mapping[str, int]) -> float:
-        """Seconds that no schedule on these slots beats: the most loaded engine's work, or the longest chain."""
-        loads = [self.busy_seconds.get(engine, 0.0) / count for engine, count in slots.items()]
-        return max([self.critical_path.seconds, *loads])
-
 
 def measure(nodes: Iterable[CallSpan], *, compute_bound: Collection[str] = COMPUTE_BOUND) -> Timing:
     """Take a run's nodes apart, live ones or ones read from a journal, in any order.
@@ -116,11 +107,6 @@ def _longest_chain(nodes: list[CallSpan]) -> Path:
     while chain[-1] in before:
         chain.append(before[chain[-1]])
     return Path(ends[chain[0]], tuple(reversed(chain)))
-
-
-def edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
-    """Every (earlier, later) pair of which the later waited for the earlier."""
-    return {(other, node.node) for node in nodes for other in node.after}
 
 
 def sibling_edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:

@@ -14,10 +14,11 @@ from pathlib import Path
 import anyio
 from anyio.lowlevel import checkpoint
 
-from atts.graph import Graph, Limit, ProblemScope, Recording, RolloutScope, Sink
+from atts.graph import Graph, Limit, ProblemScope, RolloutScope, Sink
 from atts.journal import CallSpan, JournalOptions, Manifest, open_journal
 from scripts.studies.harness import Options, Row, Spread, Table, cpu_seconds, interleaved, ratio, say
 from tests.studies.recorded_work import conserved
+from tests.studies.recording import Recording
 
 SAMPLES = 16
 TURNS = 4

@@ -14,7 +14,7 @@ from typing import Literal
 from atts.calibration import Calibrator
 from atts.core import Outcome, Problem, Role
 from atts.engine import Engine
-from atts.graph import Graph, Limit, ProblemScope, Recording, measure
+from atts.graph import Graph, Limit, ProblemScope, measure
 from atts.methods import GateInputs, preset
 from atts.pipelines import Chunking, Context, Gate, Policy, RoundGate, solve
 from atts.remote import ReplicaPool
@@ -23,6 +23,7 @@ from scripts.studies.parts import Parts
 from scripts.studies.scale_costs import Cost, Pair
 from scripts.studies.scale_engine import BatchedEngine
 from scripts.studies.scale_work import ANSWERS, CHUNK, TraceLaw
+from tests.studies.recording import Recording
 
 Method = Literal[
     "atts",

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atts.errors import EngineError, EngineTimeout, UsageError
-from atts.graph import CallSpan, Graph, Limit, ProblemScope, Recording, RetryPolicy, RolloutResult, RolloutScope
+from atts.graph import Graph, Limit, ProblemScope, RetryPolicy, RolloutResult, RolloutScope
+from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 from atts.testing.clock import Backend, run_virtual
 
 pytestmark = pytest.mark.once
@@ -43,6 +44,28 @@ class Named:
     """A problem."""
 
     id: str
+
+
+class Recording(list[Any]):
+    """A sink that keeps every event."""
+
+    def __call__(self, event: object) -> None:
+        """Keep it."""
+        self.append(event)
+
+    def nodes(self) -> list[CallSpan]:
+        """The calls, in the order they ended."""
+        return [event for event in self if isinstance(event, CallSpan)]
+
+    @property
+    def rollouts(self) -> list[RolloutSpan]:
+        """The rollouts, in the order they ended."""
+        return [event for event in self if isinstance(event, RolloutSpan)]
+
+    @property
+    def problems(self) -> list[ProblemSpan]:
+        """The problems, in the order they ended."""
+        return [event for event in self if isinstance(event, ProblemSpan)]
 
 
 Disturbance = Literal[
@@ -151,7 +174,7 @@ class Disturbed:
         assert len(self.recording.problems) == len(self.scopes) == len(self.results)
         started = {(span.problem, span.sample) for span in self.recording.rollouts}
         assert len(started) == len(self.recording.rollouts)
-        nodes = list(self.recording.nodes())
+        nodes = self.recording.nodes()
         assert {(node.problem, node.sample) for node in nodes} <= started
         assert all(n.ready <= n.queued <= n.started <= n.ended for n in nodes)
         assert (self.raised is None) == ("fatal error" not in self.at.values() or self.engine.steps < min(self.at))

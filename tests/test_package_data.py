@@ -10,6 +10,7 @@ FILES = [
     ("atts.evaluators.datasets", "benchmarks.toml"),
     ("atts.evaluators.syntax", "words.toml"),
     ("atts.local", "kernels/step.c"),
+    ("atts.testing", "language.toml"),
     *(
         ("atts.analysis.report", f"templates/{name}")
         for name in ("macros.html", "report.css", "report.html", "report.js", "report.md", "timeline.html")

@@ -4,11 +4,10 @@ from atts.testing.clock import Backend, run_virtual, virtual_options
 from atts.testing.conformance import CheckResult, ConformanceReport, check_engine
 from atts.testing.conformance_probe import CHECKS, CheckOptions
 from atts.testing.faults import FaultKind, Faults, FaultyEngine
-from atts.testing.interrupts import Interrupted, Interrupter, Interruption, interruptions
 from atts.testing.language import DRAFT, TARGET, Skill, ToyModel
 from atts.testing.questions import toy_answer, toy_groups, toy_problems
 from atts.testing.scripted import Latency, ScoreDrift, ScriptedEngine
-from atts.testing.server_settings import ServerDialect, ServerFault, ServerFaults, ServerQuirks
+from atts.testing.server_core import ServerDialect, ServerFault, ServerFaults, ServerQuirks
 from atts.testing.servers import DialectServer
 from atts.testing.tokenizer import ToyTokenizer
 
@@ -24,9 +23,6 @@ __all__ = [
     "FaultKind",
     "Faults",
     "FaultyEngine",
-    "Interrupted",
-    "Interrupter",
-    "Interruption",
     "Latency",
     "ScoreDrift",
     "ScriptedEngine",
@@ -38,7 +34,6 @@ __all__ = [
     "ToyModel",
     "ToyTokenizer",
     "check_engine",
-    "interruptions",
     "run_virtual",
     "toy_answer",
     "toy_groups",

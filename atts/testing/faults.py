@@ -22,8 +22,30 @@ The others answer what cannot be true: a log-prob too few, a NaN among them, not
 score has no ids: a positive log-prob).
 """
 _REMEMBERED = 4096  # scores whose attempts are counted: retries come soon
+_Kind = TypeVar("_Kind", bound=str)
 _Request = TypeVar("_Request", SampleRequest, ScoreRequest)
 _Answer = TypeVar("_Answer", Completion, Scores)
+
+
+def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> None:
+    """Refuse faults that cannot be.
+
+    :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.
+    """
+    for kind in shares:
+        if kind not in kinds:
+            raise OptionError("faults", f"{kind!r} is unknown", kinds)
+    if not all(0 <= share <= 1 for share in shares.values()) or math.fsum(shares.values()) > 1 + 1e-9:
+        raise OptionError("faults", f"shares {dict(shares)} are not probabilities that sum to at most 1")
+
+
+def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
+    """The kind of fault that a uniform number falls on, if any."""
+    for kind, share in shares.items():
+        uniform -= share
+        if uniform < 0:
+            return kind
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +66,7 @@ class Faults:
     only: Literal["sample", "score", "both"] = "both"
 
     def __post_init__(self) -> None:
-        for kind in (*self.shares, *self.calls.values()):
-            if kind not in get_args(FaultKind):
-                raise OptionError("faults", f"{kind!r} is unknown", get_args(FaultKind))
-        if not all(0 <= share <= 1 for share in self.shares.values()) or math.fsum(self.shares.values()) > 1 + 1e-9:
-            raise OptionError("faults", f"shares {dict(self.shares)} are not probabilities that sum to at most 1")
+        check_shares({**dict.fromkeys(self.calls.values(), 0.0), **self.shares}, get_args(FaultKind))
 
 
 NO_FAULTS = Faults()
@@ -74,12 +92,7 @@ class FaultSchedule:
             return faults.calls[number]
         if not faults.shares:
             return None
-        uniform = self._name(request).key() / 2**128
-        for kind, share in faults.shares.items():
-            uniform -= share
-            if uniform < 0:
-                return kind
-        return None
+        return drawn(faults.shares, self._name(request).key() / 2**128)
 
     def _name(self, request: SampleRequest | ScoreRequest) -> Seed:
         if isinstance(request, SampleRequest):

@@ -2,72 +2,11 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 from atts.testing.questions import Question
-from atts.testing.tokenizer import FILLERS, OPENERS
+from atts.testing.tokenizer import FILLERS, LANGUAGE, OPENERS
 
-
-class Phase(IntEnum):
-    """Where in a step the text stands."""
-
-    OPEN = 0  # at the start of a step
-    CLAIM = 1  # idle words before the colon
-    VALUE = 2  # before plus or minus
-    OPERATION = 3  # before the operand
-    OPERAND = 4  # before "is"
-    RESULT = 5  # before the result
-    AFTER = 6  # after a result
-    TAIL = 7  # idle words after a comma
-    DOT = 8
-    NEWLINE = 9  # after a single one
-    MUSE = 10
-    WAIT = 11
-    THAT = 12
-    REPAIR = 13  # before the repaired value
-    THE = 14
-    ANSWER = 15
-    BOX = 16
-    BOXED = 17  # before the answer
-    CLOSE = 18  # before the brace
-    LOST = 19  # anything that is none of these
-    QUOTE = 20  # before the value a step starts from
-
-
-_WORDS = {
-    "Hmm": "hmm", "Wait": "wait", "The": "the", " that": "that", " was": "was", " answer": "answer", " plus": "plus",
-    " minus": "minus", " is": "is", " gives": "is", " \\boxed{": "box", "}": "close", ",": "comma", ".": "dot",
-    ":": "colon", **dict.fromkeys(OPENERS, "opener"),
-}  # fmt: skip
-_NEXT: dict[tuple[Phase, str], Phase] = {
-    (Phase.OPEN, "opener"): Phase.CLAIM,
-    (Phase.OPEN, "hmm"): Phase.MUSE,
-    (Phase.OPEN, "wait"): Phase.WAIT,
-    (Phase.OPEN, "the"): Phase.THE,
-    (Phase.CLAIM, "filler"): Phase.CLAIM,
-    (Phase.CLAIM, "colon"): Phase.QUOTE,
-    (Phase.QUOTE, "number"): Phase.VALUE,
-    (Phase.VALUE, "plus"): Phase.OPERATION,
-    (Phase.VALUE, "minus"): Phase.OPERATION,
-    (Phase.OPERATION, "number"): Phase.OPERAND,
-    (Phase.OPERAND, "is"): Phase.RESULT,
-    (Phase.RESULT, "number"): Phase.AFTER,
-    (Phase.AFTER, "comma"): Phase.TAIL,
-    (Phase.AFTER, "dot"): Phase.DOT,
-    (Phase.TAIL, "filler"): Phase.TAIL,
-    (Phase.TAIL, "dot"): Phase.DOT,
-    (Phase.MUSE, "filler"): Phase.MUSE,
-    (Phase.MUSE, "dot"): Phase.DOT,
-    (Phase.WAIT, "that"): Phase.THAT,
-    (Phase.THAT, "was"): Phase.REPAIR,
-    (Phase.REPAIR, "number"): Phase.AFTER,
-    (Phase.THE, "answer"): Phase.ANSWER,
-    (Phase.ANSWER, "is"): Phase.BOX,
-    (Phase.BOX, "box"): Phase.BOXED,
-    (Phase.BOXED, "number"): Phase.CLOSE,
-    (Phase.CLOSE, "close"): Phase.AFTER,
-    (Phase.LOST, "dot"): Phase.DOT,
-}
+_KINDS = LANGUAGE.words | dict.fromkeys(OPENERS, "opener")
+_NEXT = LANGUAGE.phases
 
 
 class ReadingState:
@@ -83,7 +22,7 @@ class ReadingState:
     def restart(self, question: Question) -> None:
         """A new answer begins."""
         self.question, self.prompt = question, None
-        self.phase, self.word = Phase.OPEN, -1
+        self.phase, self.word = "open", -1
         self.step = self.steps = 0  # sums done; blank lines passed
         self.value = self.left = question.start  # as last claimed; as quoted in the step under way
         self.sign, self.operand = 1, 0
@@ -104,31 +43,31 @@ class ReadingState:
         if kind == "newline":
             self._break_line(phase)
             return
-        self.phase = following = _NEXT.get((phase, kind), Phase.LOST)
+        self.phase = following = _NEXT[phase].get(kind, "lost")
         self.word = payload if kind == "filler" else -1
-        if kind == "number" and following != Phase.LOST:
+        if kind == "number" and following != "lost":
             self._note(phase, payload)
-        elif phase == Phase.VALUE:
+        elif phase == "value":
             self.sign = -1 if kind == "minus" else 1
-        elif phase == Phase.CLOSE and kind == "close":
+        elif phase == "close" and kind == "close":
             self.answered = True
 
-    def _break_line(self, phase: Phase) -> None:
-        if phase == Phase.NEWLINE:
+    def _break_line(self, phase: str) -> None:
+        if phase == "newline":
             self.steps += 1
-        self.phase = Phase.OPEN if phase in (Phase.NEWLINE, Phase.OPEN) else Phase.NEWLINE
+        self.phase = "open" if phase in ("newline", "open") else "newline"
         self.word = -1
 
-    def _note(self, phase: Phase, number: int) -> None:
+    def _note(self, phase: str, number: int) -> None:
         match phase:
-            case Phase.QUOTE:
+            case "quote":
                 self.left = number
-            case Phase.OPERATION:
+            case "operation":
                 self.operand = number
-            case Phase.RESULT:
+            case "result":
                 self.value = number
                 self.step += 1
-            case Phase.REPAIR:
+            case "repair":
                 self.value = number
             case _:
                 pass
@@ -168,4 +107,4 @@ def _atom(text: str) -> tuple[str, int]:
         return "filler", FILLERS.index(text)
     if text.strip().isascii() and text.strip().isdigit():
         return "number", int(text)
-    return _WORDS.get(text, "other"), 0
+    return _KINDS.get(text, "other"), 0

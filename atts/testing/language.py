@@ -8,16 +8,16 @@ step (`Wait that was 22.`) repairs it. How often a model slips, notices and ramb
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from atts.core import TokenIds
 from atts.testing.distributions import Distribution
-from atts.testing.grammar import Phase, ReadingState, atoms
+from atts.testing.grammar import ReadingState, atoms
 from atts.testing.questions import MOODS, Question, read_question
 from atts.testing.recent import Recent
-from atts.testing.tokenizer import FILLERS, SPECIALS, ToyTokenizer
+from atts.testing.tokenizer import FILLERS, LANGUAGE, SPECIALS, ToyTokenizer
 
 _ASSISTANT = SPECIALS.index("<|assistant|>")
 _LEAK = 1e-4  # shared by the whole vocabulary, so that nothing is impossible
@@ -55,7 +55,7 @@ class ToyModel:
         self.skill = skill
         self.tokenizer = tokenizer
         self._atoms = tuple(atoms(piece) for piece in tokenizer.pieces)
-        self._known: Recent[tuple[int, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
+        self._known: Recent[tuple[object, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
         self._questions: Recent[TokenIds, Question] = Recent(_QUESTIONS_KEPT)
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
@@ -96,37 +96,38 @@ class ToyModel:
     def _words(self, state: ReadingState) -> list[tuple[str, float]]:
         """What may come next, with weights."""
         match state.phase:
-            case Phase.OPEN:
+            case "open":
                 return self._openings(state)
-            case Phase.RESULT:
+            case "result":
                 return self._results(state)
-            case Phase.REPAIR:
+            case "repair":
                 return [(f" {state.truth}", self.skill.right), (f" {state.value}", 1 - self.skill.right)]
-            case Phase.VALUE:
+            case "value":
                 rising = 0.995 if state.operation > 0 else 0.005
                 return [(" plus", rising), (" minus", 1 - rising)]
-            case Phase.OPERATION:
+            case "operation":
                 return [(f" {abs(state.operation)}", 0.995), (f" {(abs(state.operation) + 1) % 100}", 0.005)]
-            case Phase.CLAIM:
-                idle = self._idle(state)
-                return [*idle, (":", 1 - sum(weight for _, weight in idle))]
-            case Phase.QUOTE:
+            case "quote":
                 return [(f" {state.value}", 0.995), (f" {(state.value + 10) % 100}", 0.005)]
-            case Phase.BOXED:
+            case "boxed":
                 return [(f"{state.value}", 1.0)]
-            case Phase.AFTER if not state.answered:
+            case "after" if not state.answered:
                 comma = 0.5 - 0.45 * self._firmness(state.question)
-                return [(",", comma), *self._choice(_FULL_STOPS, state, 1 - comma)]
-            case Phase.TAIL | Phase.MUSE:
+                return [(",", comma), *self._choice(LANGUAGE.full_stops, state, 1 - comma)]
+            case "claim" | "tail" | "muse":
                 idle = self._idle(state)
                 rest = 1 - sum(weight for _, weight in idle)
-                return [*idle, *self._choice(_FULL_STOPS, state, rest)]
-            case Phase.NEWLINE if not state.answered and not state.is_last:
-                return [("\n", 0.6), *((f"\n{word}", share) for word, share in self._choice(_OPENERS, state, 0.4))]
-            case Phase.AFTER | Phase.DOT if state.answered:
-                return [("<|end|>", 0.8), (".", 0.1 if state.phase == Phase.AFTER else 0.0), ("\n\n", 0.1)]
+                ends = [(":", rest)] if state.phase == "claim" else self._choice(LANGUAGE.full_stops, state, rest)
+                return [*idle, *ends]
+            case "newline" if not state.answered and not state.is_last:
+                return [
+                    ("\n", 0.6),
+                    *((f"\n{word}", share) for word, share in self._choice(LANGUAGE.openers, state, 0.4)),
+                ]
+            case "after" | "dot" if state.answered:
+                return [("<|end|>", 0.8), (".", 0.1 if state.phase == "after" else 0.0), ("\n\n", 0.1)]
             case phase:
-                return _FIXED_PHRASES[phase]
+                return list(LANGUAGE.phrases[phase].items())
 
     def _openings(self, state: ReadingState) -> list[tuple[str, float]]:
         if state.answered:
@@ -134,15 +135,15 @@ class ToyModel:
         wander = min(0.5, self.skill.wander * _hard(state.question))
         repair = (self.skill.repair if state.value != state.truth else 0.005) * (1 - wander)
         rest = 1 - wander - repair
-        going_on = [("The", rest)] if state.is_last else self._choice(_OPENERS, state, rest)
+        going_on = [("The", rest)] if state.is_last else self._choice(LANGUAGE.openers, state, rest)
         return [("Hmm", wander), ("Wait", repair), *going_on]
 
     def _results(self, state: ReadingState) -> list[tuple[str, float]]:
         right, slip = state.result, state.question.misconception(state.step)
         wrong = min(0.9, (1 - self.skill.right) * _hard(state.question))
-        rare = wrong * (1 - self.skill.typical) / len(_RARE_SLIPS)
+        rare = wrong * (1 - self.skill.typical) / len(LANGUAGE.rare_slips)
         values = [(right, 1 - wrong), ((right + slip) % 100, wrong * self.skill.typical)]
-        values += [((right + other) % 100, rare) for other in _RARE_SLIPS]
+        values += [((right + other) % 100, rare) for other in LANGUAGE.rare_slips]
         return [(f" {value}", weight) for value, weight in values]
 
     def _firmness(self, question: Question) -> float:
@@ -159,16 +160,14 @@ class ToyModel:
         share = going / (1 + going) / sum(weight for _, weight in weights)
         return [(word, weight * share) for word, weight in weights]
 
-    def _choice(
-        self, options: tuple[tuple[str, float], ...], state: ReadingState, total: float
-    ) -> list[tuple[str, float]]:
+    def _choice(self, options: Mapping[str, float], state: ReadingState, total: float) -> list[tuple[str, float]]:
         """One of several ways to say the same, the likeliest the likelier the firmer the phrasing."""
         power = 1 + 3 * self._firmness(state.question)
-        weights = [(word, share**power) for word, share in options]
+        weights = [(word, share**power) for word, share in options.items()]
         scale = total / sum(weight for _, weight in weights)
         return [(word, weight * scale) for word, weight in weights]
 
-    def _store(self, key: tuple[int, ...], words: list[tuple[str, float]]) -> Distribution:
+    def _store(self, key: tuple[object, ...], words: list[tuple[str, float]]) -> Distribution:
         weights: dict[int, float] = {}
         for word, weight in words:
             index = self.tokenizer.end_id if word == "<|end|>" else self.tokenizer.piece_id(word)
@@ -176,23 +175,6 @@ class ToyModel:
                 weights[index] = weights.get(index, 0.0) + weight
         found = self._known[key] = Distribution.of(weights, self.tokenizer.vocabulary, _LEAK)
         return found
-
-
-_OPENERS = (("So", 0.4), ("Now", 0.3), ("Next", 0.2), ("Then", 0.1))
-_FULL_STOPS = ((".", 0.35), (".\n", 0.15), (".\n\n", 0.5))
-_RARE_SLIPS = (3, -3, 5, -5, 7, -7, 20, -20)
-_FIXED_PHRASES: dict[Phase, list[tuple[str, float]]] = {
-    Phase.OPERAND: [(" is", 0.9), (" gives", 0.1)],
-    Phase.DOT: [("\n\n", 0.7), ("\n", 0.3)],
-    Phase.NEWLINE: [("\n", 1.0)],
-    Phase.WAIT: [(" that", 1.0)],
-    Phase.THAT: [(" was", 1.0)],
-    Phase.THE: [(" answer", 1.0)],
-    Phase.ANSWER: [(" is", 1.0)],
-    Phase.BOX: [(" \\boxed{", 1.0)],
-    Phase.CLOSE: [("}", 1.0)],
-    Phase.LOST: [*_FULL_STOPS],
-}
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
@@ -210,21 +192,17 @@ def _hard(question: Question) -> float:
     return (question.hardness + 0.5) / (MOODS / 2)
 
 
-_BY_SUM, _BY_VALUE = (Phase.VALUE, Phase.OPERATION), (Phase.QUOTE, Phase.BOXED)
-_OPEN, _RESULT, _REPAIR = Phase.OPEN, Phase.RESULT, Phase.REPAIR  # an enumeration's attributes are slow to find
-
-
-def _key(state: ReadingState) -> tuple[int, ...]:
+def _key(state: ReadingState) -> tuple[object, ...]:
     """All that the next words depend on, besides the model's skill."""
     phase, question = state.phase, state.question
-    if phase is _OPEN:
+    if phase == "open":
         return phase, state.answered, state.is_last, state.value != state.truth, question.hardness, question.mood
-    if phase is _RESULT:
+    if phase == "result":
         return phase, state.result, question.misconception(state.step), question.hardness
-    if phase is _REPAIR:
+    if phase == "repair":
         return phase, state.truth, state.value
-    if phase in _BY_SUM:
+    if phase in ("value", "operation"):
         trait = state.operation
     else:
-        trait = state.value if phase in _BY_VALUE else question.mood
+        trait = state.value if phase in ("quote", "boxed") else question.mood
     return phase, state.word, trait, state.answered, state.step >= len(question.operations)

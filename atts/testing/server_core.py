@@ -1,20 +1,64 @@
-"""Core of the dialect servers: the engine behind them, its jobs and cache, and what their routes have in common."""
+"""Core of the dialect servers: their settings and faults, the engine behind them, and what their routes share."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import anyio
 
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import Engine
 from atts.seeds import Seed
-from atts.testing.server_settings import ServerFault, ServerQuirks
+from atts.testing.faults import check_shares
 
 T = TypeVar("T")
 _BLOCK = 16
+ServerDialect = Literal["vllm", "sglang", "llamacpp", "ollama", "chat"]
+ServerFault = Literal["refused", "reset", "429", "500", "truncated", "wrong_ids", "nan", "slow_loris", "hang"]
+"""refused: closed unread. reset: broken off in mid-reply. truncated: half the JSON. slow_loris: a byte now and then."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFaults:
+    """What share of the calls that do work fails, and how; drawn anew for every call, from a seed.
+
+    :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.
+    """
+
+    shares: Mapping[ServerFault, float] = field(default_factory=dict[ServerFault, float])
+    seed: int = 0
+    retry_after: str = "0"  # said with a 429
+
+    def __post_init__(self) -> None:
+        check_shares(self.shares, get_args(ServerFault))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerQuirks:
+    """Settings of a server that change what a client sees.
+
+    `cached_scores` opens vLLM's route that scores from the cache (--enable-scale-out). `logprobs` "processed" gives
+    sampled log-probs after temperature: SGLang's default, vLLM's --logprobs-mode. `disconnect` "ignore" leaves ghosts
+    running when a client goes away, as some releases did. `scoring` "ignored" takes a scoring request and answers
+    without scores, as llama.cpp and `transformers serve` do. `version` is what it says it is; "" its dialect's.
+    `prefill` is when a chat API goes on with a last assistant message: told by vLLM's two flags, by a mark on the
+    message, always, or never (it becomes a user's); "closed" and "prefix" also refuse fields that hosted models do not
+    know. `ratings` "off": it tells no likely tokens.
+    """
+
+    cached_scores: Literal["on", "off"] = "on"
+    logprobs: Literal["raw", "processed", ""] = ""
+    disconnect: Literal["abort", "ignore"] = "abort"
+    scoring: Literal["honest", "ignored"] = "honest"
+    version: str = ""
+    prefill: Literal["continue", "prefix", "trailing", "closed"] = "continue"
+    ratings: Literal["on", "off"] = "on"
+
+
+NO_SERVER_FAULTS = ServerFaults()
+PLAIN_SERVER = ServerQuirks()
 
 
 class BlockCache:
@@ -153,16 +197,18 @@ class ServerCall:
         tokens = self.state.engine.tokenizer.encode(self.body[name])
         return {"tokens": tokens, "count": len(tokens)}
 
-
-Route = Callable[[ServerCall], Awaitable[Any]]
+    def gauges(self, running: str, waiting: str) -> str:
+        """What /metrics answers: requests at work under the one name, none waiting under the other."""
+        labels = f'{{engine="0",model_name="{self.state.model}"}}'
+        return f"{running}{labels} {float(len(self.state.jobs))}\n{waiting}{labels} 0.0\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
     """A dialect: its paths; work may fail on demand, the rest always answers."""
 
-    questions: Mapping[str, Route]
-    work: Mapping[str, Route]
+    questions: Mapping[str, Callable[[ServerCall], Any]]
+    work: Mapping[str, Callable[[ServerCall], Awaitable[Any]]]
 
 
 def request_of(

@@ -6,21 +6,27 @@ import asyncio
 import importlib
 import json
 import random
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, get_args
 
+from anyio.from_thread import start_blocking_portal
+
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError, OptionError, UnsupportedByEngine, UsageError
-from atts.testing.server_core import Refusal, Route, Routes, ServerCall, ServerState
-from atts.testing.server_settings import (
+from atts.testing.faults import drawn
+from atts.testing.server_core import (
     NO_SERVER_FAULTS,
     PLAIN_SERVER,
+    Refusal,
+    Routes,
+    ServerCall,
     ServerDialect,
     ServerFault,
     ServerFaults,
     ServerQuirks,
+    ServerState,
 )
 
 if TYPE_CHECKING:
@@ -64,12 +70,8 @@ class DialectServer:
         self._loading_seconds = loading_seconds
         self._port = port
         self._random = random.Random(faults.seed)
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
+        self._open: ExitStack | None = None
         self._state: ServerState | None = None
-        self._server: Any = None
-        self._failure: BaseException | None = None
         self._ready_at: float | None = None
 
     @property
@@ -101,25 +103,17 @@ class DialectServer:
 
         :raises BaseException: what kept it from starting.
         """
-        assert self._thread is None, "it runs already"
-        ready = threading.Event()
-        self._failure = None
-        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True, name=f"{self.dialect} server")
-        self._thread.start()
-        ready.wait()
-        if self._failure is not None:
-            self._thread.join()
-            self._thread = None
-            raise self._failure
+        assert self._open is None, "it runs already"
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal())
+            stack.enter_context(portal.wrap_async_context_manager(self._serving()))
+            self._open = stack.pop_all()
 
     def kill(self) -> None:
         """Break off every connection and stop listening, as a killed process does; twice is fine."""
-        thread, loop, stop = self._thread, self._loop, self._stop
-        if thread is None or loop is None or stop is None:
-            return
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
-        self._thread = None
+        stack, self._open = self._open, None
+        if stack is not None:
+            stack.close()
 
     def restart(self, *, quirks: ServerQuirks | None = None) -> None:
         """Kill it and begin again on the same port, with other quirks if given."""
@@ -127,18 +121,10 @@ class DialectServer:
         self.quirks = quirks or self.quirks
         self.start()
 
-    def _run(self, ready: threading.Event) -> None:
-        try:
-            asyncio.run(self._serve(ready))
-        except BaseException as error:  # noqa: BLE001  # raised again by `start`
-            self._failure = error
-        finally:
-            ready.set()
-
-    async def _serve(self, ready: threading.Event) -> None:
+    @asynccontextmanager
+    async def _serving(self) -> AsyncGenerator[None]:
         from aiohttp import web
 
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         async with self._make() as engine:
             self._state = ServerState(engine, self._model, self.quirks)
             app = web.Application(client_max_size=1 << 30)
@@ -150,8 +136,7 @@ class DialectServer:
             await site.start()
             self._port = runner.addresses[0][1]
             self._ready_at = None
-            ready.set()
-            await self._stop.wait()
+            yield
             for scope in list(self._state.jobs.values()):
                 scope.cancel()
             for connection in list(runner.server.connections if runner.server else ()):
@@ -173,10 +158,10 @@ class DialectServer:
         fault: ServerFault | None = None
         if path in routes.work:
             self.calls.append(path)
-            fault = self._pick()
+            fault = drawn(self.faults.shares, self._random.random()) if self.faults.shares else None
         elif path not in routes.questions:
             return _json({"detail": "Not Found"}, 404)
-        return await self._respond(request, {**routes.work, **routes.questions}[path], fault)
+        return await self._respond(request, routes, fault)
 
     def _is_loading(self) -> bool:
         """It loads from the first look on, so that it is seen to load however busy the machine is."""
@@ -185,7 +170,7 @@ class DialectServer:
             self._ready_at = now + self._loading_seconds
         return now < self._ready_at
 
-    async def _respond(self, request: web.Request, route: Route, fault: ServerFault | None) -> web.StreamResponse:
+    async def _respond(self, request: web.Request, routes: Routes, fault: ServerFault | None) -> web.StreamResponse:
         from aiohttp import web
 
         state = self._state
@@ -200,7 +185,8 @@ class DialectServer:
             await asyncio.sleep(3600)
         try:
             body: Any = await request.json() if request.can_read_body else {}
-            reply = await route(ServerCall(state, body, request.headers, fault))
+            call, path = ServerCall(state, body, request.headers, fault), request.path
+            reply = await routes.work[path](call) if path in routes.work else routes.questions[path](call)
         except Refusal as refusal:
             return _error(refusal.status, str(refusal), "BadRequestError")
         except (UsageError, ContextOverflow, UnsupportedByEngine, KeyError, ValueError, TypeError) as error:
@@ -210,16 +196,6 @@ class DialectServer:
         if isinstance(reply, str):
             return web.Response(text=reply)
         return await _delivered(request, json.dumps(reply).encode(), fault)
-
-    def _pick(self) -> ServerFault | None:
-        if not self.faults.shares:
-            return None
-        uniform = self._random.random()
-        for kind, share in self.faults.shares.items():
-            uniform -= share
-            if uniform < 0:
-                return kind
-        return None
 
 
 async def _delivered(request: web.Request, data: bytes, fault: ServerFault | None) -> web.StreamResponse:

@@ -10,7 +10,7 @@ from atts.testing.server_core import Refusal, Routes, ServerCall, finish_word, r
 _STRICT = ("top_k", "min_p", "continue_final_message", "add_generation_prompt")  # what hosted ones refuse
 
 
-async def models(call: ServerCall) -> Any:
+def models(call: ServerCall) -> dict[str, Any]:
     """GET /v1/models; it does not say how long a context is."""
     return {"object": "list", "data": [{"id": call.state.model, "object": "model", "owned_by": "host"}]}
 

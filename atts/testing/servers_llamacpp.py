@@ -11,7 +11,7 @@ from atts.testing.server_core import Refusal, Routes, ServerCall, ServerState, r
 _DEFAULT = Sampling(0.8, 40, 0.95, 0.05)
 
 
-async def props(call: ServerCall) -> Any:
+def props(call: ServerCall) -> dict[str, Any]:
     """GET /props."""
     state = call.state
     return {
@@ -20,16 +20,6 @@ async def props(call: ServerCall) -> Any:
         "model_alias": state.model,
         "build_info": state.quirks.version or "b9200-00dc805",
     }
-
-
-async def metrics(call: ServerCall) -> Any:
-    """GET /metrics, with --metrics."""
-    return f"llamacpp:requests_processing {len(call.state.jobs)}\n"
-
-
-async def tokenize(call: ServerCall) -> Any:
-    """POST /tokenize."""
-    return call.tokens("content")
 
 
 async def completion(call: ServerCall) -> Any:
@@ -81,6 +71,10 @@ async def _forced(call: ServerCall, ids: TokenIds, token: int) -> Any:
 
 
 ROUTES = Routes(
-    {"/props": props, "/metrics": metrics, "/tokenize": tokenize},
+    {
+        "/props": props,
+        "/metrics": lambda call: f"llamacpp:requests_processing {len(call.state.jobs)}\n",
+        "/tokenize": lambda call: call.tokens("content"),
+    },
     {"/completion": completion, "/v1/completions": ignoring},
 )

@@ -12,17 +12,12 @@ _SMALL = 64  # places, unless more are asked for
 _DEFAULT = Sampling(0.8, 40, 0.9)
 
 
-async def version(call: ServerCall) -> Any:
-    """GET /api/version."""
-    return {"version": call.state.quirks.version or "0.12.11"}
-
-
-async def tags(call: ServerCall) -> Any:
+def tags(call: ServerCall) -> dict[str, Any]:
     """GET /api/tags; a name without a tag gets "latest"."""
     return {"models": [{"name": f"{call.state.model}:latest", "model": f"{call.state.model}:latest", "size": 1}]}
 
 
-async def show(call: ServerCall) -> Any:
+def show(call: ServerCall) -> dict[str, Any]:
     """POST /api/show."""
     _check_model(call)
     return {"model_info": {"toy.context_length": call.state.context_length}, "capabilities": ["completion"]}
@@ -54,4 +49,11 @@ def _check_model(call: ServerCall) -> None:
         raise Refusal(404, f"model {call.body.get('model')!r} not found")
 
 
-ROUTES = Routes({"/api/version": version, "/api/tags": tags, "/api/show": show}, {"/api/chat": chat})
+ROUTES = Routes(
+    {
+        "/api/version": lambda call: {"version": call.state.quirks.version or "0.12.11"},
+        "/api/tags": tags,
+        "/api/show": show,
+    },
+    {"/api/chat": chat},
+)

@@ -8,29 +8,13 @@ from atts.core import Completion, SampleRequest, Sampling
 from atts.testing.server_core import Aborted, Refusal, Routes, ServerCall, ServerState, request_of
 
 
-async def server_info(call: ServerCall) -> Any:
+def server_info(call: ServerCall) -> dict[str, str]:
     """GET /server_info."""
     model = call.state.model
     return {"version": call.state.quirks.version or "0.5.23", "model_path": model, "tokenizer_path": model}
 
 
-async def models(call: ServerCall) -> Any:
-    """GET /v1/models."""
-    return {"object": "list", "data": [call.model_row("sglang")]}
-
-
-async def metrics(call: ServerCall) -> Any:
-    """GET /metrics, with --enable-metrics."""
-    labels = f'{{model_name="{call.state.model}"}}'
-    return f"sglang:num_running_reqs{labels} {float(len(call.state.jobs))}\nsglang:num_queue_reqs{labels} 0.0\n"
-
-
-async def tokenize(call: ServerCall) -> Any:
-    """POST /tokenize."""
-    return call.tokens("prompt")
-
-
-async def abort(call: ServerCall) -> Any:
+def abort(call: ServerCall) -> dict[str, str]:
     """POST /abort_request: every id that begins so; an empty one means all."""
     call.state.abort(call.body["rid"], "prefix")
     return {}
@@ -91,9 +75,9 @@ def _completion(state: ServerState, done: Completion, request: SampleRequest, ri
 ROUTES = Routes(
     {
         "/server_info": server_info,
-        "/v1/models": models,
-        "/metrics": metrics,
-        "/tokenize": tokenize,
+        "/v1/models": lambda call: {"object": "list", "data": [call.model_row("sglang")]},
+        "/metrics": lambda call: call.gauges("sglang:num_running_reqs", "sglang:num_queue_reqs"),
+        "/tokenize": lambda call: call.tokens("prompt"),
         "/abort_request": abort,
     },
     {"/generate": generate},

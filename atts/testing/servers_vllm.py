@@ -15,28 +15,6 @@ _DEFAULT = Sampling(0.6, 20, 0.95)  # of a model's generation_config.json
 _CLAMP = -9999.0
 
 
-async def version(call: ServerCall) -> Any:
-    """GET /version."""
-    return {"version": call.state.quirks.version or "0.33.0"}
-
-
-async def models(call: ServerCall) -> Any:
-    """GET /v1/models."""
-    return {"object": "list", "data": [call.model_row("vllm")]}
-
-
-async def metrics(call: ServerCall) -> Any:
-    """GET /metrics."""
-    labels = f'{{engine="0",model_name="{call.state.model}"}}'
-    running = f"vllm:num_requests_running{labels} {float(len(call.state.jobs))}"
-    return f"{running}\nvllm:num_requests_waiting{labels} 0.0\n"
-
-
-async def tokenize(call: ServerCall) -> Any:
-    """POST /tokenize."""
-    return call.tokens("prompt") | {"max_model_len": call.state.context_length}
-
-
 async def completions(call: ServerCall) -> Any:
     """POST /v1/completions: one prompt of ids, sampled; scored as well when prompt log-probs are asked for."""
     body, state = call.body, call.state
@@ -86,7 +64,7 @@ async def generate(call: ServerCall) -> Any:
     return {"request_id": body["request_id"], "choices": [], "prompt_token_id_logprobs": packed, "usage": usage}
 
 
-async def abort(call: ServerCall) -> Any:
+def abort(call: ServerCall) -> str:
     """POST /inference/v1/abort_requests: exact ids, unknown ones ignored."""
     _check_open(call)
     for rid in call.body["request_ids"]:
@@ -130,10 +108,10 @@ def _stop_reason(done: Completion, request: SampleRequest) -> str | int | None:
 
 ROUTES = Routes(
     {
-        "/version": version,
-        "/v1/models": models,
-        "/metrics": metrics,
-        "/tokenize": tokenize,
+        "/version": lambda call: {"version": call.state.quirks.version or "0.33.0"},
+        "/v1/models": lambda call: {"object": "list", "data": [call.model_row("vllm")]},
+        "/metrics": lambda call: call.gauges("vllm:num_requests_running", "vllm:num_requests_waiting"),
+        "/tokenize": lambda call: call.tokens("prompt") | {"max_model_len": call.state.context_length},
         "/inference/v1/abort_requests": abort,
     },
     {"/v1/completions": completions, "/inference/v1/generate": generate},

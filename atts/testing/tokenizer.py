@@ -5,22 +5,33 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from hashlib import blake2b
+from importlib import resources
 from typing import Literal
+
+import msgspec
+import msgspec.toml
 
 from atts.core import Message, TokenIds
 from atts.errors import OptionError, UsageError
 
 Dialect = Literal["plain", "other"]
 
-SPECIALS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-OPENERS = ("So", "Now", "Next", "Then")
-FILLERS = (
-    " we", " take", " the", " number", " here", " just", " simply", " carefully", " once", " more", " and", " only",
-)  # fmt: skip
-WORDS = (
-    *FILLERS, "Hmm", "Wait", "The", " that", " was", " answer", " plus", " minus", " is", " gives", " \\boxed{", "}",
-    ",", ":", ".", "\n", "\n\n",
-)  # fmt: skip
+
+class Language(msgspec.Struct, frozen=True):
+    """The words of the toy language, and its grammar."""
+
+    specials: tuple[str, ...]
+    fillers: tuple[str, ...]
+    openers: dict[str, float]  # and how often each begins a step
+    full_stops: dict[str, float]
+    rare_slips: tuple[int, ...]
+    words: dict[str, str]  # and what each means to the grammar
+    phases: dict[str, dict[str, str]]  # by phase and kind of word, the next phase
+    phrases: dict[str, dict[str, float]]  # by phase, what may be said without thought
+
+
+LANGUAGE = msgspec.toml.decode(resources.files("atts.testing").joinpath("language.toml").read_bytes(), type=Language)
+SPECIALS, FILLERS, OPENERS = LANGUAGE.specials, LANGUAGE.fillers, tuple(LANGUAGE.openers)
 MERGES = (".\n", ".\n\n", *(f"\n{opener}" for opener in OPENERS))  # a blank line may begin or end inside a token
 TEMPLATE = "{role}{content} ... <|assistant|>"
 
@@ -41,7 +52,14 @@ class ToyTokenizer:
         if dialect not in ("plain", "other"):
             raise OptionError("dialect", f"{dialect!r} is unknown", ("plain", "other"))
         numbers = tuple(str(number) for number in range(100))
-        words = (*OPENERS, *WORDS, *(MERGES if dialect == "plain" else ()), *numbers, *(f" {n}" for n in numbers))
+        words = (
+            *OPENERS,
+            *FILLERS,
+            *LANGUAGE.words,
+            *(MERGES if dialect == "plain" else ()),
+            *numbers,
+            *(f" {n}" for n in numbers),
+        )
         plain = [word.encode() for word in words]
         single = [bytes([byte]) for byte in range(256) if bytes([byte]) not in set(plain)]
         pieces = [*plain, *single] if dialect == "plain" else [*single, *plain[::-1]]

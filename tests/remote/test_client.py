@@ -14,8 +14,7 @@ from atts.remote import RemoteEngine
 from atts.remote.client import decode
 from atts.remote.concurrency import CLEAN_SECONDS, COOL_SECONDS, AdaptiveLimit
 from atts.tasks import task_group
-from atts.testing import ToyTokenizer
-from atts.testing.server_settings import ServerFaults
+from atts.testing import ServerFaults, ToyTokenizer
 from atts.testing.servers import DialectServer
 
 REQUEST = SampleRequest(ToyTokenizer().render([Message("user", "Start at 4. +3. What is the result?")]), 24)

@@ -8,8 +8,7 @@ from atts.core import Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import UnsupportedByEngine
 from atts.remote import RemoteEngine
 from atts.seeds import Seed
-from atts.testing import CheckOptions, ScriptedEngine, ToyTokenizer, check_engine
-from atts.testing.server_settings import ServerQuirks
+from atts.testing import CheckOptions, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine
 from atts.testing.servers import DialectServer
 
 OPTIONS = CheckOptions(draws=32, tokens=9, long_tokens=96)

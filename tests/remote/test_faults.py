@@ -28,8 +28,7 @@ from atts.errors import (
 from atts.remote import ApiKey, RemoteEngine, RemoteOptions
 from atts.seeds import Seed
 from atts.tasks import collect, task_group
-from atts.testing import ScriptedEngine, ToyTokenizer
-from atts.testing.server_settings import ServerFaults, ServerQuirks
+from atts.testing import ScriptedEngine, ServerFaults, ServerQuirks, ToyTokenizer
 from atts.testing.servers import DialectServer
 
 pytestmark = pytest.mark.once

@@ -13,8 +13,7 @@ from atts.errors import EngineError, EngineUnavailable, FingerprintError, Option
 from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.seeds import Seed
 from atts.tasks import collect, task_group
-from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, check_engine
-from atts.testing.server_settings import ServerQuirks
+from atts.testing import CheckOptions, Latency, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine
 from atts.testing.servers import DialectServer
 
 pytestmark = pytest.mark.once

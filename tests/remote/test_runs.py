@@ -26,8 +26,7 @@ from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.run import Plan, Session, evaluate
 from atts.tasks import background, task_group
-from atts.testing import Latency, ScriptedEngine, ToyTokenizer, toy_answer, toy_groups, toy_problems
-from atts.testing.server_settings import ServerFaults
+from atts.testing import Latency, ScriptedEngine, ServerFaults, ToyTokenizer, toy_answer, toy_groups, toy_problems
 from atts.testing.servers import DialectServer
 
 pytestmark = pytest.mark.once

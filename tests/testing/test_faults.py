@@ -2,14 +2,11 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
 import anyio
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine
@@ -20,11 +17,8 @@ from atts.testing import (
     FaultKind,
     Faults,
     FaultyEngine,
-    Interrupter,
-    Interruption,
     Latency,
     ScriptedEngine,
-    interruptions,
     run_virtual,
     toy_problems,
 )
@@ -173,74 +167,3 @@ def test_impossible_faults_are_errors() -> None:
     for shares in ({"nan": -0.1}, {"nan": 0.7, "slow": 0.7}, {"nan": math.nan}):
         with pytest.raises(OptionError, match="probabilities"):
             Faults(shares)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-
-
-# --- interruptions ---------------------------------------------------------------------------------------
-
-
-async def pipeline(draft: Engine, target: Engine) -> int:
-    """Four turns of sampling and scoring: eight calls, six seconds."""
-    request = asking(draft)
-    for turn in range(4):
-        done = await draft.sample(replace(request, seed=Seed(turn=turn)))
-        await target.score(ScoreRequest(request.ids, done.ids))
-        request = replace(request, ids=request.ids + done.ids)
-    return len(request.ids)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from(["asyncio", "trio"]))
-def test_an_interruption_ends_the_work_and_leaves_nothing(seed: int, backend: Literal["asyncio", "trio"]) -> None:
-    """Wherever the cut is made, the engines are free afterwards and serve again."""
-
-    async def main() -> None:
-        async with ScriptedEngine(latency=SLOW, concurrency=1) as draft, ScriptedEngine(latency=SLOW) as target:
-            for place in interruptions(4, seed=seed, seconds=6.5, calls=9):
-                cutter = Interrupter(place)
-                began = anyio.current_time()
-                result = await cutter.run(pipeline, cutter.wrap(draft), cutter.wrap(target))
-                assert result.fired == (result.value is None)
-                assert anyio.current_time() - began <= min(6.0, place.after_seconds) + 1e-9
-                assert draft.stats().in_flight == target.stats().in_flight == 0
-            assert await pipeline(draft, target) > 0
-
-    run_virtual(main, backend=backend)
-
-
-def test_interruptions_happen_at_their_place() -> None:
-    """Before a call nothing of it was done; after it, all of it; by time, at that time; never, not at all."""
-
-    async def calls_done(place: Interruption) -> tuple[int, int, bool, float]:
-        async with ScriptedEngine(latency=SLOW) as engine:
-            cutter = Interrupter(place)
-            wrapped = cutter.wrap(engine)
-            result = await cutter.run(pipeline, wrapped, wrapped)
-            stats = engine.stats()
-            return cutter.calls, stats.steps, result.fired, anyio.current_time()
-
-    calls, before, fired, _ = run_virtual(calls_done, Interruption(at_call=2))
-    assert (calls, fired) == (3, True)
-    calls, after, fired, _ = run_virtual(calls_done, Interruption(at_call=2, phase="after"))
-    assert (calls, fired) == (4, True)
-    assert after == before + 10
-    assert run_virtual(calls_done, Interruption(after_seconds=2.25))[2:] == (True, 2.25)
-    assert run_virtual(calls_done, Interruption())[2:] == (False, 6.0)
-    with pytest.raises(OptionError, match="known: before, after"):
-        Interruption(phase="during")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-
-
-def test_the_works_own_errors_and_outer_cancellation_pass_through() -> None:
-    """An interrupter swallows its own cut and nothing else."""
-
-    async def fail() -> None:
-        await anyio.sleep(1)
-        raise ValueError("mine")
-
-    async def outer() -> bool:
-        with anyio.move_on_after(1) as scope:
-            await Interrupter(Interruption(after_seconds=5)).run(anyio.sleep, 10)
-        return scope.cancelled_caught
-
-    with pytest.raises(ValueError, match="mine"):
-        run_virtual(Interrupter(Interruption(after_seconds=5)).run, fail)
-    assert run_virtual(outer)

@@ -64,68 +64,6 @@ if TYPE_CHECKING:
     from atts.evaluators.verdict import Status as Status
     from atts.evaluators.verdict import Verdict as Verdict
 
-__all__ = [
-    "BENCHMARKS",
-    "Benchmark",
-    "Columns",
-    "Comparison",
-    "Counts",
-    "Coverage",
-    "Dataset",
-    "Estimate",
-    "Exercise",
-    "Extraction",
-    "Extractor",
-    "GradeTally",
-    "GradedRecord",
-    "Limits",
-    "LoadOptions",
-    "McNemar",
-    "SampleStatus",
-    "Samples",
-    "Scorecard",
-    "SecondOpinion",
-    "Selection",
-    "SlowLimits",
-    "SlowPath",
-    "Status",
-    "Verdict",
-    "Votes",
-    "aequivalent",
-    "answer_classes",
-    "avg_at_n",
-    "cached_snapshot",
-    "compare_runs",
-    "count",
-    "coverage",
-    "digest",
-    "equivalent",
-    "exercises",
-    "extract",
-    "extraction",
-    "g_pass_at_k",
-    "grade",
-    "group",
-    "json_lines",
-    "load_dataset",
-    "maj_at_k",
-    "mcnemar",
-    "mean_estimate",
-    "overlap",
-    "pass_at_k",
-    "pass_hat_k",
-    "problems_needed",
-    "rate",
-    "reference",
-    "samples_of",
-    "score",
-    "select",
-    "share_estimate",
-    "status_of",
-    "votes",
-    "weighted_maj_at_k",
-]
-
 _NAMES = {
     "answers.extraction": "Extraction Extractor extract extraction",
     "datasets.arithmetic": "Exercise exercises",
@@ -148,6 +86,7 @@ _NAMES = {
     "verdict": "Limits Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 if not TYPE_CHECKING:  # a checker sees the imports above, so that it refuses a misspelt name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from atts.core import AnswerKind
@@ -35,9 +35,7 @@ class GradedRecord:
             "type": "verdict",
             "index": self.index,
             "id": self.id,
-            "status": self.verdict.status,
-            "rule": self.verdict.rule,
-            "detail": self.verdict.detail,
+            **asdict(self.verdict),
             "answer": self.answer,
             "found_by": self.found_by,
         }
@@ -68,11 +66,8 @@ def grade(
             own = "math" if own == "text" else own
             gold = reference(gold, own)
         verdict = _verdict(gold, found, own, bounds, slow)
-        expected = record.get("expected")
-        name = str(record.get("id", index))
-        yield GradedRecord(
-            index, name, verdict, found.answer, found.rule, expected if isinstance(expected, bool) else None
-        )
+        expected = record["expected"] if isinstance(record.get("expected"), bool) else None
+        yield GradedRecord(index, str(record.get("id", index)), verdict, found.answer, found.rule, expected)
 
 
 @dataclass(slots=True)

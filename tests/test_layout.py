@@ -85,11 +85,16 @@ def imports(name: str) -> Iterator[tuple[str, str]]:
 
 
 def face(package: str) -> set[str]:
-    """What a package's `__all__` lists."""
+    """What a package's `__all__` lists; where that is computed, what the package hands to type checkers."""
     for node in tree(package).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "__all__"
+            and isinstance(node.value, ast.List)
+        ):
             return set(ast.literal_eval(node.value))
-    return set()
+    imported = [node for node in ast.walk(tree(package)) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in imported for alias in node.names if alias.asname == alias.name}
 
 
 @pytest.mark.parametrize("name", sources())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 _START = re.compile(r"\\{0,2}(?:boxed|fbox|framebox)(?![a-zA-Z])")
 _BARE = re.compile(r"\s*([^\s{}$\\.,;:!?)]+|\\[a-zA-Z]+)")
+_OPENING = re.compile(r"\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -45,11 +46,8 @@ def scan(text: str, state: Scan, ended: bool) -> tuple[list[Box], Scan]:
             if not start[0].startswith("\\") and start.start() > 0 and text[start.start() - 1].isalpha():  # "unboxed"
                 at = start.end()
                 continue
-            brace = _next_brace(text, start.end())
+            brace = _OPENING.match(text, start.end())
             if brace is None:
-                if not ended and not text[start.end() :].strip():
-                    at = max(at, start.start() - 1)  # the letter before it must stay in sight
-                    break
                 bare = _BARE.match(text, start.end())
                 if not ended and (bare is None or bare.end() == len(text)):
                     at = max(at, start.start() - 1)  # the letter before it must stay in sight
@@ -58,7 +56,7 @@ def scan(text: str, state: Scan, ended: bool) -> tuple[list[Box], Scan]:
                     found.append(Box(bare[1], start.start(), bare.end()))
                 at = bare.end() if bare else start.end()
                 continue
-            open_at, inside, depth, at = start.start(), brace + 1, 1, brace + 1
+            open_at, inside, depth, at = start.start(), brace.end(), 1, brace.end()
         mark = _BRACE.search(text, at)
         if mark is None:
             at = max(at, len(text) - (1 if text.endswith("\\") else 0))
@@ -69,12 +67,6 @@ def scan(text: str, state: Scan, ended: bool) -> tuple[list[Box], Scan]:
             found.append(Box(text[inside : mark.start()], open_at, mark.end()))
             open_at = None
     return found, Scan(at, open_at, inside, depth)
-
-
-def _next_brace(text: str, at: int) -> int | None:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at if at < len(text) and text[at] == "{" else None
 
 
 def inner(content: str) -> str:

@@ -15,9 +15,8 @@ Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
 _FALLBACKS = ("none", "statement", "number")
 _KINDS = ("math", "choice", "text")
-_CUT_NAME = re.compile(
-    r"\\(?:b(?:o(?:x(?:ed?)?)?)?|f(?:b(?:ox?)?)?)?$"
-)  # the beginning of \boxed or \fbox, and then nothing
+# the beginning of \boxed or \fbox, and then nothing
+_CUT_NAME = re.compile(r"\\(?:b(?:o(?:x(?:ed?)?)?)?|f(?:b(?:ox?)?)?)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +89,14 @@ class Extractor:
             final = overruled(text[self._boxed_to :], self._kind)
             return Extraction(self.answer, "box") if final is None else Extraction(final, "marker")
         whole = self._whole(text)
-        found = marked(whole, self._kind)
-        if found is not None:
+        if (found := marked(whole, self._kind)) is not None:
             return Extraction(found, "marker")
         if len(whole) < len(text):
             return Extraction(None, "cut")
-        if fallback != "none":
-            found = stated(text, self._kind)
-            if found is not None:
-                return Extraction(found, "statement")
-        if fallback == "number":
-            found = trailing_number(text)
-            if found is not None:
-                return Extraction(found, "number")
+        if fallback != "none" and (found := stated(text, self._kind)) is not None:
+            return Extraction(found, "statement")
+        if fallback == "number" and (found := trailing_number(text)) is not None:
+            return Extraction(found, "number")
         return Extraction(None, "none")
 
     def _whole(self, text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import add, floordiv, mul, sub
 from random import Random
 from typing import Literal, get_args
 
@@ -27,7 +28,26 @@ LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (
 
 _NAMES = ("Mia", "Leo", "Ana", "Sam", "Tom", "Eva", "Ben", "Zoe", "Kim", "Max")
 _ITEMS = ("pen", "hat", "card", "coin", "book", "cup", "nut", "cap")
+_INSTRUCTIONS = {
+    "+": ("Add {}", "Increase by {}"),
+    "-": ("Subtract {}", "Take away {}"),
+    "*": ("Multiply by {}",),
+    "/": ("Divide by {}",),
+}
+_EVENTS = {
+    "+": ("{n} buys {k} more", "{n} finds {k} {i}s", "{n} gets {k} more {i}s"),
+    "-": ("{n} gives away {k}", "{n} loses {k} {i}s", "{n} sells {k} {i}s"),
+    "*": ("Now {n} has {k} times as many",),
+    "/": ("{n} makes {k} equal parts and keeps one",),
+}
+_RELATIONS = {
+    "+": "{n} has {k} more {i}s than {o}",
+    "-": "{n} has {k} fewer {i}s than {o}",
+    "*": "{n} has {k} times as many {i}s as {o}",
+    "/": "{o} has {k} times as many {i}s as {n}",
+}
 _OPENERS = ("", "", "So ", "Then ", "Next ")
+_COMPUTED: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
 _BUCKETS = 10  # test and calibration hold one each, so that a benchmark costs ten draws a problem
 
 
@@ -46,15 +66,7 @@ class Operation:
     @property
     def value(self) -> int:
         """The result."""
-        match self.operator:
-            case "+":
-                return self.left + self.right
-            case "-":
-                return self.left - self.right
-            case "*":
-                return self.left * self.right
-            case "/":
-                return self.left // self.right
+        return _COMPUTED[self.operator](self.left, self.right)
 
     def middle(self) -> str:
         """The intermediate form a careful person writes down; empty where the result is seen at once."""
@@ -196,27 +208,16 @@ def _stream(split: Split, random: Random, levels: tuple[int, ...]) -> Iterator[E
 def _next_operation(random: Random, value: int) -> Operation:
     """An operation on `value` that stays between 2 and the limit; all four kinds about equally often."""
     divisors = [divisor for divisor in range(2, 10) if value % divisor == 0 and value > divisor]
-    choices: list[Operator] = []
-    if value <= LIMIT - 2:
-        choices.append("+")
-    if value >= 4:
-        choices.append("-")
-    if 2 <= value <= LIMIT // 2:
-        choices.append("*")
+    times = min(9, LIMIT // value) if value > 1 else 0
+    largest: dict[Operator, int] = {"+": min(99, LIMIT - value), "-": min(99, value - 2), "*": times}
+    choices: list[Operator] = [operator for operator, most in largest.items() if most >= 2]
     if 2 <= value <= LIMIT // 4:
         choices.append("*")  # twice: chances to multiply or divide are rarer than to add
     if divisors:
         choices.extend(("/", "/"))
     operator = random.choice(choices)
-    match operator:
-        case "+":
-            return Operation(value, "+", random.randint(2, min(99, LIMIT - value)))
-        case "-":
-            return Operation(value, "-", random.randint(2, min(99, value - 2)))
-        case "*":
-            return Operation(value, "*", random.randint(2, min(9, LIMIT // value)))
-        case "/":
-            return Operation(value, "/", random.choice(divisors))
+    right = random.choice(divisors) if operator == "/" else random.randint(2, largest[operator])
+    return Operation(value, operator, right)
 
 
 def _chain(random: Random, count: int) -> list[Operation]:
@@ -231,14 +232,8 @@ def _chain(random: Random, count: int) -> list[Operation]:
 
 def _instructions(random: Random, count: int) -> Exercise:
     """ "Start with 24. Multiply by 3. ..."."""
-    phrases = {
-        "+": ("Add {}", "Increase by {}"),
-        "-": ("Subtract {}", "Take away {}"),
-        "*": ("Multiply by {}",),
-        "/": ("Divide by {}",),
-    }
     operations = _chain(random, count)
-    told = [random.choice(phrases[item.operator]).format(item.right) for item in operations]
+    told = [random.choice(_INSTRUCTIONS[item.operator]).format(item.right) for item in operations]
     question = random.choice(("What do you get?", "What is the result?"))
     text = f"Start with {operations[0].left}. {'. '.join(told)}. {question}"
     steps = (Step(f"{phrase}: ", item) for phrase, item in zip(told, operations, strict=True))
@@ -299,7 +294,7 @@ def _story(random: Random, count: int) -> Exercise | None:
             reason = "Now "
         else:
             change = _next_operation(random, value)
-            event = _event(random, name, item, change)
+            event = random.choice(_EVENTS[change.operator]).format(n=name, k=change.right, i=item)
             reason = f"{event}, so "
         told.append(f"{event}.")
         steps.append(Step(f"{reason}{name} has ", change, f" {item}s"))
@@ -307,16 +302,6 @@ def _story(random: Random, count: int) -> Exercise | None:
         if value > LIMIT or steps[-2 if len(steps) > 1 else -1].operation.value > LIMIT:
             return None
     return Exercise("story", f"{' '.join(told)} How many {item}s does {name} have now?", tuple(steps))
-
-
-def _event(random: Random, name: str, item: str, change: Operation) -> str:
-    phrases = {
-        "+": ("{n} buys {k} more", "{n} finds {k} {i}s", "{n} gets {k} more {i}s"),
-        "-": ("{n} gives away {k}", "{n} loses {k} {i}s", "{n} sells {k} {i}s"),
-        "*": ("Now {n} has {k} times as many",),
-        "/": ("{n} makes {k} equal parts and keeps one",),
-    }
-    return random.choice(phrases[change.operator]).format(n=name, k=change.right, i=item)
 
 
 def _comparison(random: Random, count: int) -> Exercise | None:
@@ -331,7 +316,7 @@ def _comparison(random: Random, count: int) -> Exercise | None:
         place = index if not together else random.randint(0, index)  # asked for the last one, every step must matter
         change = _next_operation(random, values[place])
         name, other = names[index + 1], names[place]
-        relation = _relation(name, other, item, change)
+        relation = _RELATIONS[change.operator].format(n=name, o=other, k=change.right, i=item)
         told.append(f"{relation}.")
         steps.append(Step(f"{relation}. {other} has {change.left}, so {name} has ", change))
         values.append(change.value)
@@ -345,16 +330,6 @@ def _comparison(random: Random, count: int) -> Exercise | None:
         steps.append(Step(f"{pair}: ", Operation(total, "+", value)))
         total += value
     return Exercise("comparison", f"{' '.join(told)} How many {item}s do they have together?", tuple(steps))
-
-
-def _relation(name: str, other: str, item: str, change: Operation) -> str:
-    phrases = {
-        "+": "{n} has {k} more {i}s than {o}",
-        "-": "{n} has {k} fewer {i}s than {o}",
-        "*": "{n} has {k} times as many {i}s as {o}",
-        "/": "{o} has {k} times as many {i}s as {n}",
-    }
-    return phrases[change.operator].format(n=name, o=other, k=change.right, i=item)
 
 
 def _shopping(random: Random, count: int) -> Exercise | None:
@@ -387,11 +362,4 @@ def _listed(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-_KINDS: tuple[Callable[[Random, int], Exercise | None], ...] = (
-    _instructions,
-    _expression,
-    _variables,
-    _story,
-    _comparison,
-    _shopping,
-)
+_KINDS = (_instructions, _expression, _variables, _story, _comparison, _shopping)

@@ -18,24 +18,16 @@ AnswerForm = Literal["plain", "integer", "final"]
 """How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####" of a solution."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "text": ("problem", "question", "text", "prompt", "input", "query"),
-    "answer": (
-        "answer",
-        "final_answer",
-        "expected_answer",
-        "gold",
-        "target",
-        "ground_truth",
-        "correct_answer",
-        "label",
-    ),
-    "id": ("id", "unique_id", "problem_id", "question_id", "record_id", "uid", "problem_idx"),
-    "level": ("level", "difficulty"),
-    "subject": ("subject", "type", "category", "subfield", "domain", "problem_type"),
-    "choices": ("choices", "options"),
-    "context": (),
+ALIASES = {
+    "text": "problem question text prompt input query",
+    "answer": "answer final_answer expected_answer gold target ground_truth correct_answer label",
+    "id": "id unique_id problem_id question_id record_id uid problem_idx",
+    "level": "level difficulty",
+    "subject": "subject type category subfield domain problem_type",
+    "choices": "choices options",
+    "context": "",
 }
+"""The usual names of each field's column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +88,10 @@ class Reader:
         if not answer and self.reading.answers == "required":
             raise self.error(index, f"has no answer in column {names.answer!r}")
         choices, answer = self.choices(index, name, answer)
-        full = f"{lead}\n\n{text}" if lead else text
+        listed = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
         return Problem(
             id=name,
-            text=full + "".join(f"{gap}({LETTERS[i]}) {c}" for i, (gap, c) in enumerate(_gaps(choices))),
+            text="\n\n".join(part for part in (lead, text, listed) if part),
             answer=answer or None,
             kind=self.reading.kind or ("choice" if choices else "math"),
             level=_level(row.get(names.level)) if names.level else None,
@@ -204,7 +196,7 @@ def _named(columns: Columns) -> dict[str, str]:
 
 def _guess(field: str, there: Sequence[str]) -> str:
     lower = {name.lower().replace(" ", "_"): name for name in reversed(there)}
-    return next((lower[alias] for alias in ALIASES[field] if alias in lower), "")
+    return next((lower[alias] for alias in ALIASES[field].split() if alias in lower), "")
 
 
 def _missing(table: RowTable, problem: str, wanted: str, field: str = "", otherwise: str = "") -> DatasetError:
@@ -245,10 +237,6 @@ def _choice_texts(value: object) -> list[str]:
     return [cell(part).strip() for part in cast(Sequence[object], value)]
 
 
-def _gaps(choices: Sequence[str]) -> list[tuple[str, str]]:
-    return [("\n\n" if at == 0 else "\n", choice) for at, choice in enumerate(choices)]
-
-
 def _plain(answer: str) -> str:
     """Dollar signs around the whole answer, or around each part of a list, are typesetting."""
     if re.fullmatch(r"\$[^$]+\$(\s*,\s*\$[^$]+\$)*", answer):
@@ -262,11 +250,11 @@ def _integer(answer: str) -> str:
     return str(int(whole[1])) if whole else _plain(answer)
 
 
-def _final(answer: str) -> str:
-    return _integer(answer.rsplit("####", 1)[-1].strip())
-
-
-FORMS: Mapping[AnswerForm, Callable[[str], str]] = {"plain": _plain, "integer": _integer, "final": _final}
+FORMS: Mapping[AnswerForm, Callable[[str], str]] = {
+    "plain": _plain,
+    "integer": _integer,
+    "final": lambda answer: _integer(answer.rsplit("####", 1)[-1].strip()),
+}
 
 
 def _refuse_duplicates(table: RowTable, problems: Sequence[Problem]) -> None:

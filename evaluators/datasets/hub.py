@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from atts.errors import DatasetError
 from atts.evaluators.datasets.rows import kind_of
@@ -46,44 +46,38 @@ def snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | No
 
 def cached_snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> HubSnapshot | None:
     """The snapshot if it is on this machine with all files asked for; never uses the network."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(
-            repo,
-            repo_type="dataset",
-            revision=revision,
-            cache_dir=cache,
-            local_files_only=True,
-            allow_patterns=list(patterns),
-        )
+        here = _download(repo, revision, patterns, cache, fetch=False)
     except LocalEntryNotFoundError:
         return None
     except HFValidationError as error:
         raise DatasetError(repo, f"that is no name of a hub dataset ({error})", "Names are owner/name") from None
-    here = HubSnapshot(repo, Path(folder).name, Path(folder))
     return here if here.files(patterns) else None
 
 
-def _fetch(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> HubSnapshot:
+def _download(repo: str, revision: str, patterns: Sequence[str], cache: Path | None, *, fetch: bool) -> HubSnapshot:
     from huggingface_hub import snapshot_download
+
+    what: dict[str, Any] = {"revision": revision, "cache_dir": cache, "allow_patterns": list(patterns)}
+    folder = Path(snapshot_download(repo, repo_type="dataset", local_files_only=not fetch, **what))
+    return HubSnapshot(repo, folder.name, folder)
+
+
+def _fetch(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> HubSnapshot:
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
 
     try:
-        folder = snapshot_download(
-            repo, repo_type="dataset", revision=revision, cache_dir=cache, allow_patterns=list(patterns)
-        )
+        here = _download(repo, revision, patterns, cache, fetch=True)
     except GatedRepoError:
         problem = f"it is gated; accept its terms at https://huggingface.co/datasets/{repo} and run: hf auth login"
         raise _absent(repo, revision, problem) from None
     except RevisionNotFoundError:
-        raise DatasetError(
-            repo, f"the hub has no revision {revision!r} of it", "Name a branch, tag or commit"
-        ) from None
+        problem = f"the hub has no revision {revision!r} of it"
+        raise DatasetError(repo, problem, "Name a branch, tag or commit") from None
     except (OSError, EntryNotFoundError, HfHubHTTPError, ValueError) as error:
         raise _absent(repo, revision, f"it could not be fetched ({_first_line(error)})") from error
-    here = HubSnapshot(repo, Path(folder).name, Path(folder))
     if not here.files(patterns):
         raise DatasetError(repo, f"revision {here.commit} has no files {', '.join(patterns)}", "Its layout has changed")
     return here

@@ -204,10 +204,8 @@ def _dataset(
 def _as_known(benchmark: Benchmark, problems: list[Problem], source: str) -> tuple[list[Problem], list[str]]:
     """The subset this name stands for, and a note where the source is not the size it should be."""
     if benchmark.sample is None:
-        odd = len(problems) != benchmark.size
-        return problems, [
-            f"{benchmark.title} has {benchmark.size} problems, this source {len(problems)}"
-        ] if odd else []
+        note = f"{benchmark.title} has {benchmark.size} problems, this source {len(problems)}"
+        return problems, [note] if len(problems) != benchmark.size else []
     count, seed = benchmark.sample
     whole = BENCHMARKS[benchmark.prefix].size
     if len(problems) != whole:

@@ -23,14 +23,7 @@ from atts.evaluators.equivalence.traits import (
     variable_of,
     vector,
 )
-from atts.evaluators.equivalence.views import (
-    FLIPPED,
-    Interval,
-    Named,
-    intervals,
-    matrix,
-    named,
-)
+from atts.evaluators.equivalence.views import FLIPPED, Interval, Named, intervals, matrix, named
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
@@ -62,12 +55,7 @@ class Comparer:
         left, right = named(gold), named(answer)
         if left.name is not None and right.name is not None:
             return self.both_named(left, right, gold, answer)
-        if (
-            is_inequality(left.value)
-            or is_inequality(right.value)
-            or has(left.value, "union")
-            or has(right.value, "union")
-        ):
+        if any(is_inequality(value) or has(value, "union") for value in (left.value, right.value)):
             found = self.as_intervals(gold, answer)
             if found is not None:
                 return found
@@ -112,9 +100,8 @@ class Comparer:
         sides = answer.args
         if one != two:
             two, sides = [FLIPPED.get(sign, "?") for sign in reversed(two)], sides[::-1]
-        return self.ruled(
-            "relation", one == two and all(self.same(a, b) for a, b in zip(gold.args, sides, strict=True))
-        )
+        verdict = one == two and all(self.same(a, b) for a, b in zip(gold.args, sides, strict=True))
+        return self.ruled("relation", verdict)
 
     def as_intervals(self, gold: Node, answer: Node) -> bool | None:
         """Both as sets of reals, None when either is not one."""
@@ -222,12 +209,8 @@ class Comparer:
             return self.each(entries, other.args, "matrix")
         if gold.kind != "tuple" or answer.kind != "tuple":
             return self.ruled("tuple", False)
-        if (
-            (len(gold.args) == 2 or self.brackets == "strict")
-            and gold.text != answer.text
-            and gold.text
-            and answer.text
-        ):
+        are_shown = gold.text and answer.text and (len(gold.args) == 2 or self.brackets == "strict")
+        if are_shown and gold.text != answer.text:
             return self.ruled("interval", False)
         return self.each(gold.args, answer.args, "tuple")
 

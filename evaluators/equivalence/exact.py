@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from atts.evaluators.syntax.tree import Node
-from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
+from atts.evaluators.verdict import Limits, TooLarge, Undefined
 
 
 class NotRational(Exception):
@@ -253,5 +253,3 @@ _FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
     "ln": _logarithm,
     "log": _logarithm,
 }
-
-__all__ = ["Environment", "NotRational", "Undecided", "digits_in_base", "exact", "rational_power"]

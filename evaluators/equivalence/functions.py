@@ -40,6 +40,20 @@ def _root_slope(sign: int, one: int) -> Callable[[Any, Number], Number]:
     return slope
 
 
+_SLOPES: dict[str, Callable[[Any, Number], Number]] = {
+    "sin cos": _circular,
+    "tan sec": lambda mp, x: 1 / mp.cos(x) ** 2,
+    "cot csc": lambda mp, x: 1 / mp.sin(x) ** 2,
+    "sinh cosh": lambda mp, x: mp.cosh(mp.re(x)),
+    "coth csch": lambda mp, x: 1 / mp.sinh(x) ** 2,
+    "tanh sech arctan arccot": lambda mp, x: mp.mpf(1),
+    "erf": lambda mp, x: mp.mpf(2),
+    "arcsec arccsc": lambda mp, x: mp.mpf(4),
+    "arcsin arccos": _root_slope(-1, 1),
+    "arcsinh": _root_slope(1, 1),
+    "arccosh": _root_slope(1, -1),
+    "arctanh": lambda mp, x: 1 / (1 - x * x),
+}
 FUNCTIONS: dict[str, Callable[[Arithmetic, Approx], Approx]] = {
     "ln": Arithmetic.ln,
     "log": Arithmetic.log,
@@ -48,26 +62,5 @@ FUNCTIONS: dict[str, Callable[[Arithmetic, Approx], Approx]] = {
     "re": Arithmetic.real,
     "im": Arithmetic.imaginary,
     "arg": Arithmetic.argument,
-    "sin": _smooth("sin", _circular),
-    "cos": _smooth("cos", _circular),
-    "tan": _smooth("tan", lambda mp, x: 1 / mp.cos(x) ** 2),
-    "cot": _smooth("cot", lambda mp, x: 1 / mp.sin(x) ** 2),
-    "sec": _smooth("sec", lambda mp, x: 1 / mp.cos(x) ** 2),
-    "csc": _smooth("csc", lambda mp, x: 1 / mp.sin(x) ** 2),
-    "sinh": _smooth("sinh", lambda mp, x: mp.cosh(mp.re(x))),
-    "cosh": _smooth("cosh", lambda mp, x: mp.cosh(mp.re(x))),
-    "tanh": _smooth("tanh", lambda mp, x: mp.mpf(1)),
-    "coth": _smooth("coth", lambda mp, x: 1 / mp.sinh(x) ** 2),
-    "sech": _smooth("sech", lambda mp, x: mp.mpf(1)),
-    "csch": _smooth("csch", lambda mp, x: 1 / mp.sinh(x) ** 2),
-    "arcsin": _smooth("asin", _root_slope(-1, 1)),
-    "arccos": _smooth("acos", _root_slope(-1, 1)),
-    "arctan": _smooth("atan", lambda mp, x: mp.mpf(1)),
-    "arccot": _smooth("acot", lambda mp, x: mp.mpf(1)),
-    "arcsec": _smooth("asec", lambda mp, x: mp.mpf(4)),
-    "arccsc": _smooth("acsc", lambda mp, x: mp.mpf(4)),
-    "arcsinh": _smooth("asinh", _root_slope(1, 1)),
-    "arccosh": _smooth("acosh", _root_slope(1, -1)),
-    "arctanh": _smooth("atanh", lambda mp, x: 1 / (1 - x * x)),
-    "erf": _smooth("erf", lambda mp, x: mp.mpf(2)),
+    **{name: _smooth(name.replace("arc", "a"), slope) for names, slope in _SLOPES.items() for name in names.split()},
 }

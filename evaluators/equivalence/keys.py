@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -9,7 +10,7 @@ import mpmath
 
 from atts.evaluators.equivalence.exact import digits_in_base
 from atts.evaluators.equivalence.probing import Prober, domain_of, is_real, point, written
-from atts.evaluators.equivalence.traits import is_decimal, members, terminates
+from atts.evaluators.equivalence.traits import difference, is_decimal, members, terminates
 from atts.evaluators.equivalence.views import intervals, named
 from atts.evaluators.syntax.reading import Reading
 from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
@@ -29,12 +30,10 @@ class Keys:
 
     def strong(self, reading: Reading) -> str:
         """Answers with the same strong key are equal under the policy."""
-        if not reading.trees:
-            return "text:" + "".join(reading.text.split())
-        try:
-            return self.of_node(reading.trees[0])
-        except (Undecided, Undefined):
-            return "text:" + "".join(reading.text.split())
+        with suppress(Undecided, Undefined):
+            if reading.trees:
+                return self.of_node(reading.trees[0])
+        return "text:" + "".join(reading.text.split())
 
     def of_node(self, node: Node) -> str:
         if node.kind == "number" and not is_decimal(node):
@@ -92,7 +91,8 @@ class Keys:
             inside = self.collected(list(node.args))
             return {inside} | (self.number_tokens(quotient(*node.args)) if len(node.args) == 2 else set())
         if node.kind == "based":
-            return {f"value:{digits_in_base(node):x}/1"} | (self.number_tokens(number(int(node.text))) if node.text.isdigit() else set())  # fmt: skip  # noqa: E501
+            plain = self.number_tokens(number(int(node.text))) if node.text.isdigit() else set[str]()
+            return {f"value:{digits_in_base(node):x}/1"} | plain
         if node.kind in ("word", "huge", "opaque"):
             return set()
         return self.number_tokens(node)
@@ -127,10 +127,10 @@ class Keys:
 
     def difference_tokens(self, node: Node) -> set[str]:
         """An equation up to a factor: the ratio of its two sides' difference at two points."""
-        difference = Node("add", (node.args[0], Node("mul", (number(-1), node.args[1]))))
-        names, prober = variables(difference), Prober(self.limits)
+        sides = difference(node)
+        names, prober = variables(sides), Prober(self.limits)
         try:
-            first, second = (prober.value(difference, point(names, index, "whole")) for index in (0, 1))
+            first, second = (prober.value(sides, point(names, index, "whole")) for index in (0, 1))
             return {"equation:" + written(prober.divide(first, second))}
         except (Undecided, Undefined):
             return set()

@@ -119,10 +119,7 @@ class Evaluator(Arithmetic):
     def sum(self, node: Node) -> Approx:
         body, variable, lower, upper = node.args
         first, last = self.exponent(lower), self.exponent(upper)
-        if not (isinstance(first, Fraction) and isinstance(last, Fraction)) or {
-            first.denominator,
-            last.denominator,
-        } != {1}:
+        if isinstance(first, Approx) or isinstance(last, Approx) or first.denominator * last.denominator != 1:
             raise Undecided("a sum without whole bounds")
         if last - first >= self.limits.terms:
             raise TooLarge(f"more than {self.limits.terms} terms")

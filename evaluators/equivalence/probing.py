@@ -52,15 +52,11 @@ def domain_of(*nodes: Node) -> Domain:
         for each in node.walk():
             if each.kind == "func" and each.text in _DISCRETE and variables(each):
                 return "whole"
-            if each.kind == "pow" and _is_negative_constant(each.args[0]) and variables(each.args[1]):
+            if each.kind == "pow" and (each.args[0].value or 0) < 0 and variables(each.args[1]):
                 return "whole"
             if each.kind == "sum" and (variables(each.args[2]) or variables(each.args[3])):
                 return "whole"
     return "real"
-
-
-def _is_negative_constant(node: Node) -> bool:
-    return node.kind == "number" and node.value is not None and node.value < 0
 
 
 class Prober:

@@ -66,11 +66,8 @@ def vector(grid: Node) -> tuple[Node, ...] | None:
 
 def choice_letter(node: Node) -> str | None:
     """The letter of a choice: one of A to J, in either case."""
-    return (
-        node.text.upper()
-        if node.kind == "symbol" and len(node.text) == 1 and node.text.upper() in "ABCDEFGHIJ"
-        else None
-    )
+    is_letter = node.kind == "symbol" and len(node.text) == 1 and node.text.upper() in "ABCDEFGHIJ"
+    return node.text.upper() if is_letter else None
 
 
 def infinity(node: Node) -> int:

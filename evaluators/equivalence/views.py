@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from atts.evaluators.syntax.tree import INFINITY, MINUS_ONE, REALS, Node, has, negated, variables
+from atts.evaluators.syntax.tree import INFINITY, MINUS_ONE, REALS, Node, grid, has, negated, variables
 from atts.evaluators.verdict import TooLarge, Undecided
 
 _CHAIN = frozenset({"=", "~"})
@@ -176,14 +176,10 @@ def matrix(node: Node) -> Node | None:
 def _matrix_sum(left: Node | None, right: Node | None) -> Node:
     if left is None or right is None or len(left.args) != len(right.args):
         raise Undecided("matrices that cannot be added")
-    rows = [
-        Node("tuple", tuple(Node("add", pair) for pair in zip(one.args, two.args, strict=True)), "[]")
-        for one, two in zip(left.args, right.args, strict=True)
-        if len(one.args) == len(two.args)
-    ]
-    if len(rows) != len(left.args):
+    rows = list(zip(left.args, right.args, strict=True))
+    if any(len(one.args) != len(two.args) for one, two in rows):
         raise Undecided("matrices that cannot be added")
-    return Node("matrix", tuple(rows))
+    return grid((Node("add", pair) for pair in zip(one.args, two.args, strict=True)) for one, two in rows)
 
 
 def _matrix_product(node: Node) -> Node:
@@ -196,24 +192,15 @@ def _matrix_product(node: Node) -> Node:
         raise Undecided("a product of matrices")
     if not scalars:
         return total
-    return Node("matrix", tuple(Node("tuple", tuple(Node("mul", (*scalars, cell)) for cell in row.args), "[]") for row in total.args))  # fmt: skip  # noqa: E501
+    return grid((Node("mul", (*scalars, cell)) for cell in row.args) for row in total.args)
 
 
 def _times(left: Node | None, right: Node | None) -> Node:
     if left is None or right is None or len(left.args[0].args) != len(right.args) or len(left.args) > 8:
         raise Undecided("a product of matrices")
     columns = list(zip(*(row.args for row in right.args), strict=True))
-    return Node(
-        "matrix",
-        tuple(
-            Node(
-                "tuple",
-                tuple(
-                    Node("add", tuple(Node("mul", pair) for pair in zip(row.args, column, strict=True)))
-                    for column in columns
-                ),
-                "[]",
-            )
-            for row in left.args
-        ),
-    )
+
+    def cell(row: Node, column: tuple[Node, ...]) -> Node:
+        return Node("add", tuple(Node("mul", pair) for pair in zip(row.args, column, strict=True)))
+
+    return grid((cell(row, column) for column in columns) for row in left.args)

@@ -128,8 +128,13 @@ def effective_n(mean: float, variance: float, units: int, samples: int) -> float
 
 def bootstrap_interval(values: Floats, *, level: float = 0.95, draws: int = 4000, seed: int = 0) -> tuple[float, float]:
     """Percentiles of the mean over problems drawn with replacement, widened for few problems as t widens the normal."""
-    means = np.concatenate([values[rows].mean(axis=1) for rows in _resamples(values.size, draws, seed)])
-    return _percentiles(means, values.size, level)
+    if values.size < 2:
+        return 0.0, 1.0
+    rng, units = generator(Seed(run=seed, purpose="bootstrap problems")), values.size
+    means = [values[rng.integers(0, units, (size, units))].mean(axis=1) for size in chunks(draws, units)]
+    tail = expanded_tail(units, level)
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    return float(low), float(high)
 
 
 def undefined_estimate(n_problems: int, n_samples: int, level: float, note: str) -> Estimate:
@@ -152,22 +157,8 @@ def expanded_tail(units: int, level: float) -> float:
     return float(scipy.stats.norm.sf(math.sqrt(units / (units - 1)) * reach(units - 1, level)))
 
 
-def _percentiles(means: Floats, units: int, level: float) -> tuple[float, float]:
-    if units < 2:
-        return 0.0, 1.0
-    tail = expanded_tail(units, level)
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return float(low), float(high)
-
-
-def _resamples(units: int, draws: int, seed: int) -> Iterator[Ints]:
-    """Rows of unit indices, drawn with replacement, in pieces that fit in memory."""
-    rng = generator(Seed(run=seed, purpose="bootstrap problems"))
-    for size in _chunks(draws, units):
-        yield rng.integers(0, units, (size, units))
-
-
-def _chunks(draws: int, width: int) -> Iterator[int]:
+def chunks(draws: int, width: int) -> Iterator[int]:
+    """So many draws of this width, in pieces that fit in memory."""
     step = max(1, 500_000 // max(1, width))
     for start in range(0, draws, step):
         yield min(step, draws - start)

@@ -147,20 +147,6 @@ def _log(values: NDArray[np.complex128]) -> NDArray[np.complex128]:
     return np.log(np.where(np.abs(values) < 1e-200, 1e-200, values))
 
 
-def tally_votes(labels: Sequence[Label | None], weights: Sequence[float] | None = None) -> dict[Label, float]:
-    """Weight per label; raises OptionError for a weight that is negative or not finite, or a count that differs."""
-    given = [1.0] * len(labels) if weights is None else list(weights)
-    if len(given) != len(labels):
-        raise OptionError("weights", f"there are {len(given)} weights for {len(labels)} labels")
-    if any(not math.isfinite(weight) or weight < 0 for weight in given):
-        raise OptionError("weights", "a weight is negative or not finite")
-    parts: defaultdict[Label, list[float]] = defaultdict(list)
-    for label, weight in zip(labels, given, strict=True):
-        if label is not None:
-            parts[label].append(weight)
-    return {label: math.fsum(held) for label, held in parts.items()}  # fsum: the sum must not depend on the order
-
-
 def weighted_maj_at_k(
     labels: Sequence[Label | None],
     correct: Sequence[bool | float | None],
@@ -181,7 +167,10 @@ def weighted_maj_at_k(
     else:
         rng = generator(Seed(run=seed, purpose="subsets"))
         subsets = np.argsort(rng.random((draws, n)), axis=1)[:, :k]
-    tally_votes(labels, weights)  # refuses bad weights
+    if len(weights) != n:
+        raise OptionError("weights", f"there are {len(weights)} weights for {n} labels")
+    if any(not math.isfinite(weight) or weight < 0 for weight in weights):
+        raise OptionError("weights", "a weight is negative or not finite")
     classes = {label: at for at, label in enumerate(dict.fromkeys(label for label in labels if label is not None))}
     held = votes(labels, correct)
     belongs = np.zeros((n, len(classes)))

@@ -18,6 +18,7 @@ from atts.evaluators.metrics.intervals import (
     Floats,
     bootstrap_interval,
     check_level,
+    chunks,
     reach,
     undefined_estimate,
     variance_of_mean,
@@ -135,9 +136,9 @@ def sign_flip_p(delta: Floats, *, draws: int = 9999, seed: int = 0) -> float:
         signs = np.array(list(product((-1.0, 1.0), repeat=moved.size)))
         return float((np.abs(signs @ moved) >= limit).mean())
     rng = generator(Seed(run=seed, purpose="sign flips"))
-    hits, step = 0, max(1, 500_000 // moved.size)
-    for start in range(0, draws, step):
-        signs = rng.integers(0, 2, (min(step, draws - start), moved.size)) * 2.0 - 1.0
+    hits = 0
+    for size in chunks(draws, moved.size):
+        signs = rng.integers(0, 2, (size, moved.size)) * 2.0 - 1.0
         hits += int((np.abs(signs @ moved) >= limit).sum())
     return (1 + hits) / (1 + draws)
 

@@ -55,27 +55,20 @@ class Samples:
 
 
 class GradedSample(Protocol):
-    """A sample that ran to its end, as `samples_of` takes it."""
+    """A sample that ran to its end, as `samples_of` takes it.
+
+    Its answer (None without one), why it ended, its verdict ("correct", "wrong" or "unscored"; None: it was not
+    graded) and the rule the grader went by.
+    """
 
     @property
-    def answer(self) -> str | None:
-        """Its answer, None without one."""
-        ...
-
+    def answer(self) -> str | None: ...
     @property
-    def finish(self) -> str:
-        """Why it ended."""
-        ...
-
+    def finish(self) -> str: ...
     @property
-    def verdict(self) -> str | None:
-        """ "correct", "wrong" or "unscored"; None: it was not graded."""
-        ...
-
+    def verdict(self) -> str | None: ...
     @property
-    def rule(self) -> str:
-        """What the grader went by."""
-        ...
+    def rule(self) -> str: ...
 
 
 def samples_of(
@@ -163,7 +156,8 @@ def score(
     counts = count([held.correct for held in problems], unscored)
     fewest = int(counts.n.min(initial=10**9)) if problems else 0
     estimates = {"pass@1": _with_unknown(rate(avg_at_n(counts), counts.n, method, level=level), problems, unscored)}
-    for k in _powers(fewest) if ks is None else ks:
+    doubled = {1 << power for power in range(1, fewest.bit_length())}
+    for k in sorted(doubled | {fewest} - {0}) if ks is None else ks:
         for name, values in _at_k(problems, counts, k, blanks).items():
             estimates[name] = rate(values, counts.n, method, level=level)
     if problems and all(held.weights and held.labels for held in problems):
@@ -181,11 +175,6 @@ def _at_k(problems: Sequence[Samples], counts: Counts, k: int, blanks: Blanks) -
     if k > 1 and problems and all(held.labels for held in problems):
         named[f"maj@{k}"] = maj_at_k([votes(held.labels, held.correct, blanks) for held in problems], k)
     return named
-
-
-def _powers(fewest: int) -> list[int]:
-    powers = [1 << power for power in range(1, fewest.bit_length()) if 1 << power <= fewest]
-    return sorted({*powers, fewest}) if fewest > 0 else []
 
 
 def _with_unknown(estimate: Estimate, problems: Sequence[Samples], unscored: Unscored) -> Estimate:

@@ -6,7 +6,6 @@ import importlib.util
 import queue
 import threading
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from atts.core import AnswerKind
@@ -54,9 +53,7 @@ class SlowPath:
     def __enter__(self) -> SlowPath:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

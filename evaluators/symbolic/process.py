@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from atts.evaluators.verdict import Status, Verdict
+import msgspec
+
+from atts.evaluators.verdict import Verdict
 
 Backend = Literal["sympy", "math-verify"]
-_STATUSES: dict[str, Status] = {"equal": "equal", "different": "different", "unscored": "unscored"}
 _LOADING_SECONDS = 120.0
 
 
@@ -80,9 +81,9 @@ class SymbolicWorker:
             return Verdict("unscored", "crash", "the worker had ended")
         line, is_late = self._line(self._limits.seconds, self._child)
         if line.startswith("{"):
-            reply = json.loads(line)
-            self._child = 0 if reply["rule"] == "memory" else self._child
-            return Verdict(_STATUSES[reply["status"]], reply["rule"], reply.get("detail", ""))
+            verdict = msgspec.json.decode(line, type=Verdict)
+            self._child = 0 if verdict.rule == "memory" else self._child
+            return verdict
         self._child = int(line.partition(" ")[2]) if line.startswith("ready") else 0
         if is_late:
             return Verdict("unscored", "timeout", f"more than {self._limits.seconds:g} s")

@@ -19,16 +19,13 @@ import sympy
 Tree = list[Any]  # [kind, text, value or None, children]
 Reply = dict[str, str]
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "ln": sympy.log, "abs": sympy.Abs, "floor": sympy.floor, "ceil": sympy.ceiling, "factorial": sympy.factorial,
-    "double_factorial": sympy.factorial2, "binom": sympy.binomial, "max": sympy.Max, "min": sympy.Min,
-    "sign": sympy.sign, "re": sympy.re, "im": sympy.im, "arg": sympy.arg, "erf": sympy.erf, "gcd": sympy.gcd,
-    "lcm": sympy.lcm, "arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan, "arccot": sympy.acot,
-    "arcsec": sympy.asec, "arccsc": sympy.acsc, "arcsinh": sympy.asinh, "arccosh": sympy.acosh,
-    "arctanh": sympy.atanh, "sin": sympy.sin, "cos": sympy.cos, "tan": sympy.tan, "cot": sympy.cot,
-    "sec": sympy.sec, "csc": sympy.csc, "sinh": sympy.sinh, "cosh": sympy.cosh, "tanh": sympy.tanh,
-    "coth": sympy.coth, "sech": sympy.sech, "csch": sympy.csch,
+_TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
+_NAMES = {
+    "ln": "log", "abs": "Abs", "ceil": "ceiling", "double_factorial": "factorial2", "binom": "binomial", "max": "Max",
+    "min": "Min", **{f"arc{name}": f"a{name}" for name in _TRIGONOMETRIC},
 }  # fmt: skip
+_SAME = (*_TRIGONOMETRIC, "coth", "sech", "csch", "floor", "factorial", "sign", "re", "im", "arg", "erf", "gcd", "lcm")
+_FUNCTIONS = {ours: getattr(sympy, theirs) for ours, theirs in (_NAMES | {name: name for name in _SAME}).items()}
 
 
 class Unsupported(Exception):

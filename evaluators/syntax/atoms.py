@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 from atts.evaluators.syntax.stream import Grammar
@@ -13,6 +14,7 @@ from atts.evaluators.syntax.tree import (
     TWO,
     Node,
     function,
+    grid,
     number,
     quotient,
     symbol,
@@ -21,10 +23,7 @@ from atts.evaluators.verdict import Malformed, NotMaths, Prose, TooLarge
 
 _CALLABLE = frozenset("fghFGH")
 _MAYBE_CALLABLE = frozenset("pquPQRSTVNMIABCDEKLXYZW")
-_INVERSES = {
-    "sin": "arcsin", "cos": "arccos", "tan": "arctan", "cot": "arccot", "sec": "arcsec", "csc": "arccsc",
-    "sinh": "arcsinh", "cosh": "arccosh", "tanh": "arctanh",
-}  # fmt: skip
+_INVERSES = {name: f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")}
 _MANY = frozenset({"max", "min", "gcd", "lcm"})
 _MAX_LITERAL = 4000  # digits; Python refuses to convert much longer ones
 
@@ -51,11 +50,10 @@ def atom(parser: Grammar) -> Node:
 
 
 def _word(parser: Grammar) -> Node:
-    word = parser.here.text.lower()
-    if word == "inf":
-        parser.take()
+    word = parser.take().text
+    if word.lower() == "inf":
         return INFINITY
-    raise Prose(f"the word {parser.here.text!r}")
+    raise Prose(f"the word {word!r}")
 
 
 def _variable(parser: Grammar) -> Node:
@@ -92,36 +90,20 @@ def _simple_argument(parser: Grammar) -> bool:
 
 def _command(parser: Grammar) -> Node:
     name = parser.take().text
-    if name == "frac":
-        top = argument(parser)
-        return quotient(top, argument(parser))
-    if name == "sqrt":
-        return _root(parser)
-    if name == "binom":
-        top = argument(parser)
-        return function("binom", top, argument(parser))
-    if name == "pi":
-        return Node("constant", text="pi")
-    if name == "infty":
-        return INFINITY
-    if name == "emptyset":
-        return EMPTY_SET
+    if name in _COMMANDS:
+        return _COMMANDS[name](parser)
+    if name in _SIGNS:
+        return _SIGNS[name]
     if name in ("lfloor", "lceil"):
         inside = parser.items()
         parser.expect("command", "r" + name[1:])
         return function(name[1:], inside)
-    if name in ("overline", "bar"):
-        return argument(parser)
     if name in ("angle", "triangle"):
         return _named_figure(parser, name)
-    if name == "ldots":
-        return symbol("…")
     if name.startswith("begin:"):
         return _environment(parser, name.partition(":")[2])
     if name in ("sum", "prod"):
         return _big_operator(parser, name)
-    if name in ("int", "lim"):
-        return _integral(parser) if name == "int" else _limit(parser)
     if name.startswith("mathbb:"):
         return REALS if name == "mathbb:R" else symbol(name)
     if name.startswith("based:"):
@@ -263,8 +245,7 @@ def _environment(parser: Grammar, name: str) -> Node:
         raise Malformed("rows of different lengths")
     if rows == [rows[0]] and len(rows[0]) == 1:
         return rows[0][0]
-    node = Node("matrix", tuple(Node("tuple", tuple(row), "[]") for row in rows))
-    return function("det", node) if name == "vmatrix" else node
+    return function("det", grid(rows)) if name == "vmatrix" else grid(rows)
 
 
 def _big_operator(parser: Grammar, name: str) -> Node:
@@ -314,3 +295,15 @@ def literal(text: str) -> Node:
     if abs(int(exponent or 0)) > 20_000:
         raise TooLarge("an exponent past 20000")
     return Node("number", text=text, value=Fraction(mantissa) * Fraction(10) ** int(exponent or 0))
+
+
+_SIGNS = {"pi": Node("constant", text="pi"), "infty": INFINITY, "emptyset": EMPTY_SET, "ldots": symbol("…")}
+_COMMANDS: dict[str, Callable[[Grammar], Node]] = {
+    "frac": lambda parser: quotient(argument(parser), argument(parser)),
+    "binom": lambda parser: function("binom", argument(parser), argument(parser)),
+    "sqrt": _root,
+    "overline": argument,
+    "bar": argument,
+    "int": _integral,
+    "lim": _limit,
+}

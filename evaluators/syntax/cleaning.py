@@ -21,9 +21,7 @@ _RADICAL_BAR = re.compile(r"√\s*\(")
 def ascii_maths(text: str) -> str:
     """The text with mathematical unicode spelled as LaTeX, foreign digits as ours, invisible characters gone."""
     if text.isascii():
-        return (
-            "".join(char if char >= " " and char != "\x7f" else " " for char in text) if _CONTROL.search(text) else text
-        )
+        return _CONTROL.sub(" ", text)
     text = _RADICAL_BAR.sub(r"\\sqrt (", text)
     text = _RAISED.sub(lambda found: f"^{{{_flat(found[0])}}}", text)
     text = _LOWERED.sub(lambda found: f"_{{{_flat(found[0])}}}", text)
@@ -117,8 +115,7 @@ def _latex(text: str) -> str:
     text = _TIGHT_COMMA.sub("", text)
     text = _THIN_THOUSANDS.sub(lambda found: found[0].replace(r"\,", ""), text)
     text = _REPEATING.sub(_repeated, _NEGATIVE_SPACE.sub("", text))
-    text = _SPACES.sub(" ", text)
-    return text
+    return _SPACES.sub(" ", text)
 
 
 def _repeated(found: re.Match[str]) -> str:

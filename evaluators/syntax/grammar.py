@@ -8,15 +8,7 @@ from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.atoms import atom
 from atts.evaluators.syntax.phrases import phrase_after, phrase_before
 from atts.evaluators.syntax.stream import STARTS, Grammar
-from atts.evaluators.syntax.tree import (
-    EMPTY_SET,
-    MINUS_ONE,
-    Node,
-    function,
-    negated,
-    number,
-    quotient,
-)
+from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, Node, function, negated, number, quotient
 from atts.evaluators.verdict import Malformed, NotMaths, TooLarge
 
 RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":="})
@@ -114,8 +106,7 @@ class Parser(Grammar):
         terms = [self.signed_term()]
         while self.is_op("+", "-", "pm", "mp"):
             sign = self.take().text
-            term = self.signed_term()
-            terms.append(_with_sign(sign, term))
+            terms.append(_with_sign(sign, self.signed_term()))
             if len(terms) > self.limits.items:
                 raise TooLarge("too many terms")
         self.depth -= 1
@@ -300,8 +291,7 @@ class Parser(Grammar):
             if (opening, closing) == ("\\{", "\\}"):
                 return EMPTY_SET
             raise Malformed("empty brackets")
-        inside = self.items()
-        inside = self.braced_operator(inside)
+        inside = self.braced_operator(self.items())
         token = self.take()
         if token.kind != "close" or token.text not in _CLOSING[opening]:
             raise Malformed(f"{opening!r} closed by {token.text or 'nothing'!r}")
@@ -311,9 +301,7 @@ class Parser(Grammar):
             return function("abs", inside)
         if opening == "\\{":
             return Node("set", members)
-        if len(members) == 1:
-            return inside
-        if opening == "{":
+        if len(members) == 1 or opening == "{":
             return inside
         return Node("tuple", members, opening + token.text)
 

@@ -36,9 +36,16 @@ _TOKEN = re.compile(
 
 FUNCTIONS = words("functions")
 _ALIASES = spelled(table("function_names", dict[str, str]))
-_FRACTIONS, _BINOMIALS, _TEXT, _UPRIGHT = (words(n) for n in ("fractions", "binomials", "text_macros", "upright"))
-_DECORATIONS, _GREEK, _ENTITIES, _BLANK = (words(n) for n in ("decorations", "letters", "entities", "blank"))
-_OPERATORS = spelled(table("operators", dict[str, str]))
+_TEXT, _UPRIGHT, _BLANK = words("text_macros"), words("upright"), words("blank")
+_COMMANDS: dict[str, tuple[TokenKind, str]] = {
+    **{name: ("symbol", name.removeprefix("var")) for name in words("letters")},
+    **{name: ("function", _ALIASES.get(name, name)) for name in FUNCTIONS | _ALIASES.keys()},
+    **{
+        name: (kind, text)
+        for kind, commands in table("commands", dict[TokenKind, dict[str, str]]).items()
+        for name, text in spelled(commands).items()
+    },
+}
 _ESCAPES = table("escapes", dict[str, tuple[TokenKind, str]])
 _PLAIN = table("plain", dict[str, tuple[TokenKind, str]])
 
@@ -56,6 +63,9 @@ class _Lexer:
             raise TooLarge(f"more than {self.limits.tokens} tokens")
         self.tokens.append(Token(kind, text, not self.gap))
         self.gap = False
+
+    def after(self, *kinds: TokenKind) -> bool:
+        return bool(self.tokens) and self.tokens[-1].kind in kinds
 
     def run(self, text: str, mode: Literal["maths", "text"], depth: int) -> None:
         if depth > 8:
@@ -90,46 +100,25 @@ class _Lexer:
             return
         if char == ".":
             self.gap = True
-            if self.tokens and self.tokens[-1].kind == "number":
+            if self.after("number"):
                 raise NotMaths("a full stop after a number")
             return
         self.add("word", char)
 
     def escaped(self, piece: str) -> None:
-        known = _ESCAPES.get(piece)
-        if known:
-            self.add(*known)
+        if piece in _ESCAPES:
+            self.add(*_ESCAPES[piece])
         self.gap = True
 
     def command(self, name: str, text: str, position: int, depth: int) -> int:
-        name = {"dfrac": "frac", "arg": "arg"}.get(name, name)
-        if name in _FRACTIONS:
-            self.add("command", "frac")
+        if name in _COMMANDS:
+            self.add(*_COMMANDS[name])
         elif name in _TEXT:
             return self.text_macro(name, text, position, depth)
         elif name in ("color", "textcolor", "mathcolor"):
             return _group(text, position)[1]
-        elif name in _OPERATORS:
-            self.add("op", _OPERATORS[name])
-        elif name in FUNCTIONS or name in _ALIASES:
-            self.add("function", _ALIASES.get(name, name))
-        elif name in _GREEK:
-            self.add("symbol", name.removeprefix("var"))
         elif name in ("begin", "end", "mathbb"):
             return self.named(name, text, position)
-        elif name in _BINOMIALS:
-            self.add("command", "binom")
-        elif name in _DECORATIONS:
-            self.gap = True  # \vec{v} is read as v
-        elif name in ("langle", "rangle", "lbrack", "rbrack", "lbrace", "rbrace"):
-            side, brace = name[0], name[1:]
-            self.add("open" if side == "l" else "close", {"angle": "()", "brack": "[]"}.get(brace, "{}")[side == "r"])
-        elif name in ("lnot", "neg", "not"):
-            self.add("word", "not")
-        elif name in ("dots", "cdots", "ldots", "dotsc", "dotsb", "dotsm", "vdots"):
-            self.add("command", "ldots")
-        elif name in _ENTITIES or name in ("varnothing", "operatorname"):
-            self.add("command", "emptyset" if name == "varnothing" else name)
         elif name in _BLANK:
             self.gap = True
         elif name in ("quadx", "quady"):
@@ -167,8 +156,7 @@ class _Lexer:
 
     def upright_letter(self, name: str, letter: str) -> None:
         """A lone upright letter is a unit right after a value and a variable or choice elsewhere."""
-        after_value = bool(self.tokens) and self.tokens[-1].kind in ("number", "close")
-        is_unit = after_value and letter in "mgsLlhVWJNKCF" and name != "operatorname"
+        is_unit = self.after("number", "close") and letter in "mgsLlhVWJNKCF" and name != "operatorname"
         self.add("word" if is_unit else "symbol", letter)
 
     def letters(self, run: str, mode: Literal["maths", "text"]) -> None:
@@ -184,19 +172,14 @@ class _Lexer:
         elif lower in vocabulary.DEGREES:
             self.add("op", "degree")
         elif len(run) == 1:
-            self.add("word" if mode == "text" and self._article(run) else "symbol", run)
+            self.add("word" if mode == "text" and run == "a" and self.after("word") else "symbol", run)
         elif mode == "text" or self._is_word(run):
             self.add("word", run)
         else:
             self.product(run)
 
-    def _article(self, letter: str) -> bool:
-        return letter == "a" and bool(self.tokens) and self.tokens[-1].kind == "word"
-
     def _is_word(self, run: str) -> bool:
-        after_number = bool(self.tokens) and self.tokens[-1].kind in ("number", "close", "command", "symbol")
-        after_word = bool(self.tokens) and self.tokens[-1].kind == "word"
-        if run.lower() in vocabulary.ATTACHED and (after_number or after_word):
+        if run.lower() in vocabulary.ATTACHED and self.after("number", "close", "command", "symbol", "word"):
             return True
         if run[1:] in ("sqrt", "pi"):
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -89,6 +89,11 @@ def quotient(top: Node, bottom: Node) -> Node:
 def function(name: str, *args: Node) -> Node:
     """A known function applied."""
     return Node("func", args, name)
+
+
+def grid(rows: Iterable[Iterable[Node]]) -> Node:
+    """A matrix of these rows."""
+    return Node("matrix", tuple(Node("tuple", tuple(row), "[]") for row in rows))
 
 
 def variables(node: Node) -> frozenset[str]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from atts.errors import OptionError
-from atts.evaluators.metrics.majority import Votes, maj_at_k, tally_votes, votes, weighted_maj_at_k
+from atts.evaluators.metrics.majority import Votes, maj_at_k, votes, weighted_maj_at_k
 from atts.evaluators.metrics.rates import (
     avg_at_n,
     count,
@@ -114,9 +114,9 @@ def test_counts_are_of_what_exists() -> None:
         lambda: rate([1.0], [1], cast(Any, "exact")),
         lambda: rate([1.0], [1], short=cast(Any, "drop")),
         lambda: rate([1.0], [1], level=95),
-        lambda: tally_votes(["a"], [-1.0]),
-        lambda: tally_votes(["a"], [math.nan]),
-        lambda: tally_votes(["a", "b"], [1.0]),
+        lambda: weighted_maj_at_k(["a"], [True], [-1.0], 1),
+        lambda: weighted_maj_at_k(["a"], [True], [math.nan], 1),
+        lambda: weighted_maj_at_k(["a", "b"], [True, False], [1.0], 1),
         lambda: weighted_maj_at_k(["a"], [True], [1.0], 0),
     ],
 )
@@ -221,7 +221,9 @@ def test_a_vote_does_not_depend_on_the_order_of_finishing(labels: list[str | Non
     order = list(range(len(labels)))
     chance.shuffle(order)
     shuffled, moved = [labels[at] for at in order], [weights[at] for at in order]
-    assert tally_votes(labels, weights) == tally_votes(shuffled, moved)
+    whole = weighted_maj_at_k(labels, [label == "a" for label in labels], weights, len(labels))
+    again = weighted_maj_at_k(shuffled, [label == "a" for label in shuffled], moved, len(labels))
+    assert whole == pytest.approx(again, abs=1e-12)
     one = maj_at_k([votes(labels, [label == "a" for label in labels])], 1)
     other = maj_at_k([votes(shuffled, [label == "a" for label in shuffled])], 1)
     assert one[0] == pytest.approx(other[0], abs=1e-12)

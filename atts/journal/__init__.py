@@ -1,7 +1,6 @@
 """The append-only event log of a run: its truth, from which results, reports, resume and replay are made."""
 
 from atts.journal.events import (
-    KINDS,
     SCHEMA,
     CallFailed,
     Decided,
@@ -12,7 +11,6 @@ from atts.journal.events import (
     Graded,
     Observed,
     OutcomeReached,
-    OutcomeStatus,
     ProblemStarted,
     RolloutFinished,
     RolloutStarted,
@@ -25,15 +23,14 @@ from atts.journal.events import (
     VerdictStatus,
     Warned,
 )
-from atts.journal.files import locked, open_append
+from atts.journal.files import locked
 from atts.journal.finished import FinishedProblem, FinishedSample
-from atts.journal.lines import JournalReader, LineWriter, read_entries
+from atts.journal.lines import LineWriter, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, save_manifest
 from atts.journal.runs import MERGED, RecordedRun, open_run
 from atts.journal.state import (
     FACTS,
     OpenProblem,
-    RunClock,
     RunState,
     judged,
     read_outcomes,
@@ -46,7 +43,6 @@ from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 __all__ = [
     "FACTS",
     "JOURNAL",
-    "KINDS",
     "LOCK",
     "MANIFEST",
     "MERGED",
@@ -63,21 +59,18 @@ __all__ = [
     "Graded",
     "Journal",
     "JournalOptions",
-    "JournalReader",
     "Json",
     "LineWriter",
     "Manifest",
     "Observed",
     "OpenProblem",
     "OutcomeReached",
-    "OutcomeStatus",
     "ProblemSpan",
     "ProblemStarted",
     "RecordedRun",
     "RolloutFinished",
     "RolloutSpan",
     "RolloutStarted",
-    "RunClock",
     "RunState",
     "Sampled",
     "Scored",
@@ -93,7 +86,6 @@ __all__ = [
     "judged",
     "load_manifest",
     "locked",
-    "open_append",
     "open_journal",
     "open_run",
     "read_entries",

@@ -15,7 +15,7 @@ from array import array
 from binascii import a2b_base64
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import isfinite
 from types import GenericAlias
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -200,12 +200,14 @@ def _reads_packed(prefixes: tuple[str, ...], read: Step) -> Step:
         text = _read_text(stored, texts)
         if text[:3] not in prefixes:
             raise ValueError(f"{text[:16]!r} is not a packed tuple")
-        return texts.unpacked(text, _unpack)
+        return _unpack(text)
 
     return read_packed
 
 
+@lru_cache(maxsize=256)
 def _unpack(text: str) -> tuple[Any, ...]:
+    """The numbers; a text that was met lately gives the same tuple again."""
     values: array[Any] = array(_PACKINGS[text[:3]])
     values.frombytes(a2b_base64(text[3:], strict_mode=True))
     if sys.byteorder == "big":

@@ -10,10 +10,11 @@ The order of the lines is the order in which things happened. Three families:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from atts.core import Completion, Decision, Finish, Problem, Prompt, Role, Scores, Turn, Usage
 from atts.spans import CallSpan, ProblemSpan, RolloutSpan
@@ -237,30 +238,18 @@ Event = (
     | Drifted
 )
 
+_OTHER_WORDS: Mapping[type[Event], str] = {
+    OutcomeReached: "outcome",
+    CallSpan: "node",
+    RolloutSpan: "rollout-timed",
+    ProblemSpan: "problem-timed",
+    Warned: "warning",
+    Drifted: "drift",
+}
 KINDS: Mapping[str, type[Event]] = MappingProxyType(
-    {
-        "session-opened": SessionOpened,
-        "session-closed": SessionClosed,
-        "problem-started": ProblemStarted,
-        "rollout-started": RolloutStarted,
-        "turn-finished": TurnFinished,
-        "rollout-finished": RolloutFinished,
-        "outcome": OutcomeReached,
-        "graded": Graded,
-        "sampled": Sampled,
-        "scored": Scored,
-        "call-failed": CallFailed,
-        "decided": Decided,
-        "observed": Observed,
-        "taught": Taught,
-        "node": CallSpan,
-        "rollout-timed": RolloutSpan,
-        "problem-timed": ProblemSpan,
-        "warning": Warned,
-        "drift": Drifted,
-    }
+    {_OTHER_WORDS.get(kind) or re.sub(r"\B(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in get_args(Event)}
 )
-"""The word each event bears in the file."""
+"""The word each event bears in the file: its class's name, "session-opened", where it has no other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,39 +7,22 @@ import os
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Protocol
 
 from atts.errors import JournalLocked
 from atts.files import storage
 
-
-class AppendFile(Protocol):
-    """An open file that only grows; like a raw file, `write` may take fewer bytes than it is given."""
-
-    def write(self, data: bytes, /) -> int | None:
-        """Append; how many bytes were taken."""
-        ...
-
-    def fileno(self) -> int:
-        """What `os.fsync` needs."""
-        ...
-
-    def close(self) -> None:
-        """Give the file back; closing twice is fine."""
-        ...
+Opener = Callable[[Path], FileIO]
+"""Opens a file for appending, whose `write` may take fewer bytes than it is given; tests hand in one that fills up."""
 
 
-Opener = Callable[[Path], AppendFile]
-"""Opens a file for appending; tests hand in one whose disk fills up."""
-
-
-def open_append(path: Path) -> AppendFile:
+def open_append(path: Path) -> FileIO:
     """An unbuffered file that is created when missing and only ever appended to."""
     return path.open("ab", buffering=0)
 
 
-def write_all(file: AppendFile, data: bytes) -> None:
+def write_all(file: FileIO, data: bytes) -> None:
     """Append every byte, however few the file takes at a time.
 
     :raises OSError: the disk refuses; a part of `data` may have been written.

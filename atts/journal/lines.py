@@ -113,12 +113,11 @@ _SECOND: Mapping[type[Event], type[Event]] = {Sampled: CallSpan, Scored: CallSpa
 
 def joined(event: Event, second: Event) -> Event:
     """The event, holding the second one, for one line."""
-    if isinstance(second, CallSpan):
-        assert isinstance(event, Sampled | Scored), "a span is that of a call"
-        return replace(event, span=second)
-    assert isinstance(event, Decided), "only a call or a decision holds another event"
-    assert isinstance(second, Observed), "a decision holds what was done with it"
-    return replace(event, escalated=second.escalated)
+    if isinstance(event, Decided) and isinstance(second, Observed):
+        return replace(event, escalated=second.escalated)
+    assert isinstance(event, Sampled | Scored), "only a call or a decision holds another event"
+    assert isinstance(second, CallSpan), "a call holds its span, a decision what was done with it"
+    return replace(event, span=second)
 
 
 def _parted(event: Event) -> tuple[Event, Event | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -55,10 +56,11 @@ class Manifest:
         :raises FingerprintError: naming every field that differs.
         """
         old, new = dict(stored._decisive()), dict(self._decisive())
-        names = [*old, *(name for name in new if name not in old)]
         missing = object()
         differences = [
-            (name, old.get(name), new.get(name)) for name in names if old.get(name, missing) != new.get(name, missing)
+            (name, old.get(name), new.get(name))
+            for name in old | new
+            if old.get(name, missing) != new.get(name, missing)
         ]
         if differences:
             raise FingerprintError(f"the run in {directory}", differences, _ADVICE)
@@ -80,10 +82,8 @@ def versions(packages: Sequence[str] = ("atts", "anyio", "numpy", "scipy", "torc
     """What is installed here, Python included; a package that is not installed is left out."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in packages:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

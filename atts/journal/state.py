@@ -32,7 +32,6 @@ from atts.journal.finished import FinishedProblem
 from atts.spans import CallSpan, ProblemSpan
 
 Call = Sampled | Scored | CallFailed
-_ABOUT_GATES = (Decided, Observed)
 
 
 FACTS: tuple[type[Event], ...] = (
@@ -76,10 +75,6 @@ class OpenProblem:
             why=reached.why,
             usage=reached.usage,
         )
-
-    def finished(self, outcome: Outcome) -> FinishedProblem:
-        """The problem in brief, once it has come to this outcome."""
-        return FinishedProblem.of(outcome, self.graded, judged=self.judged, escalated=self.escalated)
 
     def apply(self, event: Event) -> None:
         """Take in what happened inside the problem."""
@@ -211,8 +206,13 @@ class RunState:
                 self.finished[problem] = self.finished[problem].graded([event])
             case ProblemSpan(problem) if problem in self.finished:
                 self.finished[problem] = replace(self.finished[problem], seconds=event.ended - event.started)
+            # what follows is of an open problem; events of finished ones (late clean-up) and remarks change nothing
+            case Decided() | Observed() if inside := self.open.get(event.decision.question):
+                inside.apply(event)
+            case _ if inside := self.open.get(getattr(event, "problem", "")):
+                inside.apply(event)
             case _:
-                self._apply_inside(event)
+                pass
         return None
 
     @property
@@ -229,14 +229,10 @@ class RunState:
         stays = self.keeps == "everything" or reached.status == "failed"
         closed = self.open[name] if stays else self.open.pop(name)
         outcome = closed.outcome(reached)
-        self.finished[name] = closed.finished(outcome)
+        self.finished[name] = FinishedProblem.of(
+            outcome, closed.graded, judged=closed.judged, escalated=closed.escalated
+        )
         return outcome
-
-    def _apply_inside(self, event: Event) -> None:
-        """Events of an open problem; those of finished problems (late clean-up) and remarks change nothing."""
-        name = event.decision.question if isinstance(event, _ABOUT_GATES) else getattr(event, "problem", None)
-        if isinstance(name, str) and name in self.open:
-            self.open[name].apply(event)
 
 
 def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:

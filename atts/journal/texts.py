@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import base64
 from collections import OrderedDict
-from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any
 
 _CHARACTERS = 16 << 20
-_NUMBERS = 1 << 20
 
 
 class Texts:
@@ -23,8 +20,6 @@ class Texts:
         self._known: OrderedDict[str, str] = OrderedDict()
         self._limit = limit
         self._size = 0
-        self._tuples: dict[str, tuple[Any, ...]] = {}
-        self._numbers = 0
         self.fresh: list[tuple[str, str]] = []  # to be written before the line that refers to them
 
     def refer(self, text: str) -> str:
@@ -56,14 +51,3 @@ class Texts:
             raise ValueError(f"it refers to a text @{name} that is not there")
         self._known.move_to_end(name)
         return self._known[name]
-
-    def unpacked(self, text: str, unpack: Callable[[str], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """The tuple a packed text stands for; one that was met lately is the same object, and is not unpacked again."""
-        found = self._tuples.get(text)
-        if found is None:
-            if self._numbers > _NUMBERS:
-                self._tuples.clear()
-                self._numbers = 0
-            found = self._tuples[text] = unpack(text)
-            self._numbers += len(found)
-        return found

@@ -24,7 +24,7 @@ from atts import tasks
 from atts.errors import JournalCorrupt, OptionError, StorageError
 from atts.files import refused, storage, sync_directory
 from atts.journal.events import SCHEMA, Entry, Event, SessionClosed, SessionOpened
-from atts.journal.files import AppendFile, Opener, locked, open_append, write_all
+from atts.journal.files import Opener, locked, open_append, write_all
 from atts.journal.lines import JournalReader, LineWriter, joined
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
 
@@ -68,7 +68,7 @@ class Journal:
         self._clock = options.clock or tasks.clock()
         self._epoch = self._synced_at = self._clock()
         with storage(path):
-            self._file: AppendFile = options.opener(path)
+            self._file = options.opener(path)
             sync_directory(path.parent)
         self._recorded = 0  # events in the file
         self._synced = 0  # of those, on the disk itself
@@ -193,8 +193,8 @@ async def open_journal(
                 journal.record(SessionOpened(SCHEMA, journal.session, version, os.getpid(), platform.node()))
                 yield journal
             except BaseException as error:
-                status: Literal["failed", "interrupted"] = "failed" if isinstance(error, Exception) else "interrupted"
-                closing = SessionClosed(status, f"{type(error).__name__}: {error}")
+                words = f"{type(error).__name__}: {error}"
+                closing = SessionClosed("failed" if isinstance(error, Exception) else "interrupted", words)
                 raise
             finally:
                 with anyio.CancelScope(shield=True):

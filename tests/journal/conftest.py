@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,20 +15,20 @@ from atts.core import Chunk, Decision, Problem, Prompt, Turn
 from atts.journal import Event, OutcomeReached, ProblemStarted, RolloutFinished, RolloutStarted, TurnFinished
 
 
-class SmallDisk:
+class SmallDisk(FileIO):
     """An append-only file on a disk with room for `room` bytes, taking at most `bite` at a time."""
 
     def __init__(self, path: Path, room: int, bite: int) -> None:
-        self._file = path.open("ab", buffering=0)
+        super().__init__(path, "ab")
         self._room = room
         self._bite = bite
         self.syncs = 0
 
-    def write(self, data: bytes, /) -> int:
+    def write(self, data: Any, /) -> int:
         """As a full disk does: take what fits, then refuse."""
         if not self._room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        taken = self._file.write(data[: min(self._room, self._bite)])
+        taken = super().write(data[: min(self._room, self._bite)])
         assert taken is not None
         self._room -= taken
         return taken
@@ -34,11 +36,7 @@ class SmallDisk:
     def fileno(self) -> int:
         """Asked once per sync."""
         self.syncs += 1
-        return self._file.fileno()
-
-    def close(self) -> None:
-        """Give the real file back."""
-        self._file.close()
+        return super().fileno()
 
 
 @pytest.fixture

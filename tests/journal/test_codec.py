@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.core import Completion, Prompt, Scores
-from atts.journal import KINDS, Event, Sampled, Scored
+from atts.journal import Event, Sampled, Scored
 from atts.journal.codec import form
+from atts.journal.events import KINDS
 from atts.journal.texts import Texts
 
 

@@ -15,7 +15,6 @@ from atts.journal import (
     FACTS,
     SCHEMA,
     Event,
-    JournalReader,
     OutcomeReached,
     Sampled,
     SessionOpened,
@@ -23,7 +22,7 @@ from atts.journal import (
     Warned,
     read_entries,
 )
-from atts.journal.lines import LineWriter
+from atts.journal.lines import JournalReader, LineWriter
 
 OPENED = SessionOpened(SCHEMA, 1, "0.1.0", 42)
 

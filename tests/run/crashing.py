@@ -17,9 +17,10 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from io import FileIO
 from itertools import cycle
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 
@@ -34,7 +35,6 @@ from atts.journal import (
     Scored,
     SessionOpened,
     Warned,
-    open_append,
     read_entries,
     read_outcomes,
     sample_key,
@@ -88,18 +88,18 @@ def _tell(notes: int, what: str) -> None:
     os.write(notes, f"{os.getpid()} {what}\n".encode())
 
 
-class ShortFile:
+class ShortFile(FileIO):
     """An append-only file that ends badly: at a certain byte its process is killed, or its disk is full."""
 
     def __init__(self, path: Path, room: int, then: Literal["die", "refuse"]) -> None:
-        self._file = open_append(path)
+        super().__init__(path, "ab")
         self._calls = os.open(path.with_name(CALLS), os.O_WRONLY | os.O_APPEND)
         self._room = room
         self._then = then
 
-    def write(self, data: bytes, /) -> int | None:
+    def write(self, data: Any, /) -> int:
         """Write what there is room for; at the end of it, die or refuse."""
-        taken = self._file.write(data[: self._room]) or 0
+        taken = super().write(data[: self._room]) or 0
         self._room -= taken
         if not self._room and self._then == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -108,16 +108,12 @@ class ShortFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return taken
 
-    def fileno(self) -> int:
-        """The real file's."""
-        return self._file.fileno()
-
     def close(self) -> None:
-        """The real file's, and the list of calls."""
+        """Close the list of calls too."""
         if self._calls >= 0:
             os.close(self._calls)
             self._calls = -1
-        self._file.close()
+        super().close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +148,10 @@ def play(order: Order) -> int:
         limits={"draft": Limit(slots=DRAFT_SLOTS), "target": Limit(slots=TARGET_SLOTS)},
     )
     room = order.room
-    opener = open_append if room is None else lambda path: ShortFile(path, room, order.then)
-    session = Session(directory, journal=JournalOptions(opener=opener), signals=order.signals)
+    journal = (
+        JournalOptions() if room is None else JournalOptions(opener=lambda path: ShortFile(path, room, order.then))
+    )
+    session = Session(directory, journal=journal, signals=order.signals)
     result = anyio.run(evaluate, toy_problems(order.problems, order.seed), plan, session)
     return result.exit_code
 

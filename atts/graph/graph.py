@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 import anyio
 
 from atts.graph.admission import Admission, Run
-from atts.graph.ledger import GraphStats, Ledger, Sink
+from atts.graph.ledger import EngineUse, GraphStats, Ledger, Sink
 from atts.graph.limits import Limit, Pool
 from atts.graph.policy import RetryPolicy
 from atts.graph.scopes import ProblemScope
@@ -33,6 +34,8 @@ P = TypeVar("P", bound=HasId)
 
 # How long the opening of problems waits for one that neither calls nor submits: only such problems ever meet it.
 OPENING_SECONDS = 0.01
+
+_use = attrgetter(*(field.name for field in fields(EngineUse)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ class Graph:
             rollouts=MappingProxyType(dict(ledger.rollouts)),
             nodes=ledger.nodes,
             sibling_seconds=ledger.sibling_seconds,
-            engines=ledger.engines(),
+            engines=MappingProxyType({name: EngineUse(*_use(pool)) for name, pool in ledger.pools.items()}),
         )
 
     async def _open(

@@ -103,8 +103,8 @@ class Group(Generic[T]):
     samples: range
     admit: Admit
     settle: Callable[[RolloutResult[T]], bool] | None
-    why: str  # not empty: nothing more is started
-    queued: float
+    why: str = field(init=False)  # not empty: nothing more is started
+    queued: float = field(init=False)
     tasks: TaskGroup | None = None
     results: dict[int, RolloutResult[T]] = field(default_factory=dict[int, RolloutResult[Any]])
     last_nodes: list[int] = field(default_factory=list[int])
@@ -115,6 +115,7 @@ class Group(Generic[T]):
     _ended: list[tuple[RolloutScope[T], RolloutSpan]] = field(default_factory=list[Any])
 
     def __post_init__(self) -> None:
+        self.why, self.queued = self.run.stopped, self.run.ledger.now()
         self.round = Round(self.frontier)
 
     @property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import get_args
 
 from atts.errors import OptionError
@@ -106,10 +105,3 @@ class Ledger:
             self.failures_in_row = 0
         limit = self.policy.give_up_after
         return limit is not None and self.failures_in_row >= limit
-
-    def engines(self) -> Mapping[str, EngineUse]:
-        """Every pool, now."""
-        names = [part.name for part in fields(EngineUse)]
-        return MappingProxyType(
-            {name: EngineUse(*(getattr(pool, part) for part in names)) for name, pool in self.pools.items()}
-        )

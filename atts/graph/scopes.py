@@ -75,17 +75,7 @@ class ProblemScope(Caller):
         wanted = range(samples) if isinstance(samples, int) else samples
         if not wanted:
             raise OptionError("samples", f"{samples!r} asks for no rollout")
-        group = Group(
-            self.run,
-            self.problem,
-            self.frontier,
-            function=function,
-            samples=wanted,
-            admit=admit,
-            settle=settle,
-            why=self.run.stopped,
-            queued=self.run.ledger.now(),
-        )
+        group = Group(self.run, self.problem, self.frontier, function, wanted, admit=admit, settle=settle)
         try:
             await self._gather(group, timeout_seconds, priority)
         finally:

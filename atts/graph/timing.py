@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -13,7 +14,7 @@ COMPUTE_BOUND = frozenset({"score"})
 """Stages that are one prefill: their time is arithmetic. Decoding moves every weight for every token: memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StageTime:
     """Seconds summed over a stage's nodes."""
 
@@ -21,16 +22,6 @@ class StageTime:
     wait: float = 0.0  # for siblings
     queue: float = 0.0  # for a slot
     compute: float = 0.0
-
-    @classmethod
-    def of(cls, nodes: Sequence[CallSpan]) -> StageTime:
-        """These nodes' sums."""
-        wait = queue = compute = 0.0
-        for node in nodes:
-            wait += node.queued - node.ready
-            queue += node.started - node.queued
-            compute += node.ended - node.started
-        return cls(len(nodes), wait, queue, compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +63,21 @@ def measure(nodes: Iterable[CallSpan], *, compute_bound: Collection[str] = COMPU
     (4.0, 3.0, 0.5, 0.0)
     """
     found = sorted(nodes, key=lambda node: node.node)
-    by_stage: dict[str, list[CallSpan]] = {}
-    busy: dict[str, float] = {}
+    stages: defaultdict[str, StageTime] = defaultdict(StageTime)
+    busy: defaultdict[str, float] = defaultdict(float)
     for node in found:
-        by_stage.setdefault(node.stage, []).append(node)
+        stage = stages[node.stage]
+        stage.nodes += 1
+        stage.wait += node.wait
+        stage.queue += node.queue
+        stage.compute += node.compute
         if node.engine:
-            busy[node.engine] = busy.get(node.engine, 0.0) + (node.ended - node.started)
-    stages = {stage: StageTime.of(nodes) for stage, nodes in by_stage.items()}
+            busy[node.engine] += node.compute
     arithmetic = math.fsum(time.compute for stage, time in stages.items() if stage in compute_bound)
     return Timing(
         seconds=max((n.ended for n in found), default=0.0) - min((n.ready for n in found), default=0.0),
-        stages=MappingProxyType(stages),
-        busy_seconds=MappingProxyType(busy),
+        stages=MappingProxyType(dict(stages)),
+        busy_seconds=MappingProxyType(dict(busy)),
         critical_path=_longest_chain(found),
         arithmetic_seconds=arithmetic,
         memory_seconds=math.fsum(time.compute for time in stages.values()) - arithmetic,

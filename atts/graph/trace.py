@@ -59,17 +59,15 @@ def _rollout_events(nodes: list[CallSpan], zero: float) -> Iterator[Event]:
         ((min(n.ready for n in own), max(n.ended for n in own), own) for own in by_rollout.values()),
         key=lambda span: span[:2],
     )
-    rows: dict[int, tuple[int, float]] = {}
-    by_id: dict[int, CallSpan] = {}
+    rows: dict[int, tuple[int, CallSpan]] = {}
     for lane, own in _lanes(spans):
         for node in own:
-            rows[node.node] = (lane, node.ended - zero)
-            by_id[node.node] = node
+            rows[node.node] = (lane, node)
             yield from _steps(node, lane, zero)
-    for node in by_id.values():
-        for other in node.after:
-            if other in by_id and by_id[other].sample != node.sample:
-                yield from _arrow(f"{other}-{node.node}", rows[other], (rows[node.node][0], node.queued - zero))
+    for row, node in rows.values():
+        for lane, other in (rows[number] for number in node.after if number in rows):
+            if other.sample != node.sample:
+                yield from _arrow(f"{other.node}-{node.node}", (lane, other.ended - zero), (row, node.queued - zero))
 
 
 def _steps(node: CallSpan, lane: int, zero: float) -> Iterator[Event]:

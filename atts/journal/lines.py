@@ -24,17 +24,7 @@ import msgspec
 from atts.errors import JournalCorrupt, JournalVersion
 from atts.files import storage
 from atts.journal.codec import TAG_FIELD, dataclass_form
-from atts.journal.events import (
-    KINDS,
-    SCHEMA,
-    Decided,
-    Entry,
-    Event,
-    Observed,
-    Sampled,
-    Scored,
-    SessionOpened,
-)
+from atts.journal.events import KINDS, SCHEMA, Decided, Entry, Event, Observed, Sampled, Scored, SessionOpened
 from atts.journal.migration import ORIGINS, with_origin
 from atts.journal.texts import Texts
 from atts.spans import CallSpan
@@ -70,9 +60,8 @@ class _Opening(msgspec.Struct):
     schema: int
 
 
-_FORMS = {kind: dataclass_form(kind, _EventLine, word) for word, kind in KINDS.items()}
-_WORDS: Mapping[type[Event], str] = MappingProxyType({kind: word for word, kind in KINDS.items()})
-_READS = {form.stored: form.read for form in _FORMS.values()}
+_FORMS = {kind: (word, dataclass_form(kind, _EventLine, word)) for word, kind in KINDS.items()}
+_READS = {form.stored: form.read for _, form in _FORMS.values()}
 _LINES: Any = reduce(or_, _READS, _TextLine)
 _decode = msgspec.json.Decoder(_LINES).decode
 
@@ -86,14 +75,14 @@ class LineWriter:
 
     def lines(self, event: Event, at: float, wall: float) -> bytes:
         """The event's line, long texts it brings along before it."""
-        kind = type(event)
-        body = _FORMS[kind].write(event, self._texts)
+        word, form = _FORMS[type(event)]
+        body = form.write(event, self._texts)
         before = b""
         if self._texts.fresh:
             texts = [{"kind": "text", "id": name, "text": text} for name, text in self._texts.fresh]
             before = b"".join(map(self._line, texts))
             self._texts.fresh.clear()
-        return before + self._line({"at": round(at, 6), "wall": round(wall, 3), "kind": _WORDS[kind], **body})
+        return before + self._line({"at": round(at, 6), "wall": round(wall, 3), "kind": word, **body})
 
     def _line(self, fields: dict[str, Any]) -> bytes:
         body = _escaped({"n": self.number, **fields}).encode()[:-1]
@@ -118,15 +107,6 @@ def joined(event: Event, second: Event) -> Event:
     assert isinstance(event, Sampled | Scored), "only a call or a decision holds another event"
     assert isinstance(second, CallSpan), "a call holds its span, a decision what was done with it"
     return replace(event, span=second)
-
-
-def _parted(event: Event) -> tuple[Event, Event | None]:
-    """The two events that a line holds, if it does."""
-    if isinstance(event, Sampled | Scored) and event.span is not None:
-        return replace(event, span=None), event.span
-    if isinstance(event, Decided) and event.escalated is not None:
-        return replace(event, escalated=None), Observed(event.decision, event.escalated)
-    return event, None
 
 
 class JournalReader:
@@ -166,13 +146,17 @@ class JournalReader:
                     yield from self._parts(entry)
 
     def _parts(self, entry: Entry) -> Iterator[Entry]:
-        """The events of one line, those that are wanted."""
-        event, second = _parted(entry.event)
-        if second is None:
+        """The one or two events of a line, those that are wanted."""
+        event = entry.event
+        if isinstance(event, Sampled | Scored) and event.span is not None:
+            parts: tuple[Event, Event] = (replace(event, span=None), event.span)
+        elif isinstance(event, Decided) and event.escalated is not None:
+            parts = (replace(event, escalated=None), Observed(event.decision, event.escalated))
+        else:
             yield entry
             return
         kinds = self._kinds
-        yield from (replace(entry, event=part) for part in (event, second) if kinds is None or type(part) in kinds)
+        yield from (replace(entry, event=part) for part in parts if kinds is None or type(part) in kinds)
 
     def _is_passed_over(self, line: bytes) -> bool:
         """Whether the event is not wanted; texts it refers to count as used, as they did when it was written."""

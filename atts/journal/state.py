@@ -33,7 +33,6 @@ from atts.spans import CallSpan, ProblemSpan
 
 Call = Sampled | Scored | CallFailed
 
-
 FACTS: tuple[type[Event], ...] = (
     SessionOpened, SessionClosed, ProblemStarted, RolloutStarted, TurnFinished, RolloutFinished, OutcomeReached, Graded,
 )  # fmt: skip
@@ -99,29 +98,23 @@ class OpenProblem:
             case CallFailed():
                 self._failures.setdefault(event.rollout, []).append(event)
             case Sampled() | Scored():
-                self._called(event)
+                self._settle(event.rollout)
+                self.calls.setdefault(event.key, deque()).append(event)
+                if isinstance(event, Sampled):
+                    self._hints[event.sample] = event.rollout
             case Decided() | Observed():
-                self._decided(event)
+                decision = event.decision
+                self._settle(self._hints.get(decision.sample, ""))
+                self.gate.setdefault((decision.sample, decision.turn), deque()).append(event)
+                for _, is_escalated in judged(event):
+                    self.judged += 1
+                    self.escalated += is_escalated
             case Taught():
                 self.taught.add((event.sample, event.turn, event.attempt))
             case Graded():
                 self.graded.append(event)
             case _:
                 pass
-
-    def _called(self, event: Sampled | Scored) -> None:
-        self._settle(event.rollout)
-        self.calls.setdefault(event.key, deque()).append(event)
-        if isinstance(event, Sampled):
-            self._hints[event.sample] = event.rollout
-
-    def _decided(self, event: Decided | Observed) -> None:
-        decision = event.decision
-        self._settle(self._hints.get(decision.sample, ""))
-        self.gate.setdefault((decision.sample, decision.turn), deque()).append(event)
-        for _, is_escalated in judged(event):
-            self.judged += 1
-            self.escalated += is_escalated
 
     def _settle(self, hint: str) -> None:
         """The line of work went on: its failures so far stand."""

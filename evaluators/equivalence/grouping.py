@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from atts.core import AnswerKind
 from atts.evaluators.equivalence.fast import SecondOpinion, equivalent
 from atts.evaluators.equivalence.keys import Keys
-from atts.evaluators.syntax.reading import Reading, read
+from atts.evaluators.syntax.reading import read
 from atts.evaluators.syntax.vocabulary import squashed
 from atts.evaluators.verdict import Limits
 
@@ -59,25 +59,15 @@ class _Classes:
         loose: dict[str, list[int]] = defaultdict(list)
         for text in texts:
             reading = read(text, self.limits)
-            key = self.strong(reading)
+            key = squashed(reading.text) if self.kind == "text" else self.keys.strong(reading)
             if key not in strong:
                 strong[key] = len(self.texts)
-                for token in sorted(self.loose(reading)):
+                for token in () if self.kind == "text" else sorted(self.keys.loose(reading)):
                     loose[token].append(strong[key])
                 self.texts.append(text)
             owner[text] = strong[key]
         merged = self.merge(loose)
         return {text: merged[index] for text, index in owner.items()}
-
-    def strong(self, reading: Reading) -> str:
-        if self.kind == "text":
-            return squashed(reading.text)
-        return self.keys.strong(reading)
-
-    def loose(self, reading: Reading) -> frozenset[str]:
-        if self.kind == "text":
-            return frozenset()
-        return self.keys.loose(reading)
 
     def merge(self, loose: dict[str, list[int]]) -> list[int]:
         """Join representatives whose loose keys meet and that are equal, keeping apart whatever differs."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar
 
+import anyio
+
 from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores, TokenIds
-from atts.errors import ContextOverflow, UsageError
+from atts.errors import ContextOverflow, EngineError, EngineUnavailable, UnsupportedByEngine, UsageError
+from atts.tasks import clock
 
 _Request = TypeVar("_Request", SampleRequest, ScoreRequest)
 _Answer = TypeVar("_Answer", Completion, Scores)
+_Value = TypeVar("_Value")
+EngineState = Literal["new", "open", "closed"]
 Capability = Literal["sample", "score", "rate"]
 """rate: scores a suffix of one token only, of a few likely ones: enough for a rating of one digit."""
 
@@ -242,3 +248,118 @@ def _check_ids(ids: TokenIds, spec: EngineSpec, what: str) -> None:
 def _check_length(needed: int, spec: EngineSpec) -> None:
     if needed > spec.context_length:
         raise ContextOverflow(spec.name, needed, spec.context_length)
+
+
+class BaseEngine(ABC):
+    """An engine that checks and counts requests; a subclass sets `_spec` and `_tokenizer`, and answers them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._state: EngineState = "new"
+        self._spec: EngineSpec | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._counts = EngineCounters()
+        self._clock: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
+        self._busy_since = 0.0
+        self._idle_since = 0.0
+
+    @property
+    def spec(self) -> EngineSpec:
+        """Known once the engine is open."""
+        return opened(self._spec, self._name)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's, in this process; known once the engine is open."""
+        return opened(self._tokenizer, self._name)
+
+    def stats(self) -> EngineStats:
+        """Counters so far, as seen from here; busy is the time in which at least one request was under way."""
+        counts = self._counts
+        return counts.snapshot(busy_for=self._clock() - self._busy_since if counts.in_flight else 0.0)
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Continue the ids; see `atts.engine.Engine`."""
+        self._admit("sample")
+        check_sample(request, self.spec)
+        done = await self._counted(request, self._sample)
+        self._counts.sampled(request, done)
+        return done
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Score the suffix; see `atts.engine.Engine`."""
+        self._admit("rate" if len(request.suffix) == 1 and "rate" in self.spec.capabilities else "score")
+        check_score(request, self.spec)
+        done = await self._counted(request, self._score)
+        self._counts.scored(request, done)
+        return done
+
+    async def open(self) -> None:
+        """Make it ready to be asked."""
+        self._clock, self._state = clock(), "open"
+
+    async def __aenter__(self) -> Self:
+        if self._state == "closed":
+            raise not_open(self._name, self._state)
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        self._state = "closed"
+        await self._close()
+        return None
+
+    async def _close(self) -> None:  # noqa: B027  # some hold nothing
+        """Give back what it holds; twice is fine."""
+
+    @abstractmethod
+    async def _sample(self, request: SampleRequest) -> Completion: ...
+
+    @abstractmethod
+    async def _score(self, request: ScoreRequest) -> Scores: ...
+
+    def _admit(self, verb: Capability) -> None:
+        if self._state != "open":
+            raise not_open(self._name, self._state)
+        if verb not in self.spec.capabilities:
+            raise UnsupportedByEngine(self._name, f"{self.spec.engine} cannot {verb}")
+
+    async def _counted(self, request: _Request, answer: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
+        """Count a request while it is under way, and how it ended."""
+        counts = self._counts
+        counts.requests += 1
+        if not counts.in_flight:
+            self._busy_since = self._clock()
+        counts.in_flight += 1
+        try:
+            return await answer(request)
+        except anyio.get_cancelled_exc_class():
+            counts.cancelled += 1
+            raise
+        except EngineError:
+            counts.failed += 1
+            raise
+        finally:
+            counts.in_flight -= 1
+            if not counts.in_flight:
+                self._idle_since = self._clock()
+                counts.busy_seconds += self._idle_since - self._busy_since
+
+
+def not_open(name: str, state: EngineState) -> EngineUnavailable:
+    """The error of an engine that is asked before it is open, or after it closed."""
+    if state == "closed":
+        return EngineUnavailable(name, "it is closed", "Make a new one")
+    return EngineUnavailable(name, "it is not open yet", "Call it inside `async with engine:`")
+
+
+def opened(value: _Value | None, name: str) -> _Value:
+    """What an engine has once it is open.
+
+    :raises EngineUnavailable: it is not.
+    """
+    if value is None:
+        raise not_open(name, "new")
+    return value

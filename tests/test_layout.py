@@ -236,4 +236,4 @@ SPAWNING = ("create_task_group", "open_nursery", "TaskGroup(", "ensure_future", 
 def test_task_groups_are_opened_in_one_place() -> None:
     """Structured concurrency has one owner; an actor, whose methods are calls from another process, has a task."""
     openers = {name for name, path in sources().items() if any(word in path.read_text() for word in SPAWNING)}
-    assert openers == {"atts.tasks", "atts.remote.ray_host"}
+    assert openers == {"atts.tasks", "atts.remote.ray"}

@@ -10,32 +10,13 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Protocol
+from typing import IO
 
 from atts.errors import EngineError
 from atts.local.messages import Close, Command, FailureReply, LoopReport, WorkerConfig, WorkerReady
 
 _CLOSE_SECONDS = 10.0
 Deliver = Callable[[LoopReport], None]
-
-
-class LoopWorker(Protocol):
-    """A step loop at work; reports come from a thread of its own."""
-
-    def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Start, and wait until the model is loaded.
-
-        :raises EngineError: it could not be.
-        """
-        ...
-
-    def send(self, command: Command) -> None:
-        """Pass a command on; returns at once."""
-        ...
-
-    def close(self) -> None:
-        """End the loop and wait for its end; closing twice is fine."""
-        ...
 
 
 class Mailbox:
@@ -66,7 +47,10 @@ class ThreadWorker:
         self._thread: threading.Thread | None = None
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Load the model here, then start the thread."""
+        """Load the model here, then start the thread, from which reports come.
+
+        :raises EngineError: it could not be loaded.
+        """
         from atts.local.build import build_loop, set_threads  # imports torch
 
         loop, ready = build_loop(config, deliver)
@@ -87,7 +71,7 @@ class ThreadWorker:
         self._mailbox.put(command)
 
     def close(self) -> None:
-        """End the loop and wait for its end."""
+        """End the loop and wait for its end; closing twice is fine."""
         if self._thread is not None:
             self._mailbox.put(Close())
             self._thread.join(_CLOSE_SECONDS)
@@ -112,7 +96,10 @@ class ProcessWorker:
         )
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Send the child its configuration and wait for its answer."""
+        """Send the child its configuration and wait until the model is loaded; reports come from a thread of its own.
+
+        :raises EngineError: it could not be loaded.
+        """
         process = self._process
         assert process is not None, "opened once, before it is closed"
         assert process.stdin is not None, "asked for a pipe"
@@ -136,7 +123,7 @@ class ProcessWorker:
         self._outbox.put(command)
 
     def close(self) -> None:
-        """End the loop and wait for its end."""
+        """End the loop and wait for its end; closing twice is fine."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -160,6 +147,9 @@ class ProcessWorker:
             process.wait()
         if not self._threads:
             _close_pipes(process)
+
+
+LoopWorker = ThreadWorker | ProcessWorker
 
 
 def broken(error: BaseException) -> FailureReply:

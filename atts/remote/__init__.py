@@ -5,8 +5,7 @@ from atts.remote.options import DIALECTS, ApiKey, DialectName, Prefill, RemoteOp
 from atts.remote.pool import Replica, ReplicaLoad, ReplicaPool
 from atts.remote.probe_report import ProbeReport, probe
 from atts.remote.probing import Finding
-from atts.remote.ray_engine import RayEngine
-from atts.remote.ray_replica import RayOptions
+from atts.remote.ray import RayEngine, RayOptions
 from atts.remote.urls import SCHEMES, server_engine
 
 __all__ = [

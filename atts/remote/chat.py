@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from atts.core import Message, SampleRequest, TokenIds
 from atts.errors import UnsupportedByEngine
 from atts.remote.client import Call, Client
-from atts.remote.dialects import Identity, LogProbs, RawCompletion, choose_model, finish_of, json_of, seed_of
+from atts.remote.dialects import Dialect, Identity, LogProbs, RawCompletion, choose_model, finish_of, json_of, seed_of
 from atts.remote.options import Prefill, RemoteOptions
 from atts.remote.text_tokenizer import END, TextTokenizer
 
@@ -22,7 +22,7 @@ _GO_ON = (
 )
 
 
-class TextDialect:
+class TextDialect(Dialect):
     """What the dialects that take messages and give text have in common: no ids, no log-probs, nothing to abort."""
 
     speaks: Literal["ids", "text"] = "text"
@@ -33,18 +33,6 @@ class TextDialect:
         self._options = options
         self._text = TextTokenizer()
         self._model = ""
-
-    def abort(self, rid: str) -> Call | None:
-        """See `Dialect`; closing the connection is all there is."""
-        return None
-
-    async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """See `Dialect`."""
-        raise AssertionError("no ids are spoken")
-
-    async def running(self, client: Client) -> int | None:
-        """See `Dialect`; it does not say."""
-        return None
 
 
 class ChatDialect(TextDialect):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -74,10 +75,8 @@ class Client:
         """Close every connection."""
         await self._transport.aclose()
 
-    async def look(
-        self, path: str, body: dict[str, Any] | None = None, *, method: Literal["GET", "POST"] = "GET"
-    ) -> HttpReply:
-        """One short question about the server itself, not retried; any status is an answer.
+    async def look(self, path: str, body: dict[str, Any] | None = None) -> HttpReply:
+        """One short question about the server itself, posted where it has a body, not retried; any status is an answer.
 
         :raises EngineUnavailable: no whole reply came.
         :raises EngineTimeout: none came in time.
@@ -85,7 +84,7 @@ class Client:
         data = None if body is None else msgspec.json.encode(body)
         try:
             with anyio.fail_after(min(_LOOK_SECONDS, self.options.timeout_seconds)):
-                return await self._transport.send(method, self.url + path, data, self._headers)
+                return await self._transport.send(self.url + path, data, self._headers)
         except Lost as lost:
             raise self._unreachable(lost) from lost
         except TimeoutError as late:
@@ -124,7 +123,7 @@ class Client:
             await self.limit.take()
         try:
             self.traffic.attempts += 1
-            return await self._transport.send("POST", url, body, headers)
+            return await self._transport.send(url, body, headers)
         except Lost as lost:
             self.traffic.lost += 1
             if lost.sent:
@@ -148,11 +147,9 @@ class Client:
         self.traffic.aborts += 1
         done = False
         with shielded(self.options.cancel_seconds):
-            try:
+            with suppress(Lost):  # counted below: a server that is gone has nothing left to abort
                 data = msgspec.json.encode(call.body)
-                done = (await self._transport.send("POST", self.url + call.path, data, self._headers)).status == 200
-            except Lost:
-                done = False  # counted below: a server that is gone has nothing left to abort
+                done = (await self._transport.send(self.url + call.path, data, self._headers)).status == 200
         self.traffic.aborts_failed += not done
 
     def _judge(self, reply: HttpReply) -> Any:

@@ -44,9 +44,9 @@ class Dialect(Protocol):
     """
 
     name: str
-    speaks: Literal["ids", "text"]
-    spare: int  # places of the context that the server needs for itself
-    logprobs: LogProbs  # what comes with sampled tokens, unless the probe finds otherwise
+    speaks: Literal["ids", "text"] = "ids"
+    spare: int = 1  # places of the context that the server needs for itself
+    logprobs: LogProbs = "raw"  # what comes with sampled tokens, unless the probe finds otherwise
 
     async def identify(self, client: Client, model: str) -> Identity:
         """Ask who is there; remembers model and routes for the calls to come.
@@ -65,15 +65,15 @@ class Dialect(Protocol):
 
     def abort(self, rid: str) -> Call | None:
         """The call that frees a request; None where closing the connection is all there is."""
-        ...
+        return None
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
         """The server's own ids of a text, no special token added; never asked where text is spoken."""
-        ...
+        raise AssertionError("no ids are spoken")
 
     async def running(self, client: Client) -> int | None:
         """How many requests the server is working on; None when it does not say."""
-        ...
+        return None
 
 
 @runtime_checkable
@@ -158,8 +158,7 @@ def json_of(client: Client, reply: HttpReply, path: str) -> Any:
 
 async def json_at(client: Client, path: str, body: dict[str, Any] | None = None) -> Any:
     """The JSON at a path."""
-    method: Literal["GET", "POST"] = "GET" if body is None else "POST"
-    return json_of(client, await client.look(path, body, method=method), path)
+    return json_of(client, await client.look(path, body), path)
 
 
 def choose_model(client: Client, models: list[dict[str, Any]], wanted: str) -> dict[str, Any]:

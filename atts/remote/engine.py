@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import Capability, Tokenizer
+from atts.engine import BaseEngine, Capability, Tokenizer, opened
 from atts.errors import OptionError, UnsupportedByEngine
-from atts.remote.base import BaseEngine, not_open, opened
 from atts.remote.client import Client, Traffic
 from atts.remote.dialect_client import DialectClient
 from atts.remote.dialects import Dialect, Identity
@@ -86,19 +84,6 @@ class RemoteEngine(BaseEngine):
         """Attempts, retries and aborts so far."""
         return self._opened().traffic
 
-    async def __aenter__(self) -> Self:
-        if self._state == "closed":
-            raise not_open(self._name, self._state)
-        await self.open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> bool | None:
-        self._state = "closed"
-        await self._close()
-        return None
-
     async def open(self) -> None:
         """Connect, wait while the server loads, learn who it is, and see it do what is needed.
 
@@ -141,9 +126,9 @@ class RemoteEngine(BaseEngine):
         lost = client.traffic.lost
         await wait_ready(client)
         now = await identify(client, requests.dialect, self._model)
-        fresh = await ServerProbe(requests, self.spec, self.tokenizer).canary(self._known)
+        fresh = await ServerProbe(requests).again(self._known)
         try:
-            same_as_before(self._name, self._identity, now, self._known, fresh)
+            same_as_before(self._name, self._identity, now, self._known, *fresh)
         except UnsupportedByEngine as changed:
             self._changed = changed  # for good: what it would answer belongs to another run
             raise
@@ -198,7 +183,7 @@ class RemoteEngine(BaseEngine):
         :raises UnsupportedByEngine: it does not do what is needed.
         """
         requests, spec = self._requests(), self.spec
-        known = await ServerProbe(requests, spec, self.tokenizer).run()
+        known = await ServerProbe(requests).run()
         refuse(self._name, known.findings, self._needs)
         requests.sampled = known.sampled
         measured = "raw" if "score" in spec.capabilities else known.sampled

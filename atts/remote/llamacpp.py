@@ -7,8 +7,8 @@ from typing import Any, Literal
 from atts.core import SampleRequest, TokenIds
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
+    Dialect,
     Identity,
-    LogProbs,
     RawCompletion,
     choose_model,
     in_queue,
@@ -21,13 +21,10 @@ from atts.remote.dialects import (
 _FORCE = 1e9  # a bias that leaves no other token a chance; log-probs are taken before it
 
 
-class LlamaCppDialect:
+class LlamaCppDialect(Dialect):
     """llama.cpp's own server. It leaves out the log-probs of stop words and of cut characters: they are asked for."""
 
     name = "llamacpp"
-    speaks: Literal["ids", "text"] = "ids"
-    spare = 1
-    logprobs: LogProbs = "raw"
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`; one server has one model, so a name is only compared with the file's."""
@@ -88,10 +85,6 @@ class LlamaCppDialect:
         if row["id"] != token or tuple(reply["tokens"]) != (token,):
             raise ValueError(f"it was made to write {token}, and wrote {row['id']}")
         return float(row["logprob"])
-
-    def abort(self, rid: str) -> Call | None:
-        """See `Dialect`; it watches the connection."""
-        return None
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
         """See `Dialect`."""

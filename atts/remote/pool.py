@@ -10,17 +10,17 @@ from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import Engine, EngineSpec, EngineStats, Tokenizer
+from atts.engine import Engine, EngineSpec, EngineState, EngineStats, Tokenizer, not_open, opened
 from atts.errors import (
     ATTSError,
     BadReply,
     EngineError,
     EngineTimeout,
     EngineUnavailable,
+    FingerprintError,
     OptionError,
     UnsupportedByEngine,
 )
-from atts.remote.base import not_open, opened, require_alike
 from atts.tasks import backoff, clock
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class ReplicaPool:
         self._name = name
         self._members = [_Member(label, engine) for label, engine in replicas]
         self._stack = AsyncExitStack()
-        self._state: Literal["new", "open", "closed"] = "new"
+        self._state: EngineState = "new"
         self._first: Replica | None = None
         self._clock: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
 
@@ -246,3 +246,14 @@ class ReplicaPool:
 def _weight(name: str, rollout: str) -> bytes:
     """Rendezvous hashing: when a replica goes, only its rollouts move."""
     return blake2b(f"{name}\x1f{rollout}".encode(), digest_size=8).digest()
+
+
+def require_alike(name: str, ours: EngineSpec, theirs: EngineSpec, advice: str) -> None:
+    """Results of several engines are mixed: they must be comparable.
+
+    :raises FingerprintError: they are not.
+    """
+    one, other = ours.fingerprint(), theirs.fingerprint()
+    differences = [(field, one[field], other.get(field)) for field in one if one[field] != other.get(field)]
+    if differences:
+        raise FingerprintError(name, differences, advice)

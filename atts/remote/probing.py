@@ -8,7 +8,7 @@ from typing import Literal
 import anyio
 
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
-from atts.engine import Capability, EngineSpec, Tokenizer
+from atts.engine import Capability
 from atts.errors import BadReply, EngineError, FingerprintError, UnsupportedByEngine
 from atts.remote.dialect_client import DialectClient
 from atts.remote.dialects import Identity, LogProbs, Rater, RawCompletion, Scorer
@@ -60,24 +60,14 @@ class Known:
     convention: Seen = "unknown"  # as measured
 
 
-@dataclass(frozen=True, slots=True)
-class Canary:
-    """The same values, asked for again."""
-
-    values: tuple[float, ...]
-    convention: Seen
-
-
 class ServerProbe:
     """Looks at one server, a few cheap calls long."""
 
-    def __init__(self, requests: DialectClient, spec: EngineSpec, tokenizer: Tokenizer) -> None:
+    def __init__(self, requests: DialectClient) -> None:
         self._requests = requests
-        self._client = requests.client
-        self._dialect = requests.dialect
-        self._spec = spec
-        self._tokenizer = tokenizer
-        self._prompt = tokenizer.render([Message("user", _QUESTION)])
+        self._client, self._dialect = requests.client, requests.dialect
+        self._spec, self._tokenizer = requests.spec, requests.tokenizer
+        self._prompt = self._tokenizer.render([Message("user", _QUESTION)])
 
     async def run(self) -> Known:
         """Look at everything.
@@ -88,10 +78,11 @@ class ServerProbe:
         findings = [Finding("engine", "yes", f"{self._spec.engine}, model {self._spec.model}")]
         findings.append(await self._see_tokenizer())
         written = await self._requests.sample_raw(self._request(_GREEDY))
-        findings.append(_ids_seen(written))
+        with_them = "their log-probs" if written.logprobs else "no log-probs"
+        findings.append(Finding("ids", "yes", f"{len(written.ids)} ids came back with {with_them}", "sample"))
         findings.append(await self._see_stop(written.ids))
         findings.append(await self._see_seeds())
-        values = tuple(value for value in written.logprobs if value is not None)
+        values = _sent(written)
         convention: Seen = "unknown"
         if isinstance(self._dialect, Scorer):
             found, values = await self._see_scores(written)
@@ -105,14 +96,13 @@ class ServerProbe:
         known: Literal["raw", "processed"] = "processed" if sampled == "processed" else "raw"
         return Known(tuple(findings), known, written.ids, values, convention)
 
-    async def canary(self, known: Known) -> Canary:
-        """A few of those values again, without looking for anything new."""
+    async def again(self, known: Known) -> tuple[tuple[float, ...], Seen]:
+        """The values and the convention of what is known, asked for again."""
         if isinstance(self._dialect, Scorer):
             scores = await self._requests.score(ScoreRequest(self._prompt, known.text))
-            return Canary(scores.logprobs, await self._convention())
+            return scores.logprobs, await self._convention()
         written = await self._requests.sample_raw(self._request(_GREEDY))
-        same = written.ids == known.text
-        return Canary(tuple(value for value in written.logprobs if value is not None) if same else (), "unknown")
+        return _sent(written) if written.ids == known.text else (), "unknown"
 
     def _request(self, sampling: Sampling, seed: int = 0, tokens: int = _TOKENS) -> SampleRequest:
         return SampleRequest(self._prompt, tokens, sampling, Seed(run=seed, purpose="probe"))
@@ -163,9 +153,8 @@ class ServerProbe:
         seen = f"a planted token scores {gain:.2f} nats against the greedy one"
         findings.append(Finding("planted", "yes" if gain < 0 else "no", seen, "score"))
         later = max(again.cached_tokens, spoilt.cached_tokens)
-        grown = later > 0
         seen = f"{first.cached_tokens}, then {later} cached tokens while scoring"
-        findings.append(Finding("cache", "yes" if grown else "unknown", seen))
+        findings.append(Finding("cache", "yes" if later else "unknown", seen))
         return findings, first.logprobs
 
     async def _see_rating(self) -> Finding:
@@ -185,11 +174,10 @@ class ServerProbe:
         return next(index for index in candidates if index != token and index not in self._spec.end_ids)
 
     def _compare(self, written: RawCompletion, first: Scores, again: Scores) -> Finding:
-        sampled = [value for value in written.logprobs if value is not None]
         drift = _distance(first.logprobs, again.logprobs)
         if drift > TOLERANCE:
             return Finding("scores", "no", f"the same chunk scored {drift:.3f} nats otherwise from the cache", "score")
-        off = _distance(first.logprobs, sampled)  # at temperature 0 both are of the raw distribution
+        off = _distance(first.logprobs, _sent(written))  # at temperature 0 both are of the raw distribution
         if off > 2 * TOLERANCE:
             return Finding("scores", "no", f"scores are {off:.3f} nats from the log-probs sampled with", "score")
         return Finding(
@@ -199,7 +187,7 @@ class ServerProbe:
     async def _convention(self) -> Seen:
         """Whether log-probs of hot samples are of the raw distribution: compared with scores, which are."""
         hot = await self._requests.sample_raw(self._request(_HOT, 3))
-        sampled = [value for value in hot.logprobs if value is not None]
+        sampled = _sent(hot)
         if len(sampled) != len(hot.ids):
             return "unknown"
         scores = await self._requests.score(ScoreRequest(self._prompt, hot.ids))
@@ -244,27 +232,24 @@ def refuse(name: str, findings: tuple[Finding, ...], needs: frozenset[Capability
         raise UnsupportedByEngine(name, "; ".join(reasons), "Use a server that can, or a pipeline that needs less")
 
 
-def same_as_before(name: str, was: Identity, now: Identity, known: Known, fresh: Canary) -> None:
-    """Compare a server with the one that was opened.
+def same_as_before(
+    name: str, was: Identity, now: Identity, known: Known, values: tuple[float, ...], convention: Seen
+) -> None:
+    """Compare a server with the one that was opened, by what it says and by `ServerProbe.again`.
 
     :raises UnsupportedByEngine: it is another.
     """
     pairs: list[tuple[str, object, object]] = [
         (field, getattr(was, field), getattr(now, field)) for field in ("engine", "model", "context_length")
     ]
-    if "unknown" not in (known.convention, fresh.convention):
-        pairs.append(("log-probs", known.convention, fresh.convention))
-    if len(known.values) != len(fresh.values) or _distance(known.values, fresh.values) > 2 * TOLERANCE:
-        pairs.append(("log-probs of a known text", _short(known.values), _short(fresh.values)))
+    if "unknown" not in (known.convention, convention):
+        pairs.append(("log-probs", known.convention, convention))
+    if len(known.values) != len(values) or _distance(known.values, values) > 2 * TOLERANCE:
+        pairs.append(("log-probs of a known text", _short(known.values), _short(values)))
     changes = [f"{what} was {old}, is {new}" for what, old, new in pairs if old != new]
     if changes:
         advice = "Serve the old one again, or start a run of its own on the new one"
         raise UnsupportedByEngine(name, f"the server changed while in use ({'; '.join(changes)})", advice)
-
-
-def _ids_seen(written: RawCompletion) -> Finding:
-    with_them = "their log-probs" if written.logprobs else "no log-probs"
-    return Finding("ids", "yes", f"{len(written.ids)} ids came back with {with_them}", "sample")
 
 
 def _convention_seen(sampled: LogProbs, measured: Seen) -> Finding:
@@ -274,7 +259,12 @@ def _convention_seen(sampled: LogProbs, measured: Seen) -> Finding:
     return Finding("convention", "yes" if measured != "unknown" else "unknown", seen)
 
 
-def _distance(left: tuple[float, ...], right: list[float] | tuple[float, ...]) -> float:
+def _sent(written: RawCompletion) -> tuple[float, ...]:
+    """The log-probs that came."""
+    return tuple(value for value in written.logprobs if value is not None)
+
+
+def _distance(left: tuple[float, ...], right: tuple[float, ...]) -> float:
     if len(left) != len(right):
         return float("inf")
     return max((abs(a - b) for a, b in zip(left, right, strict=True) if a != b), default=0.0)

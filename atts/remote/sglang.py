@@ -7,6 +7,7 @@ from typing import Any, Literal
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
+    Dialect,
     Identity,
     LogProbs,
     RawCompletion,
@@ -23,11 +24,10 @@ from atts.remote.dialects import (
 )
 
 
-class SglangDialect:
+class SglangDialect(Dialect):
     """SGLang from 0.5 on. Its sampled log-probs are after temperature unless the server was told otherwise."""
 
     name = "sglang"
-    speaks: Literal["ids", "text"] = "ids"
     spare = 2  # it shortens a request that would fill the context, without saying so
     logprobs: LogProbs = "processed"
 

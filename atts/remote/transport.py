@@ -8,7 +8,7 @@ import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from atts.errors import OptionError, UsageError
@@ -33,23 +33,6 @@ class Lost(Exception):
     def __init__(self, problem: str, *, sent: bool) -> None:
         super().__init__(problem)
         self.sent = sent
-
-
-class Transport(Protocol):
-    """An open set of connections; cancelling a call closes its connection."""
-
-    async def send(
-        self, method: Literal["GET", "POST"], url: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> HttpReply:
-        """One request, not retried; redirects are not followed, for they would carry the key elsewhere.
-
-        :raises Lost: no whole reply came.
-        """
-        ...
-
-    async def aclose(self) -> None:
-        """Close every connection; closing twice is fine."""
-        ...
 
 
 def open_transport(options: RemoteOptions) -> Transport:
@@ -82,12 +65,14 @@ class AiohttpTransport:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    async def send(
-        self, method: Literal["GET", "POST"], url: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> HttpReply:
-        """See `Transport`."""
+    async def send(self, url: str, body: bytes | None, headers: Mapping[str, str]) -> HttpReply:
+        """One request, a POST where it has a body; never retried, nor redirected: the key would go elsewhere.
+
+        :raises Lost: no whole reply came.
+        """
         library = self._library
         try:
+            method = "GET" if body is None else "POST"
             response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
             whole = await response.read()  # gives the connection back, or closes it when it fails or is cancelled
             return HttpReply(response.status, whole, response.headers.get("Retry-After", ""))
@@ -99,7 +84,7 @@ class AiohttpTransport:
             raise Lost(_words(error), sent=True) from error
 
     async def aclose(self) -> None:
-        """See `Transport`."""
+        """Close every connection; closing twice is fine."""
         await self._session.close()
 
 
@@ -125,14 +110,13 @@ class HttpxTransport:
         ]
         self._load = [0] * SHARDS
 
-    async def send(
-        self, method: Literal["GET", "POST"], url: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> HttpReply:
-        """See `Transport`."""
+    async def send(self, url: str, body: bytes | None, headers: Mapping[str, str]) -> HttpReply:
+        """As aiohttp's."""
         library = self._library
         shard = min(range(SHARDS), key=self._load.__getitem__)
         self._load[shard] += 1
         try:
+            method = "GET" if body is None else "POST"
             response = await self._clients[shard].request(method, url, content=body, headers=dict(headers))
             return HttpReply(response.status_code, response.content, response.headers.get("Retry-After", ""))
         except (library.ConnectError, library.ConnectTimeout, library.ProxyError) as error:
@@ -145,9 +129,13 @@ class HttpxTransport:
             self._load[shard] -= 1
 
     async def aclose(self) -> None:
-        """See `Transport`."""
+        """Close every connection; closing twice is fine."""
         for client in self._clients:
             await client.aclose()
+
+
+Transport = AiohttpTransport | HttpxTransport
+"""An open set of connections; cancelling a call closes its connection."""
 
 
 def proxy_hint(url: str, options: RemoteOptions) -> str:

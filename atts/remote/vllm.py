@@ -10,8 +10,8 @@ from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.errors import EngineError
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
+    Dialect,
     Identity,
-    LogProbs,
     RawCompletion,
     finish_of,
     in_queue,
@@ -29,13 +29,11 @@ GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 
 
-class VllmDialect:
+class VllmDialect(Dialect):
     """vLLM from 0.10 on; scoring reads the cached prefix when the server runs with --enable-scale-out (0.33)."""
 
     name = "vllm"
-    speaks: Literal["ids", "text"] = "ids"
     spare = 1  # a scoring request must generate a token
-    logprobs: LogProbs = "raw"
 
     def __init__(self, *, priorities: bool = False) -> None:
         self._model = ""
@@ -47,7 +45,7 @@ class VllmDialect:
         version = str((await json_at(client, "/version"))["version"])
         row = await served(client, model)
         self._model = row["id"]
-        closed = (await client.look(GENERATE, {}, method="POST")).status in (401, 403, 404, 405)
+        closed = (await client.look(GENERATE, {})).status in (401, 403, 404, 405)
         self._scale_out = not closed
         routes = frozenset[str]() if closed else frozenset({"generate", "abort"})
         context = int(row.get("max_model_len") or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,27 +75,23 @@ async def check_engine(
     for name in options.skip:
         if name not in CHECKS:
             raise OptionError(name, "there is no such check to skip", tuple(CHECKS))
-    report = await (_check_made(engine, options) if callable(engine) else _check_open(engine, options))
+    report = await _check_all(engine, options)
     if report.broken and broken == "raise":
         raise CheckFailed(report.listed(report.broken))
     return report
 
 
-async def _check_open(engine: Engine, options: CheckOptions) -> ConformanceReport:
-    probe = Probe(engine, options)
-    return ConformanceReport(engine.spec.name, tuple([await _run(name, probe) for name in CHECKS]))
-
-
-async def _check_made(factory: Callable[[], Engine], options: CheckOptions) -> ConformanceReport:
+async def _check_all(engine: Engine | Callable[[], Engine], options: CheckOptions) -> ConformanceReport:
+    factory = engine if callable(engine) else None
     results: list[CheckResult] = []
     name = ""
     remaining = list(CHECKS)
     while remaining:
-        async with factory() as engine:
-            probe, name = Probe(engine, options, factory), engine.spec.name
+        async with nullcontext(engine) if not callable(engine) else engine() as opened:
+            probe, name = Probe(opened, options, factory), opened.spec.name
             while remaining:
                 results.append(await _run(remaining.pop(0), probe))
-                if results[-1].status == "broken":
+                if factory and results[-1].status == "broken":
                     break  # whatever it did to the engine must not count twice
     return ConformanceReport(name, tuple(results))
 

@@ -6,15 +6,14 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 import anyio.lowlevel
 
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
-from atts.engine import Capability, EngineCounters, EngineSpec, EngineStats, check_sample, check_score
-from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine
+from atts.engine import BaseEngine, Capability, EngineSpec
+from atts.errors import OptionError
 from atts.seeds import Seed
 from atts.slots import SlotQueue
 from atts.testing.faults import NO_FAULTS, Faults, FaultSchedule
@@ -73,7 +72,7 @@ class ScoreDrift:
 NO_DRIFT = ScoreDrift()
 
 
-class ScriptedEngine:
+class ScriptedEngine(BaseEngine):
     """A toy model as an engine: seeded, honest log-probabilities, and any latency, queue, failure or drift asked for.
 
     Without latency a call only yields to other tasks once; `concurrency` None means no queue.
@@ -106,6 +105,7 @@ class ScriptedEngine:
             raise OptionError("role", f"{role!r} is unknown", ("draft", "target"))
         if concurrency is not None and concurrency < 1:
             raise OptionError("concurrency", f"{concurrency} slots serve no request; expected at least 1, or None")
+        super().__init__(role)
         self._model = model or ToyModel(DRAFT if role == "draft" else TARGET, ToyTokenizer())
         self._writer = Writer(self._model)
         self._cache = PrefixMemory()
@@ -114,96 +114,34 @@ class ScriptedEngine:
         self._drift = drift
         self._faults = FaultSchedule(faults, role)
         self._spec = _spec_of(role, self._model, context_length, capabilities)
-        self._counts = EngineCounters()
-        self._state: Literal["new", "open", "closed"] = "new"
-        self._busy_since = 0.0
-        self._serving = 0
+        self._tokenizer = self._model.tokenizer
         self._scored = 0
-
-    @property
-    def spec(self) -> EngineSpec:
-        """Known from the start."""
-        return self._spec
 
     @property
     def tokenizer(self) -> ToyTokenizer:
         """The toy language's."""
         return self._model.tokenizer
 
-    def stats(self) -> EngineStats:
-        """Counters so far; busy is the time in which at least one request held a slot."""
-        return self._counts.snapshot(busy_for=anyio.current_time() - self._busy_since if self._serving else 0.0)
-
-    async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids with the toy model; see `atts.engine.Engine`."""
-        self._admit("sample")
-        check_sample(request, self._spec)
-        return await self._serve(request, self._sample)
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        """Score the suffix with the toy model; see `atts.engine.Engine`."""
-        self._admit("score")
-        check_score(request, self._spec)
-        return await self._serve(request, self._score)
-
-    async def __aenter__(self) -> Self:
-        if self._state == "closed":
-            raise EngineUnavailable(self._spec.name, "it is closed", "Make a new one")
-        self._state = "open"
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> bool | None:
-        self._state = "closed"
-        return None
-
-    def _admit(self, verb: Capability) -> None:
-        if self._state != "open":
-            state = "closed" if self._state == "closed" else "not open yet"
-            raise EngineUnavailable(self._spec.name, f"it is {state}", "Call it inside `async with engine:`")
-        if verb not in self._spec.capabilities:
-            raise UnsupportedByEngine(self._spec.name, f"it cannot {verb}")
-
-    async def _serve(self, request: SampleRequest | ScoreRequest, work: Callable[..., Awaitable[_Answer]]) -> _Answer:
-        """Queue for a slot, do the work, answer as the fault schedule has it; count everything."""
-        fault, counts = self._faults.pick(request), self._counts
-        counts.requests += 1
-        counts.in_flight += 1
-        try:
-            await self._take_slot(request.priority)
-            try:
-                await self._faults.before(fault)
-                answer = await work(request)
-            finally:
-                self._free_slot()
-        except anyio.get_cancelled_exc_class():
-            counts.cancelled += 1
-            raise
-        except Exception:
-            counts.failed += 1
-            raise
-        finally:
-            counts.in_flight -= 1
-        return self._faults.after(fault, answer, self._spec.vocabulary)
-
-    async def _take_slot(self, priority: int) -> None:
-        asked = anyio.current_time()
-        if not self._slots.take_nowait():
-            await self._slots.take(priority=priority)
-        now = anyio.current_time()
-        self._counts.queue_seconds += now - asked
-        if not self._serving:
-            self._busy_since = now
-        self._serving += 1
-
-    def _free_slot(self) -> None:
-        self._serving -= 1
-        if not self._serving:
-            self._counts.busy_seconds += anyio.current_time() - self._busy_since
-        self._slots.give()
-
     async def _sample(self, request: SampleRequest) -> Completion:
+        return await self._serve(request, self._write)
+
+    async def _score(self, request: ScoreRequest) -> Scores:
+        return await self._serve(request, self._rate)
+
+    async def _serve(self, request: _Request, work: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
+        """Queue for a slot, do the work, answer as the fault schedule has it."""
+        fault, asked = self._faults.pick(request), self._clock()
+        if not self._slots.take_nowait():
+            await self._slots.take(priority=request.priority)
+        try:
+            self._counts.queue_seconds += self._clock() - asked
+            await self._faults.before(fault)
+            answer = await work(request)
+        finally:
+            self._slots.give()
+        return self._faults.after(fault, answer, self.spec.vocabulary)
+
+    async def _write(self, request: SampleRequest) -> Completion:
         written = self._writer.write(request)
         cached = self._cache.cached(request.rollout, request.ids)
         prefilled, sampled = len(request.ids) - cached, len(written.ids)
@@ -211,12 +149,10 @@ class ScriptedEngine:
         seconds = times.per_sample + times.sampled_token * sampled + times.prefilled_token * prefilled
         await self._wait(seconds, replace(request.seed, purpose=f"latency {times.seed}"))
         self._cache.keep(request.rollout, request.ids + written.ids)
-        done = replace(written, cached_tokens=cached)
-        self._counts.sampled(request, done)
         self._counts.steps += sampled
-        return done
+        return replace(written, cached_tokens=cached)
 
-    async def _score(self, request: ScoreRequest) -> Scores:
+    async def _rate(self, request: ScoreRequest) -> Scores:
         logprobs = self._writer.score(request)
         if self._has_drifted(request):
             logprobs = drifted(logprobs, self._drift.factor)
@@ -228,10 +164,8 @@ class ScriptedEngine:
         name = f"{hash(request.prefix)} {hash(request.suffix)}"  # hashes of ints are the same in every run
         await self._wait(seconds, Seed(run=times.seed, problem=name, purpose="latency"))
         self._cache.keep(request.rollout, request.prefix + request.suffix)
-        done = Scores(logprobs, cached)
-        self._counts.scored(request, done)
         self._counts.steps += 1
-        return done
+        return Scores(logprobs, cached)
 
     async def _wait(self, seconds: float, key: Seed) -> None:
         if seconds > 0:

@@ -12,7 +12,7 @@ import anyio.lowlevel
 import pytest
 
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
-from atts.engine import Engine, EngineSpec, EngineStats, check_sample
+from atts.engine import Capability, Engine, EngineSpec, EngineStats, check_sample
 from atts.errors import CheckFailed, ContextOverflow, OptionError, UsageError
 from atts.testing import (
     CHECKS,
@@ -233,6 +233,9 @@ class ScoresAfterAll(ScriptedEngine):
     @property
     def spec(self) -> EngineSpec:
         return replace(super().spec, capabilities=frozenset({"sample"}))
+
+    def _admit(self, verb: Capability) -> None:
+        """Refuses nothing."""
 
 
 class MixesUpAnswers(Rig):

@@ -18,6 +18,7 @@ from atts.local.messages import (
     Cancel,
     Close,
     Command,
+    FailureKind,
     FailureReply,
     LoopReport,
     LoopStats,
@@ -29,6 +30,7 @@ from atts.local.messages import (
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, ending, new_sequence
 
+_NOT_NUMBERS = "the model's logits are not numbers (NaN)", "Check the weights; in half precision try float32"
 _REPORT_SECONDS = 0.2
 """How stale the counters may get while nothing is finished."""
 
@@ -172,7 +174,7 @@ class StepLoop:
         results = zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True)
         for index, (sequence, token, logprob) in enumerate(results):
             if math.isnan(logprob):
-                self._fail(sequence)
+                self._fail(sequence, "broken", *_NOT_NUMBERS)
                 continue
             if index >= len(sequences) - num_started:
                 self._cache(sequence, logits[index])
@@ -208,7 +210,7 @@ class StepLoop:
         sequence = chunk.sequence
         sequence.logprobs += logprobs if last is None else logprobs[:-1]
         if math.isnan(sum(sequence.logprobs)):
-            self._fail(sequence)
+            self._fail(sequence, "broken", *_NOT_NUMBERS)
         elif last is not None:
             self._cache(sequence, last)
             self._stats.scored_tokens += len(sequence.logprobs)
@@ -219,10 +221,8 @@ class StepLoop:
         """Let others start from what is computed of this one, without even a forward of its last token."""
         self._scheduler.tree.keep_logits(self._scheduler.cache_prefix(sequence), logits.clone())
 
-    def _fail(self, sequence: Sequence) -> None:
-        advice = "Check the weights; in half precision try float32"
-        problem = "the model's logits are not numbers (NaN)"
-        self._replies.append(FailureReply(sequence.request_id, "broken", problem, advice))
+    def _fail(self, sequence: Sequence, kind: FailureKind, problem: str, advice: str) -> None:
+        self._replies.append(FailureReply(sequence.request_id, kind, problem, advice))
         self._scheduler.finish(sequence, cache="drop")
         self._stats.failed += 1
 
@@ -233,10 +233,7 @@ class StepLoop:
             return
         advice = "Lower kv_tokens, max_batch or chunk_tokens, or use a smaller model"
         for sequence in self._scheduler.running():
-            problem = "a step does not fit into memory"
-            self._replies.append(FailureReply(sequence.request_id, "memory", problem, advice))
-            self._scheduler.finish(sequence, cache="drop")
-            self._stats.failed += 1
+            self._fail(sequence, "memory", "a step does not fit into memory", advice)
 
     def _count(self, plan: StepPlan, now: float) -> None:
         stats = self._stats

@@ -60,13 +60,10 @@ class PrefixTree:
         """Slots of the tree that no running sequence reads."""
         return self.num_cached - self._num_locked
 
-    def match(self, ids: TokenIds, limit: int) -> PrefixMatch:
-        """What is known of the first `limit` ids; splits a node where the match ends inside it."""
-        return self._walk(self._root, ids, limit)
-
-    def _walk(self, node: PrefixNode, ids: TokenIds, limit: int) -> PrefixMatch:
+    def match(self, ids: TokenIds, limit: int, after: PrefixNode | None = None) -> PrefixMatch:
+        """What is known of the first `limit` ids, from `after` on; splits a node where the match ends inside it."""
         self._clock += 1
-        at, runs = 0, list[SlotIds]()
+        node, at, runs = after or self._root, 0, list[SlotIds]()
         while at < limit:
             child = node.children.get(ids[at])
             if child is None:
@@ -85,7 +82,7 @@ class PrefixTree:
         They follow those of `after`, where it is given: then nothing before it is looked at again.
         The tree takes the other slots over; the caller reads the known part from the tree's slots and frees its own.
         """
-        found = self._walk(after or self._root, ids, len(ids))
+        found = self.match(ids, len(ids), after)
         known = found.length
         if known == len(ids):
             return found

@@ -1,9 +1,8 @@
 """Engines on HTTP servers of any known dialect or in the actors of a Ray cluster, alone or as a pool of replicas."""
 
-from atts.remote.engine import RemoteEngine
+from atts.remote.engine import ProbeReport, RemoteEngine, probe
 from atts.remote.options import DIALECTS, ApiKey, DialectName, Prefill, RemoteOptions
 from atts.remote.pool import Replica, ReplicaLoad, ReplicaPool
-from atts.remote.probe_report import ProbeReport, probe
 from atts.remote.probing import Finding
 from atts.remote.ray import RayEngine, RayOptions
 from atts.remote.urls import SCHEMES, server_engine

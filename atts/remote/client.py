@@ -13,9 +13,9 @@ import anyio
 import msgspec
 
 from atts.errors import BadReply, ContextOverflow, EngineError, EngineTimeout, EngineUnavailable, UnsupportedByEngine
-from atts.remote.concurrency import AdaptiveLimit
 from atts.remote.options import RemoteOptions
 from atts.remote.transport import HttpReply, Lost, open_transport, proxy_hint
+from atts.slots import SlotQueue
 from atts.tasks import backoff, clock, shielded
 
 T = TypeVar("T")
@@ -23,6 +23,10 @@ _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _OVERFLOW = ("context length", "maximum context", "context size", "longer than the model", "max_model_len", "too long")
 _LOOK_SECONDS = 10.0  # for a question about the server, which takes it no work
 _LONGEST_WAIT = 30.0  # a Retry-After beyond this is for people, not for a call
+SHRINK = 0.8
+GROW = 1.05
+COOL_SECONDS = 15.0  # one burst of refusals counts once
+CLEAN_SECONDS = 1.0  # without trouble, before the limit grows again
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,44 @@ class Traffic:
     aborts: int = 0
     aborts_failed: int = 0
     uncached: int = 0
+
+
+class AdaptiveLimit(SlotQueue):
+    """Slots (AIMD): a refusal shrinks their number, a server error stops its growth, quiet lets it grow."""
+
+    __slots__ = ("_clock", "_grow_after", "_limit", "_most", "_shrink_after")
+
+    def __init__(self, most: int, clock: Callable[[], float]) -> None:
+        super().__init__(most)
+        self._most = most
+        self._clock = clock
+        self._limit = float(most)
+        self._shrink_after = self._grow_after = 0.0
+
+    def refused(self) -> None:
+        """The server said that it was too much."""
+        now = self._clock()
+        if now >= self._shrink_after:
+            self._set(max(1, min(self._limit, max(self.in_use, 1)) * SHRINK))
+            self._shrink_after = now + COOL_SECONDS
+        self._grow_after = now + COOL_SECONDS
+
+    def erred(self) -> None:
+        """The server failed: no reason to send less, none to send more."""
+        self._grow_after = max(self._grow_after, self._clock() + COOL_SECONDS)
+
+    def answered(self) -> None:
+        """The server answered well."""
+        if self._limit >= self._most:
+            return
+        now = self._clock()
+        if now >= self._grow_after:
+            self._set(min(self._most, max(self._limit * GROW, self._limit + 1)))
+            self._grow_after = now + CLEAN_SECONDS
+
+    def _set(self, limit: float) -> None:
+        self._limit = limit
+        self.resize(max(1, int(limit)))
 
 
 class Client:

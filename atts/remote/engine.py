@@ -1,16 +1,16 @@
-"""Engine on one HTTP server: identified and probed when it opens, checked again when it may have been replaced."""
+"""Engine on one HTTP server, probed when it opens and when it may have been replaced; the report of a probe."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import BaseEngine, Capability, Tokenizer, opened
+from atts.engine import BaseEngine, Capability, EngineSpec, Tokenizer, opened
 from atts.errors import OptionError, UnsupportedByEngine
 from atts.remote.client import Client, Traffic
 from atts.remote.dialect_client import DialectClient
@@ -206,3 +206,56 @@ class RemoteEngine(BaseEngine):
 
     def _requests(self) -> DialectClient:
         return opened(self._dialect_client, self._name)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """Everything a probe found at a URL; prints as a list."""
+
+    url: str
+    spec: EngineSpec
+    findings: tuple[Finding, ...]
+
+    @property
+    def can(self) -> tuple[str, ...]:
+        """What pipelines may use it for: "sample", "score", "rate"."""
+        return tuple(sorted(self.spec.capabilities))
+
+    def as_json(self) -> dict[str, Any]:
+        """One object."""
+        spec = self.spec
+        return {
+            "url": self.url,
+            "engine": spec.engine,
+            "model": spec.model,
+            "context_length": spec.context_length,
+            "vocabulary": spec.vocabulary,
+            "logprobs": spec.logprobs,
+            "can": list(self.can),
+            "findings": [{"name": f.name, "answer": f.answer, "seen": f.seen} for f in self.findings],
+        }
+
+    def __str__(self) -> str:
+        spec = self.spec
+        head = f"{self.url}: {spec.engine}, {spec.model}, {spec.context_length} tokens; can {' and '.join(self.can)}"
+        return "\n  ".join([head, *map(str, self.findings)])
+
+
+async def probe(
+    url: str,
+    *,
+    dialect: DialectName | Literal["auto"] = "auto",
+    model: str = "",
+    tokenizer: Tokenizer | str | Path | None = None,
+    options: RemoteOptions = _DEFAULTS,
+) -> ProbeReport:
+    """Look at a server with a dozen short requests; nothing is refused but another tokenizer.
+
+    :raises EngineError: it cannot be reached, speaks nothing we know, or lacks the model.
+    :raises FingerprintError: its tokenizer is another than the one given.
+    """
+    engine = RemoteEngine(
+        url, dialect=dialect, model=model, name=url, tokenizer=tokenizer, needs=frozenset(), options=options
+    )
+    async with engine:
+        return ProbeReport(engine.url, engine.spec, engine.findings)

@@ -13,11 +13,11 @@ from atts.remote.engine import RemoteEngine
 from atts.remote.options import ApiKey, DialectName, RemoteOptions
 from atts.remote.pool import ReplicaPool
 
-SCHEMES = ("vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server")
 _DIALECTS: dict[str, DialectName | Literal["auto"]] = {
     "vllm": "vllm", "sglang": "sglang", "llamacpp": "llamacpp", "ollama": "ollama",
     "openai": "chat", "chat": "chat", "server": "auto",
 }  # fmt: skip
+SCHEMES = tuple(_DIALECTS)
 _KNOWN = (
     "tokenizer", "model", "in_flight", "timeout", "proxy", "priorities", "prefill", "extras", "context", "key",
     "key_file",
@@ -47,7 +47,8 @@ def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability
 def _parse(text: str, dialect: DialectName | Literal["auto"], name: str, needs: frozenset[Capability]) -> RemoteEngine:
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise OptionError("engine", f"{_shown(text)!r} is no URL; write {dialect}:http://HOST:PORT/MODEL")
+        shown = text.rsplit("@", 1)[-1]  # without what may be a password
+        raise OptionError("engine", f"{shown!r} is no URL; write {dialect}:http://HOST:PORT/MODEL")
     if parts.username or parts.password:
         raise OptionError(
             "engine", "a URL must not hold a user or a password; put an API key into a variable or a file"
@@ -80,11 +81,6 @@ def _chat_path(path: str) -> tuple[str, str]:
             end = place + (parts[place : place + 1] == ["openai"])
             return "/" + "/".join(parts[:end]), "/".join(parts[end:])
     return "/v1", path.strip("/")
-
-
-def _shown(text: str) -> str:
-    """The text without what may be a password."""
-    return text.rsplit("@", 1)[-1]
 
 
 def _options(settings: dict[str, str]) -> RemoteOptions:

@@ -19,7 +19,7 @@ from atts.slots import SlotQueue
 from atts.testing.faults import NO_FAULTS, Faults, FaultSchedule
 from atts.testing.language import DRAFT, TARGET, ToyModel
 from atts.testing.tokenizer import ToyTokenizer
-from atts.testing.writing import PrefixMemory, Writer, drifted
+from atts.testing.writing import PrefixMemory, Writer
 
 _Request = TypeVar("_Request", SampleRequest, ScoreRequest)
 _Answer = TypeVar("_Answer", Completion, Scores)
@@ -155,7 +155,8 @@ class ScriptedEngine(BaseEngine):
     async def _rate(self, request: ScoreRequest) -> Scores:
         logprobs = self._writer.score(request)
         if self._has_drifted(request):
-            logprobs = drifted(logprobs, self._drift.factor)
+            factor = self._drift.factor
+            logprobs = tuple(value * factor if math.isfinite(value) else value for value in logprobs)
         self._scored += 1
         cached = self._cache.cached(request.rollout, request.prefix)
         prefilled, scored = len(request.prefix) - cached, len(request.suffix)

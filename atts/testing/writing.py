@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 from atts.core import Completion, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.seeds import uniforms
 from atts.testing.grammar import ReadingState
@@ -81,8 +78,3 @@ class PrefixMemory:
         """Remember a rollout's latest ids; a request without a rollout leaves nothing behind."""
         if rollout:
             self._seen[rollout] = ids
-
-
-def drifted(logprobs: Sequence[float], factor: float) -> tuple[float, ...]:
-    """Log-probabilities as a drifted scorer gives them: perplexity to the power `factor`."""
-    return tuple(value * factor if math.isfinite(value) else value for value in logprobs)

@@ -11,8 +11,7 @@ import pytest
 from atts.core import Message, SampleRequest
 from atts.errors import EngineUnavailable
 from atts.remote import RemoteEngine
-from atts.remote.client import decode
-from atts.remote.concurrency import CLEAN_SECONDS, COOL_SECONDS, AdaptiveLimit
+from atts.remote.client import CLEAN_SECONDS, COOL_SECONDS, AdaptiveLimit, decode
 from atts.tasks import task_group
 from atts.testing import ServerFaults, ToyTokenizer
 from atts.testing.servers import DialectServer

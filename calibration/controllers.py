@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 from atts.calibration.ranks import Ranks
 from atts.calibration.state import GroupTable, Part, StateTable
 from atts.errors import CalibrationInputError
-
-Scope = Literal["overall", "turn"]
-
-
-class Gains(NamedTuple):
-    """How strongly the question, the turn and the whole stream pull, per decision owed."""
-
-    question: float
-    turn: float
-    overall: float
 
 
 class Controller(Part):
@@ -45,21 +35,21 @@ class Adaptive(Controller):
     d decisions in flight between deciding and observing, (max(rate, 1 - rate) + (d + 1) step) / (step * T).
     """
 
-    __slots__ = ("_allowances", "_scope", "_step")
+    __slots__ = ("_allowances", "_by_turn", "_step")
     saved: ClassVar = {"levels": "_allowances"}
 
-    def __init__(self, rate: float, step: float, scope: Scope = "overall") -> None:
+    def __init__(self, rate: float, step: float, by_turn: bool = False) -> None:
         if not 0 < step < math.inf:
             raise CalibrationInputError("step", step, "a positive number")
         super().__init__(rate)
-        self._step, self._scope = step, scope
+        self._step, self._by_turn = step, by_turn
         self._allowances = StateTable(int, float)
 
     def allowance(self, nonconformity: float, question: str, turn: int) -> float:
-        return self._allowances.get(turn if self._scope == "turn" else 0, self._rate)
+        return self._allowances.get(turn if self._by_turn else 0, self._rate)
 
     def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
-        group = turn if self._scope == "turn" else 0
+        group = turn if self._by_turn else 0
         self._allowances[group] = self._allowances.get(group, self._rate) + self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
@@ -155,10 +145,13 @@ class Feedback(Controller):
         "questions": "_owed_question", "turns": "_owed_turn", "overall": "_owed", "siblings": "_siblings",
     }  # fmt: skip
 
-    def __init__(self, rate: float, gains: Gains, order: float, limit: float) -> None:
+    def __init__(self, rate: float, gains: tuple[float, float, float], order: float, limit: float) -> None:
+        """`gains` are those of the question, the turn and the whole stream, times the variance rate * (1 - rate)."""
         super().__init__(rate)
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0
-        self._gains, self._order, self._limit = gains, order, limit
+        variance = max(rate * (1 - rate), 1e-3)
+        self._gains = tuple(gain / variance for gain in gains)
+        self._order, self._limit = order, limit
         self._owed_question = StateTable(str, float)
         self._owed_turn = StateTable(int, float)
         self._owed = 0.0

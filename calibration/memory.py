@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from atts.calibration.ranks import Ranks
 from atts.errors import CalibrationInputError
@@ -28,24 +28,6 @@ class WeightedRank(NamedTuple):
     def plus(self, other: WeightedRank) -> WeightedRank:
         """The rank among both sets of scores."""
         return WeightedRank(self.below + other.below, self.equal + other.equal, self.size + other.size)
-
-
-class Memory(Protocol):
-    """Scores in order of arrival that can place a new one."""
-
-    def __len__(self) -> int: ...
-
-    def add(self, score: float) -> None:
-        """Store one score."""
-        ...
-
-    def rank(self, score: float) -> WeightedRank:
-        """Where `score` stands among the stored ones."""
-        ...
-
-    def __iter__(self) -> Iterator[float]:
-        """What is stored, such that adding it to an empty memory in this order gives the same memory."""
-        ...
 
 
 class Window:
@@ -88,7 +70,7 @@ class Fading:
 
     __slots__ = ("_blocks", "_decay", "_kept", "_next", "_order", "_sums", "_tops", "_total")
 
-    def __init__(self, decay: float, scores: Iterable[float] = ()) -> None:
+    def __init__(self, decay: float) -> None:
         if not 0 < decay < 1:
             raise CalibrationInputError("decay", decay, "a number strictly between 0 and 1")
         self._decay = decay
@@ -96,8 +78,6 @@ class Fading:
         self._next = 1.0  # the weight of the score added next
         self._order = deque[tuple[float, float]]()  # (score, weight), oldest first
         self._rebuild()
-        for score in scores:
-            self.add(score)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -116,22 +96,17 @@ class Fading:
         if len(self._blocks[at]) > 2 * _LOAD or self._next > 1e150:
             self._rebuild()
 
-    def rank(self, score: float) -> WeightedRank:
-        below, equal = self._weights(score)
-        return WeightedRank(below / self._next, equal / self._next, max(0.0, self._total) / self._next)
-
     def __iter__(self) -> Iterator[float]:
         return (score for score, _ in self._order)
 
-    def _weights(self, score: float) -> tuple[float, float]:
-        below = equal = 0.0
+    def rank(self, score: float) -> WeightedRank:
         first, last = bisect_left(self._tops, score), bisect_right(self._tops, score)
-        below = sum(self._sums[:first])
+        below, equal = sum(self._sums[:first]), 0.0
         for block in self._blocks[first : last + 1]:
             left, right = bisect_left(block, (score, -1.0)), bisect_right(block, (score, math.inf))
             below += sum(weight for _, weight in block[:left])
             equal += sum(weight for _, weight in block[left:right])
-        return below, equal
+        return WeightedRank(below / self._next, equal / self._next, max(0.0, self._total) / self._next)
 
     def _drop(self) -> None:
         score, weight = self._order.popleft()
@@ -151,3 +126,7 @@ class Fading:
         self._tops = [block[-1][0] if block else math.inf for block in self._blocks]
         self._sums = [math.fsum(weight for _, weight in block) for block in self._blocks]
         self._total = math.fsum(self._sums)
+
+
+Memory = Window | Fading
+"""Scores that can place a new one; adding what one iterates over to an empty one of its kind makes the same again."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from atts.calibration.controllers import Adaptive, Controller, Feedback, Gains, Tracking
+from atts.calibration.controllers import Adaptive, Controller, Feedback, Tracking
 from atts.calibration.memory import Fading, Memory, Window
 from atts.calibration.pools import MINIMUM, ByTurn, Frozen, Pooled, Residuals, ScorePool, SiblingPool
 from atts.errors import OptionError
@@ -57,7 +56,12 @@ def build(
 
     :raises OptionError: for an unknown mode, or both a window and a decay.
     """
-    remember = _memory(window, decay)
+    if window is not None and decay is not None:
+        raise OptionError("window and decay", "both given; a memory either ends or fades")
+
+    def remember() -> Memory:
+        return Window(window) if decay is None else Fading(decay)
+
     if mode == "split":
         return Frozen(), Controller(rate)
     if mode == "marginal":
@@ -67,26 +71,10 @@ def build(
     if mode == "tracking":
         return Pooled(remember), Tracking(rate, tuning.tracking_step, tuning.tracking_integral)
     if mode == "turn":
-        return ByTurn(remember), Adaptive(rate, tuning.turn_step, "turn")
-    if mode in ("question", "question-turn"):
-        return _conditional(mode == "question-turn", rate, remember, tuning)
-    raise OptionError(str(mode), "is not a calibration mode", MODES)
-
-
-def _conditional(
-    by_turn: bool, rate: float, remember: Callable[[], Memory], tuning: Tuning
-) -> tuple[ScorePool, Controller]:
-    minimum = MINIMUM if by_turn else 10**18
-    pool = SiblingPool(Residuals(remember, minimum, tuning.shrinkage, tuning.residuals), tuning.siblings)
-    variance = max(rate * (1 - rate), 1e-3)
-    by_question, turn, overall = tuning.question_gain, tuning.turn_gain if by_turn else 0.0, tuning.overall_gain
-    gains = Gains(by_question / variance, turn / variance, overall / variance)
-    return pool, Feedback(rate, gains, tuning.order, tuning.limit)
-
-
-def _memory(window: int | None, decay: float | None) -> Callable[[], Memory]:
-    if window is not None and decay is not None:
-        raise OptionError("window and decay", "both given; a memory either ends or fades")
-    if decay is not None:
-        return lambda: Fading(decay)
-    return lambda: Window(window)
+        return ByTurn(remember), Adaptive(rate, tuning.turn_step, by_turn=True)
+    if mode not in MODES:
+        raise OptionError(str(mode), "is not a calibration mode", MODES)
+    by_turn = mode == "question-turn"
+    residuals = Residuals(remember, MINIMUM if by_turn else 10**18, tuning.shrinkage, tuning.residuals)
+    gains = (tuning.question_gain, tuning.turn_gain if by_turn else 0.0, tuning.overall_gain)
+    return SiblingPool(residuals, tuning.siblings), Feedback(rate, gains, tuning.order, tuning.limit)

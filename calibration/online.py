@@ -83,7 +83,9 @@ class Calibrator(Part):
         self._nominal = float(self.rate)
         self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
         self._order = IssueOrder(hold)
-        self._add_stored()
+        rows = zip(self.stored.nonconformity, self.stored.questions, self.stored.turns, strict=True)
+        for place, (nonconformity, question, turn) in enumerate(rows):
+            self._pool.add(nonconformity, question or f"stored {place}", turn, live=False)
         self._monitor = DriftMonitor(self.stored, policy=drift)
         self._alert: DriftPolicy | None = None
         self._widened = 0
@@ -181,7 +183,7 @@ class Calibrator(Part):
         self._controller.account(nonconformity, question, turn, done)
 
     def _learn(self, nonconformity: float, question: str, turn: int) -> None:
-        self._pool.add_live(nonconformity, question, turn)
+        self._pool.add(nonconformity, question, turn)
         if self._monitor.watching:
             event = self._monitor.observe(nonconformity, question, turn, self._theta(nonconformity, question, turn, -1))
             if event is not None:
@@ -192,11 +194,6 @@ class Calibrator(Part):
             self._pool.drop_stored()
         elif event.action != "report":
             self._alert, self._widened = event.action, _WIDENED
-
-    def _add_stored(self) -> None:
-        rows = zip(self.stored.nonconformity, self.stored.questions, self.stored.turns, strict=True)
-        for place, (nonconformity, question, turn) in enumerate(rows):
-            self._pool.add_stored(nonconformity, question or f"stored {place}", turn)
 
     def _theta(self, nonconformity: float, question: str, turn: int, sample: int | None) -> float:
         """A uniform that belongs to this chunk: the same in every replay, whatever was decided in between."""

@@ -29,19 +29,12 @@ class ScorePool(Part, ABC):
         """Where the score stands; nothing is stored."""
 
     @abstractmethod
-    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
-        """Store one live score."""
-
-    @abstractmethod
-    def add_stored(self, nonconformity: float, question: str, turn: int) -> None:
-        """Store one score of a calibration run."""
+    def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
+        """Store one live score, or one of a calibration run."""
 
     @abstractmethod
     def drop_stored(self) -> None:
         """Forget the calibration run, keeping what is live."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
 
 
 class Pooled(ScorePool):
@@ -58,11 +51,8 @@ class Pooled(ScorePool):
         live = self._live.rank(nonconformity)
         return live.plus(self._stored.rank(nonconformity)) if len(self._stored) else live
 
-    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
-        self._live.add(nonconformity)
-
-    def add_stored(self, nonconformity: float, question: str, turn: int) -> None:
-        self._stored.add(nonconformity)
+    def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
+        (self._live if live else self._stored).add(nonconformity)
 
     def drop_stored(self) -> None:
         self._stored = Window()
@@ -76,9 +66,9 @@ class Frozen(Pooled):
 
     __slots__ = ()
 
-    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
-        if not len(self._stored):
-            self._live.add(nonconformity)
+    def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
+        if not (live and len(self._stored)):
+            super().add(nonconformity, question, turn, live)
 
 
 class ByTurn(ScorePool):
@@ -97,13 +87,9 @@ class ByTurn(ScorePool):
         pool = own if own is not None and len(own) >= self._minimum else self._all
         return pool.rank(nonconformity, question, turn)
 
-    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
-        self._all.add_live(nonconformity, question, turn)
-        self._turns[turn].add_live(nonconformity, question, turn)
-
-    def add_stored(self, nonconformity: float, question: str, turn: int) -> None:
-        self._all.add_stored(nonconformity, question, turn)
-        self._turns[turn].add_stored(nonconformity, question, turn)
+    def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
+        for pool in (self._all, self._turns[turn]):
+            pool.add(nonconformity, question, turn, live)
 
     def drop_stored(self) -> None:
         for pool in (self._all, *self._turns.values()):
@@ -133,18 +119,13 @@ class SiblingPool(ScorePool):
         group = self._groups.get((question, turn)) if question is not None and turn is not None else None
         return _blend(place, group[0], nonconformity, self._prior) if group else place
 
-    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
-        self._base.add_live(nonconformity, question, turn)
-        self._groups[question, turn][0].add(nonconformity)
-
-    def add_stored(self, nonconformity: float, question: str, turn: int) -> None:
-        self._base.add_stored(nonconformity, question, turn)
+    def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
+        self._base.add(nonconformity, question, turn, live)
+        if live:
+            self._groups[question, turn][0].add(nonconformity)
 
     def drop_stored(self) -> None:
         self._base.drop_stored()
-
-    def __len__(self) -> int:
-        return len(self._base)
 
 
 class Residuals(ScorePool):
@@ -178,21 +159,14 @@ class Residuals(ScorePool):
         own = self._own.get(question) if question is not None and self._prior else None
         return _blend(place, own, residual, self._prior) if own else place
 
-    def add_live(self, nonconformity: float, question: str, turn: int) -> None:
+    def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
         if math.isinf(nonconformity):
             return
         residual = nonconformity - self._expected(question) if len(self) else 0.0
-        self._ranks.add_live(residual, question, turn)
-        self._means.add(nonconformity, question)
-        if self._prior:
+        self._ranks.add(residual, question, turn, live)
+        (self._means if live else self._stored_means).add(nonconformity, question)
+        if live and self._prior:
             self._own[question].add(residual)
-
-    def add_stored(self, nonconformity: float, question: str, turn: int) -> None:
-        if math.isinf(nonconformity):
-            return
-        residual = nonconformity - self._expected(question) if len(self) else 0.0
-        self._ranks.add_stored(residual, question, turn)
-        self._stored_means.add(nonconformity, question)
 
     def drop_stored(self) -> None:
         self._ranks.drop_stored()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from atts.seeds import Seed
+from atts.seeds import Seed, uniforms
 
 TokenIds = tuple[int, ...]
 Role = Literal["draft", "target"]
@@ -147,6 +147,39 @@ class Decision:
     def turn_key(self) -> TurnKey:
         """The turn it is about."""
         return self.question, self.sample, self.turn
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """All a gate may know about a chunk besides its score: the draft's own evidence, and siblings' answers so far."""
+
+    question: str
+    turn: int = 0
+    sample: int = 0
+    issue: int | None = None  # the place in the run's order of asking for scores, as the gate's preview numbered it
+    attempt: int = 0
+    tokens: int = 0
+    draft_logprob: float = 0.0  # the draft's own, made one number by the policy's score rule
+    has_answer: bool = False
+    answered: int = 0  # siblings with an answer
+    agreement: float = 0.0  # share of them behind the leading answer
+    agrees: bool = False  # this chunk's answer is the leading one
+    text: str = ""
+
+    def decision(
+        self, action: Action, rate: float = math.nan, why: str = "", *, score: float | None = None,
+        p: float | None = None, origin: Origin = "gate",
+    ) -> Decision:  # fmt: skip
+        """A decision about this chunk; a gate that aims at no rate leaves it nan."""
+        return Decision(
+            action, rate, self.question, self.turn, self.sample, issue=self.issue, score=score, p=p, why=why,
+            origin=origin,
+        )  # fmt: skip
+
+    def uniform(self, seed: int, purpose: str) -> float:
+        """A uniform number that belongs to this chunk: a function of who is asked, never of when."""
+        name = Seed(seed, self.question, self.sample, self.turn, "gate", attempt=self.attempt, purpose=purpose)
+        return float(uniforms(name, 1)[0])
 
 
 @dataclass(frozen=True, slots=True)

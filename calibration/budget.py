@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
 from fractions import Fraction
@@ -23,7 +24,7 @@ class TokenBucket:
     [True, False, True, False]
     """
 
-    __slots__ = ("_burst", "_rate", "_spent", "_tokens", "_total")
+    __slots__ = ("_burst", "_rate", "_total", "spent", "tokens")
 
     def __init__(self, rate: Rate, burst: int = 1, total: int | None = None, start: int | None = None) -> None:
         """`start` slots are in hand at first, `burst` if not said; with 0 no prefix exceeds rate * n.
@@ -39,26 +40,14 @@ class TokenBucket:
         if start is not None and not 0 <= start <= burst:
             raise CalibrationInputError("start", start, f"a number of slots from 0 to burst = {burst}")
         self._burst, self._total = burst, total
-        self._tokens = Fraction(burst if start is None else start)
-        self._spent = 0
-
-    @property
-    def tokens(self) -> Fraction:
-        """Slots in hand."""
-        return self._tokens
-
-    @property
-    def spent(self) -> int:
-        """Slots spent."""
-        return self._spent
+        self.tokens = Fraction(burst if start is None else start)  # slots in hand
+        self.spent = 0
 
     def admit(self, wanted: bool) -> bool:
         """Count one decision; True iff it wanted to escalate and a slot was there, which is then spent."""
-        granted = wanted and self._tokens >= 1 and (self._total is None or self._spent < self._total)
-        if granted:
-            self._tokens -= 1
-            self._spent += 1
-        self._tokens = min(Fraction(self._burst), self._tokens + self._rate)
+        granted = wanted and self.tokens >= 1 and (self._total is None or self.spent < self._total)
+        self.spent += granted
+        self.tokens = min(Fraction(self._burst), self.tokens - granted + self._rate)
         return granted
 
 
@@ -77,18 +66,18 @@ class GroupBudget:
         if budget < 0:
             raise CalibrationInputError("B", budget, "a number from 0")
         self._budget = budget
-        self._spent = dict[Hashable, int]()
+        self._spent = Counter[Hashable]()
 
     def admit(self, group: Hashable, wanted: bool) -> bool:
         """True iff an escalation was wanted and the group has one left, which is then spent."""
-        granted = wanted and self.spent(group) < self._budget
+        granted = wanted and self._spent[group] < self._budget
         if granted:
-            self._spent[group] = self.spent(group) + 1
+            self._spent[group] += 1
         return granted
 
     def spent(self, group: Hashable) -> int:
         """Escalations of a group so far."""
-        return self._spent.get(group, 0)
+        return self._spent[group]
 
     def close(self, group: Hashable) -> int:
         """Forget a finished group; returns what it spent."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from atts.calibration.rates import check_fraction
 from atts.calibration.risk import RiskTest, checked_losses, fewest_problems, problems_needed, rejected, risk_p_value
 from atts.errors import CalibrationInputError
 
@@ -52,18 +53,14 @@ class Certificate:
     def guarantee(self) -> str:
         """What is promised, in words."""
         if self.chosen is None:
-            return f"none certifiable with n = {self.problems}, {self._advice}"
+            hopeless = f"and no number would do: every gate's first policy loses about {self.epsilon:.1%} or more"
+            advice = hopeless if self.needed is None else f"you need about {self.needed}"
+            return f"none certifiable with n = {self.problems}, {advice}"
         return (
             f"with probability at least {1 - self.delta:g} over the {self.problems} calibration problems, policy "
             f"{self.chosen.gate} at rate {self.chosen.rate:g} turns at most {self.epsilon:.1%} of new problems' "
             f"answers from right (target alone) to wrong; observed {self.chosen.loss:.2%}, p = {self.chosen.p:.2g}"
         )
-
-    @property
-    def _advice(self) -> str:
-        if self.needed is None:
-            return f"and no number would do: every gate's first policy loses about {self.epsilon:.1%} or more"
-        return f"you need about {self.needed}"
 
     @property
     def voided_by(self) -> str:
@@ -129,8 +126,7 @@ def _check(candidates: Sequence[Candidate], epsilon: float, delta: float) -> Non
         raise CalibrationInputError(
             "candidates", "losses of different lengths", "one loss for each of the same problems"
         )
-    for name, value in (("epsilon", epsilon), ("delta", delta)):
-        if not 0 < value < 1 or not math.isfinite(value):
-            raise CalibrationInputError(name, value, "a number strictly between 0 and 1")
+    check_fraction("epsilon", epsilon)
+    check_fraction("delta", delta)
     if any(not math.isfinite(candidate.cost) for candidate in candidates):
         raise CalibrationInputError("cost", math.nan, "a finite number")

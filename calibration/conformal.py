@@ -12,23 +12,10 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from atts.calibration.rates import Rate, exact_rate
+from atts.calibration.rates import Rate, check_fraction, exact_rate
 from atts.errors import CalibrationInputError
 
 Scores = Sequence[float] | NDArray[np.float64]
-
-
-def stored_array(stored: Scores) -> NDArray[np.float64]:
-    """The stored scores as a sorted array.
-
-    :raises CalibrationInputError: if one is NaN, or they are not one list of numbers.
-    """
-    array = np.sort(np.asarray(stored, float))
-    if array.ndim != 1:
-        raise CalibrationInputError("stored scores", array.shape, "one list of numbers")
-    if len(array) and np.isnan(array[-1]):
-        raise CalibrationInputError("stored score", math.nan, "a number")
-    return array
 
 
 def split_rank(n: int, rate: Rate) -> int:
@@ -44,8 +31,10 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
     """The k-th smallest stored score: escalating iff s > threshold happens with probability in (rate - 1/(n+1), rate].
 
     The lower end needs scores without ties. +inf (never escalate) where n is too small, -inf at rate 1.
+
+    :raises CalibrationInputError: if a score is NaN, or they are not one list of numbers.
     """
-    return _kth(stored_array(stored), split_rank(len(stored), rate))
+    return _kth(stored, split_rank(len(stored), rate))
 
 
 def pac_rank(n: int, rate: Rate, delta: float) -> int | None:
@@ -54,7 +43,7 @@ def pac_rank(n: int, rate: Rate, delta: float) -> int | None:
     None where no rank of n scores can promise it, which needs n >= ln(delta) / ln(1 - rate).
     """
     allowed = float(exact_rate(rate))
-    _fraction("delta", delta)
+    check_fraction("delta", delta)
     ranks = np.arange(1, n + 1)
     good = np.flatnonzero(scipy.stats.beta.ppf(delta, ranks, n + 1 - ranks) >= 1 - allowed)
     return int(ranks[good[0]]) if len(good) else None
@@ -66,24 +55,30 @@ def pac_threshold(stored: Scores, rate: Rate, delta: float) -> float:
     +inf, which escalates nothing, where the stored scores are too few to promise more.
     """
     rank = pac_rank(len(stored), rate, delta)
-    return _kth(stored_array(stored), len(stored) + 1 if rank is None else rank)
+    return _kth(stored, len(stored) + 1 if rank is None else rank)
 
 
 def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, float]:
     """Where the true kept fraction of the k-th smallest of n scores lies: central interval of Beta(k, n + 1 - k)."""
-    _fraction("confidence", confidence)
+    check_fraction("confidence", confidence)
     if not 1 <= k <= n:
         raise CalibrationInputError("rank", k, f"between 1 and {n}")
     kept = scipy.stats.beta(k, n + 1 - k)
     return float(kept.ppf((1 - confidence) / 2)), float(kept.ppf((1 + confidence) / 2))
 
 
-def _kth(ordered: NDArray[np.float64], k: int) -> float:
+def long_run(n: int, rate: Rate) -> tuple[float, float]:
+    """Where the long-run rate of the split threshold of n independent scores lies (90 %)."""
+    low, high = coverage_interval(n, min(n, max(1, split_rank(n, rate))))
+    return 1 - high, 1 - low
+
+
+def _kth(stored: Scores, k: int) -> float:
+    ordered = np.sort(np.asarray(stored, float))
+    if ordered.ndim != 1:
+        raise CalibrationInputError("stored scores", ordered.shape, "one list of numbers")
+    if len(ordered) and np.isnan(ordered[-1]):
+        raise CalibrationInputError("stored score", math.nan, "a number")
     if k > len(ordered):
         return math.inf
     return float(ordered[k - 1]) if k >= 1 else -math.inf
-
-
-def _fraction(name: str, value: float) -> None:
-    if not 0 < value < 1:
-        raise CalibrationInputError(name, value, "a number strictly between 0 and 1")

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from atts.calibration.duplicate_scores import DuplicateScores, copied_p_value
 from atts.calibration.martingale import SimpleJumper
 from atts.calibration.ranks import Ranks
+from atts.calibration.rates import check_fraction
 from atts.calibration.samples import QuestionSample
 from atts.calibration.state import Part, StateTable
 from atts.calibration.stored import StoredScores
 from atts.calibration.two_sample import two_sample_test
-from atts.errors import CalibrationInputError, OptionError
+from atts.errors import OptionError
 
 DriftPolicy = Literal["recalibrate", "widen", "escalate", "report"]
-DRIFT_POLICIES: tuple[DriftPolicy, ...] = ("recalibrate", "widen", "escalate", "report")
+DRIFT_POLICIES: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
 Kind = Literal["duplicates", "shift", "martingale"]
 
 _MAIN = 300
@@ -72,8 +73,7 @@ class DriftMonitor(Part):
         """
         if policy not in DRIFT_POLICIES:
             raise OptionError(str(policy), "is not a drift policy", DRIFT_POLICIES)
-        if not 0 < significance < 1:
-            raise CalibrationInputError("significance", significance, "a number strictly between 0 and 1")
+        check_fraction("significance", significance)
         self.policy: DriftPolicy = policy
         self.significance = significance
         self.events: list[DriftEvent] = []
@@ -92,11 +92,6 @@ class DriftMonitor(Part):
         """Whether there is anything to compare with, and nothing was noticed yet."""
         return not self.events and len(self._reference.questions) >= _FEWEST
 
-    @property
-    def alarmed(self) -> bool:
-        """Whether anything was noticed so far; a monitor looks on only until then."""
-        return bool(self.events)
-
     def observe(self, nonconformity: float, question: str, turn: int, theta: float = 0.5) -> DriftEvent | None:
         """Look at one more score of the run; the alarm, if this score raises it.
 
@@ -107,7 +102,7 @@ class DriftMonitor(Part):
             return None
         if turn == self._turn and math.isfinite(nonconformity):
             self._take(nonconformity, question, theta)
-        if not self.alarmed and len(self._live) >= _FEWEST:
+        if not self.events and len(self._live) >= _FEWEST:
             self._look_if_due()
         return self.events[-1] if self.events else None
 

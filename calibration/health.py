@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
-from atts.calibration.conformal import coverage_interval, pac_threshold, split_rank, split_threshold
+from atts.calibration.conformal import long_run, pac_threshold, split_threshold
 from atts.calibration.drift import DriftMonitor
 from atts.calibration.duplicate_scores import DuplicateScores
 from atts.calibration.rates import Rate, exact_rate
@@ -85,8 +85,8 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
         repeats=DuplicateScores.of(stored),
         threshold=_score_at(stored, split_threshold(nonconformity, rate)),
         careful_threshold=_score_at(stored, pac_threshold(nonconformity, rate, 0.1)),
-        long_run=_long_run(len(stored), rate),
-        long_run_clustered=_long_run(max(1, int(summary.effective)), rate),
+        long_run=long_run(len(stored), rate),
+        long_run_clustered=long_run(max(1, int(summary.effective)), rate),
         half_split=_half_split(list(clusters.values()), rate, seed),
         turns=_by_turn(stored, nonconformity, rate),
     )
@@ -106,12 +106,6 @@ def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> Drift
             break
         monitor.observe(nonconformity, question, turn)
     return monitor
-
-
-def _long_run(n: int, rate: Rate) -> tuple[float, float]:
-    k = min(n, max(1, split_rank(n, rate)))
-    low, high = coverage_interval(n, k)
-    return 1 - high, 1 - low
 
 
 def _half_split(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> float:

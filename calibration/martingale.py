@@ -9,6 +9,7 @@ from atts.calibration.state import Part
 from atts.errors import CalibrationInputError
 
 _BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
+_JUMP = 0.01  # the share of the capital that moves at each step
 
 
 class SimpleJumper(Part):
@@ -23,17 +24,10 @@ class SimpleJumper(Part):
     True
     """
 
-    __slots__ = ("_jump", "_shares", "log_peak", "log_value")
+    __slots__ = ("_shares", "log_peak", "log_value")
     saved: ClassVar = {"shares": "_shares", "log_total": "log_value", "log_peak": "log_peak"}
 
-    def __init__(self, jump: float = 0.01) -> None:
-        """`jump` is the share of the capital that moves at each step.
-
-        :raises CalibrationInputError: if it is outside [0, 1].
-        """
-        if not 0 <= jump <= 1:
-            raise CalibrationInputError("jump", jump, "a number in [0, 1]")
-        self._jump = jump
+    def __init__(self) -> None:
         self._shares = [1 / len(_BETS)] * len(_BETS)
         self.log_value = 0.0  # the logarithm of the capital
         self.log_peak = 0.0
@@ -45,9 +39,9 @@ class SimpleJumper(Part):
         """
         if not 0 <= p <= 1:
             raise CalibrationInputError("p-value", p, "a number in [0, 1]")
-        common = self._jump / len(_BETS)
+        common = _JUMP / len(_BETS)
         grown = [
-            ((1 - self._jump) * share + common) * (1 + bet * (p - 0.5))
+            ((1 - _JUMP) * share + common) * (1 + bet * (p - 0.5))
             for share, bet in zip(self._shares, _BETS, strict=True)
         ]
         total = math.fsum(grown)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from atts.calibration.ranks import Ranks
+from atts.calibration.rates import check_fraction
 from atts.errors import CalibrationInputError
 
 _LOAD = 128  # scores per block of a fading memory after a rebuild
@@ -71,8 +72,7 @@ class Fading:
     __slots__ = ("_blocks", "_decay", "_kept", "_next", "_order", "_sums", "_tops", "_total")
 
     def __init__(self, decay: float) -> None:
-        if not 0 < decay < 1:
-            raise CalibrationInputError("decay", decay, "a number strictly between 0 and 1")
+        check_fraction("decay", decay)
         self._decay = decay
         self._kept = math.ceil(21 / -math.log(decay))
         self._next = 1.0  # the weight of the score added next

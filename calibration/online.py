@@ -165,12 +165,12 @@ class Calibrator(Part):
     @property
     def guarantee(self) -> str:
         """What this mode promises, for what sequence, with the numbers of now."""
-        return describe(self.mode, self._facts()).guarantee
+        return describe(self.mode, self._facts())[0]
 
     @property
     def voided_by(self) -> str:
         """What makes that promise empty."""
-        return describe(self.mode, self._facts()).voided_by
+        return describe(self.mode, self._facts())[1]
 
     def resume(self) -> None:
         """End what an alarm started ("escalate" everything, or "widen"), after someone has looked."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from atts.calibration.online import Calibrator
 from atts.calibration.ordinal import LEVELS, OrdinalModel, Row, fit_ordinal
 from atts.calibration.ordinal_sets import LevelSets
-from atts.core import Action, Decision
+from atts.core import Action, Decision, Features
 from atts.errors import CalibrationInputError
 
 Source = Literal["gold", "vote", "score"]
@@ -21,32 +21,7 @@ FEATURES = ("rank", "draft_logprob", "length", "turn", "answered", "agreement", 
 _FIRST_FIT, _REFIT_GROWTH, _KEPT = 60, 1.25, 20_000
 
 
-class ChunkEvidence(Protocol):
-    """What is known of a chunk before the target has seen it; the pipelines' features are one."""
-
-    @property
-    def question(self) -> str: ...
-    @property
-    def turn(self) -> int: ...
-    @property
-    def sample(self) -> int: ...
-    @property
-    def issue(self) -> int | None: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def draft_logprob(self) -> float: ...
-    @property
-    def has_answer(self) -> bool: ...
-    @property
-    def answered(self) -> int: ...
-    @property
-    def agreement(self) -> float: ...
-    @property
-    def agrees(self) -> bool: ...
-
-
-def feature_row(evidence: ChunkEvidence, p: float | None = None) -> Row:
+def feature_row(evidence: Features, p: float | None = None) -> Row:
     """The features named in `FEATURES`; `p` is the chunk's p-value once the target has scored it.
 
     "agreement" is the share of answered siblings behind the leading answer, "support" the same with the sign of whether
@@ -162,7 +137,7 @@ class OrdinalGate:
     def __init__(self, calibrator: Calibrator, learner: OrdinalLearner) -> None:
         self.calibrator, self.learner = calibrator, learner
 
-    def preview(self, features: ChunkEvidence) -> Decision:
+    def preview(self, features: Features) -> Decision:
         """Whether the chunk needs a score at all."""
         levels = self.learner.levels(feature_row(features))
         return Decision(
@@ -178,7 +153,7 @@ class OrdinalGate:
             origin="gate" if _widest(levels) == "verify" else "evidence",
         )
 
-    def decide(self, features: ChunkEvidence, score: float) -> Decision:
+    def decide(self, features: Features, score: float) -> Decision:
         """What to do with a chunk of this score.
 
         :raises CalibrationInputError: if it is not a score.
@@ -193,7 +168,7 @@ class OrdinalGate:
         """Count what was really done, and store the score if there is one."""
         self.calibrator.observe(decision, escalated)
 
-    def learn(self, features: ChunkEvidence, p: float | None, level: str) -> None:
+    def learn(self, features: Features, p: float | None, level: str) -> None:
         """Take the label of a finished chunk; `p` is the p-value its decision carried."""
         self.learner.learn(feature_row(features, p), level, features.question)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from atts.calibration.conformal import split_rank
 from atts.calibration.ranks import Ranks
+from atts.calibration.rates import check_fraction
 from atts.errors import CalibrationInputError
 
 Probabilities = Sequence[float]
@@ -54,8 +55,7 @@ class LevelSets:
 
     def __init__(self, alpha: float = 0.1) -> None:
         """:raises CalibrationInputError: for alpha outside (0, 1)."""
-        if not 0 < alpha < 1:
-            raise CalibrationInputError("alpha", alpha, "a number strictly between 0 and 1")
+        check_fraction("alpha", alpha)
         self._alpha = alpha
         self._scores = Ranks()
         self._questions = set[str]()

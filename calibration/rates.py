@@ -1,8 +1,7 @@
-"""The escalation rate as an exact fraction."""
+"""The escalation rate as an exact fraction, and numbers that must lie between 0 and 1."""
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 
 from atts.errors import CalibrationInputError
@@ -18,11 +17,12 @@ def exact_rate(rate: object) -> Fraction:
     >>> exact_rate(0.4)
     Fraction(2, 5)
     """
-    if isinstance(rate, bool) or not isinstance(rate, (int, float, Fraction)):
+    if isinstance(rate, bool) or not isinstance(rate, int | float | Fraction) or not 0 <= rate <= 1:
         raise CalibrationInputError("rate", rate, "a number in [0, 1]")
-    if isinstance(rate, float) and not math.isfinite(rate):
-        raise CalibrationInputError("rate", rate, "a number in [0, 1]")
-    value = rate if isinstance(rate, Fraction) else Fraction(repr(float(rate)))
-    if not 0 <= value <= 1:
-        raise CalibrationInputError("rate", rate, "a number in [0, 1]")
-    return value
+    return rate if isinstance(rate, Fraction) else Fraction(repr(float(rate)))
+
+
+def check_fraction(name: str, value: float) -> None:
+    """:raises CalibrationInputError: for a value outside (0, 1), or NaN."""
+    if not 0 < value < 1:
+        raise CalibrationInputError(name, value, "a number strictly between 0 and 1")

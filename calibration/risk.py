@@ -11,6 +11,7 @@ import numpy as np
 import scipy
 from numpy.typing import ArrayLike, NDArray
 
+from atts.calibration.rates import check_fraction
 from atts.errors import CalibrationInputError, OptionError
 
 RiskTest = Literal["binomial", "hoeffding-bentkus", "betting"]
@@ -101,8 +102,7 @@ def risk_p_value(losses: ArrayLike, epsilon: float, test: RiskTest | None = None
 
     :raises OptionError: for an unknown test.
     """
-    if not 0 < epsilon < 1:
-        raise CalibrationInputError("epsilon", epsilon, "a number strictly between 0 and 1")
+    check_fraction("epsilon", epsilon)
     array = checked_losses(losses)
     if test is None:
         test = "binomial" if ((array == 0) | (array == 1)).all() else "betting"

@@ -63,7 +63,7 @@ def _drawn(ours: Floats, theirs: Floats, draws: int, draw: np.random.Generator) 
     weights[1:, n:] = np.bincount(at.ravel(), minlength=draws * k).reshape(draws, k) / n
     live, stored = (normal_scores(each, theirs) for each in (ours, theirs))
     both = np.concatenate([live, stored])
-    apart = _distances(_bent(both))
+    apart = _distances(both)
     energy = 2 * weights @ apart[:, n:].mean(axis=1) - np.einsum("ij,ij->i", weights @ apart, weights)
     return _rank(energy, mixture_ratios(both, stored, weights, n))
 
@@ -73,7 +73,7 @@ def _exchangeable(ours: Floats, theirs: Floats, draw: np.random.Generator) -> fl
     n, k = len(ours), len(theirs)
     both = np.concatenate([ours, theirs])
     both = normal_scores(both, both)
-    apart = _distances(_bent(both))
+    apart = _distances(both)
     chosen = np.zeros((_DRAWS + 1, n + k))
     chosen[0, :n] = 1  # as it is
     places = np.argpartition(draw.random((_DRAWS, n + k)), n - 1, axis=1)[:, :n]
@@ -93,10 +93,7 @@ def _rank(*statistics: Floats) -> float:
     return float(np.mean(surprise >= surprise[0] - 1e-9))
 
 
-def _bent(scores: Floats) -> Floats:
-    """Normal scores and their squares, the energy distance of which sees location and scale."""
-    return np.concatenate([scores, _BEND * (scores**2 - 1) / np.sqrt(2)], axis=1)
-
-
-def _distances(points: Floats) -> Floats:
+def _distances(scores: Floats) -> Floats:
+    """Between normal scores with their squares beside them: an energy distance then sees location and scale."""
+    points = np.concatenate([scores, _BEND * (scores**2 - 1) / np.sqrt(2)], axis=1)
     return np.asarray(np.sqrt(((points[:, None] - points[None]) ** 2).sum(axis=2)), float)

@@ -1,5 +1,6 @@
 """Ways to spend tokens on one problem, against the engine protocol."""
 
+from atts.core import Features
 from atts.pipelines.calls import AdmittedEngine, Stage, check_completion, check_scores
 from atts.pipelines.capabilities import check_engines
 from atts.pipelines.context import Answers, Context, RolloutListener, Silent
@@ -7,7 +8,6 @@ from atts.pipelines.gates import (
     Calibrating,
     ConformalGate,
     CueGate,
-    Features,
     FixedGate,
     Gate,
     Learning,

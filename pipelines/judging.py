@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from atts.core import Decision, ScoreRequest, Usage
+from atts.core import Decision, Features, ScoreRequest, Usage
 from atts.errors import CalibrationInputError, EngineError, ModelLoadError, UnsupportedByEngine
 from atts.pipelines.builder import Proposal, RolloutBuilder
 from atts.pipelines.chunks import shared
-from atts.pipelines.gates import Features, Gate, RoundGate
+from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.scores import evidence, first_doubt, score_of
 from atts.tasks import collect
 

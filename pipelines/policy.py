@@ -111,10 +111,7 @@ class Policy:
     repeats: Annotated[int, "the same chunk this often in a row ends its rollout"] = 3
 
     def __post_init__(self) -> None:
-        for name, floor in (("samples", 1), ("turns", 1), ("max_tokens", 1), ("attempts", 1), ("repeats", 2)):
-            if getattr(self, name) < floor:
-                raise OptionError(name, f"{getattr(self, name)} is below {floor}")
-        for name, floor in (("waits", 0), ("first_wave", 0)):
+        for name, floor in _LEAST.items():
             if getattr(self, name) < floor:
                 raise OptionError(name, f"{getattr(self, name)} is below {floor}")
         if min(self.chunking.draft_tokens, self.chunking.target_tokens) < 1:
@@ -156,6 +153,8 @@ class Policy:
         """How many tokens one piece of that model may have."""
         return self.chunking.draft_tokens if role == "draft" else self.chunking.target_tokens
 
+
+_LEAST = {"samples": 1, "turns": 1, "max_tokens": 1, "attempts": 1, "repeats": 2, "waits": 0, "first_wave": 0}
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "drafter": get_args(Role),

@@ -36,13 +36,6 @@ class ScoreRule:
         if self.tokens < 1:
             raise OptionError("score tokens", f"{self.tokens} is below 1")
 
-    def resolved(self, draft: EngineSpec, target: EngineSpec) -> ScoreRule:
-        """What "auto" comes to for this pair, for a whole run; any other rule as it is."""
-        if self.kind != "auto":
-            return self
-        can = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
-        return replace(self, kind="speculative" if can else "mean")
-
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
         """The number; nan when a log-probability is, so that no gate can take it for a score.
 
@@ -70,8 +63,11 @@ _LEAST_LIKELY = ScoreRule("min")
 
 
 def resolved(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
-    """The rule a run follows: what "auto" comes to for this pair."""
-    return rule.resolved(draft, target) if isinstance(rule, ScoreRule) else rule
+    """The rule a whole run follows: what "auto" comes to for this pair, any other as it is."""
+    if not isinstance(rule, ScoreRule) or rule.kind != "auto":
+        return rule
+    can = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
+    return replace(rule, kind="speculative" if can else "mean")
 
 
 def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:

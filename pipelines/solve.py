@@ -8,12 +8,12 @@ from functools import reduce
 from operator import add
 from typing import Literal
 
-from atts.core import Decision, Outcome, Problem, Prompt, Rollout, Usage
+from atts.core import Decision, Features, Outcome, Problem, Prompt, Rollout, Usage
 from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.builder import Proposal, RolloutBuilder
 from atts.pipelines.chunks import render
 from atts.pipelines.context import Context
-from atts.pipelines.gates import Features, Learning, level_of
+from atts.pipelines.gates import Learning, level_of
 from atts.pipelines.judging import ChunkJudge, Judge, make_judge
 from atts.pipelines.policy import Policy
 from atts.pipelines.siblings import Siblings

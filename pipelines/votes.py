@@ -85,19 +85,12 @@ def classes(answers: Sequence[str], group: Grouper) -> list[int]:
 def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
     """Count ballots by equivalence of answers, not by string; the result does not depend on who is whose sibling."""
     labels = classes([ballot.answer for ballot in ballots], group)
-    weights: dict[int, float] = {}
-    counts: dict[int, int] = {}
-    names: dict[int, str] = {}
+    found: dict[int, tuple[str, float, int]] = {}
     for ballot, label in zip(ballots, labels, strict=True):
-        weights[label] = weights.get(label, 0.0) + ballot.weight
-        counts[label] = counts.get(label, 0) + 1
-        names.setdefault(label, ballot.answer)
-    order = sorted(weights, key=lambda label: -weights[label])
-    return Tally(
-        tuple(names[label] for label in order),
-        tuple(weights[label] for label in order),
-        tuple(counts[label] for label in order),
-    )
+        answer, weight, count = found.get(label, (ballot.answer, 0.0, 0))
+        found[label] = (answer, weight + ballot.weight, count + 1)
+    rows = sorted(found.values(), key=lambda row: -row[1])
+    return Tally(tuple(row[0] for row in rows), tuple(row[1] for row in rows), tuple(row[2] for row in rows))
 
 
 def cannot_change(current: Tally, remaining: int, heaviest: float = 1.0) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args, runtime_checkable
 
-from atts.core import Action, Decision, Origin
+from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
-from atts.pipelines.gates import Features, Gate
+from atts.pipelines.gates import Gate
 
 Meanwhile = Literal["accept", "escalate"]
 

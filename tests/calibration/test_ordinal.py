@@ -4,7 +4,6 @@ import gzip
 import json
 import math
 import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from atts.calibration.modes import Tuning
 from atts.calibration.ordinal import LEVELS, fit_ordinal
 from atts.calibration.ordinal_gate import FEATURES, OrdinalGate, OrdinalLearner, feature_row
 from atts.calibration.ordinal_sets import LevelSets, entry_mass, nested_windows
+from atts.core import Features
 from atts.errors import CalibrationInputError
 
 pytestmark = pytest.mark.once
@@ -26,20 +26,9 @@ pytestmark = pytest.mark.once
 LAWS = st.lists(st.floats(0.001, 1), min_size=1, max_size=6).map(lambda raw: [value / sum(raw) for value in raw])
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What a pipeline knows of a chunk."""
-
-    question: str = "q"
-    turn: int = 0
-    sample: int = 0
-    issue: int | None = None
-    tokens: int = 100
-    draft_logprob: float = -0.4
-    has_answer: bool = False
-    answered: int = 0
-    agreement: float = 0.0
-    agrees: bool = False
+def chunk_evidence(question: str = "q", turn: int = 0, sample: int = 0, **known: Any) -> Features:
+    """What a pipeline knows of a chunk of 100 tokens."""
+    return Features(question, turn, sample, tokens=100, draft_logprob=-0.4, **known)
 
 
 def simulated(n: int, seed: int) -> tuple[list[list[float | None]], list[str]]:
@@ -164,12 +153,12 @@ def test_bad_probabilities_are_refused() -> None:
 
 def test_features_are_missing_until_a_sibling_has_answered() -> None:
     """Not a made-up zero; support carries the sign of whether this chunk agrees."""
-    row = dict(zip(FEATURES, feature_row(Evidence()), strict=True))
+    row = dict(zip(FEATURES, feature_row(chunk_evidence()), strict=True))
     assert (row["rank"], row["agreement"], row["support"]) == (None, None, None)
     for agrees, sign in ((True, 1), (False, -1)):
-        seen = Evidence(has_answer=True, answered=3, agreement=0.75, agrees=agrees)
+        seen = chunk_evidence(has_answer=True, answered=3, agreement=0.75, agrees=agrees)
         assert dict(zip(FEATURES, feature_row(seen, 0.3), strict=True))["support"] == sign * 0.75
-    assert len(feature_row(Evidence())) == len(FEATURES)
+    assert len(feature_row(chunk_evidence())) == len(FEATURES)
 
 
 def learned(agreeing: float = 0.95) -> OrdinalLearner:
@@ -177,7 +166,7 @@ def learned(agreeing: float = 0.95) -> OrdinalLearner:
     draw, learner = random.Random(0), OrdinalLearner(alpha=0.1, source="gold")
     for k in range(600):
         agrees = draw.random() < 0.5
-        evidence = Evidence(f"q{k // 8}", has_answer=True, answered=8, agreement=0.9, agrees=agrees)
+        evidence = chunk_evidence(f"q{k // 8}", has_answer=True, answered=8, agreement=0.9, agrees=agrees)
         right = draw.random() < (agreeing if agrees else 1 - agreeing)
         learner.learn(feature_row(evidence, draw.random()), "accept" if right else "escalate", evidence.question)
     return learner
@@ -187,8 +176,8 @@ def test_the_gate_skips_verifies_or_hands_over() -> None:
     """Sure it suffices: accept unscored. Hopeless: escalate unscored. Otherwise the score and the calibrator decide."""
     calibrator = Calibrator(0.4, "aci")
     gate = OrdinalGate(calibrator, learned())
-    sure = Evidence(has_answer=True, answered=8, agreement=0.9, agrees=True)
-    lost = Evidence(has_answer=True, answered=8, agreement=0.9, agrees=False)
+    sure = chunk_evidence(has_answer=True, answered=8, agreement=0.9, agrees=True)
+    lost = chunk_evidence(has_answer=True, answered=8, agreement=0.9, agrees=False)
     assert (gate.preview(sure).action, gate.preview(sure).levels) == ("accept", ("accept",))
     assert (gate.preview(lost).action, gate.preview(lost).levels) == ("escalate", ("escalate",))
     blank = OrdinalGate(calibrator, OrdinalLearner())
@@ -205,7 +194,9 @@ def test_every_decision_of_the_gate_counts_for_the_rate() -> None:
     gate = OrdinalGate(calibrator, learned())
     for k in range(3000):
         unclear = draw.random() < 0.5
-        chunk = Evidence(f"q{k % 9}", 0, k, answered=0 if unclear else 8, has_answer=True, agreement=0.9, agrees=True)
+        chunk = chunk_evidence(
+            f"q{k % 9}", 0, k, answered=0 if unclear else 8, has_answer=True, agreement=0.9, agrees=True
+        )
         decision = gate.preview(chunk)
         if decision.action == "verify":
             decision = gate.decide(chunk, 1 + draw.random())
@@ -218,9 +209,9 @@ def test_a_chunk_unlike_any_labelled_one_is_not_judged() -> None:
     """Features missing that never were: every level stays possible, before and after the score."""
     learner = learned()
     for p in (None, 0.5):
-        assert learner.levels(feature_row(Evidence(), p)) == LEVELS
+        assert learner.levels(feature_row(chunk_evidence(), p)) == LEVELS
     with pytest.raises(CalibrationInputError):
-        learner.learn(feature_row(Evidence()), "perhaps")
+        learner.learn(feature_row(chunk_evidence()), "perhaps")
     assert "labels by gold" in learner.guarantee
 
 

@@ -19,16 +19,13 @@ from atts.calibration.clusters import (
     hierarchical_threshold,
     summarise,
 )
-from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
+from atts.calibration.drift import DriftEvent, DriftMonitor
 from atts.calibration.health import Health, examine, first_alarm
 from atts.calibration.martingale import SimpleJumper
 from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
-from atts.calibration.ordinal import LEVELS, OrdinalModel, fit_ordinal
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row
-from atts.calibration.ordinal_sets import LevelSets
-from atts.calibration.ranks import Ranks
 from atts.calibration.rate_check import check_rate, coin_band
 from atts.calibration.replay import ReplayResult, replay
 from atts.calibration.risk import lost_answers
@@ -44,20 +41,15 @@ __all__ = [
     "DEFAULTS",
     "DriftEvent",
     "DriftMonitor",
-    "DriftPolicy",
     "GroupBudget",
     "Health",
-    "LEVELS",
     "LOG_PROB",
-    "LevelSets",
     "MODES",
     "Mode",
     "OrdinalGate",
     "OrdinalLearner",
-    "OrdinalModel",
     "PERPLEXITY",
     "REAL",
-    "Ranks",
     "ReplayResult",
     "Scale",
     "SimpleJumper",
@@ -73,7 +65,6 @@ __all__ = [
     "examine",
     "feature_row",
     "first_alarm",
-    "fit_ordinal",
     "hierarchical_p_value",
     "hierarchical_threshold",
     "lost_answers",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from atts.calibration.guarantees import TEXTS
 from atts.calibration.rates import check_fraction
 from atts.calibration.risk import RiskTest, checked_losses, fewest_problems, problems_needed, rejected, risk_p_value
 from atts.errors import CalibrationInputError
@@ -52,25 +53,13 @@ class Certificate:
     @property
     def guarantee(self) -> str:
         """What is promised, in words."""
-        if self.chosen is None:
-            hopeless = f"and no number would do: every gate's first policy loses about {self.epsilon:.1%} or more"
-            advice = hopeless if self.needed is None else f"you need about {self.needed}"
-            return f"none certifiable with n = {self.problems}, {advice}"
-        return (
-            f"with probability at least {1 - self.delta:g} over the {self.problems} calibration problems, policy "
-            f"{self.chosen.gate} at rate {self.chosen.rate:g} turns at most {self.epsilon:.1%} of new problems' "
-            f"answers from right (target alone) to wrong; observed {self.chosen.loss:.2%}, p = {self.chosen.p:.2g}"
-        )
+        outcome = "certified" if self.chosen else "needs more" if self.needed is not None else "hopeless"
+        return TEXTS["certificate"][outcome].format(certificate=self, kept=1 - self.delta)
 
     @property
     def voided_by(self) -> str:
         """What makes the promise empty, in words."""
-        return (
-            "problems that are not drawn like the calibration problems (another benchmark, another difficulty); "
-            "another model, prompt or limit; scores and losses of the same problems used to design the list of "
-            "policies; samples of one problem counted as problems; a rate changed after the fact by a cap or an "
-            "override"
-        )
+        return TEXTS["certificate"]["voided_by"]
 
 
 def certify(

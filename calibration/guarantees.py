@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from atts.calibration.drift import DriftEvent
     from atts.calibration.stored import StoredScores
 
-_TEXTS: dict[str, dict[str, str]] = tomllib.loads(
+TEXTS: dict[str, dict[str, str]] = tomllib.loads(
     Path(__file__).with_name("guarantees.toml").read_text(encoding="utf-8")
 )
 
@@ -103,7 +103,7 @@ class Facts:
 
 def describe(mode: Mode, facts: Facts) -> tuple[str, str]:
     """The promise of a mode with the numbers of now, and what voids it or already has."""
-    texts = [_TEXTS["question"], _TEXTS[mode]] if mode == "question-turn" else [_TEXTS[mode]]
+    texts = [TEXTS["question"], TEXTS[mode]] if mode == "question-turn" else [TEXTS[mode]]
     guarantee, voided = (
         "".join(text[part] for text in texts).format(facts=facts) for part in ("guarantee", "voided_by")
     )

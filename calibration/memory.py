@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from atts.calibration.ranks import Ranks
@@ -36,13 +36,12 @@ class Window:
 
     __slots__ = ("_order", "_ranks", "_width")
 
-    def __init__(self, width: int | None = None, scores: Iterable[float] = ()) -> None:
+    def __init__(self, width: int | None = None) -> None:
         if width is not None and width < 1:
             raise CalibrationInputError("window", width, "a positive number of scores, or None for all")
-        kept = list(scores) if width is None else list(scores)[-width:]
-        self._ranks = Ranks(kept)
         self._width = width
-        self._order = deque(kept if width is not None else ())
+        self._ranks = Ranks()
+        self._order = deque[float]()  # empty without a width
 
     def __len__(self) -> int:
         return len(self._ranks)

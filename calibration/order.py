@@ -31,9 +31,6 @@ class IssueOrder:
         self._skipped = set[int]()
         self.given_up = 0
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def push(self, issue: int, score: Held) -> list[Held]:
         """Take the score of an issue; all that may now be released, in order of issue.
 

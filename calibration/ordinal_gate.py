@@ -10,7 +10,7 @@ from typing import Literal
 from atts.calibration.online import Calibrator
 from atts.calibration.ordinal import LEVELS, OrdinalModel, Row, fit_ordinal
 from atts.calibration.ordinal_sets import LevelSets
-from atts.core import Action, Decision, Features
+from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError
 
 Source = Literal["gold", "vote", "score"]
@@ -140,18 +140,10 @@ class OrdinalGate:
     def preview(self, features: Features) -> Decision:
         """Whether the chunk needs a score at all."""
         levels = self.learner.levels(feature_row(features))
-        return Decision(
-            _widest(levels),
-            float(self.calibrator.rate),
-            features.question,
-            features.turn,
-            features.sample,
-            features.issue,
-            level=_widest(levels),
-            levels=levels,
-            why=_why(levels),
-            origin="gate" if _widest(levels) == "verify" else "evidence",
-        )
+        action = _widest(levels)
+        origin: Origin = "gate" if action == "verify" else "evidence"
+        decision = features.decision(action, float(self.calibrator.rate), _why(levels), origin=origin)
+        return replace(decision, level=action, levels=levels)
 
     def decide(self, features: Features, score: float) -> Decision:
         """What to do with a chunk of this score.

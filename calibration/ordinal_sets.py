@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from atts.calibration.conformal import split_rank
+from atts.calibration.guarantees import TEXTS
 from atts.calibration.ranks import Ranks
 from atts.calibration.rates import check_fraction
 from atts.errors import CalibrationInputError
@@ -82,18 +83,13 @@ class LevelSets:
     @property
     def guarantee(self) -> str:
         """What the sets promise, in words."""
-        return (
-            f"the set of levels of a chunk exchangeable with the {len(self)} labelled ones ({len(self._questions)} "
-            f"questions) holds its true level with probability at least {1 - self._alpha:g}"
-        )
+        questions, covered = len(self._questions), 1 - self._alpha
+        return TEXTS["levels"]["guarantee"].format(labelled=len(self), questions=questions, covered=covered)
 
     @property
     def voided_by(self) -> str:
         """What makes that promise empty, in words."""
-        return (
-            "labels from a vote where the guarantee is wanted for truth; chunks of few questions, which move together; "
-            "labels that exist only for chunks of one kind, such as those that were kept; another model or turn limit"
-        )
+        return TEXTS["levels"]["voided_by"]
 
 
 def _check(probabilities: Probabilities) -> None:

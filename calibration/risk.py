@@ -62,7 +62,9 @@ def hoeffding_bentkus_p_value(losses: ArrayLike, epsilon: float) -> float:
     """min(exp(-n h(min(R, epsilon), epsilon)), e P(Bin(n, epsilon) <= ceil(n R))) for losses in [0, 1] with mean R."""
     array = checked_losses(losses)
     n, risk = len(array), float(array.mean())
-    hoeffding = math.exp(-n * _relative_entropy(min(risk, epsilon), epsilon))
+    kept = min(risk, epsilon)
+    entropy = sum(p * math.log(p / q) for p, q in ((kept, epsilon), (1 - kept, 1 - epsilon)) if p > 0)
+    hoeffding = math.exp(-n * entropy)
     bentkus = math.e * float(scipy.stats.binom.cdf(math.ceil(n * risk - 1e-9), n, epsilon))
     return min(1.0, hoeffding, bentkus)
 
@@ -149,10 +151,3 @@ def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
-
-
-def _relative_entropy(a: float, b: float) -> float:
-    """h(a, b) between Bernoulli distributions."""
-    first = a * math.log(a / b) if a > 0 else 0.0
-    second = (1 - a) * math.log((1 - a) / (1 - b)) if a < 1 else 0.0
-    return first + second

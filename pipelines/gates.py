@@ -231,15 +231,11 @@ class TopGate:
         want = self.rate * len(round_) + self._carry.get(question, 0.0)
         count = max(0, min(len(round_), math.floor(want + 0.5)))
         self._carry[question] = want - count
-        order = sorted(range(len(round_)), key=lambda i: -_worst_if_nan(round_[i][1]))
-        over = set(order[:count])
+        worst_first = sorted(range(len(round_)), key=lambda i: -math.inf if math.isnan(round_[i][1]) else -round_[i][1])
+        over = set(worst_first[:count])
         return [
             f.decision(
                 "escalate" if i in over else "accept", self.rate, f"rank in a round of {len(round_)}", score=score
             )
             for i, (f, score) in enumerate(round_)
         ]
-
-
-def _worst_if_nan(score: float) -> float:
-    return math.inf if math.isnan(score) else score

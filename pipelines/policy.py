@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from atts.core import Role, Rollout, Sampling
 from atts.errors import OptionError
@@ -157,11 +157,5 @@ class Policy:
 _LEAST = {"samples": 1, "turns": 1, "max_tokens": 1, "attempts": 1, "repeats": 2, "waits": 0, "first_wave": 0}
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "drafter": get_args(Role),
-    "verification": get_args(Verification),
-    "takeover": get_args(Takeover),
-    "answers": get_args(AnswerCheck),
-    "vote": get_args(VoteKind),
-    "early_stop": get_args(Stop),
-    "later": get_args(Later),
+    name: get_args(hint) for name, hint in get_type_hints(Policy).items() if get_origin(hint) is Literal
 }

@@ -160,7 +160,8 @@ def conclude(problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[R
         status = "failed" if failed and len(failed) == len(rollouts) else "unanswered"
         why = failed[0].error if failed else "no rollout came to an answer"
     usage = reduce(add, (line.usage for line in rollouts), Usage())
-    return Outcome(problem, rollouts, count.winner, votes=count.as_mapping(), status=status, why=why, usage=usage)
+    votes = dict(zip(count.answers, count.weights, strict=True))
+    return Outcome(problem, rollouts, count.winner, votes=votes, status=status, why=why, usage=usage)
 
 
 def _rollout(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:

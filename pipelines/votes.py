@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -47,10 +47,6 @@ class Tally:
     def agreement(self) -> float:
         """The heaviest class's share of all ballots, 0 without ballots."""
         return self.counts[0] / sum(self.counts) if self.counts else 0.0
-
-    def as_mapping(self) -> Mapping[str, float]:
-        """Representative answer to weight."""
-        return dict(zip(self.answers, self.weights, strict=True))
 
 
 def weight(kind: VoteKind, perplexities: Sequence[float], logprobs: Sequence[float]) -> float:

@@ -103,22 +103,17 @@ class WarmingGate:
         self._make = make
         self._meanwhile: Meanwhile = meanwhile
         self._seen: list[WarmScore] = []
-        self._gate: Gate | None = None
+        self.gate: Gate | None = None  # the one that was built, once the warm-up is over
 
     @property
     def spent(self) -> int:
         """Tokens the target scored for the warm-up so far."""
         return sum(one.tokens for one in self._seen)
 
-    @property
-    def gate(self) -> Gate | None:
-        """The gate that was built, once the warm-up is over."""
-        return self._gate
-
     def preview(self, features: Features) -> Decision:
         """Every chunk of the warm-up is scored."""
-        if self._gate is not None:
-            return self._gate.preview(features)
+        if self.gate is not None:
+            return self.gate.preview(features)
         return self._decision(features, "verify", None, "warm-up: scored to be stored")
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -126,21 +121,21 @@ class WarmingGate:
 
         :raises CalibrationInputError: it is not a score.
         """
-        if self._gate is not None:
-            return self._gate.decide(features, score)
+        if self.gate is not None:
+            return self.gate.decide(features, score)
         if math.isnan(score):
             raise CalibrationInputError("score", score, "a number")
         self._seen.append(WarmScore(score, features.question, features.turn, features.tokens))
         why = f"warm-up, {len(self._seen)} of {self._scores}: stored, not acted on"
         decision = self._decision(features, self._meanwhile, score, why)
         if len(self._seen) == self._scores:
-            self._gate = self._make(self._seen)
+            self.gate = self._make(self._seen)
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Pass on what the gate decided; decisions of the warm-up were none of its own."""
-        if self._gate is not None and decision.origin != "warm-up":
-            self._gate.observe(decision, escalated)
+        if self.gate is not None and decision.origin != "warm-up":
+            self.gate.observe(decision, escalated)
 
     def _decision(self, features: Features, action: Action, score: float | None, why: str) -> Decision:
         return features.decision(action, float(self._meanwhile == "escalate"), why, score=score, origin="warm-up")

@@ -54,7 +54,9 @@ class SkippingGate(ConformalGate):
         """Feed the calibrator, and the levels where this chunk teaches."""
         row = self._asked.pop((decision.question, decision.sample, decision.turn, decision.issue), None)
         if decision.score is None and decision.level in ("accept", "escalate"):
-            decision = replace(decision, score=self._imagined(decision.level))
+            scale = self._stored.scale
+            best, worst = (scale.low, scale.high) if scale.worse == "higher" else (scale.high, scale.low)
+            decision = replace(decision, score=best if decision.level == "accept" else worst)
         elif row is not None and decision.p is not None:
             self.learner.before.learn(row[1:], self._level(decision), decision.question)
         super().observe(decision, escalated)
@@ -64,10 +66,6 @@ class SkippingGate(ConformalGate):
         if len(self.learner.before.sets) * self._alpha < _LESSONS:
             return True
         return features.uniform(self._stored.seed, "audit") < self._audit
-
-    def _imagined(self, level: str) -> float:
-        scale = self._stored.scale
-        return scale.low if (level == "accept") == (scale.worse == "higher") else scale.high
 
     def _level(self, decision: Decision) -> Action:
         rate = float(self._stored.rate)

@@ -22,7 +22,10 @@ from atts.errors import CalibrationInputError
 
 def p_value(stored: Iterable[float], score: float, theta: float = 1.0) -> float:
     """As the calibrator computes it: the rank of the score among the stored ones."""
-    return Window(None, stored).rank(score).p(theta)
+    window = Window()
+    for one in stored:
+        window.add(one)
+    return window.rank(score).p(theta)
 
 
 LEVELS = [Fraction(k, 24) for k in range(25)]

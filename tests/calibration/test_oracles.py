@@ -29,7 +29,9 @@ def test_plain_p_values_equal_crepes() -> None:
     draw = np.random.default_rng(1)
     stored, new = draw.random(100), draw.random(30)
     theirs = base.p_values_batch(stored, new, smoothing=False)
-    mirrored = Window(None, (-stored).tolist())  # theirs are near 0 for a worse score
+    mirrored = Window()
+    for score in stored:
+        mirrored.add(-float(score))  # theirs are near 0 for a worse score
     assert [mirrored.rank(-float(s)).p(1.0) for s in new] == pytest.approx(list(theirs))
 
 

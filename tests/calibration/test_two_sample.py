@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from atts.calibration import StoredScores
-from atts.calibration.mixture import mixture_ratios
 from atts.calibration.samples import Floats, QuestionSample
-from atts.calibration.two_sample import TwoSampleTest, two_sample_test
+from atts.calibration.two_sample import TwoSampleTest, mixture_ratios, two_sample_test
 
 pytestmark = pytest.mark.once
 

@@ -67,12 +67,13 @@ def measure(nodes: Iterable[CallSpan], *, compute_bound: Collection[str] = COMPU
     busy: defaultdict[str, float] = defaultdict(float)
     for node in found:
         stage = stages[node.stage]
+        compute = node.ended - node.started
         stage.nodes += 1
-        stage.wait += node.wait
-        stage.queue += node.queue
-        stage.compute += node.compute
+        stage.wait += node.queued - node.ready
+        stage.queue += node.started - node.queued
+        stage.compute += compute
         if node.engine:
-            busy[node.engine] += node.compute
+            busy[node.engine] += compute
     arithmetic = math.fsum(time.compute for stage, time in stages.items() if stage in compute_bound)
     return Timing(
         seconds=max((n.ended for n in found), default=0.0) - min((n.ready for n in found), default=0.0),

@@ -4,35 +4,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atts.api import Setup as Setup
-    from atts.api import calibrate as calibrate
-    from atts.api import calibrate_sync as calibrate_sync
-    from atts.api import compare as compare
-    from atts.api import configure as configure
-    from atts.api import evaluate as evaluate
-    from atts.api import evaluate_sync as evaluate_sync
-    from atts.api import merge as merge
-    from atts.api import plan as plan
-    from atts.api import replay as replay
-    from atts.api import report as report
-    from atts.api import solve as solve
-    from atts.api import solve_sync as solve_sync
-    from atts.api import trace as trace
-    from atts.core import Completion as Completion
-    from atts.core import Decision as Decision
-    from atts.core import Outcome as Outcome
-    from atts.core import Problem as Problem
-    from atts.core import Rollout as Rollout
-    from atts.core import SampleRequest as SampleRequest
-    from atts.core import Sampling as Sampling
-    from atts.core import ScoreRequest as ScoreRequest
-    from atts.core import Scores as Scores
-    from atts.engine import Engine as Engine
-    from atts.engine import EngineSpec as EngineSpec
-    from atts.errors import ATTSError as ATTSError
-    from atts.pipelines import Policy as Policy
-    from atts.run import RunResult as RunResult
-    from atts.seeds import Seed as Seed
+    from atts.api import (
+        Setup,
+        calibrate,
+        calibrate_sync,
+        compare,
+        configure,
+        evaluate,
+        evaluate_sync,
+        merge,
+        plan,
+        replay,
+        report,
+        solve,
+        solve_sync,
+        trace,
+    )
+    from atts.core import Completion, Decision, Outcome, Problem, Rollout, SampleRequest, Sampling, ScoreRequest, Scores
+    from atts.engine import Engine, EngineSpec
+    from atts.errors import ATTSError
+    from atts.pipelines import Policy
+    from atts.run import RunResult
+    from atts.seeds import Seed
 
 __all__ = [
     "ATTSError",

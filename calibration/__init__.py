@@ -26,7 +26,7 @@ from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row
-from atts.calibration.rate_check import check_rate, coin_band
+from atts.calibration.rate_check import RateCheck, check_rate, coin_band
 from atts.calibration.replay import ReplayResult, replay
 from atts.calibration.risk import lost_answers
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named
@@ -51,6 +51,7 @@ __all__ = [
     "PERPLEXITY",
     "REAL",
     "ReplayResult",
+    "RateCheck",
     "Scale",
     "SimpleJumper",
     "StoredScores",

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 
 import anyio
 
-from atts.api import Setup, build_engine, configure
+from atts.api import Setup, build_engines, configure
 from atts.core import Outcome, Problem, Rollout, Usage
 from atts.errors import EngineError, EngineUnavailable, OptionError, UsageError
 from atts.pipelines import Policy
@@ -67,7 +67,7 @@ class SolverSession:
         self._stack = AsyncExitStack()
         self._opening = anyio.Lock()
         self._plan: Plan | None = None
-        self._state: Literal["new", "open", "closed"] = "new"
+        self._is_closed = False
         self._asked = Counter[str]()
 
     async def ask(self, question: str, *, policy: Mapping[str, Any] | None = None) -> Reply:
@@ -96,28 +96,21 @@ class SolverSession:
 
     async def aclose(self) -> None:
         """Close the engines; twice is fine."""
-        self._state = "closed"
+        self._is_closed = True
         await self._stack.aclose()
 
     async def _ready(self) -> Plan:
         async with self._opening:
-            if self._state == "closed":
+            if self._is_closed:
                 raise EngineUnavailable("atts", "it is closed", "Make a new one")
             if self._plan is None:
-                self._plan = await self._open()
-                self._state = "open"
+                engines = build_engines(self._setup.draft, self._setup.target)
+                async with AsyncExitStack() as stack:
+                    for engine in dict.fromkeys(engines):
+                        await stack.enter_async_context(engine)
+                    self._stack = stack.pop_all()
+                self._plan = self._setup.plan(*engines)
             return self._plan
-
-    async def _open(self) -> Plan:
-        setup = self._setup
-        draft = build_engine(setup.draft, "draft")
-        target = draft if setup.target is draft else build_engine(setup.target, "target")
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(draft)
-            if target is not draft:
-                await stack.enter_async_context(target)
-            self._stack = stack.pop_all()
-        return setup.plan(draft, target)
 
 
 def setup_of(model: str, options: Mapping[str, object]) -> Setup:

@@ -14,8 +14,7 @@ from atts.analysis.plan.speeds import ChunkAdvice
 from atts.analysis.policy_replay import Replayed, replay_policy
 from atts.analysis.report.build import build_report
 from atts.analysis.report.numbers import RateControl, Standing
-from atts.analysis.report.render import Format, as_format, render, save_report, write_report
-from atts.analysis.report.run_data import read_nodes
+from atts.analysis.report.render import Format, as_format, render, save_report
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.results import read_results
 from atts.analysis.run_replay import PolicyChange, Replay, replay_run
@@ -38,11 +37,9 @@ __all__ = [
     "as_format",
     "build_report",
     "compare",
-    "read_nodes",
     "read_results",
     "render",
     "replay_policy",
     "replay_run",
     "save_report",
-    "write_report",
 ]

@@ -31,12 +31,11 @@ class GradedProblem:
 
 @dataclass(frozen=True, slots=True)
 class GradedRun:
-    """The graded problems of one run; `seconds` is of the whole run."""
+    """The graded problems of one run."""
 
     name: str
     method: str
     problems: Mapping[str, GradedProblem]
-    seconds: float = math.nan
 
 
 def read_results(path: Path) -> GradedRun:
@@ -56,9 +55,9 @@ def read_results(path: Path) -> GradedRun:
 
 def _run(directory: Path) -> GradedRun:
     run = open_run(directory)
-    state = run.state()
-    problems = {name: _brief(one) for name, one in state.finished.items() if one.verdict is not None}
-    return GradedRun(str(directory), str(run.setting("method") or ""), problems, state.seconds)
+    finished = run.state().finished
+    problems = {name: _brief(one) for name, one in finished.items() if one.verdict is not None}
+    return GradedRun(str(directory), str(run.setting("method") or ""), problems)
 
 
 def _brief(one: FinishedProblem) -> GradedProblem:
@@ -83,15 +82,15 @@ def _file(path: Path) -> GradedRun:
             str(path), f"cannot be read: {error.strerror}", "Give a run directory or a JSONL file"
         ) from error
     rows: dict[str, list[Mapping[str, Any]]] = {}
-    method, seconds = "", math.nan
+    method = ""
     record: Mapping[str, Any]
     for _, record in json_lines(lines, str(path)):
         if record.get("type") == "summary":
-            method, seconds = str(record.get("method", "")), _number(record.get("seconds"))
+            method = str(record.get("method", ""))
         else:
             rows.setdefault(_name(record, path), []).append(record)
-    problems = {name: _row(held, path) for name, held in rows.items()}
-    return GradedRun(str(path), method, {name: one for name, one in problems.items() if one is not None}, seconds)
+    problems = {name: one for name, held in rows.items() if (one := _row(held, path)) is not None}
+    return GradedRun(str(path), method, problems)
 
 
 def _name(record: Mapping[str, Any], path: Path) -> str:
@@ -103,10 +102,6 @@ def _name(record: Mapping[str, Any], path: Path) -> str:
 
 def _list(value: Any) -> list[Mapping[str, Any]]:
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:

@@ -10,12 +10,9 @@ from dataclasses import dataclass, replace
 from atts.analysis.policy_replay import Replayed, ReplayedRollout, replay_policy
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
 from atts.errors import JournalError, OptionError
-from atts.evaluators import Estimate, group, mean_estimate, share_estimate
+from atts.evaluators import Estimate, equivalent, group, mean_estimate, share_estimate
 from atts.journal import FACTS, Decided, Graded, RecordedRun, RunState
 from atts.pipelines import CappedGate, Features, Gate, Policy, RoundGate, VoteKind
-
-Grader = Callable[[str, Problem], float | None]
-"""1 or 0 for an answer to a problem that has a reference; None where it cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +64,15 @@ class PolicyChange:
     budget: int | None = None
 
 
-def replay_run(
-    run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gate | RoundGate], grader: Grader
-) -> Replay:
+def replay_run(run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gate | RoundGate]) -> Replay:
     """Decide anew on every recorded score and vote again.
 
-    `gate` makes a fresh gate for so many rollouts of a problem; `grader` is asked about answers that were not graded.
+    `gate` makes a fresh gate for so many rollouts of a problem; answers that were not graded then are graded now.
 
     :raises OptionError: more samples or turns than were recorded, a negative budget.
     :raises JournalError: no problem is finished, or the journal cannot be read.
     """
-    recorded = _read(run, grader)
+    recorded = _read(run)
     policy = _policy(run, change)
     chosen = gate(policy.samples)
     if change.budget is not None:
@@ -95,10 +90,9 @@ class _Recorded:
     outcomes: Sequence[Outcome]
     decided: Mapping[TurnKey, Decided]
     verdicts: Mapping[tuple[str, str], str]  # of answers that were graded then
-    grader: Grader
 
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
-        """Of these answers, as the grader said then or says now."""
+        """Of these answers, as they were graded then or are graded now."""
         found = [self._right(o.problem, answers[o.problem.id]) for o in self.outcomes if o.problem.id in answers]
         graded = [value for value in found if value is not None]
         return mean_estimate(graded, len(graded))
@@ -108,11 +102,11 @@ class _Recorded:
             return None if problem.answer is None else 0.0
         status = self.verdicts.get((problem.id, answer))
         if status is None:
-            return self.grader(answer, problem)
-        return None if status == "unscored" else float(status == "correct")
+            status = equivalent(problem.answer, answer, problem.kind).status
+        return None if status == "unscored" else float(status in ("correct", "equal"))
 
 
-def _read(run: RecordedRun, grader: Grader) -> _Recorded:
+def _read(run: RecordedRun) -> _Recorded:
     state, outcomes = RunState(), dict[str, Outcome]()
     verdicts, decided = dict[tuple[str, str], str](), dict[TurnKey, Decided]()
     for entry in run.entries((*FACTS, Decided)):
@@ -128,7 +122,7 @@ def _read(run: RecordedRun, grader: Grader) -> _Recorded:
                 pass
     if not outcomes:
         raise JournalError(run.directory, "no problem is finished, so there is nothing to replay", "Let the run go on")
-    return _Recorded([_with_cut_turns(one, decided) for one in outcomes.values()], decided, verdicts, grader)
+    return _Recorded([_with_cut_turns(one, decided) for one in outcomes.values()], decided, verdicts)
 
 
 def _with_cut_turns(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Outcome:

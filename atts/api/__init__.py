@@ -1,8 +1,8 @@
 """The public verbs and `Setup`: solve, evaluate, calibrate, and everything over recorded runs."""
 
-from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, scores_of
+from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, scores_of, stored_scores
 from atts.api.config import Configuration, Job, config_keys, configure
-from atts.api.engines import SCHEMES, build_engine
+from atts.api.engines import SCHEMES, build_engine, build_engines
 from atts.api.estimate import DryRun, Tokens, dry_run
 from atts.api.evaluation import evaluate, evaluate_sync, solve, solve_sync
 from atts.api.recorded import compare, merge, plan, replay, report, trace
@@ -17,6 +17,7 @@ __all__ = [
     "Tokens",
     "answers_for",
     "build_engine",
+    "build_engines",
     "calibrate",
     "calibrate_sync",
     "calibrator_of",
@@ -34,5 +35,6 @@ __all__ = [
     "scores_of",
     "solve",
     "solve_sync",
+    "stored_scores",
     "trace",
 ]

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from atts.api.evaluation import evaluate, run_sync
+from atts.api.evaluation import evaluate, sync
 from atts.api.recorded import directory_of
 from atts.api.setup import Setup
+from atts.calibration import PERPLEXITY, REAL, Calibrator, Scale, StoredScores, read_scores
 from atts.core import Decision, Problem
 from atts.errors import CalibrationInputError
 from atts.journal import Decided, Entry, Manifest, Observed, RecordedRun, SessionOpened, Taught, open_run
 from atts.pipelines import ConformalGate, ThresholdGate
 from atts.run import RunResult, conditions_of, replay_event
-
-if TYPE_CHECKING:
-    from atts.calibration import Calibrator, StoredScores
 
 
 async def calibrate(
@@ -52,18 +48,7 @@ async def calibrate(
     return scores_of(await evaluate(dataset, watching, limit=limit, directory=directory))
 
 
-def calibrate_sync(
-    dataset: str | Path | Sequence[Problem] = "arithmetic",
-    setup: Setup | None = None,
-    *,
-    limit: int | None = None,
-    directory: str | Path | None = None,
-) -> StoredScores:
-    """`calibrate` for code without an event loop.
-
-    :raises UsageError: called inside one.
-    """
-    return run_sync("calibrate", partial(calibrate, dataset, setup, limit=limit, directory=directory))
+calibrate_sync = sync(calibrate)
 
 
 def scores_of(run: str | Path | RunResult) -> StoredScores:
@@ -72,8 +57,6 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
     :raises JournalError: there is no run, or it cannot be read.
     :raises CalibrationInputError: its gate saw no score.
     """
-    from atts.calibration import PERPLEXITY, REAL, StoredScores
-
     if isinstance(run, RunResult) and run.directory is None:
         manifest, decisions = run.manifest, list(_kept(run))
     else:
@@ -90,6 +73,23 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
         PERPLEXITY if min(scores) >= 1 else REAL,
         conditions_of(manifest),
     )
+
+
+def stored_scores(
+    path: Path, per_question: int | None = None, scale: Scale = PERPLEXITY, conditions: Mapping[str, str] | None = None
+) -> StoredScores:
+    """Calibration scores from before a run: of a file, or of the directory of a run.
+
+    :raises JournalError: the directory holds no run, or one that cannot be read.
+    :raises CalibrationInputError: the file cannot be read as scores, or the run's gate saw none.
+    """
+    if path.is_dir():
+        found = scores_of(path)
+        return replace(found, fingerprint={**found.fingerprint, **(conditions or {})})
+    try:
+        return read_scores(path, per_question, scale, conditions)
+    except OSError as error:
+        raise CalibrationInputError("scores", str(path), f"a file that can be read ({error.strerror})") from error
 
 
 def calibrator_of(run: str | Path | RunResult) -> Calibrator:

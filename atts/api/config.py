@@ -21,7 +21,7 @@ from atts.api.keys import Key, flat, keys_of, nested
 from atts.api.layers import CONFIG_VARIABLE, FILE, from_environment, from_file, from_flags
 from atts.api.setup import Setup, setup_keys
 from atts.core import Role
-from atts.errors import CalibrationInputError, OptionError
+from atts.errors import OptionError
 from atts.graph import Limit
 from atts.journal import Setting
 from atts.methods import preset
@@ -142,7 +142,8 @@ def configure(
     Setting(value=0.3, origin='--rate')
     """
     environment = os.environ if environment is None else environment
-    source = _file(file or environment.get(CONFIG_VARIABLE), Path(folder))
+    named, usual = file or environment.get(CONFIG_VARIABLE), Path(folder) / FILE
+    source = Path(named) if named is not None else usual if usual.exists() else None
     layers = chain(
         from_file(source, config_keys()) if source is not None else (),
         from_environment(environment, config_keys()),
@@ -152,13 +153,6 @@ def configure(
     settings |= {key.name: Setting(key.read(value, label), origin) for key, value, origin, label in layers}
     settings |= _settled(settings)
     return Configuration(MappingProxyType(settings))
-
-
-def _file(named: str | Path | None, folder: Path) -> Path | None:
-    if named is not None:
-        return Path(named)
-    usual = folder / FILE
-    return usual if usual.exists() else None
 
 
 def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -202,12 +196,6 @@ def _origins(settings: Mapping[str, Setting]) -> Generator[None, None, None]:
 def _stored(file: str | None) -> Any:
     if file is None:
         return ()
-    from atts.api.calibrating import scores_of
-    from atts.calibration import read_scores
+    from atts.api.calibrating import stored_scores
 
-    if Path(file).is_dir():
-        return scores_of(file)
-    try:
-        return read_scores(Path(file))
-    except OSError as error:
-        raise CalibrationInputError("scores", file, f"a file that can be read ({error.strerror})") from error
+    return stored_scores(Path(file))

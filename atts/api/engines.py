@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import parse_qsl, urlencode
 
 from atts.api.keys import keys_of
@@ -14,6 +14,8 @@ from atts.errors import OptionError
 
 if TYPE_CHECKING:
     from atts.local import LocalOptions
+
+T = TypeVar("T")
 
 SCHEMES = ("embedded", "hf", "scripted", "vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server", "ray")
 _SERVERS = SCHEMES[3:-1]
@@ -57,6 +59,15 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
     return LocalEngine(model, name=role, options=_local_options(settings, options))
 
 
+def build_engines(draft: str | Engine, target: str | Engine) -> tuple[Engine, Engine]:
+    """Both engines of a run: one where both are the same object, two where they are equal words.
+
+    :raises OptionError: see `build_engine`.
+    """
+    first = build_engine(draft, "draft")
+    return first, first if target is first else build_engine(target, "target")
+
+
 def check_engine_words(name: str) -> tuple[str, str]:
     """The kind of engine and what its string says besides, nothing loaded.
 
@@ -85,27 +96,28 @@ def _on_ray(words: str, role: Role) -> Engine:
     from atts.remote import RayEngine, RayOptions
 
     inner, _, settings = words.partition("?")
-    base = RayOptions()
-    known = {key.name: key for key in keys_of(RayOptions, base)}
-    found = parse_qsl(settings, keep_blank_values=True)
-    changes: dict[str, Any] = {
-        name: known[name].read(value, f"engine {name}") for name, value in found if name in known
-    }
-    if rest := urlencode([(name, value) for name, value in found if name not in known]):
-        inner = f"{inner}?{rest}"
+    options, rest = _with_settings(RayOptions(), settings)
+    if rest:
+        inner = f"{inner}?{urlencode(rest)}"
     check_engine_words(inner)
     here = LocalOptions(worker="thread")  # an actor is a process of its own already
-    return RayEngine(partial(build_engine, inner, role, here), name=role, options=replace(base, **changes))
+    return RayEngine(partial(build_engine, inner, role, here), name=role, options=options)
 
 
 def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:
     from atts.local import LocalOptions
 
-    base = base or LocalOptions()
-    known = {key.name: key for key in keys_of(LocalOptions, base)}
+    options, rest = _with_settings(base or LocalOptions(), settings)
+    for name in rest:
+        known = [key.name for key in keys_of(LocalOptions, options)]
+        raise OptionError("engine", f"{name!r} is no setting of a local engine", known, name)
+    return options
+
+
+def _with_settings(base: T, settings: str) -> tuple[T, dict[str, str]]:
+    """The options changed by the settings of theirs after a question mark, and the settings that are none of theirs."""
+    known = {key.name: key for key in keys_of(type(base), base)}
     found = dict(parse_qsl(settings, keep_blank_values=True))
-    for name in found:
-        if name not in known:
-            raise OptionError("engine", f"{name!r} is no setting of a local engine", [*known], name)
-    changes: dict[str, Any] = {name: known[name].read(words, f"engine {name}") for name, words in found.items()}
-    return replace(base, **changes)
+    changes = {name: known[name].read(words, f"engine {name}") for name, words in found.items() if name in known}
+    changed = replace(cast(Any, base), **changes)
+    return changed, {name: words for name, words in found.items() if name not in known}

@@ -6,17 +6,17 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import update_wrapper
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import anyio
 from anyio.lowlevel import current_token
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from atts import tasks
-from atts.api.engines import build_engine
+from atts.api.engines import build_engines
 from atts.api.setup import Setup, load_problems
 from atts.core import Outcome, Problem
 from atts.errors import OptionError, UsageError
@@ -24,6 +24,7 @@ from atts.journal import Event, Setting
 from atts.run import Notice, RunResult, Session, Shard
 from atts.run import evaluate as run_evaluation
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -111,22 +112,15 @@ class evaluate:
     async def _run(self) -> RunResult:
         problems = load_problems(self._dataset, self._limit)
         if self._shard is not None:
-            problems = self._part(problems, self._shard)
+            problems = self._shard.take(whole := problems)
+            if not problems:
+                raise OptionError("shard", f"{self._shard} of {len(whole)} problems is empty; take fewer shards")
         setup = self._setup
-        draft = build_engine(setup.draft, "draft")
-        is_shared = setup.target is setup.draft and not isinstance(setup.draft, str)  # equal words are two engines
-        target = draft if is_shared else build_engine(setup.target, "target")
-        plan = setup.plan(draft, target, problems[0].kind)
+        plan = setup.plan(*build_engines(setup.draft, setup.target), problems[0].kind)
         if self._shard is not None:
             held = {"shard": Setting(str(self._shard), "--shard")}
             plan = replace(plan, configuration={**plan.configuration, **held})
         return await run_evaluation(problems, plan, self._session)
-
-    def _part(self, problems: tuple[Problem, ...], shard: Shard) -> tuple[Problem, ...]:
-        part: tuple[Problem, ...] = shard.take(problems)
-        if not part:
-            raise OptionError("shard", f"{shard} of {len(problems)} problems is empty; take fewer shards")
-        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,40 +149,26 @@ async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
     return next(result.outcomes())
 
 
-def solve_sync(problem: str | Problem, setup: Setup | None = None) -> Outcome:
-    """`solve` for code without an event loop.
+def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
+    """The twin of a verb for code without an event loop; inside one it would block that, so it says what to write."""
+    verb = call.__name__
 
-    :raises UsageError: called inside one.
-    """
-    return run_sync("solve", partial(solve, problem, setup))
+    def run(*arguments: P.args, **options: P.kwargs) -> T:
+        async def main() -> T:
+            return await call(*arguments, **options)
+
+        try:
+            current_token()
+        except anyio.NoEventLoopError:
+            return anyio.run(main)
+        raise UsageError(
+            f"atts.{verb}_sync was called inside a running event loop; write `await atts.{verb}(...)` there"
+        )
+
+    update_wrapper(run, call, ("__module__",), ())
+    run.__name__ = run.__qualname__ = f"{verb}_sync"
+    run.__doc__ = f"`{verb}` for code without an event loop.\n\n:raises UsageError: called inside one."
+    return run
 
 
-def evaluate_sync(
-    dataset: str | Path | Sequence[Problem] = "arithmetic",
-    setup: Setup | None = None,
-    *,
-    limit: int | None = None,
-    directory: str | Path | None = None,
-    shard: str | Shard | None = None,
-) -> RunResult:
-    """`evaluate` for code without an event loop.
-
-    :raises UsageError: called inside one.
-    """
-    return run_sync("evaluate", partial(evaluate, dataset, setup, limit=limit, directory=directory, shard=shard))
-
-
-def run_sync(verb: str, call: Callable[[], Awaitable[T]]) -> T:
-    """What a verb's sync twin does; inside an event loop it would block that, so it says what to write there instead.
-
-    :raises UsageError: a loop is running here.
-    """
-
-    async def main() -> T:
-        return await call()
-
-    try:
-        current_token()
-    except anyio.NoEventLoopError:
-        return anyio.run(main)
-    raise UsageError(f"atts.{verb}_sync was called inside a running event loop; write `await atts.{verb}(...)` there")
+solve_sync, evaluate_sync = sync(solve), sync(evaluate)

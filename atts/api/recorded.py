@@ -8,8 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atts.api.setup import CalibrationMode, Setup, grade
-from atts.core import Problem
+from atts.api.setup import CalibrationMode, Setup
 from atts.errors import UsageError
 from atts.files import write_atomic
 from atts.graph import write_trace
@@ -50,10 +49,11 @@ def report(
     ...     report(result).name, report(folder, format="markdown").name
     ('report.html', 'report.md')
     """
-    from atts.analysis import write_report
+    from atts.analysis import as_format, build_report, save_report
 
-    others = [directory_of(other) for other in against]
-    return write_report(directory_of(run), format, None if out is None else Path(out), others)
+    known = as_format(format)
+    built = build_report(directory_of(run), [directory_of(other) for other in against])
+    return save_report(built, known, None if out is None else Path(out))
 
 
 def trace(run: Run, out: str | Path | None = None) -> Path:
@@ -63,10 +63,8 @@ def trace(run: Run, out: str | Path | None = None) -> Path:
     :raises JournalError: there is no run, or it cannot be read.
     :raises StorageError: the disk refuses.
     """
-    from atts.analysis import read_nodes
-
     directory, text = directory_of(run), StringIO()
-    write_trace(read_nodes(directory), text)
+    write_trace(open_run(directory).nodes(), text)
     path = directory / "trace.json" if out is None else Path(out)
     write_atomic(path, text.getvalue().encode())
     return path
@@ -165,7 +163,7 @@ def replay(
             return gate
         return replace(setup, policy=replace(setup.policy, samples=samples), **given).decider()[0]
 
-    return replay_run(recorded, PolicyChange(samples, turns, vote, budget), fresh_gate, _graded)
+    return replay_run(recorded, PolicyChange(samples, turns, vote, budget), fresh_gate)
 
 
 def merge(runs: Sequence[Run], out: str | Path) -> Merged:
@@ -202,8 +200,3 @@ def directory_of(run: Run) -> Path:
     if run.directory is None:
         raise UsageError("this run was kept in memory only; give `evaluate` a directory to have a report of it")
     return run.directory
-
-
-def _graded(answer: str, problem: Problem) -> float | None:
-    status = grade(answer, problem).status
-    return None if status == "unscored" else float(status == "equal")

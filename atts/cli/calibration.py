@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,6 @@ from atts.cli.output import print_json, print_result
 from atts.errors import CalibrationInputError, CheckFailed
 
 if TYPE_CHECKING:
-    from atts.analysis import RateControl
     from atts.calibration import Health, ReplayResult, StoredScores
 
 app = typer.Typer(no_args_is_help=True)
@@ -182,7 +181,12 @@ def check_run(directory: Path, as_json: bool) -> None:
     if held is None:
         raise CheckFailed(f"{directory}: its gate decided nothing, so there is nothing to check")
     problems = [f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}" for alarm in held.alarms]
-    said, facts = _rate_words(held)
+    share = held.escalated / held.decisions
+    facts: dict[str, Any] = {"decisions": held.decisions, "rate": share, "nominal": held.nominal, "standing": "held"}
+    said = f"{share:.3f} of {held.decisions:,} chunks were escalated, no rate was promised"
+    if found := held.check():
+        said = str(found)
+        facts |= {"standing": found.standing, "coin": found.coin, "band": found.band}
     if facts["standing"] == "left":
         problems.insert(0, said)
     if as_json:
@@ -193,34 +197,14 @@ def check_run(directory: Path, as_json: bool) -> None:
         print(f"{directory}: {said}; no alarm")
 
 
-def _rate_words(held: RateControl) -> tuple[str, dict[str, Any]]:
-    """What the rate of a run came to, in words and as fields."""
-    from atts.calibration import check_rate
-
-    share = held.escalated / held.decisions
-    facts: dict[str, Any] = {"decisions": held.decisions, "rate": share, "nominal": held.nominal}
-    if held.nominal is None:
-        said = f"{share:.3f} of {held.decisions:,} chunks were escalated, no rate was promised"
-        return said, {**facts, "standing": "held"}
-    found = check_rate(held.nominal, [(group.decisions, group.escalated) for group in held.by_question])
-    return str(found), {**facts, "standing": found.standing, "coin": found.coin, "band": found.band}
-
-
 def _scores(file: str, per_question: int | None, scale: str, conditions: list[str] | None) -> StoredScores:
-    from atts.calibration import StoredScores, read_scores, scale_named
+    from atts.api import stored_scores
+    from atts.calibration import StoredScores, scale_named
 
     fingerprint = named_values(conditions or (), "condition", "NAME=VALUE")
-    if file != "-" and Path(file).is_dir():
-        from atts.api import scores_of
-
-        found = scores_of(file)
-        return replace(found, fingerprint={**found.fingerprint, **fingerprint})
     if file == "-":
         return StoredScores.from_records(_records(file, None, scale), scale_named(scale), fingerprint)
-    try:
-        stored = read_scores(Path(file), per_question, scale_named(scale), fingerprint)
-    except OSError as problem:
-        raise CalibrationInputError("scores", file, f"a file that can be read ({problem.strerror})") from None
+    stored = stored_scores(Path(file), per_question, scale_named(scale), fingerprint)
     if not len(stored):
         raise CalibrationInputError(f"number of scores in {file}", 0, "at least one")
     return stored

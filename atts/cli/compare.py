@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from atts.evaluators import Comparison
 
 Run = Annotated[Path, typer.Argument(help="A run directory, or results as `atts eval --json` prints them.")]
-_COSTS = {
-    "draft_tokens": "draft tokens",
-    "scored_tokens": "scored tokens",
-    "target_tokens": "target tokens",
-    "seconds": "seconds it took",
-}
 _MANY = 100_000  # problems: more than any benchmark has
 
 
@@ -67,7 +61,8 @@ def _table(found: Compared) -> list[str]:
     for cost in found.costs:
         ratio = "first took none" if math.isinf(cost.ratio) else "none in either" if math.isnan(cost.ratio) else ""
         ratio = ratio or f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
-        lines.append(f"{_COSTS[cost.name]:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
+        name = "seconds it took" if cost.name == "seconds" else cost.name.replace("_", " ")
+        lines.append(f"{name:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
     if any(cost.name == "seconds" for cost in found.costs):
         lines.append(
             "Seconds a problem took are its latency: problems run side by side, a run is shorter than their sum."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atts.cli import options
-from atts.cli.output import interval, json_line, print_result
+from atts.cli.output import json_line, print_result
 from atts.errors import EngineError
 
 if TYPE_CHECKING:
@@ -71,24 +71,23 @@ def evaluate(
     Example: atts eval math500 --draft hf:Qwen/Qwen3-1.7B --target vllm:http://localhost:8000/Qwen/Qwen3-32B --dry-run
     """
     configuration = options.configured(context.params, config, pairs)
-    raise typer.Exit(dry_run_only(configuration, as_json) if dry_run else run_and_print(configuration, shard, as_json))
+    if not dry_run:
+        raise typer.Exit(run_and_print(configuration, shard, as_json))
+    from atts.api import dry_run as estimated
 
-
-def dry_run_only(configuration: Configuration, as_json: bool) -> int:
-    """Print what would run; the exit code."""
-    from atts.api import dry_run
-
-    found = dry_run(configuration)
+    found = estimated(configuration)
     print_result(found.as_json() if as_json else found, as_json, lambda _: dry_run_lines(found, configuration))
-    return 0
 
 
 def run_and_print(configuration: Configuration, shard: str | None, as_json: bool) -> int:
     """Run it, write its report, print the results; the exit code."""
-    lines = result_objects if as_json else result_table
+    from atts.api import report
+
+    lines, kind = result_objects if as_json else result_table, configuration.job.report
     try:
         result = run(configuration, shard)
-        print("\n".join(lines(result, configuration, write_report(result, configuration))))
+        page = None if kind == "none" else report(result, format=kind)
+        print("\n".join(lines(result, configuration, page)))
     except KeyboardInterrupt:  # one that came before the run listened, or after it had ended
         return _unfinished("interrupted: everything done is kept", 130)
     if result.status != "finished":
@@ -143,16 +142,6 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
             )
 
     return anyio.run(main)
-
-
-def write_report(result: RunResult, configuration: Configuration) -> Path | None:
-    """The report's path; None where the configuration asks for none."""
-    kind = configuration.job.report
-    if kind == "none":
-        return None
-    from atts.api import report
-
-    return report(result, format=kind)
 
 
 def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
@@ -222,4 +211,4 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
 
 
 def _share(found: Estimate) -> str:
-    return interval(found, "nothing to count    ")
+    return found.brief("nothing to count    ")

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from atts.jsonable import jsonable
-
-if TYPE_CHECKING:
-    from atts.evaluators import Estimate
 
 T = TypeVar("T")
 
@@ -28,8 +24,3 @@ def print_json(value: Any) -> None:
 def print_result(result: T, as_json: bool, table: Callable[[T], Iterable[str]]) -> None:
     """Print what a command found: as one JSON object, or as the lines that `table` makes of it."""
     print(json_line(result) if as_json else "\n".join(table(result)))
-
-
-def interval(found: Estimate, missing: str = "-") -> str:
-    """An estimate with its interval; `missing` where there was nothing to count."""
-    return missing if math.isnan(found.value) else f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atts.cli.options import Json
-from atts.cli.output import interval, print_result
+from atts.cli.output import print_result
 
 if TYPE_CHECKING:
     from atts.analysis import Advice, ChunkAdvice, Option
-
-_UNITS = {"target_tokens": "target tokens", "tokens": "tokens", "seconds": "seconds"}
 
 
 def plan(
@@ -66,7 +64,7 @@ def _words(found: Advice) -> list[str]:
 
 
 def _best(found: Advice) -> list[str]:
-    caps = " and ".join(f"{value:g} {_UNITS[name]}" for name, value in found.cap.given)
+    caps = " and ".join(f"{value:g} {name.replace('_', ' ')}" for name, value in found.cap.given)
     under = f"Under {caps} per problem" if caps else "Without a cap"
     if found.best is None:
         cheapest = found.options[0]
@@ -92,7 +90,7 @@ def _head() -> str:
 def _row(option: Option) -> str:
     numbers = (f"{option.target_tokens:,.0f}", f"{option.tokens:,.0f}", f"{option.seconds:,.2f}")
     chosen = (option.method, f"{option.rate:g}", str(option.samples), str(option.turns))
-    return _columns((*chosen, *numbers, interval(option.accuracy)))
+    return _columns((*chosen, *numbers, option.accuracy.brief("-")))
 
 
 def _columns(cells: tuple[str, ...]) -> str:

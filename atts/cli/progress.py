@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 import anyio
 
 from atts import tasks
-from atts.cli.output import interval, json_line
+from atts.cli.output import json_line
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from atts.run import Progress, ProgressSnapshot
 
@@ -29,20 +30,18 @@ async def progress_display(progress: Progress, stream: TextIO | None = None) -> 
 
     The run's directory, once it has one, holds `progress.json`, replaced whole every second.
     """
-    out: TextIO = sys.stderr if stream is None else stream
-    display = _Table(progress, out) if out.isatty() else _Lines(progress, out)
-    with display:
-        async with tasks.background(_follow, display, progress):
+    with _display(progress, sys.stderr if stream is None else stream) as refresh:
+        async with tasks.background(_follow, refresh, progress):
             yield
         progress.over()
-        display.refresh()
+        refresh()
         save(progress.snapshot())
 
 
-async def _follow(display: _Display, progress: Progress) -> None:
+async def _follow(refresh: Callable[[], None], progress: Progress) -> None:
     saved = -math.inf
     while True:
-        display.refresh()
+        refresh()
         await anyio.sleep(REFRESH_SECONDS)
         if anyio.current_time() - saved >= FILE_SECONDS:
             saved = anyio.current_time()
@@ -62,63 +61,35 @@ def save(snapshot: ProgressSnapshot) -> None:
     write_atomic(snapshot.directory / FILE, text.encode(), durable=False)
 
 
-class _Display:
-    """A way to show progress; a context manager that is refreshed from time to time."""
+@contextmanager
+def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]]:
+    """What shows the run as it stands when called: a table that is drawn over itself, or plain lines."""
+    if not stream.isatty():
+        yield _Lines(progress, stream).refresh
+        return
+    from rich.console import Console
+    from rich.live import Live
 
-    def __init__(self, progress: Progress, stream: TextIO) -> None:
-        self._progress = progress
-        self._stream = stream
-
-    def __enter__(self) -> _Display:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def refresh(self) -> None:
-        """Show the run as it stands, if it is time to."""
-        raise NotImplementedError
+    console = Console(file=stream, highlight=False)
+    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        yield lambda: live.update(table(progress.snapshot()), refresh=True)
 
 
-class _Lines(_Display):
+@dataclass(slots=True)
+class _Lines:
     """One plain line every few seconds, and at once when the state changes."""
 
-    def __init__(self, progress: Progress, stream: TextIO) -> None:
-        super().__init__(progress, stream)
-        self._next = LINE_SECONDS
-        self._state = "running"
+    progress: Progress
+    stream: TextIO
+    next: float = LINE_SECONDS
+    state: str = "running"
 
     def refresh(self) -> None:
-        snapshot = self._progress.snapshot()
-        now = snapshot.seconds
-        if now < self._next and snapshot.state == self._state:
-            return
-        self._next, self._state = now + LINE_SECONDS, snapshot.state
-        print(line(snapshot), file=self._stream, flush=True)
-
-
-class _Table(_Display):
-    """A table that is drawn over itself; what is said meanwhile goes above it."""
-
-    def __init__(self, progress: Progress, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        super().__init__(progress, stream)
-        self._console: Console = Console(file=stream, highlight=False)
-        self._live = Live(
-            console=self._console, auto_refresh=False, transient=False, redirect_stdout=False, redirect_stderr=False
-        )
-
-    def __enter__(self) -> _Display:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def refresh(self) -> None:
-        self._live.update(table(self._progress.snapshot()), refresh=True)
+        """Print one if it is time to."""
+        snapshot = self.progress.snapshot()
+        if snapshot.seconds >= self.next or snapshot.state != self.state:
+            self.next, self.state = snapshot.seconds + LINE_SECONDS, snapshot.state
+            print(line(snapshot), file=self.stream, flush=True)
 
 
 def line(snapshot: ProgressSnapshot) -> str:
@@ -181,8 +152,8 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     rows = [
         ("rollouts", busy if snapshot.state != "over" else f"{snapshot.rollouts_done:,} ended"),
         ("chunks", chunks if snapshot.accepted + snapshot.escalated else ""),
-        ("rate", f"{interval(snapshot.rate)}{nominal}" if snapshot.rate.n_problems else ""),
-        ("accuracy", interval(snapshot.accuracy) if snapshot.graded else ""),
+        ("rate", f"{snapshot.rate.brief()}{nominal}" if snapshot.rate.n_problems else ""),
+        ("accuracy", snapshot.accuracy.brief() if snapshot.graded else ""),
         ("tokens", f"{share}; {speed}" if tokens["draft"] + tokens["target"] else ""),
         ("trouble", _trouble(snapshot)),
     ]
@@ -200,11 +171,8 @@ def _models(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
 
 
 def _trouble(snapshot: ProgressSnapshot) -> str:
-    parts = [
-        f"{snapshot.alarms} drift alarms" if snapshot.alarms else "",
-        f"{snapshot.failed_calls:,} calls failed" if snapshot.failed_calls else "",
-    ]
-    return ", ".join(part for part in parts if part)
+    found = ((snapshot.alarms, "drift alarms"), (snapshot.failed_calls, "calls failed"))
+    return ", ".join(f"{count:,} {what}" for count, what in found if count)
 
 
 def duration(seconds: float) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from atts.cli.options import Json, RunDirectory
-from atts.cli.output import interval, json_line
+from atts.cli.output import json_line
 
 if TYPE_CHECKING:
     from atts.analysis import Replay
@@ -37,9 +37,8 @@ def replay(
     """
     from atts.api import replay as again
 
-    options: dict[str, Any] = {"method": method, "rate": rate, "mode": mode, "samples": samples, "turns": turns}
-    options |= {"vote": vote, "budget": budget, "seed": seed}
-    found = again(directory, **cast(Any, options))
+    words: Any = {"mode": mode, "vote": vote}  # checked there
+    found = again(directory, method=method, rate=rate, samples=samples, turns=turns, budget=budget, seed=seed, **words)
     print("\n".join(as_lines(found) if as_json else as_table(found)))
 
 
@@ -69,8 +68,8 @@ def as_table(found: Replay) -> list[str]:
     old, new = found.recorded, found.replayed
     rows = [
         ("", "recorded", "replayed"),
-        ("chunks handed over", interval(old.rate), interval(new.rate)),
-        ("answers right", interval(old.accuracy), interval(new.accuracy)),
+        ("chunks handed over", old.rate.brief("-"), new.rate.brief("-")),
+        ("answers right", old.accuracy.brief("-"), new.accuracy.brief("-")),
         ("decisions", f"{old.decisions:,}", f"{new.decisions:,}"),
         ("tokens, draft", f"{old.draft_tokens:,}", f"{new.draft_tokens:,}"),
         ("tokens, target", f"{old.target_tokens:,}", f"{new.target_tokens:,}"),
@@ -86,7 +85,7 @@ def as_table(found: Replay) -> list[str]:
         )
         clean = found.on_policy_accuracy
         if clean.n_problems:
-            lines.append(f"Problems without such rollouts: {clean.n_problems}, right {interval(clean)}.")
+            lines.append(f"Problems without such rollouts: {clean.n_problems}, right {clean.brief()}.")
         else:
             lines.append("No problem is without such rollouts: the accuracy above is that of the recorded texts.")
     return lines

@@ -175,8 +175,7 @@ def _line(event: Notice) -> dict[str, Any] | None:
 
     if isinstance(event, ChunkWritten):
         chunk, place = event.chunk, {"sample": event.sample, "turn": event.turn}
-        tokens = len(chunk.logprobs) or len(chunk.ids(chunk.author))
-        return {"type": chunk.author, **place, "text": chunk.text, "ended": chunk.ended, "tokens": tokens}
+        return {"type": chunk.author, **place, "text": chunk.text, "ended": chunk.ended, "tokens": chunk.tokens}
     if isinstance(event, Decided) and event.decision.action != "verify":
         decision = event.decision
         said = {name: getattr(decision, name) for name in ("sample", "turn", "score", "p", "rate", "why")}

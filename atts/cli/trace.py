@@ -26,10 +26,10 @@ def trace(
     Example: atts trace runs/first
     """
     if out is not None and str(out) == "-":
-        from atts.analysis import read_nodes
         from atts.graph import write_trace
+        from atts.journal import open_run
 
-        write_trace(read_nodes(directory), sys.stdout)
+        write_trace(list(open_run(directory).nodes()), sys.stdout)
         return
     from atts.api import trace as write
 

@@ -46,6 +46,14 @@ class Estimate:
         ends = f"[{_digits(self.low)}, {_digits(self.high)}]"
         return f"{_digits(self.value)} {ends} ({self.level * 100:g} % {self.method}, {basis}{note})"
 
+    def brief(self, missing: str = "undefined") -> str:
+        """The number with its interval; `missing` where there was nothing to count.
+
+        >>> Estimate(0.5, 0.25, 0.75, 8, 8, "wilson").brief()
+        '0.500 [0.250, 0.750]'
+        """
+        return missing if math.isnan(self.value) else f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
     def as_json(self) -> dict[str, object]:
         """The fields; what is not finite becomes None, for strict JSON."""
         fields: dict[str, object] = asdict(self)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atts.analysis import write_report
+import atts
 from atts.journal import (
     JOURNAL,
     JournalOptions,
@@ -78,7 +78,7 @@ NAMES = """
 @pytest.fixture(scope="module")
 def report(run: Path, other_run: Path) -> str:
     """The address of a report with everything in it."""
-    return write_report(run, against=[other_run]).as_uri()
+    return atts.report(run, against=[other_run]).as_uri()
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def _hostile(event: Any) -> Any:
 def test_model_output_is_inert(page: Any, run: Path, tmp_path: Path) -> None:
     """A script that a model wrote, kept or discarded, is shown as text and never runs; terminal codes are shown too."""
     _plant(run, tmp_path / "planted", _hostile)
-    written = write_report(tmp_path / "planted")
+    written = atts.report(tmp_path / "planted")
     assert written.read_text().count("</script>") == _scripts(written)
     page.open(written.as_uri() + "#problem-0/0")
     page.wait("document.querySelectorAll('#page .rollout[open] .chunk .text').length > 0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from atts.analysis.plan.options import Option, frontier, options
@@ -33,8 +33,7 @@ class Cap:
     @property
     def given(self) -> list[tuple[str, float]]:
         """The caps there are, by the name of the cost."""
-        named = (("target_tokens", self.target_tokens), ("tokens", self.tokens), ("seconds", self.seconds))
-        return [(name, value) for name, value in named if value is not None]
+        return [(name, value) for name, value in asdict(self).items() if value is not None]
 
     @property
     def cost(self) -> str:

@@ -27,9 +27,7 @@ from atts.analysis.report.numbers import (
 from atts.analysis.report.pages import Pages, shorten
 from atts.analysis.report.rate_control import rate_control
 from atts.analysis.report.run_data import ProblemFacts, RunData, read_run_data
-from atts.analysis.report.tables import interval
 from atts.analysis.report.timing import timing
-from atts.calibration import check_rate
 from atts.journal import Json
 
 PAGE_BYTES = 16 * 2**20
@@ -42,15 +40,6 @@ class BuiltReport:
 
     report: RunReport
     pages: Pages
-
-
-def build_report(directory: Path, against: Sequence[Path] = (), *, page_bytes: int = PAGE_BYTES) -> BuiltReport:
-    """Read a run, finished or not, and the runs to compare it with.
-
-    :raises JournalError: one of them is no run directory, or cannot be read.
-    """
-    with _no_garbage_collection():
-        return _build(directory, against, page_bytes)
 
 
 @contextmanager
@@ -68,7 +57,12 @@ def _no_garbage_collection() -> Generator[None]:
             gc.enable()
 
 
-def _build(directory: Path, against: Sequence[Path], page_bytes: int) -> BuiltReport:
+@_no_garbage_collection()
+def build_report(directory: Path, against: Sequence[Path] = (), *, page_bytes: int = PAGE_BYTES) -> BuiltReport:
+    """Read a run, finished or not, and the runs to compare it with.
+
+    :raises JournalError: one of them is no run directory, or cannot be read.
+    """
     data = read_run_data(directory, page_bytes)
     others = [read_run_data(other, 0) for other in against]
     calibration = rate_control(data)
@@ -141,7 +135,7 @@ def _verdict(
     problems = f"{count:,} problem{'s' * (count != 1)}"
     points: list[tuple[Standing, str]] = []
     if accuracy:
-        points.append(("good", f"the vote is right on {interval(accuracy[0].estimate)} of {problems}"))
+        points.append(("good", f"the vote is right on {accuracy[0].estimate.brief()} of {problems}"))
     else:
         points.append(("care", f"{problems}, none graded: there is no reference answer"))
     if not math.isnan(cost.target_share):
@@ -156,10 +150,10 @@ def _verdict(
 
 
 def _rate_point(control: RateControl) -> tuple[Standing, str]:
-    share = control.escalated / control.decisions
-    if control.nominal is None:
+    found = control.check()
+    if found is None:
+        share = control.escalated / control.decisions
         return "good", f"{share:.3f} of {control.decisions:,} chunks were escalated; no rate was promised"
-    found = check_rate(control.nominal, [(group.decisions, group.escalated) for group in control.by_question])
     standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
     return standings[found.standing], str(found)
 

@@ -70,9 +70,8 @@ def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
     return StatedGuarantee(match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit)
 
 
-def _recognise(data: RunData, nominal: float | None, modes: Sequence[Mode]) -> _Match | None:
+def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match | None:
     """The mode whose calibrator, fed the journal's steps in order, takes the journal's decisions."""
-    assert nominal is not None, "without a rate there is no calibrator"
     best: _Match | None = None
     first = data.steps[: data.parts[1]] if len(data.parts) > 1 else data.steps
     for mode in modes:
@@ -101,16 +100,13 @@ def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
     return whole
 
 
-def _tuning(data: RunData) -> Tuning:
-    step = data.run.setting("aci_step")
-    return Tuning(aci_step=step) if isinstance(step, float) else DEFAULTS
-
-
 def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float, audit: int) -> _Match | None:
     found = data.run.setting("stored")
     stored = [float(score) for score in found if isinstance(score, int | float)] if isinstance(found, list) else []
+    aci_step = data.run.setting("aci_step")
+    tuning = Tuning(aci_step=aci_step) if isinstance(aci_step, float) else DEFAULTS
     try:
-        calibrator = Calibrator(rate, mode, seed=data.run.manifest.seed, stored=stored, tuning=_tuning(data))
+        calibrator = Calibrator(rate, mode, seed=data.run.manifest.seed, stored=stored, tuning=tuning)
     except CalibrationInputError:  # a mode that needs stored scores
         return None
     checked = same = 0

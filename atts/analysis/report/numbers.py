@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from atts.calibration import RateCheck, check_rate
 from atts.core import Usage
 from atts.evaluators import Estimate
 
@@ -186,6 +187,12 @@ class RateControl:
     effective_n: float
     promise: StatedGuarantee
     metrics: Mapping[str, float]
+
+    def check(self) -> RateCheck | None:
+        """The realised rate judged by its bands; None where none was promised."""
+        if self.nominal is None:
+            return None
+        return check_rate(self.nominal, [(group.decisions, group.escalated) for group in self.by_question])
 
 
 @dataclass(frozen=True, slots=True)

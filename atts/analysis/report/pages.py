@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from atts.core import Chunk, Outcome, Rollout, Turn
+from atts.core import Outcome, Rollout, Turn
 from atts.journal import FinishedProblem, FinishedSample
 from atts.jsonable import jsonable
 
@@ -44,11 +44,6 @@ class Pages:
         """The packed page of a problem."""
         return self._packed[problem]
 
-    @property
-    def size(self) -> int:
-        """Bytes of all pages together."""
-        return sum(map(len, self._packed.values()))
-
 
 def pack(story: Mapping[str, Any]) -> str:
     """The story as base64 of raw deflate, which a browser unpacks by itself."""
@@ -63,11 +58,6 @@ def pack(story: Mapping[str, Any]) -> str:
 
 def _plain(story: Mapping[str, Any]) -> str:
     return json.dumps(story, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def unpack(packed: str) -> Any:
-    """The inverse of `pack`."""
-    return json.loads(zlib.decompress(base64.b64decode(packed), -15))
 
 
 def _story(
@@ -124,11 +114,7 @@ def _chunks(turn: Turn, limit: int) -> Iterator[list[Any]]:
     for fate, chunks in (("discarded", turn.discarded), ("kept", turn.chunks)):
         for chunk in chunks:
             what = fate if fate == "discarded" or not (rejected and chunk.author == "draft") else "rejected"
-            yield [chunk.author, what, shorten(chunk.text, limit), _tokens(chunk), chunk.ended]
-
-
-def _tokens(chunk: Chunk) -> int:
-    return len(chunk.logprobs) or len(chunk.ids(chunk.author))
+            yield [chunk.author, what, shorten(chunk.text, limit), chunk.tokens, chunk.ended]
 
 
 def shorten(text: str, limit: int) -> str:

@@ -15,7 +15,6 @@ from atts.calibration import (
     PERPLEXITY,
     REAL,
     ClusterSummary,
-    Scale,
     SimpleJumper,
     by_cluster,
     coin_band,
@@ -70,9 +69,8 @@ def rate_control(data: RunData) -> RateControl | None:
 
 def _nominal(done: Sequence[GateStep]) -> float | None:
     """The rate most decisions name; a gate without one names nan."""
-    named = [step.decision.rate for step in done if math.isfinite(step.decision.rate)]
-    counts = Counter(named)
-    return max(counts, key=counts.__getitem__) if counts else None
+    named = Counter(step.decision.rate for step in done if math.isfinite(step.decision.rate)).most_common(1)
+    return named[0][0] if named else None
 
 
 def _groups(done: Sequence[GateStep], key: Callable[[Decision], Hashable]) -> dict[Hashable, list[bool]]:
@@ -117,12 +115,8 @@ def _moments(flags: Sequence[bool], nominal: float | None, window: int) -> tuple
 
 def _nonconformity(decision: Decision) -> float:
     assert decision.score is not None, "only scored decisions are asked about"
-    return scale_of(decision.score).nonconformity(decision.score)
-
-
-def scale_of(score: float) -> Scale:
-    """What a recorded score is on: perplexities are never below 1."""
-    return PERPLEXITY if score >= 1 else REAL
+    scale = PERPLEXITY if decision.score >= 1 else REAL  # perplexities are never below 1
+    return scale.nonconformity(decision.score)
 
 
 def _clusters(judged: Sequence[GateStep]) -> ClusterSummary | None:

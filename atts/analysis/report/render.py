@@ -5,16 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
 
 from atts.analysis.report import charts, tables
-from atts.analysis.report.build import PAGE_BYTES, BuiltReport, build_report
+from atts.analysis.report.build import BuiltReport
 from atts.analysis.report.frontier_chart import frontier_chart
 from atts.analysis.report.numbers import RunReport
 from atts.analysis.report.svg import Axis
@@ -23,7 +22,6 @@ from atts.files import write_atomic
 from atts.jsonable import jsonable
 
 Format = Literal["html", "markdown", "json"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 FILE_NAMES: dict[Format, str] = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
 
 
@@ -41,24 +39,6 @@ def render(built: BuiltReport, format: Format) -> str:
             return json.dumps(jsonable(built.report), allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def write_report(
-    directory: Path,
-    format: Format = "html",
-    out: Path | None = None,
-    against: Sequence[Path] = (),
-    *,
-    page_bytes: int = PAGE_BYTES,
-) -> Path:
-    """Write the report of a run, into its directory unless told otherwise; where it is.
-
-    :raises OptionError: for an unknown format.
-    :raises JournalError: a directory holds no run, or one that cannot be read.
-    :raises StorageError: the disk refuses.
-    """
-    known = as_format(format)
-    return save_report(build_report(directory, against, page_bytes=page_bytes), known, out)
-
-
 def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> Path:
     """Write a report that was built; where it is.
 
@@ -74,10 +54,9 @@ def as_format(name: str) -> Format:
 
     :raises OptionError: there is none.
     """
-    for format in FORMATS:
-        if format == name:
-            return format
-    raise OptionError("format", f"{name!r} is not a format", FORMATS, name)
+    if name not in FILE_NAMES:
+        raise OptionError("format", f"{name!r} is not a format", [*FILE_NAMES], name)
+    return name
 
 
 def _html(built: BuiltReport) -> str:

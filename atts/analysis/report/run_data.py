@@ -151,14 +151,6 @@ def read_run_data(directory: Path, page_bytes: int) -> RunData:
     return data
 
 
-def read_nodes(directory: Path) -> list[CallSpan]:
-    """Every node of the task graph that did work in a run, alive or over, once, all sessions on one clock.
-
-    :raises JournalError: there is no run, or it cannot be read.
-    """
-    return list(open_run(directory).nodes())
-
-
 def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> RolloutFacts:
     decisions = [turn.decision for turn in rollout.turns if turn.decision is not None]
     return RolloutFacts(

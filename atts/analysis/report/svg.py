@@ -14,12 +14,11 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 44
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One direction of a plot: its values, what they are called, how ticks are written."""
+    """One direction of a plot: its values, and what they are called."""
 
     low: float
     high: float
     label: str
-    style: str = ""  # a format for the ticks; empty: what %g says
     values: Literal["any", "whole"] = "any"  # there is no turn 2.5
 
     def ticks(self, about: int = 5) -> list[float]:
@@ -40,7 +39,7 @@ class Axis:
 
     def written(self, value: float) -> str:
         """A tick's words."""
-        return format(value, self.style) if self.style else f"{round(value, 10):g}"
+        return f"{round(value, 10):g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +93,16 @@ class Plot:
         """A line through the points."""
         return f'<path class="line {kind}" d="{_path(self.at(x, y) for x, y in points)}"/>'
 
-    def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], kind: str = "band") -> str:
+    def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> str:
         """The area between two lines."""
         there = [self.at(x, y) for x, y in zip(xs, lows, strict=True)]
         back = [self.at(x, y) for x, y in zip(xs, highs, strict=True)]
-        return f'<path class="{kind}" d="{_path([*there, *reversed(back)])}Z"/>'
+        return f'<path class="band" d="{_path([*there, *reversed(back)])}Z"/>'
 
-    def bar(self, left: float, right: float, top: float, kind: str, tip: str, bottom: float = 0.0) -> str:
-        """A bar with a tooltip."""
+    def bar(self, left: float, right: float, top: float, kind: str, tip: str) -> str:
+        """A bar from zero up, with a tooltip."""
         x, y = self.at(left, top)
-        wide, tall = self.across(right) - x, self.up(bottom) - y
+        wide, tall = self.across(right) - x, self.up(0.0) - y
         return (
             f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(tall)}">'
             f"<title>{escape(tip)}</title></rect>"

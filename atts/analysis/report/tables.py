@@ -39,11 +39,7 @@ class ReportTable:
 
     @classmethod
     def of(
-        cls,
-        title: str,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[object]],
-        kind: Literal["rows", "facts"] = "rows",
+        cls, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], kind: TableKind = "rows"
     ) -> ReportTable:
         """From values of any kind."""
         return cls(title, tuple(columns), tuple(tuple(cell(value) for value in row) for row in rows), kind)
@@ -70,7 +66,7 @@ def cell(value: object, style: str = "") -> Cell:
     if value is None:
         return Cell("")
     if isinstance(value, Estimate):
-        return Cell(interval(value), None if math.isnan(value.value) else value.value)
+        return Cell(value.brief(), None if math.isnan(value.value) else value.value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return Cell(str(value))
     return Cell(_number(value, style), None if math.isnan(value) else float(value))
@@ -86,17 +82,6 @@ def _number(value: float, style: str) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
-
-
-def interval(estimate: Estimate) -> str:
-    """An estimate with its interval.
-
-    >>> interval(Estimate(0.5, 0.25, 0.75, 8, 8, "wilson"))
-    '0.500 [0.250, 0.750]'
-    """
-    if math.isnan(estimate.value):
-        return "undefined"
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def accuracy_table(report: RunReport) -> ReportTable:
@@ -170,12 +155,9 @@ def calibration_table(control: RateControl) -> ReportTable:
     if control.p_values is not None:
         found = control.p_values
         rows.append(("p-values: distance from uniform", f"{found.distance:.3f}, band ±{found.band:.3f}"))
-    rows += [(words, control.metrics[name]) for name, words in _METRICS.items() if _is_known(control.metrics.get(name))]
+    known = {name: value for name, value in control.metrics.items() if not math.isnan(value)}
+    rows += [(words, known[name]) for name, words in _METRICS.items() if name in known]
     return ReportTable.of("Rate control", ("what", "value"), rows, "facts")
-
-
-def _is_known(value: float | None) -> bool:
-    return value is not None and not math.isnan(value)
 
 
 def turn_table(control: RateControl) -> ReportTable:

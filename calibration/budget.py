@@ -59,29 +59,21 @@ class GroupBudget:
     (True, False, True)
     """
 
-    __slots__ = ("_budget", "_spent")
+    __slots__ = ("_budget", "spent")
 
     def __init__(self, budget: int) -> None:
         """:raises CalibrationInputError: for a negative budget."""
         if budget < 0:
             raise CalibrationInputError("B", budget, "a number from 0")
         self._budget = budget
-        self._spent = Counter[Hashable]()
+        self.spent = Counter[Hashable]()  # escalations of each group so far; a finished group may be popped
 
     def admit(self, group: Hashable, wanted: bool) -> bool:
         """True iff an escalation was wanted and the group has one left, which is then spent."""
-        granted = wanted and self._spent[group] < self._budget
+        granted = wanted and self.spent[group] < self._budget
         if granted:
-            self._spent[group] += 1
+            self.spent[group] += 1
         return granted
-
-    def spent(self, group: Hashable) -> int:
-        """Escalations of a group so far."""
-        return self._spent[group]
-
-    def close(self, group: Hashable) -> int:
-        """Forget a finished group; returns what it spent."""
-        return self._spent.pop(group, 0)
 
 
 def capped(decision: Decision, bucket: TokenBucket) -> Decision:

@@ -51,17 +51,12 @@ class Scale:
         except (TypeError, ValueError, OverflowError):
             raise CalibrationInputError(what, score, f"a number, {self.domain}") from None
         if not self.low <= value <= self.high:
-            value = self._within_rounding(value, what)
+            if not self.low - _SLACK <= value <= self.high + _SLACK:
+                raise CalibrationInputError(what, value, self.domain)
+            value = min(max(value, self.low), self.high)
         if self.measure == "log":
             value = math.log(value)
         return value if self.worse == "higher" else -value
-
-    def _within_rounding(self, value: float, what: str) -> float:
-        if self.low - _SLACK <= value < self.low:
-            return self.low
-        if self.high < value <= self.high + _SLACK:
-            return self.high
-        raise CalibrationInputError(what, value, self.domain)
 
     @property
     def domain(self) -> str:

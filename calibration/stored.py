@@ -125,9 +125,8 @@ def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str,
 
     :raises FingerprintError: naming each difference.
     """
-    names = [*stored, *(name for name in now if name not in stored)]
     absent = "(not recorded)"
-    pairs = [(name, stored.get(name, absent), now.get(name, absent)) for name in names]
+    pairs = [(name, stored.get(name, absent), now.get(name, absent)) for name in {**stored, **now}]
     different = [(name, old, new) for name, old, new in pairs if strict(old) != strict(new)]
     if different:
         raise FingerprintError(what, different)

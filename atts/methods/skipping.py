@@ -39,7 +39,10 @@ class SkippingGate(ConformalGate):
     def preview(self, features: Features) -> Decision:
         """Whether the chunk needs a score at all."""
         decision = super().preview(features)
-        row = feature_row(replace(features, draft_logprob=_sureness(features.draft_logprob)))
+        sure = features.draft_logprob
+        if math.isfinite(sure):  # on a scale where 0.999 and 0.9999 are as far apart as 0.9 and 0.99
+            sure = -math.log(max(-sure, 1e-6))
+        row = feature_row(replace(features, draft_logprob=sure))
         if self._teaches(features):
             self._asked[features.question, features.sample, features.turn, decision.issue] = row
             return decision
@@ -73,8 +76,3 @@ class SkippingGate(ConformalGate):
             return "escalate"
         clear = 1 - rate - min(rate, 1 - rate) / 4
         return "accept" if decision.p is not None and decision.p <= clear else "verify"
-
-
-def _sureness(logprob: float) -> float:
-    """How sure the draft was, on a scale where 0.999 and 0.9999 are as far apart as 0.9 and 0.99."""
-    return -math.log(max(-logprob, 1e-6)) if math.isfinite(logprob) else logprob

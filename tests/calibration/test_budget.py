@@ -62,7 +62,7 @@ def test_groups_get_exactly_their_budget() -> None:
     assert [group.admit("a", True) for _ in range(4)] == [True, True, False, False]
     assert group.admit("b", True)
     assert not group.admit("c", False)
-    assert (group.spent("a"), group.close("a"), group.spent("a")) == (2, 2, 0)
+    assert (group.spent["a"], group.spent.pop("a"), group.spent["a"]) == (2, 2, 0)
 
 
 def test_a_capped_decision_says_so() -> None:

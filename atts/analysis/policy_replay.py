@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from atts.analysis.turns import scored_chunk
-from atts.core import Chunk, Decision, Outcome, Rollout, Turn, TurnKey
+from atts.core import Chunk, Decision, Outcome, Rollout, Turn, TurnKey, Usage
 from atts.errors import CalibrationInputError
 from atts.journal import Decided
 from atts.pipelines import Features, Gate, Grouper, Policy, RoundGate, Tally, ballot, evidence, tally
@@ -153,18 +153,27 @@ def _problem(
 
 def _rollout(rollout: Rollout, decisions: Mapping[TurnKey, Decision], policy: Policy) -> ReplayedRollout:
     turns = rollout.turns[: policy.turns]
-    strayed = next((turn.index for turn in turns if _strays(rollout, turn, decisions)), None)
-    chunks = [chunk for turn in turns for chunk in (*turn.chunks, *turn.discarded)]
-    scored = sum(len(_scored(turn).target_ids) for turn in turns if turn.score is not None)
-    drafted = sum(chunk.tokens for chunk in chunks if chunk.author == "draft")
+    is_whole = len(turns) == len(rollout.turns)
+    spent = rollout.usage if is_whole else _spent(turns)
     return ReplayedRollout(
         rollout.problem,
         rollout.sample,
-        rollout.answer if len(turns) == len(rollout.turns) else None,
-        off_policy_from=strayed,
+        rollout.answer if is_whole else None,
+        off_policy_from=next((turn.index for turn in turns if _strays(rollout, turn, decisions)), None),
+        draft_tokens=spent.draft_tokens,
+        target_tokens=spent.target_tokens,
+        scored_tokens=spent.scored_tokens,
+    )
+
+
+def _spent(turns: Sequence[Turn]) -> Usage:
+    """The tokens of some turns; those of a whole rollout are its usage, which counts what entered no turn as well."""
+    chunks = [chunk for turn in turns for chunk in (*turn.chunks, *turn.discarded)]
+    drafted = sum(chunk.tokens for chunk in chunks if chunk.author == "draft")
+    return Usage(
         draft_tokens=drafted - sum(_counted_twice(turn) for turn in turns),
         target_tokens=sum(chunk.tokens for chunk in chunks if chunk.author == "target"),
-        scored_tokens=scored,
+        scored_tokens=sum(len(_scored(turn).target_ids) for turn in turns if turn.score is not None),
     )
 
 

@@ -227,25 +227,21 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
         raise UsageError(f"{sampling}: expected temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0")
     if "" in request.stop:
         raise UsageError("an empty stop string would stop everywhere")
-    _check_ids(request.ids, spec, "the prompt")
-    _check_length(len(request.ids) + request.max_tokens, spec)
+    _check_ids(spec, len(request.ids) + request.max_tokens, (request.ids, "the prompt"))
 
 
 def check_score(request: ScoreRequest, spec: EngineSpec) -> None:
     """Refuse a scoring request no engine can serve; same errors as `check_sample`."""
-    _check_ids(request.prefix, spec, "the prefix")
-    _check_ids(request.suffix, spec, "the suffix")
-    _check_length(len(request.prefix) + len(request.suffix), spec)
+    prefix, suffix = request.prefix, request.suffix
+    _check_ids(spec, len(prefix) + len(suffix), (prefix, "the prefix"), (suffix, "the suffix"))
 
 
-def _check_ids(ids: TokenIds, spec: EngineSpec, what: str) -> None:
-    if not ids:
-        raise UsageError(f"{what} is empty: there is nothing to condition on or to score")
-    if min(ids) < 0 or max(ids) >= spec.vocabulary:
-        raise UsageError(f"{what} holds an id outside 0..{spec.vocabulary - 1}: ids of another tokenizer?")
-
-
-def _check_length(needed: int, spec: EngineSpec) -> None:
+def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> None:
+    for ids, what in parts:
+        if not ids:
+            raise UsageError(f"{what} is empty: there is nothing to condition on or to score")
+        if min(ids) < 0 or max(ids) >= spec.vocabulary:
+            raise UsageError(f"{what} holds an id outside 0..{spec.vocabulary - 1}: ids of another tokenizer?")
     if needed > spec.context_length:
         raise ContextOverflow(spec.name, needed, spec.context_length)
 

@@ -26,7 +26,7 @@ from atts.pipelines.chunks import chunk_of, forced
 from atts.pipelines.context import Context
 from atts.pipelines.policy import ConfidenceStop, Policy
 from atts.pipelines.scores import resolved
-from atts.pipelines.siblings import Siblings
+from atts.pipelines.votes import Grouper, classes
 from atts.seeds import Seed
 
 Scope = RolloutScope[Rollout]
@@ -43,7 +43,30 @@ class Proposal:
     attempt: int = 0
     score: float | None = None
     flaw: str = ""  # why there is no score although one was asked for
-    doubt: int = 0  # the token that the target doubts first; 0 also where that is not known
+    doubt: int = 0  # the token that the target doubts first; 0 also where that is not asked or not known
+
+
+class Siblings:
+    """One problem's rollouts by sample; each builder keeps its own entry current."""
+
+    def __init__(self, group: Grouper) -> None:
+        self._group = group
+        self.rollouts: dict[int, Rollout] = {}
+        self.claimed: set[tuple[int, int]] = set()  # (sample, turn): forked from already
+
+    def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
+        """Answered siblings, the leading answer's share among them, and whether `answer` belongs to it."""
+        others: list[str] = []
+        for sample in sorted(self.rollouts):
+            rollout = self.rollouts[sample]
+            if sample != but and rollout.finish and rollout.answer is not None:
+                others.append(rollout.answer)
+        if not others:
+            return 0, 0.0, False
+        labels = classes([*others, *([answer] if answer is not None else [])], self._group)
+        theirs = labels[: len(others)]
+        lead = max(set(theirs), key=theirs.count)
+        return len(others), theirs.count(lead) / len(others), answer is not None and labels[-1] == lead
 
 
 class RolloutBuilder:
@@ -65,7 +88,10 @@ class RolloutBuilder:
         self.siblings = siblings
         self.name = f"{problem.id}/{scope.sample}"  # where caches may be warm
         self.turn = 0  # the index of the turn being worked on
-        self.score = resolved(policy.score, context.draft.spec, context.target.spec)
+        draft, target = context.draft.spec, context.target.spec
+        self.score = resolved(policy.score, draft, target)
+        is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
+        self.finds_doubt = policy.takeover == "repair" and is_comparable  # where the target begins to doubt
         self._limits = {role: policy.limit(role) for role in ROLES}
         self._sampling = {role: policy.sampling_of(role) for role in ROLES}
         self.waits_left = policy.waits

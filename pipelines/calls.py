@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
@@ -41,12 +42,14 @@ class AdmittedEngine:
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids, once the engine has room for them."""
         tokens = len(request.ids) + request.max_tokens
-        return await self._call(self._role, self._sample, request, request.seed.turn, tokens)
+        ask = partial(self._ask, self._engine.sample, check_completion)
+        return await self._call(self._role, ask, request, request.seed.turn, tokens)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score the suffix, once the engine has room for it."""
         tokens = len(request.prefix) + len(request.suffix)
-        return await self._call("score", self._score, request, request.turn, tokens)
+        ask = partial(self._ask, self._engine.score, check_scores)
+        return await self._call("score", ask, request, request.turn, tokens)
 
     def stats(self) -> EngineStats:
         """The inner engine's: what it never saw is not counted."""
@@ -68,26 +71,19 @@ class AdmittedEngine:
             stage, ask, request, engine=self._role, turn=turn, tokens=tokens, priority=request.priority
         )
 
-    async def _sample(self, request: SampleRequest) -> Completion:
+    async def _ask(
+        self,
+        ask: Callable[[Request], Awaitable[Result]],
+        check: Callable[[Result, Request, EngineSpec], None],
+        request: Request,
+    ) -> Result:
         try:
             with anyio.fail_after(self._timeout_seconds):
-                completion = await self._engine.sample(request)
+                reply = await ask(request)
         except TimeoutError as late:
-            raise self._late() from late
-        check_completion(completion, request, self.spec)
-        return completion
-
-    async def _score(self, request: ScoreRequest) -> Scores:
-        try:
-            with anyio.fail_after(self._timeout_seconds):
-                scores = await self._engine.score(request)
-        except TimeoutError as late:
-            raise self._late() from late
-        check_scores(scores, request, self.spec)
-        return scores
-
-    def _late(self) -> EngineTimeout:
-        return EngineTimeout(self.spec.name, f"no answer within {self._timeout_seconds:g} s")
+            raise EngineTimeout(self.spec.name, f"no answer within {self._timeout_seconds:g} s") from late
+        check(reply, request, self.spec)
+        return reply
 
 
 def check_completion(completion: Completion, request: SampleRequest, spec: EngineSpec) -> None:

@@ -27,8 +27,9 @@ def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine
     Between different tokenizers a character cut in the middle cannot be handed over: its bytes' tokens are dropped.
     """
     writer, reader = (draft, target) if author == "draft" else (target, draft)
-    own = body(completion, writer)
-    text = completion.text
+    own, text = completion.ids, completion.text
+    if completion.ended == "end" and own and own[-1] in writer.spec.end_ids:
+        own = own[:-1]
     if shared(draft, target):
         return Chunk(author, text, own, own, completion.ended, completion.logprobs)
     if text.endswith("\ufffd"):
@@ -36,12 +37,6 @@ def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine
     other = reader.tokenizer.encode(text)
     draft_ids, target_ids = (own, other) if author == "draft" else (other, own)
     return Chunk(author, text, draft_ids, target_ids, completion.ended, completion.logprobs)
-
-
-def body(completion: Completion, engine: Engine) -> TokenIds:
-    """The ids without the end token, if the model ended."""
-    ids = completion.ids
-    return ids[:-1] if completion.ended == "end" and ids and ids[-1] in engine.spec.end_ids else ids
 
 
 def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from atts.core import Decision, Features, ScoreRequest, Usage
 from atts.errors import CalibrationInputError, EngineError, ModelLoadError, UnsupportedByEngine
 from atts.pipelines.builder import Proposal, RolloutBuilder
-from atts.pipelines.chunks import shared
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.scores import evidence, first_doubt, score_of
 from atts.tasks import collect
@@ -98,15 +97,8 @@ async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     builder.count(Usage(scored_tokens=len(suffix), target_prefill_tokens=read, calls=1))
     score = score_of(builder.score, scores.logprobs, proposal.chunk)
     flaw = "" if not math.isnan(score) else "the score is not a number"
-    doubt = _doubt(builder, proposal, scores.logprobs)
+    doubt = first_doubt(scores.logprobs, proposal.chunk.logprobs) if builder.finds_doubt else 0
     return Proposal(proposal.chunk, proposal.answer, proposal.attempt, score, flaw, doubt)
-
-
-def _doubt(builder: RolloutBuilder, proposal: Proposal, theirs: Sequence[float]) -> int:
-    """Where the target's doubt begins; 0 between tokenizers, and where the draft's numbers are of another kind."""
-    draft, target = builder.context.draft, builder.context.target
-    comparable = shared(draft, target) and draft.spec.logprobs == "raw"
-    return first_doubt(theirs, proposal.chunk.logprobs) if comparable else 0
 
 
 async def _rated(builder: RolloutBuilder, proposal: Proposal) -> Proposal:

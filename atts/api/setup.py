@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -109,7 +109,7 @@ class Setup:
             limits=self.limits,
             configuration=self._configuration(calibrator),
             settings=self.settings,
-            alarms=lambda: calibrator.events,
+            alarms=partial(getattr, calibrator, "events"),
             stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
             conditions=self.conditions,
         )
@@ -157,13 +157,10 @@ def answers_for(kind: AnswerKind) -> Answers:
     """Extraction and grouping for this kind of answer; a guess from unmarked text would end rollouts early."""
     from atts.evaluators import extract, group
 
-    def marked(text: str) -> str | None:
-        return extract(text, kind, fallback="none")
-
     def classes(answers: Sequence[str]) -> Sequence[int]:
         return group(list(answers), kind)
 
-    return Answers(marked, classes)
+    return Answers(partial(extract, kind=kind, fallback="none"), classes)
 
 
 def grade(answer: str, problem: Problem) -> Verdict:

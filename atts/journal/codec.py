@@ -58,7 +58,7 @@ def form(hint: Any) -> Form:
         return Form(hint, _same, _same)
     if type(None) in arguments:
         (inner,) = (form(part) for part in arguments if part is not type(None))
-        return Form(inner.stored | None, _unless_none(inner.write), _unless_none(inner.read))
+        return Form(inner.stored | None, inner.write, _unless_none(inner.read))  # None is written by what holds it
     assert origin is not None, f"no form for {hint}"
     if issubclass(origin, Mapping):
         inner = form(arguments[1])
@@ -105,7 +105,7 @@ def _dataclass_writer(parts: list[tuple[str, Form, Any]]) -> Step:
                 continue
             kind = type(found)  # most parts are short texts and numbers: they stand for themselves
             is_short = kind is str and len(found) < LONG_TEXT and found[:1] != "@"
-            is_plain = step is _same or is_short or (kind is float and isfinite(found))
+            is_plain = step is _same or is_short or found is None or (kind is float and isfinite(found))
             data[name] = found if is_plain else step(found, texts)
         return data
 

@@ -76,18 +76,14 @@ class LineWriter:
     def lines(self, event: Event, at: float, wall: float) -> bytes:
         """The event's line, long texts it brings along before it."""
         word, form = _FORMS[type(event)]
-        body = form.write(event, self._texts)
-        before = b""
-        if self._texts.fresh:
-            texts = [{"kind": "text", "id": name, "text": text} for name, text in self._texts.fresh]
-            before = b"".join(map(self._line, texts))
-            self._texts.fresh.clear()
-        return before + self._line({"at": round(at, 6), "wall": round(wall, 3), "kind": word, **body})
-
-    def _line(self, fields: dict[str, Any]) -> bytes:
-        body = _escaped({"n": self.number, **fields}).encode()[:-1]
-        self.number += 1
-        return b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body))
+        fields, lines = form.write(event, self._texts), b""
+        rows: list[dict[str, Any]] = [{"kind": "text", "id": name, "text": text} for name, text in self._texts.fresh]
+        self._texts.fresh.clear()
+        for row in (*rows, {"at": round(at, 6), "wall": round(wall, 3), "kind": word, **fields}):
+            body = _escaped({"n": self.number, **row}).encode()[:-1]
+            lines += b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body))
+            self.number += 1
+        return lines
 
 
 _END = len(b',"crc":"00000000"}\n')

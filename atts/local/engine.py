@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -213,7 +214,7 @@ class _OpenEngine:
 
     def _hand_over(self, report: LoopReport) -> None:
         """Called in the worker's thread; hands over to the event loop without waiting for it."""
-        self._soon(lambda: self._deliver(report))
+        self._soon(partial(self._deliver, report))
 
     def _deliver(self, report: LoopReport) -> None:
         if report.stats is not None:

@@ -9,7 +9,7 @@ Call it again with the same directory and it goes on where it was, whatever ende
 from atts.run.calls import RecallTiming
 from atts.run.conditions import Conditions, check_conditions, conditions_of
 from atts.run.evaluate import Keep, Session, evaluate
-from atts.run.gates import Alarm, replay_event
+from atts.run.gates import replay_event
 from atts.run.merging import Merged, Shard, merge
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.progress import Progress, ProgressSnapshot
@@ -21,7 +21,6 @@ from atts.run.summary import Summary, summarise
 
 __all__ = [
     "INTERRUPTED",
-    "Alarm",
     "CallBegun",
     "ChunkWritten",
     "Conditions",

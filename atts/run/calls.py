@@ -6,7 +6,6 @@ was recorded returns its recorded result at once, so it comes to where it was wi
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
@@ -20,9 +19,7 @@ from atts.errors import EngineError
 from atts.graph import Caller, CallSpan
 from atts.journal import (
     CallFailed,
-    Decided,
     FailureKind,
-    Observed,
     OpenProblem,
     Sampled,
     Scored,
@@ -63,10 +60,6 @@ class RecordedSteps:
     recorded: OpenProblem
     stop: Stop
     timing: RecallTiming
-
-    def gate_calls(self, sample: int, turn: int) -> deque[Decided | Observed]:
-        """What is left of the recorded gate calls of one turn."""
-        return self.recorded.gate.get((sample, turn)) or deque()
 
 
 class RecordedEngine(AdmittedEngine):

@@ -35,15 +35,15 @@ from atts.journal import (
     VerdictStatus,
     Warned,
     check_directory,
+    judged,
     open_journal,
 )
 from atts.pipelines import Context, Learning, RoundGate
 from atts.run.calls import RecordedEngine, RecordedSteps
 from atts.run.conditions import check_conditions
-from atts.run.escalations import EscalationCounter
 from atts.run.gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
 from atts.run.plan import Grade, Plan
-from atts.run.recorder import Listener, ProblemRecord, Recorder, RunBegun
+from atts.run.recorder import EscalationCounter, Listener, ProblemRecord, Recorder, RunBegun
 from atts.run.result import RunResult, RunStatus
 from atts.run.stopping import Signals, Stop, watch_signals
 
@@ -102,14 +102,13 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | N
         doubt = "" if plan.stored_under is None else check_conditions(manifest, plan.stored_under, plan.conditions)
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
         escalations = EscalationCounter()
-        session = replace(session, listeners=(escalations, *session.listeners))
-        async with _journal(session, manifest, plan, state) as journal:
+        async with _journal(session, manifest, plan, state, escalations) as journal:
             return await _Run(plan, session, manifest, state, journal, escalations).drive(problems, doubt)
 
 
 @asynccontextmanager
 async def _journal(
-    session: Session, manifest: Manifest, plan: Plan, state: RunState
+    session: Session, manifest: Manifest, plan: Plan, state: RunState, escalations: EscalationCounter
 ) -> AsyncGenerator[Journal | None, None]:
     """The journal, what it holds applied to the state, the gate and the listeners."""
     if session.directory is None:
@@ -121,6 +120,8 @@ async def _journal(
         state.apply(entry)
         if isinstance(event, Decided | Observed | Taught) and not isinstance(plan.gate, RoundGate):
             replay_event(plan.gate, event)
+        for decision, is_escalated in judged(event):
+            escalations.count(decision, is_escalated)
         for listener in session.listeners:
             listener.recalled(event)
 
@@ -144,7 +145,7 @@ class _Run:
         self._state = state
         self._journal = journal
         self._escalations = escalations
-        self._recorder = Recorder(journal, session.listeners)
+        self._recorder = Recorder(journal, session.listeners, escalations)
         self._graph = Graph(
             rollouts=plan.rollouts,
             limits=plan.limits,

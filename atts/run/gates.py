@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
+from atts.calibration import DriftEvent
 from atts.core import Decision
 from atts.journal import Decided, Drifted, Observed, Taught
 from atts.pipelines import Features, Gate, Learning, RoundGate
@@ -16,39 +15,10 @@ from atts.run.recorder import Recorder
 _TOLD = ("attempt", "tokens", "draft_logprob", "has_answer", "answered", "agreement", "agrees")
 
 
-class Alarm(Protocol):
-    """What a calibrator noticed about its scores; `atts.calibration` drift events are such."""
-
-    @property
-    def kind(self) -> str:
-        """Which test."""
-        ...
-
-    @property
-    def p(self) -> float:
-        """How surprising."""
-        ...
-
-    @property
-    def scores(self) -> int:
-        """After how many live scores."""
-        ...
-
-    @property
-    def action(self) -> str:
-        """What was done."""
-        ...
-
-    @property
-    def message(self) -> str:
-        """The same in words."""
-        ...
-
-
 class AlarmWatch:
     """Records alarms as they are raised; those of earlier sessions are in the journal already."""
 
-    def __init__(self, alarms: Callable[[], Sequence[Alarm]], recorder: Recorder) -> None:
+    def __init__(self, alarms: Callable[[], Sequence[DriftEvent]], recorder: Recorder) -> None:
         self._alarms = alarms
         self._recorder = recorder
         self._seen = len(alarms())
@@ -67,13 +37,14 @@ class RecordedGate:
     def __init__(self, gate: Gate, steps: RecordedSteps, alarms: AlarmWatch) -> None:
         self._gate = gate
         self._steps = steps
+        self._recorded = steps.recorded.gate
         self._alarms = alarms
 
     def preview(self, features: Features) -> Decision:
         """As the gate, or as recorded; see `atts.pipelines.Gate`."""
-        calls = self._steps.gate_calls(features.sample, features.turn)
+        calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
-            return _decision(calls)
+            return calls.popleft().decision
         if calls:  # what was recorded came after a score had been asked for
             return replace(calls[0].decision, action="verify", score=None, p=None, why="recalled", origin="recalled")
         decision = self._gate.preview(features)
@@ -83,16 +54,16 @@ class RecordedGate:
 
     def decide(self, features: Features, score: float) -> Decision:
         """As the gate, or as recorded; see `atts.pipelines.Gate`."""
-        calls = self._steps.gate_calls(features.sample, features.turn)
+        calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided):
-            return _decision(calls)
+            return calls.popleft().decision
         decision = self._gate.decide(features, score)
         self._steps.recorder.decided(Decided(decision, _told(features)))
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Teach the gate, unless it was taught before; see `atts.pipelines.Gate`."""
-        calls = self._steps.gate_calls(decision.sample, decision.turn)
+        calls = self._recorded.get((decision.sample, decision.turn))
         if calls and isinstance(calls[0], Observed):
             calls.popleft()
             return
@@ -123,17 +94,18 @@ class RecordedRoundGate:
 
     def __init__(self, gate: RoundGate, steps: RecordedSteps) -> None:
         self._gate = gate
-        self._steps = steps
+        self._recorded = steps.recorded.gate
+        self._recorder = steps.recorder
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
         """As the gate, or as recorded, member by member."""
         decisions: list[Decision] = []
         for (features, _), decision in zip(round_, self._gate.decide_round(round_), strict=True):
-            calls = self._steps.gate_calls(features.sample, features.turn)
+            calls = self._recorded.get((features.sample, features.turn))
             if calls and isinstance(calls[0], Decided):
-                decisions.append(_decision(calls))
+                decisions.append(calls.popleft().decision)
             else:
-                self._steps.recorder.record(Decided(decision, _told(features), "round"))
+                self._recorder.decided(Decided(decision, _told(features), "round"))
                 decisions.append(decision)
         return decisions
 
@@ -170,10 +142,6 @@ def _features(question: str, turn: int, sample: int, recorded: Mapping[str, floa
         agreement=told["agreement"],
         agrees=bool(told["agrees"]),
     )
-
-
-def _decision(calls: deque[Decided | Observed]) -> Decision:
-    return calls.popleft().decision
 
 
 def _told(features: Features) -> dict[str, float]:

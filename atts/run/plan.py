@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal, Protocol, get_args
 
 from atts import graph
+from atts.calibration import DriftEvent
 from atts.core import Outcome, Problem
 from atts.engine import Engine, EngineSpec
 from atts.errors import OptionError
@@ -16,7 +17,6 @@ from atts.journal import Json, Manifest, Setting, dataset_digest
 from atts.pipelines import Answers, Context, Gate, Policy, Promising, RoundGate, check_engines, solve
 from atts.run.calls import RecallTiming
 from atts.run.conditions import Conditions
-from atts.run.gates import Alarm
 
 
 class Pipeline(Protocol):
@@ -74,7 +74,7 @@ class Plan:
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])  # as given, for people
     recall: RecallTiming = "instant"
-    alarms: Callable[[], Sequence[Alarm]] = tuple[Alarm, ...]  # so far; such as a calibrator's events
+    alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]  # so far; such as a calibrator's events
     stored_under: Mapping[str, object] | None = None  # what the gate's stored scores record; None: it has none
     conditions: Conditions = "match"  # what other conditions than those do
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have

@@ -26,8 +26,7 @@ from atts.journal import (
     Warned,
     judged,
 )
-from atts.run.escalations import EscalationCounter
-from atts.run.recorder import CallBegun, Notice, RunBegun
+from atts.run.recorder import CallBegun, EscalationCounter, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
 """What a rollout is at: its draft writes, the target judges, the target writes, or it waits for an engine."""
@@ -231,8 +230,8 @@ class Progress:
     def _decided(self, event: Decided | Observed) -> None:
         if isinstance(event, Decided) and event.decision.rate == event.decision.rate:  # not nan
             self._nominal = event.decision.rate
-        self._escalations.notify(event)
         for decision, is_escalated in judged(event):
+            self._escalations.count(decision, is_escalated)
             self._counts["forced"] += is_escalated and decision.origin == "forced"
 
     def _rollout_ended(self, event: RolloutSpan) -> None:

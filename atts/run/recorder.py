@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atts.core import Chunk, Decision, Outcome, Rollout, Turn
+from atts.evaluators import Estimate, share_estimate
 from atts.journal import (
     Decided,
     Event,
@@ -70,12 +71,48 @@ class Listener(Protocol):
         ...
 
 
+class EscalationCounter:
+    """Of each problem, how many of its judged chunks were handed over.
+
+    Which chunks those are is for `atts.journal.judged` to say.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[int, int]] = {}
+
+    def count(self, decision: Decision, escalated: bool) -> None:
+        """Count a chunk that was judged, and what was really done with it."""
+        handed, of = self._counts.get(decision.question, (0, 0))
+        self._counts[decision.question] = handed + escalated, of + 1
+
+    def of(self, problem: str) -> tuple[int, int]:
+        """How many of how many of this problem's."""
+        return self._counts.get(problem, (0, 0))
+
+    def forget(self, problem: str) -> None:
+        """It is over, and has been asked about."""
+        self._counts.pop(problem, None)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """How many of how many, of all problems not forgotten."""
+        handed, of = zip(*self._counts.values(), strict=True) if self._counts else ((0,), (0,))
+        return sum(handed), sum(of)
+
+    @property
+    def rate(self) -> Estimate:
+        """The share of chunks, clustered by problem."""
+        return share_estimate(self._counts.values())
+
+
 class Recorder:
     """The one way into the journal and to the listeners, in the same order for both."""
 
-    def __init__(self, journal: Journal | None, listeners: Sequence[Listener]) -> None:
+    def __init__(self, journal: Journal | None, listeners: Sequence[Listener], escalations: EscalationCounter) -> None:
         self._journal = journal
         self._tells = [listener.notify for listener in listeners]
+        self._escalations = escalations
+        self.saved = _nothing_to_save if journal is None else journal.saved  # waits until all noted is in the file
         self._decided: Decided | None = None  # not recorded yet: what is done with it may follow at once
 
     def record(self, event: Event, second: Event | None = None) -> None:
@@ -83,8 +120,9 @@ class Recorder:
 
         :raises StorageError: the disk refuses.
         """
-        if self._decided is not None:
-            self._release()
+        held, self._decided = self._decided, None
+        if held is not None:
+            self.record(held)
         if self._journal is not None:
             self._journal.record(event, second)
         for tell in self._tells:
@@ -94,40 +132,37 @@ class Recorder:
 
     def decided(self, event: Decided) -> None:
         """Note a decision, as soon as it is known what was done with it or anything else is noted."""
-        if self._decided is not None:
-            self._release()
-        self._decided = event
+        held, self._decided = self._decided, None
+        if held is not None:
+            self.record(held)
+        if event.asked == "round":  # its gate is not told what was done with it: its own word counts
+            self._escalations.count(event.decision, event.decision.escalate)
+            self.record(event)
+        else:
+            self._decided = event
 
     def observed(self, decision: Decision, escalated: bool) -> None:
         """Note what was done with a decision: with the decision itself where nothing was noted since."""
+        self._escalations.count(decision, escalated)
         event, observed = self._decided, Observed(decision, escalated)
         if event is None or event.decision is not decision:
             return self.record(observed)
         self._decided = None
         return self.record(event, observed)
 
-    def _release(self) -> None:
-        event, self._decided = self._decided, None
-        assert event is not None, "asked for where there is one"
-        self.record(event)
-
     def tell(self, event: Notice) -> None:
         """Tell the listeners of something that the journal does not keep."""
         for tell in self._tells:
             tell(event)
 
-    async def saved(self) -> None:
-        """Wait until all that was noted is in the file.
-
-        :raises StorageError: the disk refuses.
-        """
-        if self._journal is not None:
-            await self._journal.saved()
-
     def on_graph(self, event: object) -> None:
         """The sink of the task graph."""
         if isinstance(event, Event):
             self.record(event)
+
+
+async def _nothing_to_save() -> None:
+    """Without a journal."""
 
 
 class ProblemRecord:
@@ -149,7 +184,8 @@ class ProblemRecord:
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
         """Record the turn, and the rollout before its first."""
-        self._start(rollout)
+        if rollout.sample not in self._started:
+            self._start(rollout)
         self._turns[rollout.sample] = turn.index + 1
         recalled = self._recalled.get(rollout.sample)
         if recalled and _timeless(recalled[0]) == _timeless(turn):
@@ -164,7 +200,8 @@ class ProblemRecord:
     def finished(self, outcome: Outcome) -> None:
         """Record how every rollout ended, with whatever its pipeline has not reported."""
         for rollout in outcome.rollouts:
-            self._start(rollout)
+            if rollout.sample not in self._started:
+                self._start(rollout)
             for turn in rollout.turns[self._turns.get(rollout.sample, 0) :]:
                 self.turned(rollout, turn)
             self._tell_again(rollout, len(rollout.turns))
@@ -187,9 +224,8 @@ class ProblemRecord:
             self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))
 
     def _start(self, rollout: Rollout) -> None:
-        if rollout.sample not in self._started:
-            self._started.add(rollout.sample)
-            self._recorder.record(RolloutStarted(self._problem, rollout.sample, rollout.prompt))
+        self._started.add(rollout.sample)
+        self._recorder.record(RolloutStarted(self._problem, rollout.sample, rollout.prompt))
 
 
 def _timeless(turn: Turn) -> str:

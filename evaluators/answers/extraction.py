@@ -47,9 +47,7 @@ def extraction(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "st
         raise OptionError(f"kind {kind}", "is not a kind of answer", _KINDS)
     if fallback not in _FALLBACKS:
         raise OptionError(f"fallback {fallback}", "is not one", _FALLBACKS)
-    extractor = Extractor(kind)
-    extractor.feed(text)
-    return extractor.finish(fallback)
+    return Extractor(kind).finish(fallback, text)
 
 
 class Extractor:
@@ -81,9 +79,10 @@ class Extractor:
         self._advance(text, ended=False)
         return self.answer
 
-    def finish(self, fallback: Fallback = "none") -> Extraction:
-        """The answer of the finished text; boxes first, then explicit marks, then what `fallback` allows."""
-        self._advance("", ended=True)
+    def finish(self, fallback: Fallback = "none", rest: str = "") -> Extraction:
+        """The answer of the text and its `rest`; boxes first, then explicit marks, then what `fallback` allows."""
+        self._pieces.append(rest)
+        self._advance(rest, ended=True)
         text = "".join(self._pieces)
         if self._group:
             final = overruled(text[self._boxed_to :], self._kind)

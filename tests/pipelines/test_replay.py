@@ -7,7 +7,7 @@ from dataclasses import replace as changed
 
 from atts.analysis import replay_policy
 from atts.calibration import Calibrator
-from atts.core import Outcome, TurnKey
+from atts.core import Outcome, TurnKey, Usage
 from atts.journal import Decided
 from atts.pipelines import Answers, ConformalGate, FixedGate, Gate, Policy, ThresholdGate, TopGate
 
@@ -30,6 +30,20 @@ def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(attempt:
     lines = [r for p in again.problems for r in p.rollouts]
     assert sum(r.draft_tokens for r in lines) == sum(o.usage.draft_tokens for o in outcomes)
     assert sum(r.scored_tokens for r in lines) == sum(o.usage.scored_tokens for o in outcomes)
+
+
+def test_what_a_cut_rollout_wrote_outside_its_turns_is_counted(attempt: Solve, answers: Answers) -> None:
+    """A settled vote ends rollouts between two calls: what they had written counts in the record and in its replay."""
+    outcomes = attempt(POLICY, ThresholdGate(1.8))
+    loose = Usage(draft_tokens=7, target_tokens=5, scored_tokens=3, wasted_tokens=12)
+    cut = [
+        changed(o, rollouts=tuple(changed(r, finish="settled", usage=r.usage + loose) for r in o.rollouts))
+        for o in outcomes
+    ]
+    lines = [r for p in replay_policy(cut, ThresholdGate(1.8), POLICY, answers.group).problems for r in p.rollouts]
+    for line, rollout in zip(lines, (r for o in cut for r in o.rollouts), strict=True):
+        spent = (line.draft_tokens, line.target_tokens, line.scored_tokens)
+        assert spent == (rollout.usage.draft_tokens, rollout.usage.target_tokens, rollout.usage.scored_tokens)
 
 
 def test_an_online_gate_replays_exactly_in_the_recorded_order(attempt: Solve, answers: Answers) -> None:

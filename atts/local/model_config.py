@@ -62,7 +62,8 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
     :raises ModelLoadError: no readable configuration, a family or an attention we do not compute.
     """
     config = read_hf_config(folder, name)
-    _refuse_unsupported(config, name)
+    for problem, advice in _problems(config):
+        raise ModelLoadError(name, problem, advice)
     heads = config.num_attention_heads
     return ModelConfig(
         family=config.model_type,
@@ -96,11 +97,6 @@ def read_hf_config(folder: Path, name: str) -> Any:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (*_UNREADABLE, StrictDataclassError) as error:
         raise ModelLoadError(name, f"config.json cannot be read as a model configuration ({error})") from error
-
-
-def _refuse_unsupported(config: Any, name: str) -> None:
-    for problem, advice in _problems(config):
-        raise ModelLoadError(name, problem, advice)
 
 
 def _problems(config: Any) -> Iterator[tuple[str, str]]:

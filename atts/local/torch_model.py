@@ -134,7 +134,8 @@ class _BatchAttention:
 
     def __init__(self, batch: StepBatch, table: SlotIds, device: torch.device) -> None:
         self._num_single = batch.num_single
-        self._spans = _spans(batch)
+        starts = batch.query_starts[batch.num_single :].tolist()
+        self._spans = list(zip(starts[:-1], starts[1:], strict=True))
         index, mask = _padded(batch, table)
         self._index = torch.from_numpy(index).to(device)
         self._mask = None if mask is None else torch.from_numpy(mask).to(device)[:, None, None, :]
@@ -165,11 +166,6 @@ class _BatchAttention:
             out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=is_grouped)
             outs.append(out.squeeze(0).transpose(0, 1).flatten(1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _spans(batch: StepBatch) -> list[tuple[int, int]]:
-    starts = batch.query_starts[batch.num_single :].tolist()
-    return list(zip(starts[:-1], starts[1:], strict=True))
 
 
 def _padded(batch: StepBatch, table: SlotIds) -> tuple[Ints, np.ndarray[tuple[int, ...], np.dtype[np.bool_]] | None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -27,15 +26,13 @@ from atts.tasks import clock
 _log = logging.getLogger("atts.remote")
 _log.addHandler(logging.NullHandler())
 _AUTO = (("/server_info", "sglang"), ("/props", "llamacpp"), ("/version", "vllm"), ("/api/version", "ollama"))
-_MAKERS: Mapping[str, Callable[[RemoteOptions], Dialect]] = MappingProxyType(
-    {
-        "vllm": lambda options: VllmDialect(priorities=options.priorities == "send"),
-        "sglang": lambda options: SglangDialect(priorities=options.priorities == "send"),
-        "llamacpp": lambda options: LlamaCppDialect(),
-        "ollama": OllamaDialect,
-        "chat": ChatDialect,
-    }
-)
+_MAKERS: Mapping[str, Callable[[RemoteOptions], Dialect]] = {
+    "vllm": lambda options: VllmDialect(priorities=options.priorities == "send"),
+    "sglang": lambda options: SglangDialect(priorities=options.priorities == "send"),
+    "llamacpp": lambda options: LlamaCppDialect(),
+    "ollama": OllamaDialect,
+    "chat": ChatDialect,
+}
 
 
 async def wait_ready(client: Client) -> None:
@@ -109,12 +106,8 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
 
 def claimed(dialect: Dialect) -> frozenset[Capability]:
     """What servers of this kind can do at best."""
-    can: set[Capability] = {"sample"}
-    if isinstance(dialect, Scorer):
-        can.add("score")
-    if isinstance(dialect, Rater):
-        can.add("rate")
-    return frozenset(can)
+    optional: dict[Capability, bool] = {"score": isinstance(dialect, Scorer), "rate": isinstance(dialect, Rater)}
+    return frozenset({"sample", *(capability for capability, there in optional.items() if there)})
 
 
 def require(name: str, identity: Identity, can: frozenset[Capability], needs: frozenset[Capability]) -> None:

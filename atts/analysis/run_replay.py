@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from atts.analysis.policy_replay import Replayed, ReplayedRollout, replay_policy
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
@@ -77,11 +78,7 @@ def replay_run(run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gat
     chosen = gate(policy.samples)
     if change.budget is not None:
         chosen = _capped(chosen, change.budget)
-    kind = recorded.outcomes[0].problem.kind
-
-    def classes(answers: Sequence[str]) -> Sequence[int]:
-        return group(list(answers), kind)
-
+    classes = partial(group, kind=recorded.outcomes[0].problem.kind)
     return _compare(recorded, replay_policy(recorded.outcomes, chosen, policy, classes, decided=recorded.decided))
 
 

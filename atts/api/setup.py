@@ -109,7 +109,7 @@ class Setup:
             limits=self.limits,
             configuration=self._configuration(calibrator),
             settings=self.settings,
-            alarms=partial(getattr, calibrator, "events"),
+            alarms=lambda: calibrator.events,
             stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
             conditions=self.conditions,
         )
@@ -157,10 +157,7 @@ def answers_for(kind: AnswerKind) -> Answers:
     """Extraction and grouping for this kind of answer; a guess from unmarked text would end rollouts early."""
     from atts.evaluators import extract, group
 
-    def classes(answers: Sequence[str]) -> Sequence[int]:
-        return group(list(answers), kind)
-
-    return Answers(partial(extract, kind=kind, fallback="none"), classes)
+    return Answers(partial(extract, kind=kind, fallback="none"), partial(group, kind=kind))
 
 
 def grade(answer: str, problem: Problem) -> Verdict:

@@ -57,10 +57,7 @@ def replay(
     start = () if stored is None else _scores(str(stored), per_question, scale, None)
     options: dict[str, Any] = {"mode": mode, "seed": seed, "scale": scale_named(scale), "stored": start}
     done = decide(records, rate, drift=drift, window=window, decay=decay, **options)  # type: ignore[arg-type]  # checked there
-    if as_json:
-        _print_decisions(done)
-    else:
-        _print_replay(done)
+    (_print_decisions if as_json else _print_replay)(done)
 
 
 @app.command("import")

@@ -9,23 +9,9 @@ from operator import add
 
 from atts.analysis.report.numbers import Baseline, NamedRate, Spend
 from atts.analysis.report.run_data import ProblemFacts, RunData
+from atts.analysis.report.words import WORDS
 from atts.core import Usage
-from atts.evaluators import (
-    Estimate,
-    Samples,
-    Scorecard,
-    compare_runs,
-    group,
-    mean_estimate,
-    samples_of,
-    score,
-)
-
-_MEANINGS = {
-    "pass@1": "one rollout, on average: what a single line of reasoning is worth",
-    "pass@": "some of k rollouts is right: the ceiling of any vote",
-    "maj@": "the vote of k rollouts, drawn from those recorded",
-}
+from atts.evaluators import Estimate, Samples, Scorecard, compare_runs, group, mean_estimate, samples_of, score
 
 
 def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
@@ -59,7 +45,9 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
 def _card_rates(card: Scorecard) -> list[NamedRate]:
     found = list[NamedRate]()
     for name, estimate in card.estimates.items():
-        meaning = _MEANINGS.get(name) or next((text for key, text in _MEANINGS.items() if name.startswith(key)), None)
+        meaning = WORDS.rates.get(name) or next(
+            (text for key, text in WORDS.rates.items() if name.startswith(key)), None
+        )
         if meaning:
             found.append(NamedRate(name, estimate, meaning))
     return sorted(found, key=lambda rate: (rate.name.partition("@")[0] != "maj", rate.name != "pass@1"))

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from atts.analysis.report.numbers import Caveat, RateControl, Standing
+from atts.analysis.report.numbers import Caveat, RateControl
 from atts.analysis.report.run_data import RunData
+from atts.analysis.report.words import WORDS
 from atts.journal import FinishedProblem
 
-_FLAGS: dict[str, tuple[Standing, str]] = {
-    "reference in text": ("care", "rollouts end in the reference answer, but no answer was extracted from them"),
-    "cut box": ("care", "rollouts were cut inside a \\boxed{ that was never closed: no answer"),
-    "token cap": ("care", "rollouts stopped at their token limit"),
-    "turn cap": ("care", "rollouts stopped at their last turn"),
-    "no answer": ("care", "rollouts ended by themselves without an answer"),
-    "failed": ("bad", "rollouts failed"),
-    "forced": ("care", "rollouts hold chunks that had no usable score and went to the target"),
-    "infinite score": ("care", "rollouts hold a chunk the target gave no probability at all"),
-}
 _SHOWN = 5
 _LARGE = 0.05  # the share of rollouts from which a flag weighs
 
@@ -50,27 +41,24 @@ def _flags(data: RunData) -> Iterator[Caveat]:
             total += 1
             for flag in rollout.flags:
                 places.setdefault(flag, []).append((name, rollout.brief.sample))
-    for flag, (standing, text) in _FLAGS.items():
+    for flag, told in WORDS.flags.items():
         if found := places.get(flag):
-            weighs = standing == "bad" or len(found) > _LARGE * total
-            yield Caveat(flag, standing if weighs else "good", len(found), text, tuple(found[:_SHOWN]))
+            weighs = told.standing == "bad" or len(found) > _LARGE * total
+            yield Caveat(flag, told.standing if weighs else "good", len(found), told.text, tuple(found[:_SHOWN]))
 
 
 def _grading(data: RunData) -> Iterator[Caveat]:
     """Problems whose verdict, or lack of one, weighs on the numbers."""
     briefs = {name: one.brief for name, one in data.problems.items()}
-    kinds: tuple[tuple[str, Standing, Callable[[FinishedProblem], bool], str], ...] = (
-        ("unscored", "care", lambda one: one.verdict == "unscored",
-         "answers that the grader could not decide count as not right"),
-        ("grader failed", "bad", lambda one: "the grader failed" in one.rule,
-         "answers on which the grader itself failed"),
-        ("failed problems", "bad", lambda one: one.status == "failed",
-         "problems failed; the next session tries them again"),
-        ("unanswered", "care", lambda one: one.status == "unanswered", "problems came to no answer at all"),
-    )  # fmt: skip
-    for code, standing, belongs, text in kinds:
-        if found := [(name, None) for name, one in briefs.items() if belongs(one)]:
-            yield Caveat(code, standing, len(found), text, tuple(found[:_SHOWN]))
+    belongs: dict[str, Callable[[FinishedProblem], bool]] = {
+        "unscored": lambda one: one.verdict == "unscored",
+        "grader failed": lambda one: "the grader failed" in one.rule,
+        "failed problems": lambda one: one.status == "failed",
+        "unanswered": lambda one: one.status == "unanswered",
+    }
+    for code, told in WORDS.problems.items():
+        if found := [(name, None) for name, one in briefs.items() if belongs[code](one)]:
+            yield Caveat(code, told.standing, len(found), told.text, tuple(found[:_SHOWN]))
 
 
 def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:

@@ -8,28 +8,11 @@ from dataclasses import dataclass, replace
 
 from atts.analysis.report.numbers import StatedGuarantee
 from atts.analysis.report.run_data import AUDIT, GateStep, RunData
+from atts.analysis.report.words import WORDS
 from atts.calibration import DEFAULTS, MODES, Calibrator, Mode, Tuning
 from atts.errors import CalibrationInputError
 
 _TRIAL = 300  # steps by which the mode is recognised
-
-_OTHERS = {
-    "FixedGate": ("the answer is always the same", "nothing: no score is looked at"),
-    "RandomGate": (
-        "every chunk escalates with the nominal probability, whatever it says, by a seeded coin",
-        "nothing: no score is looked at, so none of it is spent where it helps",
-    ),
-    "TopGate": (
-        "of every synchronous round exactly the nominal share escalates, rounding carried within a question",
-        "nothing; the price is the barrier, at which every sibling waits for the slowest",
-    ),
-    "StaticRankGate": (
-        "a first-turn score exchangeable with the stored ones escalates with about the nominal probability",
-        "drift of any kind: later turns, other questions, another model; scores that cluster by question",
-    ),
-    "ThresholdGate": ("none: a fixed threshold promises no rate", "nothing was promised"),
-    "CueGate": ("none: words in the text decide, no rate is promised", "nothing was promised"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +29,8 @@ def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
     own = data.run.setting("promise")
     if isinstance(own, list) and len(own) == 2:
         return StatedGuarantee(gate, str(own[0]), str(own[1]), "")
-    if gate in _OTHERS:
-        guarantee, voided = _OTHERS[gate]
-        return StatedGuarantee(gate, guarantee, voided, "")
+    if told := WORDS.gates.get(gate):
+        return StatedGuarantee(gate, told.guarantee, told.voided_by, "")
     named = next(filter(None, map(data.run.setting, ("mode", "calibration.mode", "calibration"))), None)
     modes: list[Mode] = [mode for mode in reversed(MODES) if named not in MODES or mode == named]
     match = _recognise(data, nominal, modes) if nominal is not None else None

@@ -15,7 +15,6 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoesca
 from atts.analysis.report import charts, tables
 from atts.analysis.report.build import BuiltReport
 from atts.analysis.report.frontier_chart import frontier_chart
-from atts.analysis.report.numbers import RunReport
 from atts.analysis.report.svg import Axis
 from atts.errors import OptionError
 from atts.files import write_atomic
@@ -34,7 +33,8 @@ def render(built: BuiltReport, format: Format) -> str:
         case "html":
             return _html(built)
         case "markdown":
-            return _markdown(built.report)
+            # the same numbers without pictures or texts of rollouts, short enough to be pasted into an issue
+            return _environment().get_template("report.md").render(report=built.report, tables=tables).strip() + "\n"
         case "json":
             return json.dumps(jsonable(built.report), allow_nan=False, ensure_ascii=False) + "\n"
 
@@ -79,11 +79,6 @@ def _html(built: BuiltReport) -> str:
             script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         )
     )
-
-
-def _markdown(report: RunReport) -> str:
-    """The same numbers without pictures or texts of rollouts, short enough to be pasted into an issue."""
-    return _environment().get_template("report.md").render(report=report, tables=tables).strip() + "\n"
 
 
 def _environment() -> Environment:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from atts.analysis.report.numbers import Caveat, ProblemRow, RateControl, RunReport, TimeBreakdown
+from atts.analysis.report.words import WORDS
 from atts.evaluators import Estimate
 
 TableKind = Literal["rows", "facts"]
@@ -46,13 +47,6 @@ class ReportTable:
 
 
 _PROBLEMS = 60  # that a digest shows
-_METRICS = {
-    "turn_rms": "distance from nominal by turn (RMS)",
-    "worst_rolling_500": "largest distance over 500 decisions in a row",
-    "auroc_within_question_turn": "escalated scores worse than kept ones of their turn (AUROC)",
-    "agreement_with_sorted": "decisions as if each turn's scores had been sorted",
-}
-"""What the calibration's own metrics are called here; the others stand in the table by themselves."""
 
 
 def cell(value: object, style: str = "") -> Cell:
@@ -156,7 +150,7 @@ def calibration_table(control: RateControl) -> ReportTable:
         found = control.p_values
         rows.append(("p-values: distance from uniform", f"{found.distance:.3f}, band ±{found.band:.3f}"))
     known = {name: value for name, value in control.metrics.items() if not math.isnan(value)}
-    rows += [(words, known[name]) for name, words in _METRICS.items() if name in known]
+    rows += [(words, known[name]) for name, words in WORDS.metrics.items() if name in known]
     return ReportTable.of("Rate control", ("what", "value"), rows, "facts")
 
 

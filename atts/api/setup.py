@@ -109,7 +109,7 @@ class Setup:
             limits=self.limits,
             configuration=self._configuration(calibrator),
             settings=self.settings,
-            alarms=lambda: calibrator.events,
+            alarms=partial(getattr, calibrator, "events"),
             stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
             conditions=self.conditions,
         )

@@ -16,8 +16,9 @@ from atts.pipelines.context import Context
 from atts.pipelines.gates import Learning, level_of
 from atts.pipelines.judging import ChunkJudge, Judge, make_judge
 from atts.pipelines.policy import Policy
+from atts.pipelines.running_vote import RunningVote
 from atts.pipelines.takeover import take_over
-from atts.pipelines.votes import Ballot, Grouper, Tally, ballot, cannot_change, classes, settled_probability, tally
+from atts.pipelines.votes import Grouper, classes
 from atts.tasks import task_group
 
 
@@ -27,7 +28,7 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
     A rollout that fails is recorded and sinks no other; when the vote is settled the remaining rollouts are cancelled.
     """
     prompt = render(problem, policy.system, context.draft, context.target)
-    ballots = Ballots(policy, context)
+    vote = RunningVote(policy, context.answers.group)
     siblings = Siblings(context.answers.group)
     judge = make_judge(context.gate)
 
@@ -39,10 +40,10 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
     results: list[RolloutResult[Rollout]] = []
     for samples in policy.waves:
         admit: Admit = "together" if policy.barrier else "each"
-        results += await scope.rollouts(rollout, samples, admit=admit, settle=ballots.settled_by)
-        if ballots.is_enough():
+        results += await scope.rollouts(rollout, samples, admit=admit, settle=vote.settled_by)
+        if vote.is_enough():
             break
-    outcome = conclude(problem, prompt, results, ballots)
+    outcome = conclude(problem, prompt, results, vote)
     if isinstance(judge, ChunkJudge) and isinstance(context.gate, Learning):
         teach(context.gate, outcome, judge.judged, context.answers.group)
     return outcome
@@ -106,55 +107,13 @@ async def _judge_drafting_on(builder: RolloutBuilder, proposal: Proposal, judge:
     return decision, proposal
 
 
-class Ballots:
-    """The vote of one problem while its rollouts end, one by one, in any order."""
-
-    def __init__(self, policy: Policy, context: Context) -> None:
-        self.policy = policy
-        self.context = context
-        self.ended = 0
-        self.why = ""
-        self._cast: dict[int, Ballot] = {}
-
-    @property
-    def tally(self) -> Tally:
-        """The count so far, by sample number so that the order of arrival does not matter."""
-        return tally([self._cast[sample] for sample in sorted(self._cast)], self.context.answers.group)
-
-    def settled_by(self, result: RolloutResult[Rollout]) -> bool:
-        """Count a rollout that ended; whether the rest could be spared."""
-        self.ended += 1
-        cast = ballot(self.policy.vote, result.value) if result.value is not None else None
-        if cast is not None:
-            self._cast[result.sample] = cast
-        remaining = self.policy.samples - self.ended
-        if self.policy.early_stop == "none" or remaining == 0:
-            return False
-        current = self.tally
-        heaviest = 1.0  # weights of perplexity and confidence votes are at most 1
-        if cannot_change(current, remaining, heaviest):
-            self.why = f"settled: lead {current.lead:.3g} with {remaining} left"
-        elif self.policy.early_stop == "likely":
-            probability = settled_probability(current, remaining)
-            if probability >= self.policy.confidence:
-                self.why = f"settled with probability {probability:.3f} (Dirichlet model), {remaining} left"
-        return bool(self.why)
-
-    def is_enough(self) -> bool:
-        """Whether the waves so far have settled the vote, or agree enough to spare the rest."""
-        agreeing = self.tally.agreement * len(self._cast)
-        if not self.why and self.ended < self.policy.samples and agreeing >= max(1, self.policy.agreement * self.ended):
-            self.why = f"the first {self.ended} agree"
-        return bool(self.why)
-
-
-def conclude(problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[Rollout]], ballots: Ballots) -> Outcome:
+def conclude(problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[Rollout]], vote: RunningVote) -> Outcome:
     """The outcome of everything that happened, failures and cancellations named."""
     rollouts = tuple(_rollout(problem, prompt, result) for result in results)
-    count = ballots.tally
+    count = vote.tally
     failed = [line for line in rollouts if line.finish == "failed"]
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
-    why = ballots.why
+    why = vote.why
     if count.winner is None:
         status = "failed" if failed and len(failed) == len(rollouts) else "unanswered"
         why = failed[0].error if failed else "no rollout came to an answer"

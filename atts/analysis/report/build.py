@@ -25,7 +25,7 @@ from atts.analysis.report.numbers import (
     Standing,
 )
 from atts.analysis.report.pages import Pages, shorten
-from atts.analysis.report.rate_control import rate_control
+from atts.analysis.report.realised_rate import realised_rate
 from atts.analysis.report.run_data import ProblemFacts, RunData, read_run_data
 from atts.analysis.report.timing import timing
 from atts.journal import Json
@@ -65,7 +65,7 @@ def build_report(directory: Path, against: Sequence[Path] = (), *, page_bytes: i
     """
     data = read_run_data(directory, page_bytes)
     others = [read_run_data(other, 0) for other in against]
-    calibration = rate_control(data)
+    calibration = realised_rate(data)
     problems = list(data.problems.values())
     accuracy, coverage = rates(problems)
     cost, warnings = spend(data), caveats(data, calibration)

@@ -32,7 +32,7 @@ _MOMENTS = 160  # points of the curve over time
 _CURVE = 100  # points of the curve of p-values
 
 
-def rate_control(data: RunData) -> RateControl | None:
+def realised_rate(data: RunData) -> RateControl | None:
     """All that the decisions of a run say about their rate; None for a run whose gate decided nothing."""
     done = data.done
     if not done:

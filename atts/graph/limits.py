@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from types import CoroutineType
+from typing import Annotated, Any
 
 from atts.errors import OptionError, OutOfMemory
 from atts.slots import SlotQueue
@@ -36,7 +37,7 @@ class Pool(SlotQueue):
         self.busy_seconds = 0.0  # summed over slots
         self.queue_seconds = 0.0
 
-    async def take(self, tokens: int = 0, priority: int = 0) -> None:
+    def take(self, tokens: int = 0, priority: int = 0) -> CoroutineType[Any, Any, None]:
         """Wait for a slot and the tokens; lower priority numbers first.
 
         :raises OutOfMemory: more tokens than the limit will ever hold.
@@ -47,4 +48,4 @@ class Pool(SlotQueue):
                 f"a call needs {tokens} KV tokens, the limit is {self.tokens}",
                 "Raise the engine's token limit, or lower the chunk or context length",
             )
-        await super().take(tokens, priority)
+        return super().take(tokens, priority)  # not awaited here: one frame less for every call that waits

@@ -73,7 +73,9 @@ class SlotQueue:
         return True
 
     async def take(self, tokens: int = 0, priority: int = 0) -> None:
-        """Wait for a slot and the tokens; more tokens than the bound are never granted."""
+        """Wait for a slot and the tokens; what more tokens than the bound mean, a subclass says in `_refuse`."""
+        if self.tokens is not None and tokens > self.tokens:
+            self._refuse(tokens)
         waiter = _Waiter(self._event(), tokens)
         if priority not in self._lanes:
             self._lanes[priority] = deque()
@@ -89,6 +91,9 @@ class SlotQueue:
                 waiter.state = "gone"
                 self._grant()  # it may have stood in the way of smaller ones
             raise
+
+    def _refuse(self, tokens: int) -> None:
+        raise ValueError(f"{tokens} tokens of {self.tokens} are never free")
 
     def give(self, tokens: int = 0) -> None:
         """Give a slot and its tokens back; the head of the queue has them before this returns."""

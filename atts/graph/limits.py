@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import CoroutineType
-from typing import Annotated, Any
+from typing import Annotated
 
 from atts.errors import OptionError, OutOfMemory
 from atts.slots import SlotQueue
@@ -37,15 +36,13 @@ class Pool(SlotQueue):
         self.busy_seconds = 0.0  # summed over slots
         self.queue_seconds = 0.0
 
-    def take(self, tokens: int = 0, priority: int = 0) -> CoroutineType[Any, Any, None]:
-        """Wait for a slot and the tokens; lower priority numbers first.
+    def _refuse(self, tokens: int) -> None:
+        """More tokens than the limit will ever hold.
 
-        :raises OutOfMemory: more tokens than the limit will ever hold.
+        :raises OutOfMemory: always.
         """
-        if self.tokens is not None and tokens > self.tokens:
-            raise OutOfMemory(
-                self.name,
-                f"a call needs {tokens} KV tokens, the limit is {self.tokens}",
-                "Raise the engine's token limit, or lower the chunk or context length",
-            )
-        return super().take(tokens, priority)  # not awaited here: one frame less for every call that waits
+        raise OutOfMemory(
+            self.name,
+            f"a call needs {tokens} KV tokens, the limit is {self.tokens}",
+            "Raise the engine's token limit, or lower the chunk or context length",
+        )

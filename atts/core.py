@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Annotated, Literal
 
 from atts.seeds import Seed, uniforms
@@ -101,6 +103,22 @@ class ScoreRequest:
     rollout: str = ""
     priority: int = 0
     turn: int = 0  # of the rollout: for timing, never for the result
+
+
+def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
+    """A name for what is asked of whom and for which rollout, from all that decides the answer; not its priority."""
+    if isinstance(request, SampleRequest):
+        said = (request.rollout, request.max_tokens, request.sampling, request.seed, request.stop, request.stop_ids)
+        text, ids = f"{role} {said!r}", request.ids
+    else:
+        text = f"{role} scores {request.rollout!r} after {len(request.prefix)}"
+        ids = request.prefix + request.suffix
+    hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
+    try:
+        hasher.update(array("q", ids).tobytes())
+    except OverflowError:  # ids of engines that speak text are as long as the text they stand for
+        hasher.update(repr(ids).encode())
+    return hasher.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
 
     nan where those are missing.
     """
-    if not _is_relative(rule):
+    if not (isinstance(rule, ScoreRule) and rule.kind == "speculative"):
         return rule(logprobs, chunk.text)
     if len(chunk.logprobs) < len(logprobs):  # an end token's own log-probability may be one more, never one less
         return math.nan
@@ -103,9 +103,6 @@ def evidence(rule: Rule, chunk: Chunk) -> float:
     """
     if not chunk.logprobs:
         return 0.0
-    own = (_LEAST_LIKELY if _is_relative(rule) else rule)(chunk.logprobs, chunk.text)
+    is_relative = isinstance(rule, ScoreRule) and rule.kind == "speculative"
+    own = (_LEAST_LIKELY if is_relative else rule)(chunk.logprobs, chunk.text)
     return -math.log(own) if own < math.inf else -math.inf
-
-
-def _is_relative(rule: Rule) -> bool:
-    return isinstance(rule, ScoreRule) and rule.kind == "speculative"

@@ -34,8 +34,6 @@ from atts.journal.state import (
     RunState,
     judged,
     read_outcomes,
-    sample_key,
-    score_key,
 )
 from atts.journal.writer import JOURNAL, LOCK, MANIFEST, Journal, JournalOptions, check_directory, open_journal
 from atts.spans import CallSpan, ProblemSpan, RolloutSpan
@@ -90,7 +88,5 @@ __all__ = [
     "open_run",
     "read_entries",
     "read_outcomes",
-    "sample_key",
     "save_manifest",
-    "score_key",
 ]

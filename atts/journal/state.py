@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Literal
 
-from atts.core import Decision, Outcome, Problem, Role, Rollout, SampleRequest, ScoreRequest, TokenIds, Turn
+from atts.core import Decision, Outcome, Problem, Rollout, Turn
 from atts.journal.events import (
     CallFailed,
     Decided,
@@ -247,23 +245,3 @@ def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
         else:
             yield outcome
     yield from failed.values()
-
-
-def sample_key(role: Role, request: SampleRequest) -> str:
-    """A name for what is asked of whom and for which rollout, from all that decides the answer; not its priority."""
-    said = (request.rollout, request.max_tokens, request.sampling, request.seed, request.stop, request.stop_ids)
-    return _digest(f"{role} {said!r}", request.ids)
-
-
-def score_key(role: Role, request: ScoreRequest) -> str:
-    """The same for a scoring request."""
-    return _digest(f"{role} scores {request.rollout!r} after {len(request.prefix)}", request.prefix + request.suffix)
-
-
-def _digest(text: str, ids: TokenIds) -> str:
-    hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
-    try:
-        hasher.update(array("q", ids).tobytes())
-    except OverflowError:  # ids of engines that speak text are as long as the text they stand for
-        hasher.update(repr(ids).encode())
-    return hasher.hexdigest()

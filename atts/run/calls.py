@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 import anyio
 
 from atts import errors
-from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
+from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores, request_key
 from atts.engine import Engine
 from atts.errors import EngineError
 from atts.graph import Caller, CallSpan
@@ -23,8 +23,6 @@ from atts.journal import (
     OpenProblem,
     Sampled,
     Scored,
-    sample_key,
-    score_key,
 )
 from atts.pipelines import AdmittedEngine, Stage, check_completion, check_scores
 from atts.run.recorder import CallBegun, Recorder
@@ -75,7 +73,7 @@ class RecordedEngine(AdmittedEngine):
     async def _call(
         self, stage: Stage, ask: Callable[[Request], Awaitable[Result]], request: Request, turn: int, tokens: int
     ) -> Result:
-        key = sample_key(self._role, request) if isinstance(request, SampleRequest) else score_key(self._role, request)
+        key = request_key(self._role, request)
         if self._scope is None:
             reply = await self._once(key, stage, ask, request)
             await self._keep(None, reply)

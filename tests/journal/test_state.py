@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from atts.core import Completion, Decision, Problem, SampleRequest, Sampling, ScoreRequest, Scores
+from atts.core import Completion, Decision, Problem, SampleRequest, Sampling, ScoreRequest, Scores, request_key
 from atts.journal import (
     CallFailed,
     CallSpan,
@@ -26,8 +26,6 @@ from atts.journal import (
     TurnFinished,
     Warned,
     read_outcomes,
-    sample_key,
-    score_key,
 )
 from atts.seeds import Seed
 
@@ -157,9 +155,9 @@ REQUEST = SampleRequest((1, 2), 5, Sampling(0.5), Seed(1, "p", 2, 3), ("\n",), (
 )
 def test_a_key_names_all_that_decides_the_answer(other: SampleRequest) -> None:
     """Different questions never share a key; priorities make no difference."""
-    assert sample_key("draft", other) != sample_key("draft", REQUEST)
-    assert sample_key("draft", replace(REQUEST, priority=9)) == sample_key("draft", REQUEST)
-    assert sample_key("target", REQUEST) != sample_key("draft", REQUEST)
+    assert request_key("draft", other) != request_key("draft", REQUEST)
+    assert request_key("draft", replace(REQUEST, priority=9)) == request_key("draft", REQUEST)
+    assert request_key("target", REQUEST) != request_key("draft", REQUEST)
 
 
 def test_a_score_key_knows_where_the_suffix_begins() -> None:
@@ -170,8 +168,8 @@ def test_a_score_key_knows_where_the_suffix_begins() -> None:
         ScoreRequest((1, 2), (4,)),
         ScoreRequest((1,), (2,)),
     ]
-    assert len({score_key("target", key) for key in keys}) == 4
-    assert score_key("target", replace(keys[0], priority=3)) == score_key("target", keys[0])
+    assert len({request_key("target", key) for key in keys}) == 4
+    assert request_key("target", replace(keys[0], priority=3)) == request_key("target", keys[0])
 
 
 def test_problems_are_known_by_id() -> None:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import anyio
 
-from atts.core import Completion, Outcome, Problem, Rollout, SampleRequest, ScoreRequest, Scores, Usage
+from atts.core import Completion, Outcome, Problem, Rollout, SampleRequest, ScoreRequest, Scores, Usage, request_key
 from atts.errors import ATTSError, StorageError
 from atts.graph import Limit
 from atts.journal import (
@@ -37,8 +37,6 @@ from atts.journal import (
     Warned,
     read_entries,
     read_outcomes,
-    sample_key,
-    score_key,
 )
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import Plan, Session, evaluate
@@ -72,12 +70,12 @@ class CountingEngine(ScriptedEngine):
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Note, then sample."""
-        self._note(sample_key("draft" if self.spec.name == "draft" else "target", request))
+        self._note(request_key("draft" if self.spec.name == "draft" else "target", request))
         return await super().sample(request)
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Note, then score."""
-        self._note(score_key("target", request))
+        self._note(request_key("target", request))
         return await super().score(request)
 
     def _note(self, key: str) -> None:

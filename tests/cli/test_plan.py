@@ -104,13 +104,14 @@ def test_a_cap_is_kept_and_the_best_below_it_is_advised(recorded: Path, record: 
 
 
 def test_nothing_on_the_frontier_is_beaten(record: PlanData) -> None:
-    """Dearer is better along it, and everything left out costs at least as much for no more."""
+    """Dearer is better along it, and everything left out costs at least as much for no more, rounding aside."""
     every = list(options(record))
     kept = frontier(every, "target_tokens")
     assert all(a.accuracy.value < b.accuracy.value for a, b in itertools.pairwise(kept))
 
     def is_beaten(option: Option) -> bool:
-        return any(k.target_tokens <= option.target_tokens and k.accuracy.value >= option.accuracy.value for k in kept)
+        value = option.accuracy.value - 1e-12  # means of the same answers, added in another order
+        return any(k.target_tokens <= option.target_tokens and k.accuracy.value >= value for k in kept)
 
     assert all(is_beaten(option) for option in every)
 

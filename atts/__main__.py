@@ -1,6 +1,7 @@
 """The entry point of `python -m atts` and of the installed `atts`."""
 
 import gc
+import signal
 import sys
 
 _COLLECT_AFTER = 20_000  # new objects; with thousands of calls in flight, Python's 700 spends a third of the time on it
@@ -11,7 +12,9 @@ def main() -> None:
     from atts.cli import run
 
     gc.set_threshold(_COLLECT_AFTER, 10, 10)
-    sys.exit(run())
+    code = run()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on a Ctrl-C would only change the exit code
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atts.cli import options
+from atts.cli.interrupts import interrupts_ignored, run_async
 from atts.cli.output import json_line, print_result
 from atts.errors import EngineError
 
@@ -99,28 +96,13 @@ def run_and_print(configuration: Configuration, shard: str | None, as_json: bool
 
 
 def _unfinished(why: str, code: int) -> int:
-    with _interrupts_ignored():
+    with interrupts_ignored():
         print(f"atts: {why}; the same command goes on from here", file=sys.stderr)
     return code
 
 
-@contextmanager
-def _interrupts_ignored() -> Generator[None]:
-    """One more Ctrl-C may not cut the last words of a run that ends anyway."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def run(configuration: Configuration, shard: str | None = None) -> RunResult:
     """The evaluation or a part of it, to its end or to an interrupt."""
-    import anyio
-
     from atts.api import evaluate as evaluation
     from atts.cli.progress import progress_display
     from atts.journal import JOURNAL
@@ -141,7 +123,7 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
                 job.dataset, setup, limit=job.limit, directory=directory, session=session, shard=part
             )
 
-    return anyio.run(main)
+    return run_async(main)
 
 
 def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:

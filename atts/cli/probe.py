@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from atts.cli.interrupts import run_async
 from atts.cli.output import json_line
 from atts.errors import CheckFailed
 
@@ -56,8 +57,6 @@ def probe(
 
     Example: atts probe http://127.0.0.1:8000 --need score
     """
-    import anyio
-
     from atts.remote import ApiKey, RemoteOptions, probe
 
     options = RemoteOptions(wait_seconds=wait, proxy=proxy, key=ApiKey(file=key_file))
@@ -75,4 +74,4 @@ def probe(
         if need != "nothing" and need not in report.can:
             raise CheckFailed(f"{url} cannot {need}")
 
-    anyio.run(main)
+    run_async(main)

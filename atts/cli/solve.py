@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atts.cli import options
+from atts.cli.interrupts import run_async
 from atts.cli.output import print_json
 from atts.cli.terminal import sanitized
 from atts.errors import OptionError, UsageError
@@ -53,8 +54,6 @@ def solve(
 
     Example: atts solve - --samples 4 --json < problem.txt
     """
-    import anyio
-
     from atts.api import evaluate
     from atts.core import Problem
 
@@ -70,7 +69,7 @@ def solve(
                 printer.show(event)
             return await run.result()
 
-    result = anyio.run(main)
+    result = run_async(main)
     outcomes = list(result.outcomes())
     if outcomes:
         printer.end(outcomes[0])

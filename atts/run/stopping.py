@@ -53,10 +53,14 @@ class Stop:
 
 
 async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
-    """Turn Ctrl-C and a polite kill into requests, as long as this runs; outside the main thread, do nothing."""
+    """Turn Ctrl-C and a polite kill into requests, as long as this runs; outside the main thread, do nothing.
+
+    Whatever handled them before does so again afterwards; asyncio by itself would put Python's own handler there.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     numbers = [signal.SIGINT] if sys.platform == "win32" else [signal.SIGINT, signal.SIGTERM]
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
         with anyio.open_signal_receiver(*numbers) as received:
             async for number in received:
@@ -64,3 +68,6 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
                 asked(number)
     except NotImplementedError:  # an event loop without signals: Ctrl-C raises KeyboardInterrupt there, as ever
         return
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -1,0 +1,72 @@
+"""Ctrl-C around an event loop: the first press cancels the main task, later ones leave its clean-up alone."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+_PATIENCE = 4  # presses until Ctrl-C kills, as it does without a handler
+
+
+def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
+    """`anyio.run(function)`, for a person at a keyboard.
+
+    A KeyboardInterrupt raised while the loop cleans up would leave worker threads waiting, and the process with them.
+
+    :raises KeyboardInterrupt: Ctrl-C was pressed; everything opened in the loop is closed.
+    """
+    import anyio
+
+    if threading.current_thread() is not threading.main_thread():
+        return anyio.run(function)
+    before = signal.getsignal(signal.SIGINT)
+
+    async def guarded() -> _Result:
+        with _first_press_only():
+            return await function()
+
+    try:
+        return anyio.run(guarded)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _first_press_only() -> Generator[None]:
+    """Hand the first SIGINT to the loop's handler; the handler installed here stays until the loop is closed."""
+    of_loop = signal.getsignal(signal.SIGINT)
+    presses, over = 0, False
+
+    def pressed(number: int, frame: FrameType | None) -> Any:
+        nonlocal presses
+        presses += 1
+        if presses >= _PATIENCE:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+        elif presses == 1 and not over and callable(of_loop):
+            return of_loop(number, frame)
+        return None
+
+    signal.signal(signal.SIGINT, pressed)
+    try:
+        yield
+    finally:
+        over = True
+
+
+@contextmanager
+def interrupts_ignored() -> Generator[None]:
+    """Within the block Ctrl-C does nothing: for the last words of what ends anyway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

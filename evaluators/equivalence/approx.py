@@ -14,7 +14,7 @@ from atts.evaluators.verdict import Enormous, Undecided, Undefined
 Number = Any  # an mpf or mpc of the thread's context; mpmath has no types
 NOTHING = -(10**9)  # the magnitude of zero
 MAX_MAGNITUDE = 1 << 24  # bits of exponent past which a value is not computed
-_WARM_BITS = 2_500
+_WARM_BITS = 6_500
 
 _local = threading.local()
 _warming = threading.Lock()
@@ -65,11 +65,20 @@ def magnitude(value: Number) -> int:
 
 
 class Arithmetic:
-    """Arithmetic at one precision; every result carries the error it has gathered."""
+    """Arithmetic at one precision; every result carries the error it has gathered.
+
+    `spread` is the precision that what was computed asks for: a term beside which another is 2**spread times larger.
+    """
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
         self.mp = context(bits)
+        self.spread = 0
+
+    def widen(self, bits: int) -> None:
+        """Note that so many bits lie between the largest and the smallest magnitude that meet."""
+        if bits > 32:
+            self.spread = max(self.spread, bits)
 
     def rounded(self, value: Number, error: int) -> Approx:
         """A computed value whose inputs' errors amount to `error`; rounding at this precision is added."""
@@ -78,6 +87,7 @@ class Arithmetic:
     def rational(self, value: Fraction) -> Approx:
         """An exact rational as an approximation."""
         number = self.mp.mpf(value.numerator) / value.denominator
+        self.widen(max(value.numerator.bit_length(), value.denominator.bit_length()))
         return Approx(number, magnitude(number) - self.bits + 1)
 
     def times(self, left: Approx, right: Approx) -> Approx:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from atts.evaluators.syntax.tree import Node
+from atts.evaluators.syntax.tree import Node, variables
 from atts.evaluators.verdict import Limits, TooLarge, Undefined
 
 
@@ -70,6 +70,8 @@ class _Exact:
 
     def pow(self, node: Node) -> Fraction:
         base, exponent = self.value(node.args[0]), self.value(node.args[1])
+        if base < 0 and exponent.denominator != 1 and variables(node.args[1]):
+            raise Undefined("a varying power of a negative number")
         return rational_power(base, exponent, self.limits)
 
     def root(self, node: Node) -> Fraction:

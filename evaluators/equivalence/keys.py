@@ -8,8 +8,9 @@ from typing import Any
 
 import mpmath
 
-from atts.evaluators.equivalence.exact import digits_in_base
-from atts.evaluators.equivalence.probing import Prober, domain_of, is_real, point, written
+from atts.evaluators.equivalence.exact import NotRational, digits_in_base, exact
+from atts.evaluators.equivalence.points import Point, generic
+from atts.evaluators.equivalence.probing import Prober, is_real, written
 from atts.evaluators.equivalence.traits import difference, is_decimal, members, terminates
 from atts.evaluators.equivalence.views import intervals, named
 from atts.evaluators.syntax.reading import Reading
@@ -18,7 +19,6 @@ from atts.evaluators.syntax.vocabulary import measure
 from atts.evaluators.verdict import Limits, Undecided, Undefined
 
 _COLLECTIONS = ("list", "set", "tuple", "union", "matrix", "setminus")
-_POINTS = {"real": 4, "whole": 4, "steps": 28}
 _NOT_VALUES = (*_COLLECTIONS, "word", "relation", "plusminus", "opaque", "huge", "ratio", "based", "quantity")
 
 
@@ -36,29 +36,11 @@ class Keys:
         return "text:" + "".join(reading.text.split())
 
     def of_node(self, node: Node) -> str:
-        if node.kind == "number" and not is_decimal(node):
-            return f"v::{written(node.value)}" if node.value is not None else ""
-        if is_value(node):
-            marks = "".join(sorted({each.kind[0] for each in node.walk() if each.kind in ("percent", "degree")}))
-            long = node.text if is_decimal(node) else ""  # how a decimal is written says what it may round
-            return f"v{marks}{long}:" + ",".join(sorted(variables(node))) + ":" + self.values(node)
-        inside = [self.of_node(arg) for arg in node.args]
-        if node.kind in ("set", "union"):
-            inside = sorted(set(inside))
-        return f"{node.kind}:{node.text}:{node.value}({';'.join(inside)})"
-
-    def values(self, node: Node) -> str:
-        prober, names = Prober(self.limits), variables(node)
-        domain = domain_of(node)
-        found: list[str] = []
-        for index in range(_POINTS[domain] if names else 1):
-            try:
-                found.append(written(prober.value(node, point(names, index, domain))))
-            except Undefined:
-                found.append("undefined")
-        if found[0] == "undefined" and len(set(found)) == 1:
-            raise Undecided("no value")
-        return f"{domain[0] if names else ''}" + "|".join(found)
+        """The exact value of a rational number, the tree of anything else."""
+        if not has(node, *_NOT_VALUES, "percent", "degree") and not is_decimal(node):
+            with suppress(NotRational):
+                return "v:" + written(exact(node, self.limits))
+        return repr(node)
 
     def loose(self, reading: Reading) -> frozenset[str]:
         """Answers that are equal under the policy share a loose key, or are both texts."""
@@ -100,7 +82,7 @@ class Keys:
     def number_tokens(self, node: Node) -> set[str]:
         """The value at a whole point; and four digits of it where a decimal may be its rounding."""
         names, prober = variables(node), Prober(self.limits)
-        value = prober.value(node, point(names, 0, "whole"))
+        value = prober.value(node, _at(names, 0))
         found = {"value:" + written(value)}
         terminating = isinstance(value, Fraction) and terminates(value) and not is_decimal(node)
         if not names and not terminating and is_real(value):
@@ -130,7 +112,7 @@ class Keys:
         sides = difference(node)
         names, prober = variables(sides), Prober(self.limits)
         try:
-            first, second = (prober.value(sides, point(names, index, "whole")) for index in (0, 1))
+            first, second = (prober.value(sides, _at(names, index)) for index in (0, 1))
             return {"equation:" + written(prober.divide(first, second))}
         except (Undecided, Undefined):
             return set()
@@ -169,8 +151,6 @@ def _near(value: Any) -> set[str]:
     }
 
 
-def is_value(node: Node) -> bool:
-    """Whether a tree is a plain expression, to be known by its values."""
-    return not has(node, *_NOT_VALUES) and not any(
-        each.kind == "constant" and each.text == "inf" for each in node.walk()
-    )
+def _at(names: frozenset[str], index: int) -> Point:
+    """A point fixed by the names alone, whole, so that most functions have a value there."""
+    return generic(dict.fromkeys(names, "natural"), index)

@@ -7,10 +7,18 @@ import time
 from collections.abc import Callable
 from fractions import Fraction
 
-from atts.evaluators.equivalence.approx import MAX_MAGNITUDE, NOTHING, Approx, Arithmetic, is_complex, magnitude
+from atts.evaluators.equivalence.approx import (
+    MAX_MAGNITUDE,
+    NOTHING,
+    Approx,
+    Arithmetic,
+    is_complex,
+    is_negative,
+    magnitude,
+)
 from atts.evaluators.equivalence.exact import Environment, NotRational, digits_in_base, exact
 from atts.evaluators.equivalence.functions import FUNCTIONS
-from atts.evaluators.syntax.tree import Node
+from atts.evaluators.syntax.tree import Node, variables
 from atts.evaluators.verdict import Enormous, Limits, TooLarge, Undecided, Undefined
 
 
@@ -66,10 +74,15 @@ class Evaluator(Arithmetic):
 
     def add(self, node: Node) -> Approx:
         total, error = self.mp.mpf(0), NOTHING
+        sizes: set[int] = set()
         for index, arg in enumerate(node.args):
             term = self.value(arg)
             total += term.value
+            sizes.add(term.magnitude)
             error = max(error, term.error, magnitude(total) - self.bits) + (1 if index < 8 or index % 8 == 0 else 0)
+        sizes.discard(NOTHING)
+        if sizes:
+            self.widen(max(sizes) - min(sizes))
         return Approx(total, error)
 
     def mul(self, node: Node) -> Approx:
@@ -81,9 +94,14 @@ class Evaluator(Arithmetic):
     def pow(self, node: Node) -> Approx:
         base, exponent = node.args
         power = self.exponent(exponent)
-        if isinstance(power, Fraction):
-            return self.rational_power(self.value(base), power)
         left = self.value(base)
+        whole = isinstance(power, Fraction) and power.denominator == 1
+        if not whole and is_negative(left.value) and not left.may_vanish and variables(exponent):
+            raise Undefined("a varying power of a negative number")
+        if isinstance(power, Fraction):
+            self.widen(power.denominator.bit_length())
+            return self.rational_power(left, power)
+        self.widen(-power.magnitude)
         if left.magnitude == NOTHING:
             raise Undefined("a power of zero")
         return self.exp(self.times(power, self.ln(left)))
@@ -138,7 +156,7 @@ class Evaluator(Arithmetic):
     def call(self, node: Node) -> Approx:
         """An unknown function: a reproducible arbitrary number for each name and argument."""
         parts = [self.value(arg) for arg in node.args]
-        key = node.text + "".join("/" + self.mp.nstr(part.value, 20) for part in parts)
+        key = node.text + "".join("/" + self.mp.nstr(part.value, 40) for part in parts)
         digest = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
         return self.rational(Fraction(digest, 1 << 62))
 
@@ -153,6 +171,9 @@ class Evaluator(Arithmetic):
         rule = FUNCTIONS.get(node.text)
         if rule is None:
             raise Undecided(f"the function {node.text}")
+        size = args[0].magnitude
+        if size != NOTHING:  # how near to a constant a function comes there
+            self.widen(3 << min(2 * size, 20) if node.text in ("tanh", "coth", "erf") and size > 0 else 2 * abs(size))
         return rule(self, args[0])
 
     def discrete(self, node: Node) -> Approx:

@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from fractions import Fraction
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from mpmath.libmp import to_str
 
 from atts.evaluators.equivalence.approx import NOTHING, Approx, magnitude
 from atts.evaluators.equivalence.exact import NotRational, exact
 from atts.evaluators.equivalence.numeric import Evaluator
+from atts.evaluators.equivalence.points import points
 from atts.evaluators.syntax.tree import Node, has, variables
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
 Value = Fraction | Approx
-Domain = Literal["real", "whole", "steps"]
-_BITS = (200, 640, 1600)
-_POINTS = {"real": 6, "whole": 6, "steps": 28}
-_STEPS = frozenset({"floor", "ceil", "gcd", "lcm"})
-_DISCRETE = frozenset({"factorial", "double_factorial", "binom"})
+_BITS = 200
+_MOST_BITS = 6_000
+_ENOUGH = 3  # points with a real value on both sides that must agree
 # what a trace of rounding may leave, and what must remain to call two numbers different
 _SLACK = 12
-
-
-@lru_cache(maxsize=8192)
-def _coordinate(name: str, index: int, domain: Domain) -> Fraction:
-    """The value a variable takes at a probing point: fixed by its name, mixed in sign and size."""
-    draw = random.Random(f"{name}@{index}")
-    if domain == "steps":  # consecutive at first, so that a shifted step shows
-        return Fraction(index + 2 if index < 14 else draw.randrange(2, 60))
-    if domain == "whole":
-        return Fraction(draw.randrange(2, 12) + 3 * index)
-    size = Fraction(draw.randrange(1_000, 9_999), draw.choice((997, 1009, 1013, 2003, 3001)))
-    return -size if index % 3 == 1 else size / 7 if index % 3 == 2 else size
-
-
-def point(names: frozenset[str], index: int, domain: Domain) -> Mapping[str, Fraction]:
-    """A probing point for these variables."""
-    return {name: _coordinate(name, index, domain) for name in names}
-
-
-def domain_of(*nodes: Node) -> Domain:
-    """Whole numbers where something only makes sense on them, many where it moves in steps, real numbers elsewhere."""
-    if any(each.kind == "func" and each.text in _STEPS and variables(each) for node in nodes for each in node.walk()):
-        return "steps"
-    for node in nodes:
-        for each in node.walk():
-            if each.kind == "func" and each.text in _DISCRETE and variables(each):
-                return "whole"
-            if each.kind == "pow" and (each.args[0].value or 0) < 0 and variables(each.args[1]):
-                return "whole"
-            if each.kind == "sum" and (variables(each.args[2]) or variables(each.args[3])):
-                return "whole"
-    return "real"
 
 
 class Prober:
@@ -66,70 +32,85 @@ class Prober:
         self.limits = limits
         self.deadline = time.thread_time() + limits.milliseconds / 1000
 
-    def value(self, node: Node, env: Mapping[str, Fraction], bits: int = _BITS[0]) -> Value:
+    def value(self, node: Node, env: Mapping[str, Fraction], bits: int = _BITS) -> Value:
         """The exact value, or an approximation when there is none.
 
         Raises Undefined where the expression has no value, Undecided past a cap or for what has no number.
         """
+        return self.measured(node, env, bits)[0]
+
+    def measured(self, node: Node, env: Mapping[str, Fraction], bits: int) -> tuple[Value, int]:
+        """The value, and how many bits apart the largest and smallest magnitudes are that went into it."""
         try:
-            return exact(node, self.limits, env)
+            return exact(node, self.limits, env), 0
         except NotRational:
             pass
         except TooLarge:
             if has(node, "sum"):
                 raise
-        return Evaluator(bits, self.limits, env, self.deadline).value(node)
+        evaluator = Evaluator(bits, self.limits, env, self.deadline)
+        return evaluator.value(node), evaluator.spread
 
     def equal(self, left: Node, right: Node) -> bool:
-        """Whether two expressions have the same value at every point where both have a real one.
+        """Whether two expressions have the same value at every probing point, and are real at the same ones.
 
-        Raises Undecided when no point can be evaluated or precision does not settle it.
+        Raises Undecided when too few points can be evaluated or precision does not settle it.
         """
-        names = variables(left) | variables(right)
-        if not names:
-            return self.compare_at(left, right, {}, sure=True)[1]
-        domain = domain_of(left, right)
+        if not variables(left) and not variables(right):
+            return self.compare_at(left, right, {}, sure=True)[2]
         agreed = 0
         unreal: list[bool] = []
-        for index in range(_POINTS[domain]):
-            env = point(names, index, domain)
-            try:
-                real, same = self.compare_at(left, right, env)
-            except Undefined:
-                continue
-            if not real:
-                unreal.append(same)
-            elif not same:
+        for one, two, same in self.comparisons(left, right):
+            if one != two or (one and not same):
                 return False
-            else:
+            if one:
                 agreed += 1
-        if agreed >= 2:
+            else:
+                unreal.append(same)
+        if agreed >= _ENOUGH:
             return True
-        if len(unreal) >= 3:
+        if len(unreal) >= _ENOUGH:
             return all(unreal)
         raise Undecided("too few points where both have a value")
 
-    def compare_at(self, left: Node, right: Node, env: Mapping[str, Fraction], sure: bool = False) -> tuple[bool, bool]:
-        """Whether both values are real, and whether they are the same, with more precision where rounding hides it.
-
-        `sure` asks for the next precision as well before saying that two computed values are the same.
-        """
-        for bits in _BITS:
-            first, second = self.value(left, env, bits), self.value(right, env, bits)
-            real = is_real(first) and is_real(second)
-            if isinstance(first, Fraction) and isinstance(second, Fraction):
-                return real, first == second
+    def comparisons(self, left: Node, right: Node) -> Iterator[tuple[bool, bool, bool]]:
+        """compare_at for every point where both sides can be evaluated."""
+        for env in points(left, right, self.limits):
             try:
-                same = self.agree(first, second, bits)
-            except Undecided:
-                if bits == _BITS[-1]:
-                    raise
-                continue
-            if not same or not sure or bits > _BITS[0]:
-                return real, same
-        raise Undecided("rounding hides the difference")
+                found = self.compare_at(left, right, env)
+            except (Undefined, TooLarge):
+                self.check_time()
+            else:
+                yield found
 
-    def agree(self, first: Value, second: Value, bits: int = _BITS[0]) -> bool:
+    def check_time(self) -> None:
+        """Raise TooLarge when the time for this pair is over."""
+        if time.thread_time() > self.deadline:
+            raise TooLarge("probing takes too long")
+
+    def compare_at(
+        self, left: Node, right: Node, env: Mapping[str, Fraction], sure: bool = False
+    ) -> tuple[bool, bool, bool]:
+        """Whether each value is real, and whether they are the same, with more precision where rounding hides it.
+
+        `sure` asks for more precision as well before saying that two computed values are the same.
+        """
+        bits = _BITS
+        while bits <= _MOST_BITS:
+            (first, one), (second, two) = self.measured(left, env, bits), self.measured(right, env, bits)
+            needed = max(one, two) + _BITS
+            if needed > bits:  # so that what is small beside what is large is seen
+                bits = needed
+                continue
+            is_settled = not sure or bits > 3 * _BITS or (isinstance(first, Fraction) and isinstance(second, Fraction))
+            with suppress(Undecided):
+                same = self.agree(first, second, bits)
+                if not same or is_settled:
+                    return is_real(first), is_real(second), same
+            bits = 3 * bits + 1
+        raise TooLarge("rounding hides the difference")
+
+    def agree(self, first: Value, second: Value, bits: int = _BITS) -> bool:
         """Whether two values coincide within their errors; raises Undecided when the errors are too wide to say."""
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
@@ -148,33 +129,38 @@ class Prober:
             return value
         return Evaluator(bits, self.limits, {}, self.deadline).rational(value)
 
-    def proportional(self, left: Node, right: Node) -> Fraction | Approx | None:
+    def proportional(self, left: Node, right: Node) -> Value | None:
         """The constant c with right = c * left at every point, or None when there is none.
 
         Raises Undecided when it cannot be told.
         """
-        names = variables(left) | variables(right)
-        domain = domain_of(left, right)
         ratio: Value | None = None
         agreed = 0
-        for index in range(_POINTS[domain]):
-            env = point(names, index, domain)
+        for env in points(left, right, self.limits):
             try:
-                first, second = self.value(left, env), self.value(right, env)
-                if is_zero(first) or is_zero(second):
-                    if is_zero(first) != is_zero(second):
-                        return None
-                    continue
-                quotient = self.divide(second, first)
-            except Undefined:
+                quotient = self.quotient_at(left, right, env)
+            except (Undefined, TooLarge):
+                self.check_time()
                 continue
-            if ratio is not None and not self.agree(ratio, quotient):
+            if quotient == 0 or (quotient and ratio and not self.agree(ratio, quotient)):
                 return None
-            ratio = quotient
-            agreed += 1
-        if ratio is None or (agreed < 2 and names):
+            ratio, agreed = quotient or ratio, agreed + bool(quotient)
+            if ratio is not None and not variables(left) | variables(right):
+                return ratio
+        if agreed < 2:
             raise Undecided("too few points where both have a value")
         return ratio
+
+    def quotient_at(self, left: Node, right: Node, env: Mapping[str, Fraction]) -> Value | None:
+        """right / left at a point: zero when only one of them is, None when both are."""
+        first, one = self.measured(left, env, _BITS)
+        second, two = self.measured(right, env, _BITS)
+        if max(one, two) > 0 and max(one, two) + _BITS <= _MOST_BITS:
+            bits = max(one, two) + _BITS
+            first, second = self.value(left, env, bits), self.value(right, env, bits)
+        if is_zero(first) or is_zero(second):
+            return None if is_zero(first) and is_zero(second) else Fraction(0)
+        return self.divide(second, first)
 
     def divide(self, top: Value, bottom: Value) -> Value:
         """The quotient; raises Undefined for a zero divisor."""
@@ -182,8 +168,8 @@ class Prober:
             raise Undefined("a division by zero")
         if isinstance(top, Fraction) and isinstance(bottom, Fraction):
             return top / bottom
-        evaluator = Evaluator(_BITS[0], self.limits, {}, self.deadline)
-        one, two = self.approximate(top, _BITS[0]), self.approximate(bottom, _BITS[0])
+        evaluator = Evaluator(_BITS, self.limits, {}, self.deadline)
+        one, two = self.approximate(top, _BITS), self.approximate(bottom, _BITS)
         return evaluator.times(one, evaluator.inverse(two))
 
     def constants(self, node: Node) -> Value:

@@ -33,6 +33,8 @@ Kind = Literal[
     "setminus",
     "matrix",  # args: rows, each a tuple node
     "relation",  # text: operators joined by a space; args: its sides
+    "congruence",  # a value and its modulus
+    "cases",  # a value and its condition, then the next, ...
     "word",  # text
 ]
 

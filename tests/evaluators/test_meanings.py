@@ -1,0 +1,38 @@
+"""Answers that share their numbers and mean different things are not equal; one thing said in two ways is."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atts.evaluators import equivalent
+
+PENDING = {
+    "different: qualifiers", "different: cases", "different: units", "different: currency and percent",
+    "different: logic and structure", "equal: functions", "equal: numbers", "equal: words", "equal: units",
+    "equal: structure",
+}  # fmt: skip
+
+
+def _kinds() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    text = Path(__file__).with_name("meanings.txt").read_text(encoding="utf-8")
+    for part in text.split("\n\n[")[1:]:
+        kind, _, lines = part.partition("]\n")
+        rows = [line.replace("⏎", "\n").split(" ;; ") for line in lines.split("\n") if line]
+        yield kind, [(gold, answer) for gold, answer in rows]
+
+
+KINDS = dict(_kinds())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PENDING])
+def test_meaning(kind: str) -> None:
+    """Every pair of the kind, whichever of the two is the reference."""
+    expected = kind.startswith("equal")
+    both = [(gold, answer) for pair in KINDS[kind] for gold, answer in (pair, pair[::-1])]
+    assert [pair for pair in both if equivalent(*pair).is_equal != expected] == []
+
+
+def test_the_pairs_are_many() -> None:
+    """No kind is empty, none is misspelt."""
+    assert all(kind.startswith(("different: ", "equal: ")) and len(pairs) > 10 for kind, pairs in KINDS.items())

@@ -8,7 +8,10 @@ _COLLECT_AFTER = 20_000  # new objects; with thousands of calls in flight, Pytho
 
 
 def main() -> None:
-    """Run the command line of this process and exit with its code."""
+    """Run the command line of this process and exit with its code; nothing is imported from where it was started."""
+    from atts.processes import import_path
+
+    sys.path[:] = import_path()
     from atts.cli import run
 
     gc.set_threshold(_COLLECT_AFTER, 10, 10)

@@ -6,6 +6,7 @@ import errno
 import importlib
 import inspect
 import os
+import select
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,10 +42,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a full disk or a reader that left is noticed here at the latest
     except ATTSError as error:
         return _failed(str(error), error.exit_code)
-    except BrokenPipeError:
-        return _closed_pipe()
     except OSError as error:
-        if error.errno == errno.EPIPE:
+        if error.errno == errno.EPIPE and _reader_left():
             return _closed_pipe()
         return _failed(f"{error.filename or 'output'}: {error.strerror or error}", DISK)
     except KeyboardInterrupt:
@@ -80,6 +79,8 @@ def _run(words: Sequence[str]) -> int:
     try:
         code = build(words)(args=list(words), prog_name="atts", standalone_mode=False)
     except SystemExit as stop:  # typer's own word for a closed pipe
+        if isinstance(stop.__context__, BrokenPipeError):  # rich has met it, and turned our output off
+            return CLOSED_PIPE
         if isinstance(stop.__context__, OSError):
             raise stop.__context__ from None
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -108,6 +109,15 @@ def _failed(text: str, code: int) -> int:
     with suppress(OSError):
         print(f"atts: {sanitized(text)}", file=sys.stderr, flush=True)
     return code
+
+
+def _reader_left() -> bool:
+    """Whether the other end of our own output is closed: a broken pipe elsewhere is a failure like any other."""
+    watch = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # no file, or closed
+            watch.register(stream.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0))
 
 
 def _closed_pipe() -> int:

@@ -6,16 +6,20 @@ import os
 import pickle
 import sys
 import threading
+from contextlib import suppress
 from typing import IO
 
 from atts.errors import EngineError
-from atts.local.build import build_loop, set_threads
-from atts.local.messages import Close, FailureReply, WorkerConfig
+from atts.local.messages import FailureReply, WorkerConfig
 from atts.local.worker import Mailbox, broken, write
+from atts.processes import end_with
 
 
 def main() -> int:
-    """Read the configuration, build the loop, run it until told to close or until the parent is gone."""
+    """Read the configuration, build the loop, run it until told to close; the parent's end is this process's end."""
+    end_with(int(sys.argv[1]))
+    from atts.local.build import build_loop, set_threads  # imports torch
+
     commands = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not end up among the replies
@@ -42,13 +46,11 @@ def main() -> int:
 
 
 def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:
-    """Pass commands on; a parent that is gone is a command to close."""
-    try:
+    """Pass commands on, until the last."""
+    with suppress(EOFError, OSError, pickle.UnpicklingError):  # cut off: the parent is gone, and soon so are we
         while True:
             for command in pickle.load(stream):
                 mailbox.put(command)
-    except (EOFError, OSError, pickle.UnpicklingError):
-        mailbox.put(Close())
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,8 +14,11 @@ from typing import IO
 
 from atts.errors import EngineError
 from atts.local.messages import Close, Command, FailureReply, LoopReport, WorkerConfig, WorkerReady
+from atts.processes import python_command
 
 _CLOSE_SECONDS = 10.0
+_LAST_BYTES = 4096
+_LAST_CHARACTERS = 300
 Deliver = Callable[[LoopReport], None]
 
 
@@ -88,12 +91,11 @@ class ProcessWorker:
         """Start the child: it imports torch while the caller still reads tokenizer and configuration."""
         self._outbox = Mailbox()
         self._threads: list[threading.Thread] = []
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-m", "atts.local.child"]
+        command, pipe = python_command("atts.local.child", str(os.getpid())), subprocess.PIPE
         # A group of its own: Ctrl-C is for the caller, who may want the calls in flight to finish.
-        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0
-        )
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
+        self._process: subprocess.Popen[bytes] | None = process
+        self._last_words = _LastWords(process)
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Send the child its configuration and wait until the model is loaded; reports come from a thread of its own.
@@ -107,15 +109,17 @@ class ProcessWorker:
         try:
             write(process.stdin, config)
             answer = pickle.load(process.stdout)
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            _kill(process)
             self._end(process)
-            problem = f"its process died while loading (exit code {process.returncode})"
+            problem = f"its process died while loading with {_farewell(process.returncode, self._last_words)}"
             raise EngineError(config.name, problem) from error
         if isinstance(answer, FailureReply):
             raise answer.error(config.name)
         assert isinstance(answer, WorkerReady), "a child that has its configuration is ready or has failed"
         self._start(threading.Thread(target=_write_commands, args=(self._outbox, process.stdin), daemon=True))
-        self._start(threading.Thread(target=_read_reports, args=(process, deliver), daemon=True))
+        reader = _read_reports, (process, deliver, self._last_words)
+        self._start(threading.Thread(target=reader[0], args=reader[1], daemon=True))
         return answer
 
     def send(self, command: Command) -> None:
@@ -130,7 +134,7 @@ class ProcessWorker:
         if self._threads:
             self._outbox.put(Close())
         else:  # nothing was loaded, nothing is lost
-            process.kill()
+            _kill(process)
         self._end(process)
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
@@ -143,8 +147,9 @@ class ProcessWorker:
         try:
             process.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _kill(process)
             process.wait()
+        self._last_words.wait()
         if not self._threads:
             _close_pipes(process)
 
@@ -177,7 +182,32 @@ def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
         stream.close()
 
 
-def _read_reports(process: subprocess.Popen[bytes], deliver: Deliver) -> None:
+class _LastWords:
+    """What a process says on standard error, of which only the end is kept."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._kept = b""
+        self._thread = threading.Thread(target=self._read, args=(process.stderr,), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> str:
+        """The last line that says something, once the process has ended."""
+        self._thread.join(_CLOSE_SECONDS)
+        lines = self._kept.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1].strip()[-_LAST_CHARACTERS:] if lines else ""
+
+    def _read(self, stream: IO[bytes]) -> None:
+        with stream:
+            while said := os.read(stream.fileno(), _LAST_BYTES):
+                self._kept = (self._kept + said)[-_LAST_BYTES:]
+
+
+def _farewell(code: int, last_words: _LastWords) -> str:
+    said = last_words.wait()
+    return f"exit code {code}" + (f"; it last said: {said}" if said else "")
+
+
+def _read_reports(process: subprocess.Popen[bytes], deliver: Deliver, last_words: _LastWords) -> None:
     assert process.stdout is not None, "asked for a pipe"
     with process.stdout as stream:
         try:
@@ -186,11 +216,18 @@ def _read_reports(process: subprocess.Popen[bytes], deliver: Deliver) -> None:
         except (EOFError, pickle.UnpicklingError):
             code = process.wait()
     advice = "A negative code is a signal; -9 is often the system running out of memory" if code else ""
-    problem = "it is closed" if code == 0 else f"its process ended with exit code {code}"
+    problem = "it is closed" if code == 0 else f"its process ended with {_farewell(code, last_words)}"
     deliver(LoopReport((FailureReply(0, "closed", problem, advice),), None))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a child that is not waited for yet, and the compiler it may have started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _close_pipes(process: subprocess.Popen[bytes]) -> None:
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            stream.close()
+            with suppress(OSError):  # closing writes what is left, to a process that may be gone
+                stream.close()

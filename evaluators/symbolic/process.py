@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from atts.evaluators.verdict import Verdict
+from atts.processes import python_command
 
 Backend = Literal["sympy", "math-verify"]
 _LOADING_SECONDS = 120.0
@@ -38,8 +38,7 @@ class SymbolicWorker:
 
     def __init__(self, backend: Backend, limits: SlowLimits) -> None:
         self._limits = limits
-        script = str(Path(__file__).with_name("worker.py"))
-        command = [sys.executable, "-P", script, str(limits.megabytes), backend]
+        command = python_command(Path(__file__).with_name("worker.py"), str(limits.megabytes), backend)
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8"
         )

@@ -1,0 +1,155 @@
+"""The child process of an engine: what it imports, how its death is told, and that it never outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import pytest
+
+from atts.cli import run
+from atts.core import SampleRequest
+from atts.errors import EngineError
+from atts.evaluators.symbolic.process import SlowLimits, SymbolicWorker
+from atts.local import LocalEngine, LocalOptions
+from atts.local.messages import WorkerConfig
+from atts.local.model_config import read_model_config
+from atts.local.worker import ProcessWorker
+from atts.tokenizing import ModelTokenizer
+
+pytestmark = [pytest.mark.once, pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")]
+Make = Callable[..., Path]
+CANARY = "open({sung!r}, 'a').write(__name__ + '\\n')\nraise ImportError('the canary sang')\n"
+
+
+def test_nothing_is_imported_from_the_current_directory(
+    make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files there that bear the names of libraries are data, also where the path of the parent leads to them."""
+    folder, sung = make_model("llama"), tmp_path / "sung"  # this process has its libraries loaded
+    for name in ("torch", "numpy", "transformers", "safetensors", "sympy", "sitecustomize", "usercustomize", "atts"):
+        (tmp_path / f"{name}.py").write_text(CANARY.format(sung=str(sung)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", "/nowhere"]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend("")
+    worker = SymbolicWorker("sympy", SlowLimits())
+
+    async def open_and_sample() -> None:
+        async with LocalEngine(folder) as engine:
+            await engine.sample(SampleRequest((5, 6), 2))
+
+    try:
+        anyio.run(open_and_sample)
+        assert worker.load(), "the worker did not start"
+    finally:
+        worker.kill()
+    assert not sung.exists(), sung.read_text()
+
+
+@pytest.fixture
+def no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every child of Python ends at once with some words."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nprintf 'first\\nlibfoo.so: cannot open\\n\\n' >&2\nexit 7\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+@pytest.mark.usefixtures("no_python")
+def test_a_child_that_dies_while_loading_is_told_with_its_last_words(make_model: Make) -> None:
+    """Whatever it said last is in the message, also when the pipe breaks in the middle of the configuration."""
+    config = worker_config(make_model("llama"), pieces=1_000_000)
+    worker = ProcessWorker()
+    with pytest.raises(EngineError, match=r"loading with exit code 7; it last said: libfoo\.so: cannot open"):
+        worker.open(config, lambda report: None)
+    worker.close()
+
+
+@pytest.mark.usefixtures("no_python")
+def test_the_command_ends_with_the_code_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """A broken pipe to a child is not taken for a reader that left."""
+    assert run(["solve", "What is 2 + 2?"]) == 3
+    assert "it last said: libfoo.so: cannot open" in capsys.readouterr().err
+
+
+def test_a_pipe_that_broke_elsewhere_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where the reader of our own output has left does a broken pipe end a command without a word."""
+
+    def refuse(*_: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("atts.cli.app._run", refuse)
+    assert run([]) == 4
+
+
+PARENT = """
+import os, pickle, signal, sys
+from atts.core import SampleRequest
+from atts.local.messages import Submit
+from atts.local.worker import ProcessWorker
+
+config, until = pickle.load(sys.stdin.buffer), sys.argv[1]
+worker = ProcessWorker()
+if until != "loading":
+    worker.open(config, lambda report: None)
+if until == "working":
+    worker.send(Submit(1, SampleRequest((5, 6, 7), 90_000)))
+print(worker._process.pid, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("until", "end"),
+    [
+        ("loading", signal.SIGKILL),
+        ("ready", signal.SIGKILL),
+        pytest.param("working", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("ready", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("ready", signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param("stopped", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_a_child_ends_with_its_parent(until: str, end: signal.Signals, make_model: Make) -> None:
+    """Whatever it does when its parent is killed, nobody is left; not even of a child that was stopped."""
+    folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
+    command = [sys.executable, "-c", PARENT, until]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdin.write(pickle.dumps(worker_config(folder)))
+        parent.stdin.close()
+        child = int(parent.stdout.readline())
+        if until == "stopped":
+            os.kill(child, signal.SIGSTOP)
+        parent.send_signal(end)
+    deadline = time.monotonic() + 60
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if is_running(child):
+        os.kill(child, signal.SIGKILL)
+        pytest.fail("the child outlived its parent")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there; a dead one that nobody has waited for is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def worker_config(folder: Path, pieces: int = 0) -> WorkerConfig:
+    """The first message to a child; `pieces` of nothing make it longer."""
+    tokenizer = ModelTokenizer(folder, "tiny")
+    options = LocalOptions(device="cpu", kernel="torch", kv_tokens=100_000, threads=1)
+    parts = (*tokenizer.pieces, *(b"piece %d" % number for number in range(pieces)))
+    return WorkerConfig("tiny", folder, read_model_config(folder, "tiny"), parts, options)

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from atts.importing import import_lock
+
 if TYPE_CHECKING:
     from atts.api import (
         Setup,
@@ -76,7 +78,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name's module when the name is first used, so that `import atts` stays light."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    with import_lock:
+        return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

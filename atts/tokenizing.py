@@ -10,6 +10,7 @@ from typing import Any
 
 from atts.core import Message, TokenIds
 from atts.errors import ModelLoadError, UnsupportedByEngine
+from atts.importing import import_lock
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 """What a tokenizer and a configuration are made of."""
@@ -147,14 +148,15 @@ def read_end_ids(folder: Path, name: str, default: int | Sequence[int] | None) -
 
 
 def _open(folder: Path, name: str) -> Any:
-    from transformers import AutoTokenizer
-
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ModelLoadError(name, f"{folder} holds no tokenizer", "Copy the model's tokenizer files into its folder")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
-        raise ModelLoadError(name, f"the tokenizer in {folder} cannot be read ({error})") from error
+    with import_lock:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
+            raise ModelLoadError(name, f"the tokenizer in {folder} cannot be read ({error})") from error
     if not getattr(tokenizer, "is_fast", False):
         raise ModelLoadError(name, "its tokenizer has no fast version", "Convert it to tokenizer.json")
     return tokenizer

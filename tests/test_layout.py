@@ -20,7 +20,16 @@ MAPPING: dict[str, str] = SETUPTOOLS["package-dir"]
 HEAVY = ("torch", "transformers", "sympy", "numpy", "anyio")
 
 FLOORS: list[set[str]] = [
-    {"atts.errors", "atts.jsonable", "atts.processes", "atts.seeds", "atts.slots", "atts.spans", "atts.tasks"},
+    {
+        "atts.errors",
+        "atts.importing",
+        "atts.jsonable",
+        "atts.processes",
+        "atts.seeds",
+        "atts.slots",
+        "atts.spans",
+        "atts.tasks",
+    },
     {"atts.core", "atts.files"},
     {
         "atts.engine",

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory
+from atts.importing import import_lock
 from atts.local.model_config import ModelConfig, read_hf_config
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -77,7 +78,8 @@ def _rope_frequencies(folder: Path, config: ModelConfig, name: str) -> tuple[Ten
         exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         frequencies, scale = 1.0 / (config.rope_theta**exponent), 1.0
     else:
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        with import_lock:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         frequencies, scale = ROPE_INIT_FUNCTIONS[config.rope_type](read_hf_config(folder, name), torch.device("cpu"))
     return frequencies.float(), float(scale)

@@ -9,6 +9,7 @@ from typing import Any
 
 from atts.core import TokenIds
 from atts.errors import ModelLoadError
+from atts.importing import import_lock
 from atts.tokenizing import read_end_ids
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -89,12 +90,14 @@ def read_hf_config(folder: Path, name: str) -> Any:
     :raises ModelLoadError: there is none that can be read.
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise ModelLoadError(name, f"{folder} holds no config.json", "Name a folder written by save_pretrained")
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        with import_lock:
+            from transformers import AutoConfig
+
+            return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (*_UNREADABLE, StrictDataclassError) as error:
         raise ModelLoadError(name, f"config.json cannot be read as a model configuration ({error})") from error
 

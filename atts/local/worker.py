@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import IO
 
 from atts.errors import EngineError
+from atts.importing import import_lock
 from atts.local.messages import Close, Command, FailureReply, LoopReport, WorkerConfig, WorkerReady
 from atts.processes import python_command
 
@@ -54,7 +55,8 @@ class ThreadWorker:
 
         :raises EngineError: it could not be loaded.
         """
-        from atts.local.build import build_loop, set_threads  # imports torch
+        with import_lock:
+            from atts.local.build import build_loop, set_threads  # imports torch
 
         loop, ready = build_loop(config, deliver)
 

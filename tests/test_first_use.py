@@ -1,0 +1,54 @@
+"""The first use of everything that is imported late may come from many threads and tasks at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys, threading, traceback
+import atts
+
+sys.setswitchinterval(1e-5)  # threads take turns often, so that they meet inside of imports
+
+def names():
+    return [getattr(atts, name) for name in atts.__all__]
+
+def tokenizer():
+    from atts.models import path
+    from atts.tokenizing import ModelTokenizer
+    return ModelTokenizer(path("draft"), "draft").encode("one")
+
+def configuration():
+    from atts.local.model_config import read_model_config
+    from atts.models import path
+    return read_model_config(path("target"), "target")
+
+def run():
+    from atts.testing import toy_problems
+    return atts.evaluate_sync(toy_problems(1), atts.Setup(draft="scripted", target="scripted"))
+
+def meet(use):
+    start.wait()
+    try:
+        use()
+    except BaseException:
+        print(traceback.format_exc(limit=-3))
+
+uses = [tokenizer, configuration, names, run] * 3
+start = threading.Barrier(len(uses))
+threads = [threading.Thread(target=meet, args=(use,)) for use in uses]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.once
+def test_first_uses_meet_in_many_threads(tmp_path: Path) -> None:
+    """In a fresh process, threads that load tokenizers, read configurations and run evaluations do not trip."""
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -115,8 +115,9 @@ def conclude(problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[R
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
     why = vote.why
     if count.winner is None:
-        status = "failed" if failed and len(failed) == len(rollouts) else "unanswered"
-        why = failed[0].error if failed else "no rollout came to an answer"
+        is_cut = any(line.finish == "cancelled" for line in rollouts)
+        status = "failed" if failed and len(failed) == len(rollouts) else "cancelled" if is_cut else "unanswered"
+        why = failed[0].error if failed else f"no rollout came to an answer{' before the run ended' if is_cut else ''}"
     usage = reduce(add, (line.usage for line in rollouts), Usage())
     votes = dict(zip(count.answers, count.weights, strict=True))
     return Outcome(problem, rollouts, count.winner, votes=votes, status=status, why=why, usage=usage)

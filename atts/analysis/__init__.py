@@ -17,7 +17,7 @@ from atts.analysis.report.numbers import RateControl, Standing
 from atts.analysis.report.render import Format, as_format, render, save_report
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.results import read_results
-from atts.analysis.run_replay import PolicyChange, Replay, replay_run
+from atts.analysis.run_replay import PolicyChange, Replay, ReplaySide, replay_run
 
 __all__ = [
     "Advice",
@@ -31,6 +31,7 @@ __all__ = [
     "PolicyChange",
     "RateControl",
     "Replay",
+    "ReplaySide",
     "Replayed",
     "Standing",
     "advise",

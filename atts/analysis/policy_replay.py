@@ -12,10 +12,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from atts.analysis.turns import scored_chunk
-from atts.core import Chunk, Decision, Outcome, Rollout, Turn, TurnKey, Usage
+from atts.core import Chunk, Decision, Outcome, Rollout, Turn, TurnKey, Usage, is_censored
 from atts.errors import CalibrationInputError
 from atts.journal import Decided
 from atts.pipelines import Features, Gate, Grouper, Policy, RoundGate, Tally, ballot, evidence, tally
+
+CUT_SHORT = "cut short"
+"""The note of a turn that was judged and not carried out, because its rollout was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class ReplayedRollout:
     problem: str
     sample: int
     answer: str | None
+    is_censored: bool  # the record ends before an answer could come
     off_policy_from: int | None  # the first turn after which the record is another story; None: never
     draft_tokens: int
     target_tokens: int
@@ -43,6 +47,11 @@ class ReplayedProblem:
     def answer(self) -> str | None:
         """What the vote comes to."""
         return self.tally.winner
+
+    @property
+    def is_censored(self) -> bool:
+        """Whether there is no answer, and a rollout that could have brought one was stopped."""
+        return self.answer is None and any(rollout.is_censored for rollout in self.rollouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,9 @@ def replay_policy(
     decided: Mapping[TurnKey, Decided] = MappingProxyType({}),
 ) -> Replayed:
     """Decide anew on every recorded score, cut to the policy's samples and turns, and vote again.
+
+    Of fewer samples than were recorded, those are taken whose end is known: what a settled vote or the end of the run
+    cut is nobody's answer, neither right nor wrong.
 
     `decided` holds the recorded decisions with their features, in the order in which they were taken; what it lacks
     follows turn by turn. The gate must be fresh: it learns from this replay; without one, every decision stays what it
@@ -137,7 +149,15 @@ def _by_round(gate: RoundGate, chunks: Sequence[_JudgedChunk]) -> dict[TurnKey, 
 
 
 def _cut(outcome: Outcome, policy: Policy) -> list[Rollout]:
-    return [rollout for rollout in outcome.rollouts if rollout.sample < policy.samples]
+    """So many rollouts, the first of those whose end is known, then of the others; in their own order."""
+    known_first = sorted(outcome.rollouts, key=lambda rollout: (_is_cut_short(rollout, policy), rollout.sample))
+    return sorted(known_first[: policy.samples], key=lambda rollout: rollout.sample)
+
+
+def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
+    """Whether the record ends before an answer or the policy's last turn."""
+    whole = sum(turn.note != CUT_SHORT for turn in rollout.turns)
+    return is_censored(rollout.answer, rollout.finish) and whole < policy.turns
 
 
 def _problem(
@@ -159,6 +179,7 @@ def _rollout(rollout: Rollout, decisions: Mapping[TurnKey, Decision], policy: Po
         rollout.problem,
         rollout.sample,
         rollout.answer if is_whole else None,
+        is_censored=_is_cut_short(rollout, policy),
         off_policy_from=next((turn.index for turn in turns if _strays(rollout, turn, decisions)), None),
         draft_tokens=spent.draft_tokens,
         target_tokens=spent.target_tokens,

@@ -113,7 +113,7 @@ def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
     known = [
         value
         for one in samples
-        if (value := _right(one, path)) is not None and not is_censored(one.get("answer"), one.get("finish"))
+        if not is_censored(one.get("answer"), one.get("finish")) and (value := _right(one, path)) is not None
     ]
     mean = _mean(votes)
     share = _mean(known) if samples else mean
@@ -129,7 +129,7 @@ def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
 
 def _right(row: Mapping[str, Any], path: Path) -> float | None:
     value = row.get("correct", row.get("verdict"))
-    if value is None:
+    if value in (None, "spared"):
         return None
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]

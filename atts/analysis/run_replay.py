@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
-from atts.analysis.policy_replay import Replayed, ReplayedRollout, replay_policy
+from atts.analysis.policy_replay import CUT_SHORT, Replayed, ReplayedRollout, replay_policy
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
 from atts.errors import JournalError, OptionError
 from atts.evaluators import Estimate, equivalent, group, mean_estimate, share_estimate
-from atts.journal import FACTS, Decided, Graded, RecordedRun, RunState
+from atts.journal import FACTS, Decided, FinishedProblem, Graded, RecordedRun, RunState
 from atts.pipelines import CappedGate, Features, Gate, Policy, RoundGate, VoteKind
 
 
@@ -27,13 +28,18 @@ class ReplayedDecision:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySide:
-    """One of the two: as recorded, or as replayed. Tokens are those of the recorded rollouts that were kept."""
+    """One of the two: as recorded, or as replayed.
+
+    Tokens are "counted" in the recorded rollouts, or "estimated" where some of these left the recorded path: draft and
+    scored as in the record, and as much by the target for each takeover as it wrote there (None: there was none).
+    """
 
     rate: Estimate
     accuracy: Estimate
     decisions: int
+    tokens: Literal["counted", "estimated"]
     draft_tokens: int
-    target_tokens: int
+    target_tokens: int | None
     scored_tokens: int
 
 
@@ -43,6 +49,7 @@ class Replay:
 
     `off_policy` is the share of rollouts in which a decision came out otherwise: what they would have written from
     there on is unknown, so their recorded answers vote. `on_policy_accuracy` is of problems without any such.
+    `censored` problems are in no accuracy: their rollouts were stopped before any could answer.
     """
 
     recorded: ReplaySide
@@ -51,6 +58,7 @@ class Replay:
     changed: int
     off_policy: float
     on_policy_accuracy: Estimate
+    censored: int
     decisions: tuple[ReplayedDecision, ...]
     answers: Mapping[str, tuple[str | None, str | None]]  # by problem: recorded, replayed
 
@@ -87,6 +95,12 @@ class _Recorded:
     outcomes: Sequence[Outcome]
     decided: Mapping[TurnKey, Decided]
     verdicts: Mapping[tuple[str, str], str]  # of answers that were graded then
+
+    @property
+    def known(self) -> dict[str, str | None]:
+        """The recorded answer of every problem that had the time to come to one."""
+        briefs = map(FinishedProblem.of, self.outcomes)
+        return {brief.problem: brief.answer for brief in briefs if not brief.is_censored}
 
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
         """Of these answers, as they were graded then or are graded now."""
@@ -129,7 +143,7 @@ def _with_cut_turns(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Out
         cut = decided.get((rollout.problem, rollout.sample, len(rollout.turns)))
         if cut is not None and cut.decision.score is not None:
             nothing = Chunk("draft", "", (), (), "length")
-            turn = Turn(len(rollout.turns), (), (nothing,), cut.decision.score, cut.decision, "cut short")
+            turn = Turn(len(rollout.turns), (), (nothing,), cut.decision.score, cut.decision, CUT_SHORT)
             rollout = replace(rollout, turns=(*rollout.turns, turn))
         rollouts.append(rollout)
     return replace(outcome, rollouts=tuple(rollouts))
@@ -169,20 +183,36 @@ def _compare(recorded: _Recorded, again: Replayed) -> Replay:
     pairs = tuple(_pairs(recorded, again))
     before = {outcome.problem.id: outcome.answer for outcome in recorded.outcomes}
     after = {problem.problem: problem.answer for problem in again.problems}
+    known = {problem.problem: problem.answer for problem in again.problems if not problem.is_censored}
     on_policy = {p.problem for p in again.problems if all(r.off_policy_from is None for r in p.rollouts)}
     rates = [decision.rate for decision in again.decisions if math.isfinite(decision.rate)]
     usages = [rollout.usage for outcome in recorded.outcomes for rollout in outcome.rollouts]
     replayed = [rollout for problem in again.problems for rollout in problem.rollouts]
+    side = _side(again.decisions, recorded.accuracy(known), replayed)
+    if again.off_policy > 0:
+        more = sum(pair.decision.escalate - pair.recorded.escalate for pair in pairs)
+        side = replace(side, tokens="estimated", target_tokens=_with_takeovers(recorded, side.target_tokens, more))
     return Replay(
-        _side([pair.recorded for pair in pairs], recorded.accuracy(before), usages),
-        _side(again.decisions, recorded.accuracy(after), replayed),
+        _side([pair.recorded for pair in pairs], recorded.accuracy(recorded.known), usages),
+        side,
         nominal=rates[-1] if rates else None,
         changed=sum(pair.decision.escalate != pair.recorded.escalate for pair in pairs),
         off_policy=again.off_policy,
-        on_policy_accuracy=recorded.accuracy({name: after[name] for name in after if name in on_policy}),
+        on_policy_accuracy=recorded.accuracy({name: known[name] for name in known if name in on_policy}),
+        censored=len(after) - len(known),
         decisions=pairs,
         answers={name: (before[name], after[name]) for name in before},
     )
+
+
+def _with_takeovers(recorded: _Recorded, tokens: int | None, more: int) -> int | None:
+    """The target's tokens with so many takeovers more, each as long as those of the record on average."""
+    rollouts = [rollout for outcome in recorded.outcomes for rollout in outcome.rollouts]
+    decisions = [turn.decision for rollout in rollouts for turn in rollout.turns if turn.note != CUT_SHORT]
+    takeovers = sum(decision is not None and decision.escalate for decision in decisions)
+    if tokens is None or not takeovers:
+        return None
+    return tokens + round(more * sum(rollout.usage.target_tokens for rollout in rollouts) / takeovers)
 
 
 def _pairs(recorded: _Recorded, again: Replayed) -> Iterator[ReplayedDecision]:
@@ -206,6 +236,7 @@ def _side(decisions: Sequence[Decision], accuracy: Estimate, spent: Sequence[Usa
         rate=share_estimate((escalated[question], count) for question, count in asked.items()),
         accuracy=accuracy,
         decisions=len(decisions),
+        tokens="counted",
         draft_tokens=sum(one.draft_tokens for one in spent),
         target_tokens=sum(one.target_tokens for one in spent),
         scored_tokens=sum(one.scored_tokens for one in spent),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from atts.cli.options import Json, RunDirectory
 from atts.cli.output import json_line
 
 if TYPE_CHECKING:
-    from atts.analysis import Replay
+    from atts.analysis import Replay, ReplaySide
 
 
 def replay(
@@ -30,8 +31,9 @@ def replay(
 ) -> None:
     """Decide anew on the recorded scores under another gate, rate, budget, number of rollouts or turns, or vote.
 
-    Decisions that come out otherwise lead where the record does not: they are counted, and flagged in --json, and the
-    answers of their rollouts are the recorded ones.
+    Decisions that come out otherwise lead where the record does not: they are counted, and flagged in --json; the
+    answers of their rollouts are the recorded ones, and tokens are estimates. Rollouts that were stopped before they
+    could answer count neither as right nor as wrong: --samples takes others first.
 
     Example: atts replay runs/first --rate 0.4 --samples 4
     """
@@ -58,34 +60,49 @@ def as_lines(found: Replay) -> list[str]:
         {"type": "problem", "problem": name, "answer": new, "recorded": old}
         for name, (old, new) in found.answers.items()
     )
-    rest = {name: getattr(found, name) for name in ("nominal", "changed", "off_policy")}
+    rest = {name: getattr(found, name) for name in ("nominal", "changed", "off_policy", "censored")}
     sides = {name: asdict(getattr(found, name)) for name in ("recorded", "replayed", "on_policy_accuracy")}
     return [json_line(line) for line in (*decisions, *problems, {"type": "summary", **rest, **sides})]
 
 
 def as_table(found: Replay) -> list[str]:
-    """The two side by side, then how far the second can be believed."""
+    """How far the numbers can be believed, then the two side by side."""
     old, new = found.recorded, found.replayed
     rows = [
         ("", "recorded", "replayed"),
         ("chunks handed over", old.rate.brief("-"), new.rate.brief("-")),
         ("answers right", old.accuracy.brief("-"), new.accuracy.brief("-")),
         ("decisions", f"{old.decisions:,}", f"{new.decisions:,}"),
-        ("tokens, draft", f"{old.draft_tokens:,}", f"{new.draft_tokens:,}"),
-        ("tokens, target", f"{old.target_tokens:,}", f"{new.target_tokens:,}"),
-        ("tokens, scored", f"{old.scored_tokens:,}", f"{new.scored_tokens:,}"),
+        ("tokens, draft", *(_tokens(side, side.draft_tokens) for side in (old, new))),
+        ("tokens, target", *(_tokens(side, side.target_tokens) for side in (old, new))),
+        ("tokens, scored", *(_tokens(side, side.scored_tokens) for side in (old, new))),
     ]
     asked = "" if found.nominal is None else f" (asked for: {found.nominal:g})"
-    lines = [f"{name:<20}{one:<24}{other}{asked if name.startswith('chunks') else ''}" for name, one, other in rows]
-    lines += ["", f"{found.changed:,} of {new.decisions:,} decisions came out otherwise."]
+    table = [f"{name:<20}{one:<24}{other}{asked if name.startswith('chunks') else ''}" for name, one, other in rows]
+    changed = f"{found.changed:,} of {new.decisions:,} decisions came out otherwise."
+    return [*_doubts(found), *table, "", changed]
+
+
+def _tokens(side: ReplaySide, count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"about {count:,}" if side.tokens == "estimated" else f"{count:,}"
+
+
+def _doubts(found: Replay) -> Iterator[str]:
+    """What the numbers below rest on, where that is not the record alone."""
     if found.off_policy > 0:
-        lines.append(
-            f"{found.off_policy:.1%} of the rollouts left the recorded path: what they would have written is unknown,"
-            " so their recorded answers and tokens were counted."
+        yield (
+            f"{found.off_policy:.1%} of the rollouts left the recorded path: what they would have written is unknown. "
+            "Below, their recorded answers vote; tokens are estimates, with as many by the target for each takeover "
+            "as it wrote in the record."
         )
         clean = found.on_policy_accuracy
         if clean.n_problems:
-            lines.append(f"Problems without such rollouts: {clean.n_problems}, right {clean.brief()}.")
+            yield f"Problems without such rollouts: {clean.n_problems}, right {clean.brief()}."
         else:
-            lines.append("No problem is without such rollouts: the accuracy above is that of the recorded texts.")
-    return lines
+            yield "No problem is without such rollouts: the accuracy replayed is that of the recorded texts."
+    if found.censored:
+        yield f"{found.censored:,} problems are left out: their rollouts were stopped before any could answer."
+    if found.off_policy > 0 or found.censored:
+        yield ""

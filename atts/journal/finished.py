@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from atts.core import Finish, Outcome, Usage, is_censored
+from atts.core import Finish, Outcome, Rollout, Usage, is_censored
 from atts.journal.events import Graded, OutcomeStatus, VerdictStatus
+
+SampleVerdict = VerdictStatus | Literal["spared"]
+"""What a rollout is worth; "spared": it was stopped before it could answer, and is neither right nor wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +21,23 @@ class FinishedSample:
     sample: int
     finish: Finish
     answer: str | None = None
-    verdict: VerdictStatus | None = None  # None: it was not graded
+    verdict: SampleVerdict | None = None  # None: it was not graded
     rule: str = ""
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> FinishedSample:
+        """From the rollout, before anything was graded."""
+        finish = rollout.finish or "cancelled"
+        return cls(rollout.sample, finish, rollout.answer, "spared" if is_censored(rollout.answer, finish) else None)
 
     @property
     def is_censored(self) -> bool:
         """Whether it was stopped before it could answer."""
         return is_censored(self.answer, self.finish)
+
+    def graded(self, said: Graded) -> FinishedSample:
+        """With what a grader said, which is nothing of a rollout that was stopped."""
+        return self if self.is_censored else replace(self, verdict=said.status, rule=said.rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +50,7 @@ class FinishedProblem:
     problem: str
     status: OutcomeStatus
     answer: str | None
-    verdict: VerdictStatus | None  # of the answer; None: it was not graded
+    verdict: VerdictStatus | None  # of the answer; None: it was not graded, or the run ended before there was one
     rule: str
     samples: tuple[FinishedSample, ...]
     votes: Mapping[str, float]
@@ -52,7 +65,7 @@ class FinishedProblem:
         cls, outcome: Outcome, graded: Iterable[Graded] = (), *, judged: int = 0, escalated: int = 0
     ) -> FinishedProblem:
         """From the outcome, and what the grader said of its answers."""
-        samples = tuple(FinishedSample(one.sample, one.finish or "cancelled", one.answer) for one in outcome.rollouts)
+        samples = tuple(map(FinishedSample.of, outcome.rollouts))
         found = cls(
             outcome.problem.id,
             outcome.status,
@@ -71,12 +84,9 @@ class FinishedProblem:
     def graded(self, verdicts: Iterable[Graded]) -> FinishedProblem:
         """With what a grader said; of several verdicts on one answer the last counts."""
         of = {verdict.sample: verdict for verdict in verdicts}
-        samples = tuple(
-            replace(one, verdict=of[one.sample].status, rule=of[one.sample].rule) if one.sample in of else one
-            for one in self.samples
-        )
+        samples = tuple(one.graded(of[one.sample]) if one.sample in of else one for one in self.samples)
         whole = of.get(None)
-        if whole is None:
+        if whole is None or self.is_censored:
             return replace(self, samples=samples)
         return replace(self, samples=samples, verdict=whole.status, rule=whole.rule)
 
@@ -84,6 +94,11 @@ class FinishedProblem:
     def is_correct(self) -> bool:
         """Whether the answer was graded and found right."""
         return self.verdict == "correct"
+
+    @property
+    def is_censored(self) -> bool:
+        """Whether it has no answer, and a rollout was stopped that could have brought one."""
+        return self.answer is None and any(one.is_censored for one in self.samples)
 
     @property
     def complete_samples(self) -> tuple[FinishedSample, ...]:

@@ -289,9 +289,12 @@ class _Run:
         if grade is None or problem.answer is None:
             return []
         known: dict[str | None, tuple[VerdictStatus, str]] = {None: ("wrong", "no answer")}
-        wanted = [(rollout.sample, rollout.answer) for rollout in outcome.rollouts]
+        brief = FinishedProblem.of(outcome)
+        wanted: list[tuple[int | None, str | None]] = [(one.sample, one.answer) for one in brief.complete_samples]
+        if not brief.is_censored:
+            wanted.append((None, outcome.answer))
         graded: list[Graded] = []
-        for sample, answer in [*wanted, (None, outcome.answer)]:
+        for sample, answer in wanted:
             if answer not in known and answer is not None:
                 known[answer] = _verdict(grade, answer, problem)
             status, rule = known[answer]

@@ -59,16 +59,22 @@ def _fewer_turns(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
 
 
 def _cut(problems: Sequence[ProblemFacts], turns: int) -> FrontierPoint:
-    right = [_vote_within(one, turns) for one in problems]
+    right = [value for one in problems if (value := _vote_within(one, turns)) is not None]
     tokens = [pair for one in problems for rollout in one.rollouts for pair in rollout.written[:turns]]
     draft, target = (math.fsum(pair[model] for pair in tokens) / len(problems) for model in (0, 1))
     label = f"{turns} turn{'s' * (turns != 1)}"
     return FrontierPoint(label, "turns", target, draft + target, mean_estimate(right, len(right)))
 
 
-def _vote_within(one: ProblemFacts, turns: int) -> float:
-    """How right the vote is, were rollouts cut after so many turns: ties count as their mean, no answer as wrong."""
-    samples = [r.brief for r in one.rollouts if len(r.written) <= turns and r.brief.answer is not None]
+def _vote_within(one: ProblemFacts, turns: int) -> float | None:
+    """How right the vote is, were rollouts cut after so many turns: ties count as their mean, no answer as wrong.
+
+    None where all that might have answered by then was stopped before.
+    """
+    within = [rollout.brief for rollout in one.rollouts if len(rollout.written) <= turns]
+    samples = [brief for brief in within if brief.answer is not None]
+    if not samples and any(brief.is_censored for brief in within):
+        return None
     labels = answer_classes([sample.answer for sample in samples], partial(group, kind=one.problem.kind))
     found = votes(labels, [sample.verdict == "correct" for sample in samples])
     best = [value for size, value in zip(found.sizes, found.values, strict=True) if size == max(found.sizes)]

@@ -84,7 +84,7 @@ def _rollout(rollout: Rollout, flags: tuple[str, ...], brief: FinishedSample, li
         "n": rollout.sample,
         "finish": rollout.finish or "cancelled",
         "answer": rollout.answer,
-        "verdict": None if brief.is_censored else brief.verdict,  # what it would have answered is unknown
+        "verdict": brief.verdict,
         "rule": brief.rule,
         "error": rollout.error,
         "flags": flags,

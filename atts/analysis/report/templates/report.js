@@ -87,7 +87,7 @@
   };
   const rollout = (each, open) => {
     const node = make("details", "rollout");
-    const said = each.verdict ? ` · ${words[each.verdict]}` : "";
+    const said = words[each.verdict] ? ` · ${words[each.verdict]}` : "";
     const answer = each.answer === null ? "no answer" : `answer ${each.answer}`;
     const flags = each.flags.length ? ` · ⚑ ${each.flags.join(", ")}` : "";
     const summary = `Rollout ${each.n}: ${answer}${said} · ${ends[each.finish] || each.finish} · ${each.turns.length} turns · ` +

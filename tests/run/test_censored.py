@@ -94,9 +94,9 @@ def test_a_problem_that_was_cut_before_any_answer_is_not_graded(world: Any, name
     assert {(one.status, one.verdict) for one in cut} == {("cancelled", None)}
     assert summarise(result).answers.n_problems == len(result.problems) - len(cut)
     if result.directory is not None:
-        found = replay(result)
+        found, judged = replay(result), len(result.problems) - len(cut)
         assert found.censored == len(cut)
-        assert found.recorded.accuracy.n_problems == found.replayed.accuracy.n_problems == len(result.problems) - len(cut)
+        assert found.recorded.accuracy.n_problems == found.replayed.accuracy.n_problems == judged
 
 
 def test_tokens_of_another_rate_are_estimates_that_say_so(tmp_path: Path) -> None:

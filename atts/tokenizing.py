@@ -1,4 +1,4 @@
-"""Model tokenizers: text to ids and back exactly, digests, stop strings across tokens, model folders and hub ids."""
+"""Model tokenizers: text to ids and back exactly, digests, stop strings across tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import Any
 from atts.core import Message, TokenIds
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.importing import import_lock
-
-TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-"""What a tokenizer and a configuration are made of."""
-_LOOK = "Check the id and the network, or download the model elsewhere and give its folder"
+from atts.model_folder import read_end_ids, refuse_code
 
 
 class ModelTokenizer:
@@ -26,7 +23,7 @@ class ModelTokenizer:
     def __init__(self, folder: Path, name: str) -> None:
         """Open the tokenizer kept beside a model, or alone in a folder.
 
-        :raises ModelLoadError: there is none, or it is not of the fast kind.
+        :raises ModelLoadError: there is none, it is not of the fast kind, or its folder brings code.
         """
         self._name = name
         self._inner = _open(folder, name)
@@ -100,61 +97,15 @@ class StopMatcher:
         return False
 
 
-def find_tokenizer(model: str, name: str) -> Path:
-    """The folder of a model's tokenizer: `model` itself when it is one, else what the hub has under that id.
-
-    :raises ModelLoadError: neither a folder nor a hub id that can be had.
-    """
-    return find_folder(model, name, TEXT_FILES, "Give tokenizer=FOLDER, a folder with the model's tokenizer files")
-
-
-def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK) -> Path:
-    """The folder `model` is, else the hub's snapshot of that id with the files of these patterns.
-
-    :raises ModelLoadError: neither a folder nor a hub id that can be had.
-    """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        problem = f"{model!r} is neither a folder nor a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
-        raise ModelLoadError(name, problem, advice)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(files)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        problem = f"{model!r} is no folder and cannot be had from the hub ({first})"
-        raise ModelLoadError(name, problem, advice) from error
-
-
-def read_end_ids(folder: Path, name: str, default: int | Sequence[int] | None) -> TokenIds:
-    """The ids that end a text: those generation_config.json names, else the default's.
-
-    :raises ModelLoadError: generation_config.json is damaged.
-    """
-    path = folder / "generation_config.json"
-    found: Any = None
-    if path.is_file():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ModelLoadError(name, f"{path} cannot be read ({error})", "Write it again, or remove it") from error
-    if found is None:
-        found = default
-    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
-
-
 def _open(folder: Path, name: str) -> Any:
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ModelLoadError(name, f"{folder} holds no tokenizer", "Copy the model's tokenizer files into its folder")
+    refuse_code(folder, name)
     with import_lock:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
             raise ModelLoadError(name, f"the tokenizer in {folder} cannot be read ({error})") from error
     if not getattr(tokenizer, "is_fast", False):

@@ -30,7 +30,7 @@ FLOORS: list[set[str]] = [
         "atts.spans",
         "atts.tasks",
     },
-    {"atts.core", "atts.files"},
+    {"atts.core", "atts.files", "atts.model_folder"},
     {
         "atts.engine",
         "atts.graph",

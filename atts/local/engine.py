@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -30,8 +31,9 @@ from atts.local.messages import (
 from atts.local.model_config import read_model_config
 from atts.local.options import LocalOptions
 from atts.local.worker import LoopWorker, ProcessWorker, ThreadWorker
+from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, weight_files
 from atts.tasks import soon
-from atts.tokenizing import TEXT_FILES, ModelTokenizer, find_folder
+from atts.tokenizing import ModelTokenizer
 
 _KIND = "local 0.1"
 
@@ -232,20 +234,21 @@ class _OpenEngine:
 
 
 def _prepare(model: str, name: str, options: LocalOptions) -> tuple[WorkerConfig, ModelTokenizer, str]:
-    folder = find_folder(model, name, (*TEXT_FILES, "*.safetensors"))
+    folder = find_folder(model, name, (*TEXT_FILES, *WEIGHT_FILES))
     config = read_model_config(folder, name)
+    weights = weight_files(folder, name)
     tokenizer = ModelTokenizer(folder, name)
     if tokenizer.vocabulary > config.vocabulary:
         problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {config.vocabulary}"
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
-    label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_weights_mark(folder)}"
+    label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_weights_mark(weights)}"
     return WorkerConfig(name, folder, config, tokenizer.pieces, options), tokenizer, label
 
 
-def _weights_mark(folder: Path) -> str:
+def _weights_mark(files: Sequence[Path]) -> str:
     """Eight characters that tell weights apart without reading gigabytes: sizes and sixteen pieces of each file."""
     mark = blake2b(digest_size=4)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in files:
         size = path.stat().st_size
         mark.update(str(size).encode())
         with path.open("rb") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 from atts.errors import ModelLoadError, OutOfMemory
 from atts.importing import import_lock
 from atts.local.model_config import ModelConfig, read_hf_config
+from atts.model_folder import weight_files
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What weights come in; smaller numbers mean nothing without the scales that some other format keeps beside them."""
@@ -111,7 +111,7 @@ class _TensorReader:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack) -> None:
         self._dtype, self._device, self._name, self._folder = dtype, device, name, folder
-        files = _weight_files(folder, name)
+        files = weight_files(folder, name)
         try:
             handles = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
         except (SafetensorError, OSError) as error:
@@ -146,21 +146,3 @@ class _TensorReader:
                 for part, size in parts.items()
             ]
         )
-
-
-def _weight_files(folder: Path, name: str) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(name, f"{index} cannot be read ({error})", "Download it again") from error
-        files = [folder / str(shard) for shard in shards]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise ModelLoadError(name, f"{folder} lacks {', '.join(missing)}", "Download the missing shards")
-    if not files:
-        raise ModelLoadError(name, f"{folder} holds no safetensors weights", "Convert them with save_pretrained")
-    return files

@@ -10,7 +10,7 @@ from typing import Any
 from atts.core import TokenIds
 from atts.errors import ModelLoadError
 from atts.importing import import_lock
-from atts.tokenizing import read_end_ids
+from atts.model_folder import read_end_ids, refuse_code
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = (
@@ -87,17 +87,18 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
 def read_hf_config(folder: Path, name: str) -> Any:
     """The configuration of the model in `folder`, as transformers has it.
 
-    :raises ModelLoadError: there is none that can be read.
+    :raises ModelLoadError: there is none that can be read, or the folder brings code.
     """
     from huggingface_hub.errors import StrictDataclassError
 
     if not (folder / "config.json").is_file():
         raise ModelLoadError(name, f"{folder} holds no config.json", "Name a folder written by save_pretrained")
+    refuse_code(folder, name)
     try:
         with import_lock:
             from transformers import AutoConfig
 
-            return AutoConfig.from_pretrained(folder, local_files_only=True)
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (*_UNREADABLE, StrictDataclassError) as error:
         raise ModelLoadError(name, f"config.json cannot be read as a model configuration ({error})") from error
 

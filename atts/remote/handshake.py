@@ -132,7 +132,8 @@ async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name:
 
 
 def _load_tokenizer(model: str, name: str) -> Tokenizer:
-    from atts.tokenizing import ModelTokenizer, find_tokenizer
+    from atts.model_folder import find_tokenizer
+    from atts.tokenizing import ModelTokenizer
 
     return ModelTokenizer(find_tokenizer(model, name), name)
 

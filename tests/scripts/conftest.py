@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from atts.core import Completion, Ending, Problem, Role, SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
+from atts.model_folder import find_tokenizer
 from atts.models import path
 from atts.seeds import uniforms
 from atts.testing.servers import DialectServer
-from atts.tokenizing import ModelTokenizer, StopMatcher, find_tokenizer
+from atts.tokenizing import ModelTokenizer, StopMatcher
 
 pytest.importorskip("scripts.studies.mathematics", reason="needs a checkout")
 

@@ -1,0 +1,186 @@
+"""Model folders are data: code they bring is refused in words and never run, whoever sits at the terminal."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from atts import model_folder, tokenizing
+from atts.cli import run
+from atts.errors import ModelLoadError
+from atts.local import LocalEngine, LocalOptions, model_config
+from atts.model_folder import find_tokenizer, refuse_code
+from atts.tokenizing import ModelTokenizer
+
+Make = Callable[..., Path]
+MAPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "configuration": ("config.json", {"auto_map": {"AutoConfig": "canary.Canary"}, "model_type": "canary"}),
+    "model": ("config.json", {"auto_map": {"AutoModelForCausalLM": "canary.Canary"}}),
+    "tokenizer": (
+        "tokenizer_config.json",
+        {"auto_map": {"AutoTokenizer": ["canary.Canary", None]}, "tokenizer_class": "Canary"},
+    ),
+    "tokenizer as a list": (
+        "tokenizer_config.json",
+        {"auto_map": ["canary.Canary", None], "tokenizer_class": "Canary"},
+    ),
+    "tokenizer of a configuration": ("config.json", {"auto_map": {"AutoTokenizer": [None, "canary.Canary"]}}),
+    "part of a model": ("config.json", {"text_config": {"auto_map": {"AutoConfig": "canary.Canary"}}}),
+    "code of another repository": ("config.json", {"auto_map": {"AutoConfig": "elsewhere/model--canary.Canary"}}),
+    "processor": ("processor_config.json", {"auto_map": {"AutoProcessor": "canary.Canary"}}),
+    "code of a type that needs none": (
+        "config.json",
+        {"auto_map": {"AutoConfig": "canary.Canary"}, "model_type": "phi3"},
+    ),
+}
+
+
+@pytest.fixture
+def singing(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """A model folder that asks for its own code in one of many ways; the code, run, would write the file `sung`."""
+    monkeypatch.setattr(builtins, "input", lambda *_: "y")  # somebody would agree
+
+    def make(way: str) -> Path:
+        folder = tmp_path / "model"
+        shutil.copytree(make_model("llama"), folder)
+        file, changes = MAPS[way]
+        path = folder / file
+        before = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(before | changes))
+        (folder / "canary.py").write_text(f"open({str(tmp_path / 'sung')!r}, 'w').close()\nclass Canary: ...\n")
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("way", MAPS)
+def test_code_of_a_model_folder_is_refused_and_never_run(
+    way: str, singing: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Which file asks for what is in the message; the command ends with the code of an engine."""
+    folder = singing(way)
+    assert run(["solve", "What is 2 + 2?", "--draft", f"hf:{folder}"]) == 3
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"auto_map in {MAPS[way][0]}: " in said
+    assert "code of a model folder is never run" in said
+    with pytest.raises(ModelLoadError, match="brings code of its own"):
+        ModelTokenizer(find_tokenizer(str(folder), "server"), "server")
+    assert not (tmp_path / "sung").exists()
+
+
+@pytest.mark.parametrize("way", MAPS)
+def test_code_is_not_run_even_where_it_is_not_refused(
+    way: str, singing: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second lock: what reads a folder is told to run nothing, so there is no question to agree to."""
+    folder = singing(way)
+    for module in (tokenizing, model_config, model_folder):
+        monkeypatch.setattr(module, "refuse_code", lambda *_: None)
+    for load in (lambda: model_config.read_hf_config(folder, "it"), lambda: ModelTokenizer(folder, "it")):
+        with suppress(ModelLoadError):
+            load()
+    assert not (tmp_path / "sung").exists()
+
+
+@pytest.mark.parametrize("file", ["modeling_llama.py", "configuration_my.py", "tokenization_my_fast.py"])
+def test_files_of_code_are_refused_without_a_map_too(file: str, make_model: Make, tmp_path: Path) -> None:
+    """Such a model is not what its configuration says; files of other names are the user's own business."""
+    folder = shutil.copytree(make_model("llama"), tmp_path / "model")
+    (folder / "train.py").touch()
+    refuse_code(folder, "it")
+    (folder / file).touch()
+    with pytest.raises(ModelLoadError, match=file.replace(".", r"\.")):
+        refuse_code(folder, "it")
+
+
+def test_code_that_transformers_itself_has_is_passed_over(make_model: Make, tmp_path: Path) -> None:
+    """Phi-3's folders were published with a copy of it."""
+    folder = shutil.copytree(make_model("llama"), tmp_path / "model")
+    entries = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoTokenizer": "Xenova/gpt-4o"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "phi3", "auto_map": entries}))
+    (folder / "modeling_phi3.py").touch()
+    refuse_code(folder, "it")
+
+
+class Canary:
+    """Whose unpickling makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "consolidated.00.pth", "model.safetensors"])
+def test_pickled_weights_are_never_opened(file: str, make_model: Make, tmp_path: Path) -> None:
+    """Nor under the name of safetensors; the message says what they may do."""
+    folder = shutil.copytree(make_model("llama"), tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / file).write_bytes(pickle.dumps(Canary(str(tmp_path / "sung"))))
+    words = "are damaged" if file.endswith("safetensors") else f"{file} may be pickled"
+    with pytest.raises(ModelLoadError, match=words):
+        anyio.run(enter, folder)
+    assert not (tmp_path / "sung").exists()
+
+
+@pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "", 5, None])
+def test_an_index_lists_files_beside_it(shard: object, make_model: Make, tmp_path: Path) -> None:
+    """Weights come from the folder alone."""
+    folder = shutil.copytree(make_model("llama"), tmp_path / "model")
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": shard}}))
+    with pytest.raises(ModelLoadError, match="weight_map lists no files"):
+        anyio.run(enter, folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", "[" * 100_000),
+        ("config.json", "[]"),
+        ("config.json", '{"auto_map": ' + '{"a": ' * 900 + "1" + "}" * 901),
+        ("config.json", "\ud800"),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", "5"),
+        ("generation_config.json", "[" * 100_000),
+        ("generation_config.json", '{"eos_token_id": {"a": 1}}'),
+        ("generation_config.json", '{"eos_token_id": ["a"]}'),
+        ("generation_config.json", '{"eos_token_id": true}'),
+        ("generation_config.json", '{"eos_token_id": -1}'),
+    ],
+)
+def test_files_that_are_no_objects_are_refused_in_words(
+    file: str, content: str, make_model: Make, tmp_path: Path
+) -> None:
+    """However deep, whatever they hold instead; the file is named."""
+    folder = shutil.copytree(make_model("llama"), tmp_path / "model")
+    (folder / file).write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ModelLoadError, match=r"generation_config|eos_token_id|config\.json"):
+        anyio.run(enter, folder)
+
+
+def test_a_file_too_long_to_be_text_is_not_read(make_model: Make, tmp_path: Path) -> None:
+    """The limit holds before a byte is read."""
+    folder = shutil.copytree(make_model("llama"), tmp_path / "model")
+    os.truncate(folder / "config.json", 1 << 40)
+    with pytest.raises(ModelLoadError, match="longer than 64 MB"):
+        anyio.run(enter, folder)
+
+
+async def enter(folder: Path) -> None:
+    """Open an engine in a thread, on torch."""
+    torch.set_num_threads(1)
+    async with LocalEngine(folder, options=LocalOptions(worker="thread", kernel="torch")):
+        pass

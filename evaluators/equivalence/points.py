@@ -21,6 +21,7 @@ _RANKS: tuple[Domain, ...] = ("real", "step", "whole", "natural")
 _NATURAL = frozenset({"factorial", "double_factorial", "binom"})
 _WHOLE = frozenset({"gcd", "lcm", "mod"})
 _STEPS = frozenset({"floor", "ceil"})
+_TURNS = frozenset({"sin", "cos", "tan", "cot", "sec", "csc"})
 _SWITCHES = _STEPS | _WHOLE | _NATURAL | frozenset({"abs", "max", "min", "sign", "ln", "log", "re", "im", "arg"})
 _INDICES = frozenset("nmkjNMK")  # letters that stand for integers where something moves in steps
 _SMOOTH = 6  # points for expressions without a branch: analytic ones that agree at one generic point agree
@@ -42,7 +43,8 @@ def domains(*nodes: Node) -> dict[str, Domain]:
 
 def _demand(node: Node) -> tuple[int, Node]:
     if node.kind == "func":
-        return (node.text in _STEPS) + 2 * (node.text in _WHOLE) + 3 * (node.text in _NATURAL), node
+        is_turn = node.text in _TURNS and any(each.text == "pi" for each in node.walk())
+        return (node.text in _STEPS or is_turn) + 2 * (node.text in _WHOLE) + 3 * (node.text in _NATURAL), node
     if node.kind == "pow" and (node.args[0].value or 0) < 0:
         return 2, node.args[1]
     if node.kind == "congruence":

@@ -14,7 +14,7 @@ from atts.evaluators.equivalence.approx import NOTHING, Approx, magnitude
 from atts.evaluators.equivalence.exact import NotRational, exact
 from atts.evaluators.equivalence.numeric import Evaluator
 from atts.evaluators.equivalence.points import points
-from atts.evaluators.syntax.tree import Node, has, variables
+from atts.evaluators.syntax.tree import Node, canonical, has, variables
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
 Value = Fraction | Approx
@@ -58,6 +58,8 @@ class Prober:
         """
         if not variables(left) and not variables(right):
             return self.compare_at(left, right, {}, sure=True)[2]
+        if canonical(left) == canonical(right):
+            return True
         agreed = 0
         unreal: list[bool] = []
         for one, two, same in self.comparisons(left, right):

@@ -29,7 +29,7 @@ def is_name(node: Node) -> bool:
     if node.kind == "mul":
         return all(_is_point(arg) or (arg.kind == "pow" and is_name(arg.args[0])) for arg in node.args)
     if node.kind == "func" and node.text == "abs":
-        return is_name(node.args[0])
+        return node.args[0].kind != "symbol" and is_name(node.args[0])
     if node.kind in ("tuple", "ratio", "list"):
         return all(is_name(arg) for arg in node.args)
     return False

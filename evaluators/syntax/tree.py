@@ -104,6 +104,17 @@ def variables(node: Node) -> frozenset[str]:
     return frozenset(each.text for each in node.walk() if each.kind == "symbol") - bound
 
 
+def canonical(node: Node) -> Node:
+    """The tree with sums and products flattened and their parts in one order."""
+    if not node.args:
+        return node
+    args = tuple(map(canonical, node.args))
+    if node.kind in ("add", "mul"):
+        flat = (part for arg in args for part in (arg.args if arg.kind == node.kind else (arg,)))
+        args = tuple(sorted(flat, key=repr))
+    return Node(node.kind, args, node.text, node.value)
+
+
 def has(node: Node, *kinds: str) -> bool:
     """Whether a node of one of these kinds is anywhere in the tree."""
     return any(each.kind in kinds for each in node.walk())

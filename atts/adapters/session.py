@@ -17,7 +17,7 @@ from atts.api import Setup, build_engines, configure
 from atts.core import Outcome, Problem, Rollout, Usage
 from atts.errors import EngineError, EngineUnavailable, OptionError, UsageError
 from atts.pipelines import Policy
-from atts.run import Plan, Session, evaluate
+from atts.run import Plan, RunOptions, evaluate
 
 ReplyKind = Literal["text", "answer"]
 """What is handed back: the reasoning of a rollout that voted for the answer, or the answer alone."""
@@ -82,7 +82,7 @@ class SolverSession:
         digest = blake2b(question.encode(), digest_size=6).hexdigest()
         self._asked[digest] += 1
         problem = Problem(f"{digest}-{self._asked[digest]}", question)
-        result = await evaluate([problem], plan, Session(engines="are open", signals="ignore"))
+        result = await evaluate([problem], plan, RunOptions(engines="are open", signals="ignore"))
         return Reply.of(next(result.outcomes()), self._kind)
 
     async def __aenter__(self) -> Self:

@@ -21,7 +21,7 @@ from atts.api.setup import Setup, load_problems
 from atts.core import Outcome, Problem
 from atts.errors import OptionError, UsageError
 from atts.journal import Event, Setting
-from atts.run import Notice, RunResult, Session, Shard
+from atts.run import Notice, RunOptions, RunResult, Shard
 from atts.run import evaluate as run_evaluation
 
 P = ParamSpec("P")
@@ -52,14 +52,14 @@ class evaluate:
         *,
         limit: int | None = None,
         directory: str | Path | None = None,
-        session: Session | None = None,
+        options: RunOptions | None = None,
         shard: str | Shard | None = None,
     ) -> None:
         self._dataset = dataset
         self._setup = setup or Setup()
         self._limit = limit
         self._shard = Shard.parse(shard) if isinstance(shard, str) else shard
-        self._session = replace(session or Session(), directory=Path(directory) if directory else None)
+        self._options = replace(options or RunOptions(), directory=Path(directory) if directory else None)
         self._stack = AsyncExitStack()
         self._events: MemoryObjectReceiveStream[Notice] | None = None
         self._done = anyio.Event()
@@ -71,7 +71,7 @@ class evaluate:
     async def __aenter__(self) -> Self:
         send, self._events = anyio.create_memory_object_stream[Notice](math.inf)
         listener = _Stream(send)
-        self._session = replace(self._session, listeners=(*self._session.listeners, listener))
+        self._options = replace(self._options, listeners=(*self._options.listeners, listener))
         await self._stack.enter_async_context(tasks.background(self._follow, send))
         return self
 
@@ -120,7 +120,7 @@ class evaluate:
         if self._shard is not None:
             held = {"shard": Setting(str(self._shard), "--shard")}
             plan = replace(plan, configuration={**plan.configuration, **held})
-        return await run_evaluation(problems, plan, self._session)
+        return await run_evaluation(problems, plan, self._options)
 
 
 @dataclass(frozen=True, slots=True)

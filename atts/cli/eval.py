@@ -106,7 +106,7 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
     from atts.api import evaluate as evaluation
     from atts.cli.progress import progress_display
     from atts.journal import JOURNAL
-    from atts.run import Progress, Session, Shard
+    from atts.run import Progress, RunOptions, Shard
 
     part = None if shard is None else Shard.parse(shard)
     directory = configuration.directory
@@ -115,12 +115,12 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
     job, setup, progress = configuration.job, configuration.setup(), Progress()
     if (directory / JOURNAL).exists():
         print(f"atts: going on where {directory} was; what is done there is not run again", file=sys.stderr)
-    session = Session(listeners=(progress,))
+    listening = RunOptions(listeners=(progress,))
 
     async def main() -> RunResult:
         async with progress_display(progress):
             return await evaluation(
-                job.dataset, setup, limit=job.limit, directory=directory, session=session, shard=part
+                job.dataset, setup, limit=job.limit, directory=directory, options=listening, shard=part
             )
 
     return run_async(main)

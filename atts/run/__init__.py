@@ -1,14 +1,14 @@
 """One evaluation: dataset x pipeline x engines x journal x listeners, resumable at any moment.
 
     plan = Plan(draft, target, Policy(samples=8), ConformalGate(Calibrator(0.2)), Answers(extract, group), grade)
-    result = await evaluate(problems, plan, Session(Path("runs/first")))
+    result = await evaluate(problems, plan, RunOptions(Path("runs/first")))
 
 Call it again with the same directory and it goes on where it was, whatever ended it.
 """
 
 from atts.run.calls import RecallTiming
 from atts.run.conditions import Conditions, check_conditions, conditions_of
-from atts.run.evaluate import Keep, Session, evaluate
+from atts.run.evaluate import Keep, RunOptions, evaluate
 from atts.run.gates import replay_event
 from atts.run.merging import Merged, Shard, merge
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
@@ -38,7 +38,7 @@ __all__ = [
     "RunBegun",
     "RunResult",
     "RunStatus",
-    "Session",
+    "RunOptions",
     "Shard",
     "Signals",
     "ProgressSnapshot",

@@ -58,7 +58,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class RunOptions:
     """How one process takes part in a run.
 
     :raises OptionError: an unknown choice.
@@ -79,7 +79,7 @@ class Session:
                 raise OptionError(name, f"unknown value {getattr(self, name)!r}", kinds)
 
 
-async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | None = None) -> RunResult:
+async def evaluate(problems: Iterable[Problem], plan: Plan, options: RunOptions | None = None) -> RunResult:
     """Solve every problem as planned; in a directory with an earlier session, go on where that one was.
 
     Problems that failed are tried again. The first Ctrl-C lets calls in flight finish and be recorded, the second ends
@@ -90,28 +90,28 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, session: Session | N
     :raises DatasetError: two problems have one id.
     :raises EngineError: an engine that cannot do its part at all, or is lost for good.
     """
-    session = session or Session()
-    if session.directory is not None:
-        check_directory(session.directory)  # before models are loaded for nothing
+    options = options or RunOptions()
+    if options.directory is not None:
+        check_directory(options.directory)  # before models are loaded for nothing
     async with AsyncExitStack() as engines:
-        if session.engines == "open them":
+        if options.engines == "open them":
             await engines.enter_async_context(plan.draft)
             if plan.target is not plan.draft:
                 await engines.enter_async_context(plan.target)
-        manifest = plan.manifest(problems, session.dataset)
+        manifest = plan.manifest(problems, options.dataset)
         doubt = "" if plan.stored_under is None else check_conditions(manifest, plan.stored_under, plan.conditions)
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
         escalations = EscalationCounter()
-        async with _journal(session, manifest, plan, state, escalations) as journal:
-            return await _Run(plan, session, manifest, state, journal, escalations).drive(problems, doubt)
+        async with _journal(options, manifest, plan, state, escalations) as journal:
+            return await _Run(plan, options, manifest, state, journal, escalations).drive(problems, doubt)
 
 
 @asynccontextmanager
 async def _journal(
-    session: Session, manifest: Manifest, plan: Plan, state: RunState, escalations: EscalationCounter
+    options: RunOptions, manifest: Manifest, plan: Plan, state: RunState, escalations: EscalationCounter
 ) -> AsyncGenerator[Journal | None, None]:
     """The journal, what it holds applied to the state, the gate and the listeners."""
-    if session.directory is None:
+    if options.directory is None:
         yield None
         return
 
@@ -122,10 +122,10 @@ async def _journal(
             replay_event(plan.gate, event)
         for decision, is_escalated in judged(event):
             escalations.count(decision, is_escalated)
-        for listener in session.listeners:
+        for listener in options.listeners:
             listener.recalled(event)
 
-    async with open_journal(session.directory, manifest, session.journal, recall) as journal:
+    async with open_journal(options.directory, manifest, options.journal, recall) as journal:
         yield journal
 
 
@@ -133,19 +133,19 @@ class _Run:
     def __init__(
         self,
         plan: Plan,
-        session: Session,
+        options: RunOptions,
         manifest: Manifest,
         state: RunState,
         journal: Journal | None,
         escalations: EscalationCounter,
     ) -> None:
         self._plan = plan
-        self._session = session
+        self._options = options
         self._manifest = manifest
         self._state = state
         self._journal = journal
         self._escalations = escalations
-        self._recorder = Recorder(journal, session.listeners, escalations)
+        self._recorder = Recorder(journal, options.listeners, escalations)
         self._graph = Graph(
             rollouts=plan.rollouts,
             limits=plan.limits,
@@ -188,7 +188,7 @@ class _Run:
             seconds=state.seconds,
             draft=plan.draft.spec.model,
             target=plan.target.spec.model,
-            directory=self._session.directory,
+            directory=self._options.directory,
         )
 
     def _left(self, problems: Iterable[Problem]) -> Iterator[Problem]:
@@ -205,7 +205,7 @@ class _Run:
 
     async def _end_when_asked(self) -> None:
         """Watch signals and requests; end the graph when nothing is left to wait for."""
-        stop = self._session.stop
+        stop = self._options.stop
 
         def asked(number: int) -> None:
             if stop.asked == 1:
@@ -215,7 +215,7 @@ class _Run:
                 self._recorder.record(Warned("interrupted", text))
 
         async with tasks.task_group() as group:
-            if self._session.signals == "handle":
+            if self._options.signals == "handle":
                 group.start_soon(watch_signals, stop, asked)
             await stop.finished()
             self._graph.cancel("interrupted")
@@ -226,14 +226,14 @@ class _Run:
             self._recorder.record(ProblemStarted(problem))
             recorded = OpenProblem(problem)
         record = ProblemRecord(self._recorder, recorded)
-        context = self._context(RecordedSteps(self._recorder, recorded, self._session.stop, self._plan.recall), record)
+        context = self._context(RecordedSteps(self._recorder, recorded, self._options.stop, self._plan.recall), record)
         outcome = await self._attempt(problem, context, scope)
         if self._state.is_over(problem.id):
             # it was over before, and is only lived through again
             return self._lines.get(problem.id) or self._state.finished[problem.id]
-        with self._session.stop.counted(), scope.concluding(len(outcome.rollouts)):
+        with self._options.stop.counted(), scope.concluding(len(outcome.rollouts)):
             line = await self._conclude(outcome, record)
-        if self._session.directory is None and self._session.keep == "lines":
+        if self._options.directory is None and self._options.keep == "lines":
             self._kept.append(outcome)
         return line
 
@@ -311,7 +311,7 @@ class _Run:
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.status != "failed":  # that one goes on
             self._escalations.forget(name)
-        if self._session.keep == "lines":
+        if self._options.keep == "lines":
             self._lines[name] = line
 
     def _result(self, seconds: float) -> RunResult:
@@ -320,7 +320,7 @@ class _Run:
         why = "out of time"
         if self._seen == "all" and not self._unfinished:
             status, why = "finished", ""
-        elif self._session.stop.asked:
+        elif self._options.stop.asked:
             status, why = "interrupted", "asked to end"
         return RunResult(
             status,
@@ -328,7 +328,7 @@ class _Run:
             replace(self._manifest, problems=len(self._places)) if status == "finished" else self._manifest,
             seconds=self._state.seconds + (seconds if self._taken else 0.0),
             sessions=self._state.sessions + 1,
-            directory=self._session.directory,
+            directory=self._options.directory,
             why=why,
             kept=tuple(self._kept),
         )

@@ -22,7 +22,7 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import info
 from atts.models import path as model_path
 from atts.pipelines import Gate, RoundGate
-from atts.run import Plan, Session, evaluate
+from atts.run import Plan, RunOptions, evaluate
 from scripts.studies.harness import Spread, say
 from scripts.studies.parts import Parts
 
@@ -94,7 +94,7 @@ async def run_block(
     """One block under one plan: its outcomes in the order of the problems, and the seconds it took."""
     began, found = clock(), dict[str, Outcome]()
     for group in [list(problems)] if schedule == "together" else [[problem] for problem in problems]:
-        result = await evaluate(group, plan, Session(engines="are open", signals="ignore"))
+        result = await evaluate(group, plan, RunOptions(engines="are open", signals="ignore"))
         found |= {outcome.problem.id: outcome for outcome in result.kept}
     seconds = clock() - began
     return tuple(found[problem.id] for problem in problems), seconds

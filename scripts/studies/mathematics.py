@@ -20,7 +20,7 @@ from atts.engine import Engine
 from atts.errors import ATTSError, OptionError
 from atts.evaluators import Dataset, LoadOptions, load_dataset
 from atts.pipelines import Chunking
-from atts.run import INTERRUPTED, RunResult, Session, evaluate
+from atts.run import INTERRUPTED, RunOptions, RunResult, evaluate
 from scripts.studies.harness import say
 from scripts.studies.mathematics_table import Measured, as_json, tables
 from scripts.studies.pairs import PAIRS, Pair, find_pair
@@ -107,7 +107,7 @@ async def _run(job: Job, arm: Arm, repeat: int, draft: Engine, target: Engine) -
     setup = replace(job.setup, method=arm.method, mode=arm.mode, seed=seed)
     place = None if job.out is None else job.out / f"{arm.name}-seed{seed}"
     plan = setup.plan(draft, target, job.dataset.problems[0].kind)
-    result = await evaluate(job.dataset.problems, plan, Session(place, engines="are open"))
+    result = await evaluate(job.dataset.problems, plan, RunOptions(place, engines="are open"))
     if result.status != "finished":
         raise Interrupted(f"{arm.name}: {result.status}, {result.why}")
     return result

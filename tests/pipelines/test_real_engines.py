@@ -12,7 +12,7 @@ from atts.api import Setup
 from atts.core import Outcome, Role, TokenIds
 from atts.evaluators.datasets.arithmetic import problems
 from atts.pipelines import FixedGate, Gate, RandomGate, ThresholdGate
-from atts.run import Session, evaluate
+from atts.run import RunOptions, evaluate
 
 pytest.importorskip("torch", reason="the embedded models run on torch")
 from atts.local import LocalEngine, LocalOptions
@@ -34,7 +34,9 @@ def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:
         draft, target = (LocalEngine(path(role), name=role, options=HERE) for role in EMBEDDED)
         async with draft, target:
             plan = setup.plan(draft, target)
-            return list((await evaluate(problems("test", 6), plan, Session(engines="are open", signals="ignore"))).kept)
+            return list(
+                (await evaluate(problems("test", 6), plan, RunOptions(engines="are open", signals="ignore"))).kept
+            )
 
     outcomes = anyio.run(main)
     lines = [rollout for outcome in outcomes for rollout in outcome.rollouts]

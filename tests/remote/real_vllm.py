@@ -28,7 +28,7 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import path as embedded
 from atts.pipelines import Chunking, FixedGate, Policy
 from atts.remote import RemoteEngine, RemoteOptions
-from atts.run import Plan, Session, evaluate
+from atts.run import Plan, RunOptions, evaluate
 from atts.seeds import Seed
 from atts.tasks import collect
 from atts.testing import CheckOptions, check_engine
@@ -212,7 +212,7 @@ def _right(role: Role, problems: Sequence[Problem], make: Callable[[], Engine]) 
     chunks = Chunking(draft_tokens=64, target_tokens=64)
     policy = Policy(samples=1, max_tokens=320, chunking=chunks, early_stop="none", sampling=Sampling(0.7))
     plan = Plan(engine, engine, policy, FixedGate("accept"), answers_for("math"), grade, rollouts=32)
-    result = anyio.run(partial(evaluate, problems, plan, Session(signals="ignore")))
+    result = anyio.run(partial(evaluate, problems, plan, RunOptions(signals="ignore")))
     return {line.problem: float(line.verdict == "correct") for line in result.problems}
 
 

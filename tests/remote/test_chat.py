@@ -26,7 +26,7 @@ from atts.errors import (
 from atts.methods import preset
 from atts.pipelines import Chunking, FixedGate, Gate, Policy, ThresholdGate
 from atts.remote import ApiKey, RemoteEngine, RemoteOptions
-from atts.run import Plan, Session, evaluate
+from atts.run import Plan, RunOptions, evaluate
 from atts.tasks import collect
 from atts.testing import (
     CheckOptions,
@@ -195,7 +195,7 @@ async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve)
     for server, asked, gate, said in cases:
         plan = Plan(ollama(texts), chat(server), asked, gate, _answers())
         with pytest.raises(UnsupportedByEngine, match=said):
-            await evaluate(toy_problems(1, 3), plan, Session(signals="ignore"))
+            await evaluate(toy_problems(1, 3), plan, RunOptions(signals="ignore"))
 
 
 @pytest.mark.anyio
@@ -211,7 +211,7 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     gate = ThresholdGate(7.0, worse="below")
     target = chat(rater, replace(OPTIONS, key=ApiKey("TARGET_KEY")))
     plan = Plan(ollama(texts), target, preset("spec-reason").policy(policy), gate, _answers())
-    result = await evaluate(toy_problems(2, 3), plan, Session(tmp_path / "run", signals="ignore"))
+    result = await evaluate(toy_problems(2, 3), plan, RunOptions(tmp_path / "run", signals="ignore"))
     assert {outcome.status for outcome in result.outcomes()} <= {"answered", "unanswered"}
     written = contents(tmp_path)
     assert any(b"target.rating" in text for text in written)  # what the probe saw is in the manifest

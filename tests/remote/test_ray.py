@@ -19,7 +19,7 @@ from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineUnavailable, OptionError, UsageError
 from atts.pipelines import Chunking, Policy, ThresholdGate
 from atts.remote import RayEngine, RayOptions
-from atts.run import Plan, Session, evaluate
+from atts.run import Plan, RunOptions, evaluate
 from atts.seeds import Seed
 from atts.tasks import collect
 from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, check_engine
@@ -113,7 +113,7 @@ def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: 
 
     def run(name: str, make: Callable[[str], Engine]) -> dict[str, Outcome]:
         plan = Plan(make("draft"), make("target"), policy, ThresholdGate(1.2), answers_for("math"), grade)
-        result = anyio.run(partial(evaluate, problems, plan, Session(tmp_path / name, signals="ignore")))
+        result = anyio.run(partial(evaluate, problems, plan, RunOptions(tmp_path / name, signals="ignore")))
         return {outcome.problem.id: outcome for outcome in result.outcomes()}
 
     one = run("one", lambda role: build_engine("embedded?threads=1", "target" if role == "target" else "draft"))

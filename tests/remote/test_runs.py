@@ -24,7 +24,7 @@ from atts.errors import OptionError, UnsupportedByEngine
 from atts.graph import RetryPolicy
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
-from atts.run import Plan, Session, evaluate
+from atts.run import Plan, RunOptions, evaluate
 from atts.tasks import background, task_group
 from atts.testing import Latency, ScriptedEngine, ServerFaults, ToyTokenizer, toy_answer, toy_groups, toy_problems
 from atts.testing.servers import DialectServer
@@ -100,7 +100,7 @@ async def test_every_problem_ends_once_while_servers_fail_and_restart(
     thread = threading.Thread(target=trouble)
     thread.start()
     problems = toy_problems(6, 5)
-    result = await evaluate(problems, todo, Session(tmp_path / "run", signals="ignore"))
+    result = await evaluate(problems, todo, RunOptions(tmp_path / "run", signals="ignore"))
     over.set()
     thread.join()
     assert happened == ["failing", "killed", "back"]
@@ -118,7 +118,7 @@ async def test_a_run_that_is_stopped_leaves_servers_idle(plan: tuple[Plan, list[
     """Cancelling the run, as Ctrl-C does, frees everything it had asked for."""
     todo, servers = plan
     async with task_group() as group:
-        group.start_soon(evaluate, toy_problems(40, 5), todo, Session(signals="ignore"))
+        group.start_soon(evaluate, toy_problems(40, 5), todo, RunOptions(signals="ignore"))
         with anyio.fail_after(120):
             while not any(server.calls for server in servers[1:]) or not any(server.running for server in servers):  # noqa: ASYNC110
                 await anyio.sleep(0.002)
@@ -195,7 +195,7 @@ async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
 
     async with background(expire):
         with pytest.raises(UnsupportedByEngine, match="refused the API key.*ATTS_API_KEY") as refused:
-            await evaluate(toy_problems(40, 5), todo, Session(signals="ignore"))
+            await evaluate(toy_problems(40, 5), todo, RunOptions(signals="ignore"))
     assert "secret" not in str(refused.value)
     with anyio.fail_after(120):
         while server.running:  # noqa: ASYNC110

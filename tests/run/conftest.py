@@ -17,7 +17,7 @@ from atts.core import Outcome, Problem, Rollout, Usage
 from atts.graph import Limit
 from atts.journal import JOURNAL, Event, JournalOptions, read_entries
 from atts.pipelines import Answers, Chunking, ConformalGate, Gate, Policy, ThresholdGate
-from atts.run import Plan, RunResult, Session, evaluate
+from atts.run import Plan, RunOptions, RunResult, evaluate
 from atts.testing import Backend, Latency, ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
 
 
@@ -67,17 +67,17 @@ class World:
         """A gate that learns from every decision."""
         return ConformalGate(Calibrator(0.4, "question-turn", seed=3))
 
-    def session(self, name: str | None = "run", **changes: Any) -> Session:
+    def session(self, name: str | None = "run", **changes: Any) -> RunOptions:
         """A session in a directory of that name, or in none."""
         parts: dict[str, Any] = {
             "directory": self.tmp_path / name if name else None,
             "journal": JournalOptions(durability="close"),
             "signals": "ignore",
         }
-        return Session(**{**parts, **changes})
+        return RunOptions(**{**parts, **changes})
 
     def run(
-        self, plan: Plan, session: Session, problems: Iterable[Problem] | int = 5, backend: Backend = "asyncio"
+        self, plan: Plan, session: RunOptions, problems: Iterable[Problem] | int = 5, backend: Backend = "asyncio"
     ) -> RunResult:
         """Evaluate toy problems in virtual time."""
         chosen = toy_problems(problems, 5) if isinstance(problems, int) else problems

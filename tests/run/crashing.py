@@ -39,7 +39,7 @@ from atts.journal import (
     read_outcomes,
 )
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
-from atts.run import Plan, Session, evaluate
+from atts.run import Plan, RunOptions, evaluate
 from atts.testing import Latency, ScriptedEngine, toy_answer, toy_groups, toy_problems
 
 DRAFT_SLOTS, TARGET_SLOTS = 4, 2
@@ -149,7 +149,7 @@ def play(order: Order) -> int:
     journal = (
         JournalOptions() if room is None else JournalOptions(opener=lambda path: ShortFile(path, room, order.then))
     )
-    session = Session(directory, journal=journal, signals=order.signals)
+    session = RunOptions(directory, journal=journal, signals=order.signals)
     result = anyio.run(evaluate, toy_problems(order.problems, order.seed), plan, session)
     return result.exit_code
 

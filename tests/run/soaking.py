@@ -28,7 +28,7 @@ from atts.graph import ProblemScope, RetryPolicy
 from atts.local import LocalEngine, LocalOptions
 from atts.models import EMBEDDED, path
 from atts.pipelines import Context, Policy, solve
-from atts.run import Plan, RunResult, Session, evaluate
+from atts.run import Plan, RunOptions, RunResult, evaluate
 from atts.testing import FaultKind, Faults, FaultyEngine, Latency, ScoreDrift, ScriptedEngine, toy_problems
 
 Kind = Literal["faults", "cancelled and resumed", "drift", "embedded pair", "embedded pair, cancelled"]
@@ -175,7 +175,7 @@ async def _run(
         pipeline=watched,
         retries=RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, give_up_after=None),
     )
-    return await evaluate(problems, plan, Session(directory, engines="are open", signals="ignore"))
+    return await evaluate(problems, plan, RunOptions(directory, engines="are open", signals="ignore"))
 
 
 def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name: str) -> None:

@@ -17,7 +17,7 @@ from atts.api import Setup
 from atts.core import Turn
 from atts.evaluators.datasets.arithmetic import problems
 from atts.journal import JOURNAL, CallSpan, Event, Observed, Sampled, Scored, TurnFinished, read_entries
-from atts.run import CallBegun, Notice, Session, evaluate
+from atts.run import CallBegun, Notice, RunOptions, evaluate
 
 pytest.importorskip("torch", reason="the embedded models run on torch")
 from atts.local import LocalEngine
@@ -73,7 +73,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
     async def main() -> None:
         draft, target = (LocalEngine(path(role), name=role) for role in EMBEDDED)
         async with draft, target:
-            session = Session(directory, listeners=[meter], engines="are open", signals="ignore")
+            session = RunOptions(directory, listeners=[meter], engines="are open", signals="ignore")
             sys.setprofile(meter.profile)
             try:
                 await evaluate(problems("test", 1), setup.plan(draft, target), session)

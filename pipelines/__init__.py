@@ -18,7 +18,7 @@ from atts.pipelines.gates import (
     TopGate,
     level_of,
 )
-from atts.pipelines.policy import Chunking, ConfidenceStop, Policy
+from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
 from atts.pipelines.scores import ScoreRule, evidence
 from atts.pipelines.solve import solve
 from atts.pipelines.votes import Ballot, Grouper, Tally, VoteKind, ballot, cannot_change, settled_probability, tally
@@ -33,9 +33,12 @@ from atts.pipelines.wrappers import (
 )
 
 __all__ = [
+    "SMALL",
     "AdmittedEngine",
     "Answers",
     "Ballot",
+    "Bounds",
+    "Budget",
     "Calibrating",
     "CappedGate",
     "CertifiedGate",

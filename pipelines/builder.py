@@ -92,7 +92,8 @@ class RolloutBuilder:
         self.score = resolved(policy.score, draft, target)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         self.finds_doubt = policy.takeover == "repair" and is_comparable  # where the target begins to doubt
-        self._limits = {role: policy.limit(role) for role in ROLES}
+        self._bounds = bounds = policy.bounds()
+        self._limits: dict[Role, int] = {"draft": bounds.draft_tokens, "target": bounds.target_tokens}
         self._sampling = {role: policy.sampling_of(role) for role in ROLES}
         self.waits_left = policy.waits
         self._asked_again_at = 0  # characters: an answer before the last "wait" no longer ends the rollout
@@ -136,7 +137,7 @@ class RolloutBuilder:
 
         A failure is left to the later attempt; where `chunk` is rejected, `drop_ahead` must be called.
         """
-        if chunk.ended == "end" or self.turn + 1 >= self.policy.turns or self.room_left([chunk]) < 1:
+        if chunk.ended == "end" or self.turn + 1 >= self._bounds.turns or self.room_left([chunk]) < 1:
             return
         try:
             self._ahead = await self.write(self.policy.drafter, (chunk,), turn=self.turn + 1)
@@ -167,7 +168,7 @@ class RolloutBuilder:
             min(self._limits[role], room),
             self._sampling[role],
             Seed(self.context.seed, rollout.problem, rollout.sample, turn, role, attempt),
-            self.policy.chunking.stop,
+            self._bounds.stop,
             rollout=self.name,
         )
         completion = await engine.sample(request)
@@ -239,7 +240,7 @@ class RolloutBuilder:
             return "end", None, ""
         if self._repeats():
             return "end", None, f"the same chunk {self.policy.repeats} times in a row"
-        if self.turn >= self.policy.turns:
+        if self.turn >= self._bounds.turns:
             return "turns", None, ""
         if self.room_left() < 1:
             return "tokens", None, ""
@@ -263,7 +264,7 @@ class RolloutBuilder:
         """Tokens this rollout may still grow by after the `pending` chunks: its own limit and both contexts."""
         draft, target = len(self._ids["draft"]), len(self._ids["target"])
         room = min(
-            self.policy.max_tokens - target + len(self.rollout.prompt.target_ids),
+            self._bounds.max_tokens - target + len(self.rollout.prompt.target_ids),
             self.context.draft.spec.context_length - draft,
             self.context.target.spec.context_length - target,
         )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from atts.core import Chunk, Completion, Message, Problem, Prompt, Role, TokenIds
 from atts.engine import Engine
+from atts.pipelines.policy import Policy
 
 
-def render(problem: Problem, system: str, draft: Engine, target: Engine) -> Prompt:
+def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> Prompt:
     """The problem as each model's chat template wants it; one tuple for both when they share a tokenizer.
 
     The text of a multiple-choice problem holds its lettered choices already.
     """
-    messages = [*([Message("system", system)] if system else []), Message("user", problem.text)]
+    asked = f"{problem.text}\n\n{policy.instruction}" if policy.instruction else problem.text
+    messages = [*([Message("system", policy.system)] if policy.system else []), Message("user", asked)]
     draft_ids = draft.tokenizer.render(messages)
     return Prompt(draft_ids, draft_ids if shared(draft, target) else target.tokenizer.render(messages))
 

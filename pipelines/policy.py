@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from atts.core import Role, Rollout, Sampling
 from atts.errors import OptionError
@@ -22,11 +22,43 @@ Later = Literal["same", "target"]
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """How long one piece may be and what ends it early; no stop strings means fixed-length pieces."""
+    """How long one piece may be and what ends it early; no stop strings means fixed-length pieces.
 
-    draft_tokens: Annotated[int, "tokens the draft may write before it is scored"] = 128
-    target_tokens: Annotated[int, "tokens the target may write when it takes over"] = 128
-    stop: Annotated[tuple[str, ...], "texts that end a chunk; [] makes chunks of fixed length"] = ("\n\n",)
+    What is None is as the models want it: see `Budget`.
+    """
+
+    draft_tokens: Annotated[int | None, "tokens the draft may write before it is scored; none: by the models"] = None
+    target_tokens: Annotated[int | None, "tokens the target may write when it takes over; none: by the models"] = None
+    stop: Annotated[
+        tuple[str, ...] | None, "texts that end a chunk; [] makes chunks of fixed length; none: by the models"
+    ] = None
+
+
+class Bounds(NamedTuple):
+    """The lengths of one rollout: all of it, its rounds, a piece of either model, and what ends a piece early."""
+
+    max_tokens: int
+    turns: int
+    draft_tokens: int
+    target_tokens: int
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much models of one kind need to come to an answer: what a policy has where it says nothing itself."""
+
+    models: str
+    max_tokens: int
+    chunk_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+SMALL = Budget("embedded models", 512, 64, ("\n\n",))
+"""Of the embedded models, which write one step of at most 40 tokens per chunk, and of the scripted ones."""
+_LEAST_TURNS = 15
+_STEP_TOKENS = 35  # what a step that a stop string ends is taken to bring
+_FULL = 0.8  # how much of a chunk without stop strings is taken to be used, whichever tokenizer counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +95,16 @@ class Policy:
     """How tokens are spent on one problem.
 
     `samples` rollouts (parallel axis), each of at most `turns` rounds and `max_tokens` tokens (sequential axis).
-    The default is ATTS as this project recommends it; `atts.methods` holds the baselines. What each field's
-    annotation says is the help of its configuration key.
+    The default is ATTS as this project recommends it; `atts.methods` holds the baselines. Lengths that are None are
+    as the models need them (`Budget`), and turns as many as the tokens need. What each field's annotation says is the
+    help of its configuration key.
     """
 
     samples: Annotated[int, "rollouts per problem"] = 8
-    turns: Annotated[int, "rounds of draft, score and decision per rollout, at most"] = 15
-    max_tokens: Annotated[int, "tokens per rollout, at most"] = 2048
+    turns: Annotated[
+        int | None, "rounds of draft, score and decision per rollout, at most; none: as max_tokens needs"
+    ] = None
+    max_tokens: Annotated[int | None, "tokens per rollout, at most; none: by the models"] = None
     chunking: Chunking = Chunking()
     drafter: Annotated[Role, "who writes; target is the target alone"] = "draft"
     verification: Annotated[
@@ -95,7 +130,7 @@ class Policy:
             "min_p": "of the target",
         },
     ] = None
-    score: ScoreRule = ScoreRule()
+    score: ScoreRule = ScoreRule("auto")
     vote: Annotated[VoteKind, "how answers are counted"] = "majority"
     early_stop: Annotated[Stop, "whether rollouts end when the vote cannot change, or hardly can"] = "certain"
     confidence: Annotated[float, "how sure early_stop likely must be"] = 0.95
@@ -105,6 +140,7 @@ class Policy:
     later: Annotated[Later, "who writes in later waves"] = "same"
     barrier: Annotated[bool, "every turn waits for all siblings, as synchronous methods do"] = False
     system: Annotated[str, "the system prompt"] = "Solve the problem step by step. Put the final answer in \\boxed{}."
+    instruction: Annotated[str, "said after the problem, for models that want no system prompt"] = ""
     confidence_stop: ConfidenceStop | None = None
     rating_text: Annotated[str, "what stands before the digit of a rating"] = "\n\nI think the quality score is: "
     timeout_seconds: Annotated[float, "of one engine call, its queue at the engine included"] = 600.0
@@ -112,9 +148,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, floor in _LEAST.items():
-            if getattr(self, name) < floor:
-                raise OptionError(name, f"{getattr(self, name)} is below {floor}")
-        if min(self.chunking.draft_tokens, self.chunking.target_tokens) < 1:
+            if (value := getattr(self, name)) is not None and value < floor:
+                raise OptionError(name, f"{value} is below {floor}")
+        if min(self.bounds()[2:4]) < 1:
             raise OptionError("chunk tokens", "a chunk must be allowed at least 1 token")
         for name, kinds in _CHOICES.items():
             if getattr(self, name) not in kinds:
@@ -149,9 +185,25 @@ class Policy:
         """How that model's tokens are drawn."""
         return self.target_sampling or self.sampling if role == "target" else self.sampling
 
-    def limit(self, role: Role) -> int:
-        """How many tokens one piece of that model may have."""
-        return self.chunking.draft_tokens if role == "draft" else self.chunking.target_tokens
+    def bounds(self, budget: Budget = SMALL) -> Bounds:
+        """Every length, those that are left open as these models need them; more tokens make more turns.
+
+        >>> Policy().bounds()[:2], Policy(max_tokens=2048).bounds()[:2], Policy(turns=4).bounds()[:2]
+        ((512, 15), (2048, 59), (512, 4))
+        """
+        own = self.chunking
+        tokens = budget.max_tokens if self.max_tokens is None else self.max_tokens
+        draft = budget.chunk_tokens if own.draft_tokens is None else own.draft_tokens
+        target = budget.chunk_tokens if own.target_tokens is None else own.target_tokens
+        stop = budget.stop if own.stop is None else own.stop
+        brings = min(draft, target, _STEP_TOKENS) if stop else _FULL * min(draft, target)
+        turns = max(_LEAST_TURNS, math.ceil(tokens / max(1.0, brings))) if self.turns is None else self.turns
+        return Bounds(tokens, turns, draft, target, stop)
+
+    def filled(self, budget: Budget = SMALL) -> Policy:
+        """The same with nothing left open."""
+        tokens, turns, draft, target, stop = self.bounds(budget)
+        return replace(self, max_tokens=tokens, turns=turns, chunking=Chunking(draft, target, stop))
 
 
 _LEAST = {"samples": 1, "turns": 1, "max_tokens": 1, "attempts": 1, "repeats": 2, "waits": 0, "first_wave": 0}

@@ -27,7 +27,7 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
 
     A rollout that fails is recorded and sinks no other; when the vote is settled the remaining rollouts are cancelled.
     """
-    prompt = render(problem, policy.system, context.draft, context.target)
+    prompt = render(problem, policy, context.draft, context.target)
     vote = RunningVote(policy, context.answers.group)
     siblings = Siblings(context.answers.group)
     judge = make_judge(context.gate)

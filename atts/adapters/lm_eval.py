@@ -89,7 +89,7 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
 
     async def _solve(self, questions: Sequence[str], limit: int | None) -> list[Reply]:
         self._calls += 1
-        most = None if limit is None else min(limit, self._setup.policy.max_tokens)
+        most = None if limit is None else min(limit, self._setup.run_policy.bounds().max_tokens)
         policy = replace(self._setup.policy, **policy_changes(self._setup.policy, "", None, most))
         problems = [Problem(f"request-{number}", text) for number, text in enumerate(questions)]
         place = None if self._directory is None else Path(self._directory) / f"generate-{self._calls}"

@@ -78,7 +78,8 @@ class SolverSession:
         """
         plan = await self._ready()
         if policy:
-            plan = replace(plan, policy=replace(plan.policy, **policy))
+            changed = replace(self._setup, policy=replace(self._setup.policy, **policy))
+            plan = replace(plan, policy=changed.run_policy)
         digest = blake2b(question.encode(), digest_size=6).hexdigest()
         self._asked[digest] += 1
         problem = Problem(f"{digest}-{self._asked[digest]}", question)

@@ -157,7 +157,7 @@ def _cut(outcome: Outcome, policy: Policy) -> list[Rollout]:
 def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
     """Whether the record ends before an answer or the policy's last turn."""
     whole = sum(turn.note != CUT_SHORT for turn in rollout.turns)
-    return is_censored(rollout.answer, rollout.finish) and whole < policy.turns
+    return is_censored(rollout.answer, rollout.finish) and (policy.turns is None or whole < policy.turns)
 
 
 def _problem(

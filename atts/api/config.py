@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 import msgspec
 
+from atts.api.budgets import budget_of
 from atts.api.keys import Key, flat, keys_of, nested
 from atts.api.layers import CONFIG_VARIABLE, FILE, from_environment, from_file, from_flags
 from atts.api.setup import Setup, setup_keys
@@ -29,6 +30,8 @@ from atts.pipelines import Policy
 
 ReportKind = Literal["html", "markdown", "json", "none"]
 
+LENGTHS = ("max_tokens", "turns", "chunking.draft_tokens", "chunking.target_tokens", "chunking.stop")
+"""Keys that follow from the models, and turns from max_tokens, where nothing sets them."""
 _NEUTRAL = ("out", "runs", "report", "rollouts", "conditions")
 """Keys that leave a run's results what they are, as the limits do."""
 
@@ -77,6 +80,7 @@ class Configuration:
     """A value for every key, and where it came from; made by `configure`."""
 
     settings: Mapping[str, Setting]
+    followed: frozenset[str] = frozenset()  # keys whose values follow from the models and from other keys
 
     def __getitem__(self, name: str) -> Any:
         """The value of a key."""
@@ -113,7 +117,7 @@ class Configuration:
         :raises OptionError: a value is impossible.
         :raises CalibrationInputError: the file of scores cannot be read as one.
         """
-        tables = _tables(self.settings)
+        tables = _tables({name: held for name, held in self.settings.items() if name not in self.followed})
         with _origins(self.settings):
             return Setup(
                 **{key.name: self[key.name] for key in setup_keys()},
@@ -152,7 +156,8 @@ def configure(
     settings = {name: Setting(key.default, "default") for name, key in config_keys().items()}
     settings |= {key.name: Setting(key.read(value, label), origin) for key, value, origin, label in layers}
     settings |= _settled(settings)
-    return Configuration(MappingProxyType(settings))
+    followed = _followed(settings)
+    return Configuration(MappingProxyType(settings | followed), frozenset(followed))
 
 
 def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
@@ -177,6 +182,16 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
                 raise OptionError(name, f"the method {method} makes it {value!r}; leave it out, or take another method")
             found[name] = Setting(value, f"method {method}")
     return found
+
+
+def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """The lengths that nothing says: as these models need them, with what they follow from as their origin."""
+    with _origins(settings):
+        policy = msgspec.convert(_tables(settings), Policy)
+    budget = budget_of(str(settings["draft"].value), str(settings["target"].value))
+    found = dict(flat(asdict(policy.filled(budget))))
+    origins = dict.fromkeys(LENGTHS, budget.models) | {"turns": "max_tokens"}
+    return {name: Setting(found[name], origin) for name, origin in origins.items() if settings[name].value is None}
 
 
 @contextmanager

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 SCHEMES = ("embedded", "hf", "scripted", "vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server", "ray")
 _SERVERS = SCHEMES[3:-1]
+_WRITTEN = "{}:http://HOST:PORT/MODEL"
 
 
 def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = None) -> Engine:
@@ -85,8 +86,10 @@ def check_engine_words(name: str) -> tuple[str, str]:
     elif scheme == "ray" and rest.partition(":")[0] != "ray":
         check_engine_words(rest)
     elif not rest or scheme == "ray":
-        what = "hf:OWNER/NAME or hf:./FOLDER" if scheme == "hf" else f"{scheme}:http://HOST:PORT/MODEL"
+        what = "hf:OWNER/NAME or hf:./FOLDER" if scheme == "hf" else _WRITTEN.format(scheme)
         raise OptionError("engine", f"{name!r} does not say which model; write {what}")
+    elif scheme in _SERVERS and not all(url.strip().startswith(("http://", "https://")) for url in rest.split(",")):
+        raise OptionError("engine", f"{name!r} does not say where the server is; write {_WRITTEN.format(scheme)}")
     return scheme, rest
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atts.api.config import Configuration
-from atts.api.engines import check_engine_words
+from atts.api.config import LENGTHS, Configuration
+from atts.api.engines import build_engines
 from atts.api.setup import Setup, load_problems
 from atts.core import Problem, Usage
 from atts.errors import JournalError
-from atts.journal import MANIFEST, OutcomeReached, open_run
-from atts.methods import preset
+from atts.journal import MANIFEST, OutcomeReached, Setting, open_run
 from atts.pipelines import FixedGate, Policy
 
 
@@ -43,10 +42,12 @@ class DryRun:
     expected: Tokens | None
     basis: str
     at_most: Tokens
+    budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with what set it
+    warnings: tuple[str, ...] = ()  # lengths that look too small
 
     def as_json(self) -> dict[str, Any]:
         """Strict JSON."""
-        return {**asdict(self), "directory": str(self.directory)}
+        return {**asdict(replace(self, budget={})), "budget": self.budget, "directory": str(self.directory)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,8 @@ def dry_run(configuration: Configuration) -> DryRun:
     """
     setup, job, directory = configuration.setup(), configuration.job, configuration.directory
     problems = load_problems(job.dataset, job.limit)
-    for name in (configuration["draft"], configuration["target"]):
-        check_engine_words(name)
-    policy = preset(setup.method).policy(setup.policy)
+    build_engines(configuration["draft"], configuration["target"])  # opens nothing; refuses what names no engine
+    policy = setup.run_policy
     rollouts = len(problems) * policy.samples
     done = len({outcome.problem for outcome in _outcomes(directory) if outcome.status != "failed"})
     mean, basis = _mean_rollout(configuration, setup, problems)
@@ -83,21 +83,24 @@ def dry_run(configuration: Configuration) -> DryRun:
         expected=mean.times(rollouts) if mean else None,
         basis=basis,
         at_most=_limits(setup, policy).times(rollouts),
+        budget={name: configuration.settings[name] for name in LENGTHS},
+        warnings=setup.warnings,
     )
 
 
 def _limits(setup: Setup, policy: Policy) -> Tokens:
     """What a rollout takes when every limit is reached; drafts thrown away count as written."""
-    length = min(policy.max_tokens, policy.turns * (policy.chunking.draft_tokens + policy.chunking.target_tokens))
+    tokens, turns, drafted, written, _ = policy.bounds()
+    length = min(tokens, turns * (drafted + written))
     if policy.drafter == "target":
         return Tokens(0, 0, length)
     if _accepts_everything(setup):
-        return Tokens(min(length, policy.turns * policy.chunking.draft_tokens), 0, 0)
+        return Tokens(min(length, turns * drafted), 0, 0)
     tries = policy.attempts if policy.takeover in ("resample", "retry") else 1
-    draft = policy.turns * policy.chunking.draft_tokens * tries
+    draft = turns * drafted * tries
     if policy.takeover == "continue":
         draft = min(draft, length)
-    return Tokens(draft, draft, min(length, policy.turns * policy.chunking.target_tokens))
+    return Tokens(draft, draft, min(length, turns * written))
 
 
 def _accepts_everything(setup: Setup) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
+from atts.api.budgets import budget_of, budget_warnings
 from atts.api.keys import Key, flat, keys_of
 from atts.calibration import Calibrator, StoredScores, Tuning
 from atts.core import AnswerKind, Problem, Role
@@ -16,21 +17,13 @@ from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting
 from atts.methods import GateInputs, preset
-from atts.pipelines import Answers, Chunking, Gate, Policy, RoundGate, ScoreRule
+from atts.pipelines import Answers, Gate, Policy, RoundGate
 from atts.run import Conditions, Plan
 
 if TYPE_CHECKING:
     from atts.evaluators import Verdict
 
 CalibrationMode = Literal["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"]
-
-EMBEDDED_CHUNKS = Chunking(draft_tokens=64, target_tokens=64)
-"""The embedded models write one step per chunk; the longest has about 40 tokens."""
-
-DEFAULT_POLICY = Policy(
-    samples=8, max_tokens=512, chunking=EMBEDDED_CHUNKS, score=ScoreRule("auto"), takeover="replace"
-)
-"""Best so far on the embedded pair among those whose rate is the target's share of chunks (docs/pipelines.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +40,7 @@ class Setup:
     mode: Annotated[  # aci holds the rate over the run, and spends it where it helps
         CalibrationMode, "for what the rate is held: all chunks, each turn, each question, each question's turns"
     ] = "aci"
-    policy: Policy = DEFAULT_POLICY
+    policy: Policy = Policy()
     gate: Gate | RoundGate | None = None  # None: the method's own
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
     conditions: Annotated[
@@ -65,6 +58,16 @@ class Setup:
             raise OptionError(
                 "rate", f"{self.rate} is outside [0, 1]: it is the fraction of chunks the target takes over"
             )
+
+    @property
+    def run_policy(self) -> Policy:
+        """The policy as it is run: with what the method changes, and the lengths that these models need."""
+        return preset(self.method).policy(self.policy).filled(budget_of(self.draft, self.target))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What looks too small before anything is run."""
+        return tuple(budget_warnings(preset(self.method).policy(self.policy), self.draft, self.target))
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -89,7 +92,7 @@ class Setup:
         samples = (settings.get("policy") or {}).get("samples", 1)
         given = {name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings}
         stored = tuple(settings.get("stored") or ())
-        return cls(policy=replace(DEFAULT_POLICY, samples=samples), stored=stored, seed=manifest.seed, **given)
+        return cls(policy=Policy(samples=samples), stored=stored, seed=manifest.seed, **given)
 
     def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> Plan:
         """The plan for problems of one kind of answer.
@@ -100,7 +103,7 @@ class Setup:
         return Plan(
             draft,
             target,
-            preset(self.method).policy(self.policy),
+            self.run_policy,
             gate,
             answers=answers_for(kind),
             grade=grade,
@@ -112,6 +115,7 @@ class Setup:
             alarms=partial(getattr, calibrator, "events"),
             stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
             conditions=self.conditions,
+            warnings=self.warnings,
         )
 
     def decider(self) -> tuple[Gate | RoundGate, Calibrator]:
@@ -148,7 +152,7 @@ def _values(setup: Setup) -> dict[str, Json]:
     """The values of the keys that a setup has; an engine made by a program is told by its class."""
     own = {key.name: getattr(setup, key.name) for key in setup_keys()}
     own |= {role: type(own[role]).__name__ for role in get_args(Role) if not isinstance(own[role], str)}
-    policy = flat(asdict(preset(setup.method).policy(setup.policy)))
+    policy = flat(asdict(setup.run_policy))
     limits = {role: asdict(limit) for role, limit in setup.limits.items()}
     return {**own, **{name: value for name, value in policy if value is not None}, **dict(flat(limits, "limits."))}
 

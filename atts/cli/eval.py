@@ -113,6 +113,8 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
     if part is not None and configuration.job.out is None:  # parts of one evaluation, side by side
         directory = directory.with_name(f"{directory.name}-{part.number}-of-{part.of}")
     job, setup, progress = configuration.job, configuration.setup(), Progress()
+    for text in setup.warnings:
+        print(f"atts: {text}", file=sys.stderr)
     if (directory / JOURNAL).exists():
         print(f"atts: going on where {directory} was; what is done there is not run again", file=sys.stderr)
     listening = RunOptions(listeners=(progress,))
@@ -136,11 +138,29 @@ def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
         f"  draft     {configuration['draft']}",
         f"  target    {configuration['target']}",
         f"  output    {found.directory} ({output})",
+        *(_budget_line(configuration, key, words) for key, words in _BUDGET.items()),
         *expected,
         f"            {found.basis}",
         f"  at most   {_tokens(found.at_most)}",
+        *(f"  warning   {text}" for text in found.warnings),
         "Nothing was run.",
     ]
+
+
+_BUDGET = {
+    "max_tokens": "tokens a rollout",
+    "turns": "turns a rollout",
+    "chunking.draft_tokens": "tokens a chunk of the draft",
+    "chunking.target_tokens": "tokens a chunk of the target",
+    "chunking.stop": "texts that end a chunk",
+}
+
+
+def _budget_line(configuration: Configuration, key: str, words: str) -> str:
+    """One length with what set it."""
+    held = configuration.settings[key]
+    value = f"{held.value:,}" if isinstance(held.value, int) else json_line(held.value)
+    return f"  {'budget' if key == 'max_tokens' else '':<9} {value:>7} {words:<28} by {held.origin}"
 
 
 def _tokens(sums: Tokens) -> str:
@@ -177,6 +197,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("tokens written", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target"),
         ("", f"{summary.target_share:.1%} of them by the target; {usage.wasted_tokens:,} were thrown away"),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
+        ("cut", summary.truncation.warning),
         ("failed", f"{summary.failed} problems" if summary.failed else ""),
         ("without an answer", f"{summary.unanswered} problems" if summary.unanswered else ""),
     ]

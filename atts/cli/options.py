@@ -20,8 +20,8 @@ Method = Annotated[
 ]
 Rate = Annotated[float | None, typer.Option(help="Share of chunks the target takes over.", show_default="0.2")]
 Samples = Annotated[int | None, typer.Option(help="Rollouts per problem.", show_default="8")]
-Turns = Annotated[int | None, typer.Option(help="Rounds per rollout, at most.", show_default="15")]
-MaxTokens = Annotated[int | None, typer.Option(help="Tokens per rollout, at most.", show_default="512")]
+Turns = Annotated[int | None, typer.Option(help="Rounds per rollout, at most.", show_default="as --max-tokens needs")]
+MaxTokens = Annotated[int | None, typer.Option(help="Tokens per rollout, at most.", show_default="by the models")]
 Mode = Annotated[
     str | None,
     typer.Option(help="What the rate is held for: aci (the run), turn, question, ...", show_default="aci"),

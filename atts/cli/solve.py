@@ -61,6 +61,8 @@ def solve(
         raise OptionError("kind", f"{kind!r} is not a kind of answer", _KINDS, kind)
     asked = Problem("problem", text_of(problem), kind=kind)  # type: ignore[arg-type]  # checked above
     setup = options.configured(context.params, config, pairs).setup()
+    for text in setup.warnings:
+        print(f"atts: {text}", file=sys.stderr)
     printer: StoryPrinter | EventPrinter = EventPrinter() if as_json else StoryPrinter(follow, setup.policy.samples)
 
     async def main() -> RunResult:
@@ -73,6 +75,8 @@ def solve(
     outcomes = list(result.outcomes())
     if outcomes:
         printer.end(outcomes[0])
+    if cut := result.truncation.warning:
+        print(f"atts: {cut}", file=sys.stderr)
     raise typer.Exit(result.exit_code)
 
 

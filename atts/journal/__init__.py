@@ -35,6 +35,7 @@ from atts.journal.state import (
     judged,
     read_outcomes,
 )
+from atts.journal.truncation import Truncation, truncation
 from atts.journal.writer import JOURNAL, LOCK, MANIFEST, Journal, JournalOptions, check_directory, open_journal
 from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 
@@ -76,6 +77,7 @@ __all__ = [
     "SessionOpened",
     "Setting",
     "Taught",
+    "Truncation",
     "TurnFinished",
     "VerdictStatus",
     "Warned",
@@ -89,4 +91,5 @@ __all__ = [
     "read_entries",
     "read_outcomes",
     "save_manifest",
+    "truncation",
 ]

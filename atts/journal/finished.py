@@ -35,6 +35,11 @@ class FinishedSample:
         """Whether it was stopped before it could answer."""
         return is_censored(self.answer, self.finish)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit of tokens or turns ended it before it could answer."""
+        return self.answer is None and self.finish in ("tokens", "turns")
+
     def graded(self, said: Graded) -> FinishedSample:
         """With what a grader said, which is nothing of a rollout that was stopped."""
         return self if self.is_censored else replace(self, verdict=said.status, rule=said.rule)

@@ -50,8 +50,8 @@ class LocalEngine:
 
         :raises OptionError: an option is unknown or impossible.
         """
-        self._model = str(model)
-        self._name = name or Path(self._model).name
+        self.model = str(model)
+        self._name = name or Path(self.model).name
         self._options = options or LocalOptions()
         self._options.check()
         self._opened: _OpenEngine | None = None
@@ -120,7 +120,7 @@ class LocalEngine:
             raise EngineUnavailable(self._name, f"its process cannot be started ({error})", advice) from error
         opened = _OpenEngine(self._name, worker)
         with anyio.CancelScope(shield=True):  # a half-loaded model cannot be abandoned
-            await opened.load(self._model, self._options)
+            await opened.load(self.model, self._options)
         self._opened = opened
         return self
 

@@ -165,8 +165,10 @@ class _Run:
         """Everything that is left to do, and the result; a doubt about the whole run is recorded once."""
         began = anyio.current_time()
         self._recorder.tell(self._begun())
-        if doubt and not self._state.sessions:
-            self._recorder.record(Warned("conditions", doubt))
+        if not self._state.sessions:
+            told = [("conditions", doubt)] if doubt else []
+            for code, text in (*told, *(("budget", text) for text in (*self._plan.warnings, *self._short_contexts()))):
+                self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
             self._keep(name, problem)
         async with tasks.background(self._end_when_asked):
@@ -178,6 +180,16 @@ class _Run:
             is_cut = result.status == "interrupted"
             await self._journal.close(SessionClosed("interrupted" if is_cut else "finished", result.why))
         return result
+
+    def _short_contexts(self) -> Iterator[str]:
+        """Models that hold less than a rollout may take, known since they are open."""
+        most = self._plan.policy.bounds().max_tokens
+        for spec in dict.fromkeys((self._plan.draft.spec, self._plan.target.spec)):
+            if spec.context_length <= most:
+                yield (
+                    f"the context of {spec.model} holds {spec.context_length:,} tokens, the problem among them: rollouts "
+                    f"end there, not at max_tokens {most:,}"
+                )
 
     def _begun(self) -> RunBegun:
         plan, state = self._plan, self._state

@@ -77,9 +77,11 @@ class Plan:
     alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]  # so far; such as a calibrator's events
     stored_under: Mapping[str, object] | None = None  # what the gate's stored scores record; None: it has none
     conditions: Conditions = "match"  # what other conditions than those do
+    warnings: Sequence[str] = ()  # what a reader of the run should know beforehand
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", self.policy.filled())
         if self.recall not in get_args(RecallTiming):
             raise OptionError("recall", f"unknown value {self.recall!r}", get_args(RecallTiming))
         if self.conditions not in get_args(Conditions):

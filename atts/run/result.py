@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from atts.core import Outcome, Usage
-from atts.journal import FinishedProblem, Manifest, open_run
+from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
 
 RunStatus = Literal["finished", "interrupted", "stopped"]
 """Every problem is over; asked to end before that; out of time before that."""
@@ -34,6 +34,11 @@ class RunResult:
     def usage(self) -> Usage:
         """What all finished problems cost."""
         return reduce(add, (problem.usage for problem in self.problems), Usage())
+
+    @property
+    def truncation(self) -> Truncation:
+        """The rollouts that a limit cut before they could answer; its `warning` is "" unless they are many."""
+        return truncation(self.problems, self.manifest)
 
     @property
     def exit_code(self) -> int:

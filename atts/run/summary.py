@@ -8,7 +8,7 @@ from typing import Any
 
 from atts.core import Usage
 from atts.evaluators import Estimate, mean_estimate, share_estimate
-from atts.journal import FinishedProblem
+from atts.journal import FinishedProblem, Truncation
 from atts.run.result import RunResult
 
 
@@ -28,6 +28,7 @@ class Summary:
     seconds: float
     failed: int
     unanswered: int
+    truncation: Truncation
 
     @property
     def target_share(self) -> float:
@@ -38,7 +39,8 @@ class Summary:
     def as_json(self) -> dict[str, Any]:
         """Strict JSON."""
         estimates = {name: getattr(self, name).as_json() for name in ("answers", "samples_right", "rate")}
-        return {**asdict(self), **estimates, "target_share": self.target_share}
+        cut = {**self.truncation.as_json(), "warning": self.truncation.warning}
+        return {**asdict(self), **estimates, "target_share": self.target_share, "truncation": cut}
 
 
 def summarise(result: RunResult) -> Summary:
@@ -55,6 +57,7 @@ def summarise(result: RunResult) -> Summary:
         seconds=result.seconds,
         failed=sum(one.status == "failed" for one in problems),
         unanswered=sum(one.status == "unanswered" for one in problems),
+        truncation=result.truncation,
     )
 
 

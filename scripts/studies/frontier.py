@@ -96,7 +96,7 @@ class Record:
         for m in (m for m in grid.samples if m <= policy.samples):
             for vote in get_args(VoteKind):
                 yield f"vote of {m}", f"{vote} vote", replace(policy, samples=m, vote=vote), None
-        for turns in (turns for turns in grid.turns if turns < policy.turns):
+        for turns in (turns for turns in grid.turns if turns < policy.bounds().turns):
             yield f"{turns} turns", "turns", replace(policy, turns=turns), None
         every = (turn for outcome in self.outcomes for line in outcome.rollouts for turn in line.turns)
         if any(turn.score is not None for turn in every):  # without scores no gate has anything to decide on

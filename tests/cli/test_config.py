@@ -65,6 +65,9 @@ def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
         name = "".join(part.title() for part in flag.split("_"))
         shown = getattr(options, name).__metadata__[0].show_default
         default = config_keys()[flag].default
+        if default is None:  # as the models need it
+            assert "none: " in config_keys()[flag].help
+            continue
         assert shown == str(default) or (flag == "target" and shown == default), flag
 
 

@@ -316,7 +316,9 @@ def test_different_tokenizers_read_the_same_text(attempt: Solve) -> None:
 def test_one_model_can_be_both(attempt: Solve) -> None:
     """Self mode: the draft scores itself; its own log-probs are the scores."""
     one = ScriptedEngine("draft")
-    outcomes = attempt(replace(POLICY, takeover="continue"), conformal(0.3), draft=one, target=one)
+    outcomes = attempt(
+        replace(POLICY, takeover="continue", score=ScoreRule("mean")), conformal(0.3), draft=one, target=one
+    )
     scored = [turn for turn in turns(outcomes) if turn.score is not None]
     assert scored
     for turn in scored:

@@ -20,7 +20,6 @@ from typing import Literal, get_args
 import anyio
 
 from atts.api import Setup
-from atts.api.setup import EMBEDDED_CHUNKS
 from atts.core import Outcome, Problem
 from atts.engine import Engine
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
@@ -125,7 +124,7 @@ async def _embedded(stack: AsyncExitStack) -> Station:
     draft, target = [
         await stack.enter_async_context(FaultyEngine(model, Faults({"dropped": 0.01}))) for model in models
     ]
-    policy = Policy(samples=4, max_tokens=256, chunking=EMBEDDED_CHUNKS)
+    policy = Policy(samples=4, max_tokens=256)
     return Station(draft, target, lambda count, number: arithmetic("calibration", count, number), policy, models)
 
 

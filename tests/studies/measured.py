@@ -15,7 +15,6 @@ import anyio
 import torch
 
 from atts.api import answers_for, build_engine
-from atts.api.setup import EMBEDDED_CHUNKS
 from atts.calibration import Calibrator
 from atts.core import Problem, Role, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.engine import Engine
@@ -261,7 +260,7 @@ async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) 
 
     The gate of `atts` is frozen: the same run on other engines asks for the same chunks, whatever ends first.
     """
-    base = Policy(samples=live.samples, max_tokens=512, chunking=EMBEDDED_CHUNKS, early_stop="none")
+    base = Policy(samples=live.samples, early_stop="none")
     chosen = preset(live.method)
     policy = chosen.policy(base)
     gate = chosen.gate(GateInputs(Calibrator(0.2, seed=seed)))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from atts.analysis.report.numbers import Caveat, RateControl
 from atts.analysis.report.run_data import RunData
 from atts.analysis.report.words import WORDS
-from atts.journal import FinishedProblem
+from atts.journal import FinishedProblem, truncation
 
 _SHOWN = 5
 _LARGE = 0.05  # the share of rollouts from which a flag weighs
@@ -16,7 +16,14 @@ _LARGE = 0.05  # the share of rollouts from which a flag weighs
 
 def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...]:
     """Everything worth a warning badge."""
-    found = [*_session(data), *_flags(data), *_grading(data), *_calibration(calibration), *_own(data)]
+    found = [
+        *_session(data),
+        *_truncation(data),
+        *_flags(data),
+        *_grading(data),
+        *_calibration(calibration),
+        *_own(data),
+    ]
     order = {"bad": 0, "care": 1, "good": 2}
     return tuple(sorted(found, key=lambda caveat: (order[caveat.standing], -caveat.count)))
 
@@ -31,6 +38,14 @@ def _session(data: RunData) -> Iterator[Caveat]:
         yield Caveat("killed", "good", killed, "sessions ended without closing (killed, or still running)")
     for error, count in data.failed_calls.items():
         yield Caveat("failed calls", "care", count, f"engine calls failed: {error}")
+
+
+def _truncation(data: RunData) -> Iterator[Caveat]:
+    """The sentence that the command line ends with, too."""
+    found = truncation([one.brief for one in data.problems.values()], data.run.manifest)
+    if found.cut:
+        places = [(n, s.sample) for n, one in data.problems.items() for s in one.brief.samples if s.is_cut]
+        yield Caveat("cut", "bad" if found.is_large else "good", found.cut, str(found), tuple(places[:_SHOWN]))
 
 
 def _flags(data: RunData) -> Iterator[Caveat]:

@@ -165,8 +165,6 @@ def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> Rollo
 
 def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) -> Iterable[str]:
     """What a reader should know of this rollout before believing its answer."""
-    if rollout.finish in ("turns", "tokens"):
-        yield f"{rollout.finish[:-1]} cap"
     if rollout.finish == "failed":
         yield "failed"
     if any(decision.origin == "forced" for decision in decisions):
@@ -175,6 +173,6 @@ def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) ->
         yield "infinite score"
     if rollout.answer is None and rollout.finish not in ("settled", "cancelled", "failed"):
         tail = rollout.text[-_TAIL:]
-        yield "cut box" if re.search(r"\\boxed\s*\{[^{}]*$", tail) else "no answer"
+        yield "cut" if rollout.finish in ("turns", "tokens") else "no answer"
         if problem.answer and re.search(rf"(?<![\w.]){re.escape(problem.answer)}(?!\w)", tail):
             yield "reference in text"

@@ -1,0 +1,93 @@
+"""Budgets of a run: how long its rollouts and chunks may be, by the models that are named, none of them loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import parse_qs
+
+from atts.engine import Engine
+from atts.pipelines import SMALL, Budget, Policy
+
+INSTRUCT = Budget("instruct models", 4096, 256)
+REASONING = Budget("reasoning models", 16_000, 500)
+_ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
+_REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
+_SERVERS = ("RemoteEngine", "ReplicaPool", "RayEngine")
+_PROMPT = 512  # tokens of the context that are left to the problem itself
+_TOO_SMALL = 0.25  # of what such models need
+
+
+def budget_of(draft: str | Engine, target: str | Engine) -> Budget:
+    """What this pair needs: the larger of what its models do, within the shorter of their contexts where those are known.
+
+    A model whose name does not say that it answers at once is taken to reason: a rollout that is cut is worth nothing,
+    and one that was allowed too much costs nothing.
+
+    >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
+    (512, 16000)
+    """
+    found = max(_budget(draft), _budget(target), key=lambda budget: budget.max_tokens)
+    contexts = [length for length in map(known_context, (draft, target)) if length is not None]
+    room = min((length - min(_PROMPT, length // 4) for length in contexts), default=found.max_tokens)
+    if found is SMALL or room >= found.max_tokens:
+        return found
+    return Budget(f"{found.models}, a context of {min(contexts):,}", room, min(found.chunk_tokens, room), found.stop)
+
+
+def budget_warnings(policy: Policy, draft: str | Engine, target: str | Engine) -> Iterator[str]:
+    """What looks too small for these models, in words that name the flag."""
+    budget, bounds = budget_of(draft, target), policy.bounds(budget_of(draft, target))
+    if bounds.max_tokens < _TOO_SMALL * budget.max_tokens and budget is not SMALL:
+        yield (
+            f"--max-tokens {bounds.max_tokens:,} looks too small for {budget.models}, which get {budget.max_tokens:,}: "
+            "many rollouts would be cut before they answer; leave it out, or raise it"
+        )
+    per_turn = bounds.draft_tokens + bounds.target_tokens * (policy.takeover == "continue")
+    if policy.drafter == "target":
+        per_turn = bounds.target_tokens
+    if (most := bounds.turns * per_turn) < bounds.max_tokens and policy.turns is not None:
+        yield (
+            f"--turns {bounds.turns} ends a rollout after {most:,} of its {bounds.max_tokens:,} tokens; "
+            "leave it out: as many turns are made as the tokens need"
+        )
+
+
+def known_context(engine: str | Engine) -> int | None:
+    """Tokens that the model holds, where its words or its folder say so."""
+    words, _, settings = _words(engine).partition("?")
+    scheme, _, model = words.removeprefix("ray:").partition(":")
+    said = [*parse_qs(settings).get("context", ()), *parse_qs(settings).get("kv_tokens", ())]
+    lengths = [int(word) for word in said if word.isdecimal() and int(word) > 0]
+    if scheme == "hf":
+        lengths += _context_of_folder(Path(model).expanduser())
+    return min(lengths, default=None)
+
+
+def _context_of_folder(folder: Path) -> Iterator[int]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    length = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    if isinstance(length, int) and length > 0:
+        yield length
+
+
+def _budget(engine: str | Engine) -> Budget:
+    words = _words(engine).removeprefix("ray:").partition("?")[0]
+    if words.partition(":")[0] in ("embedded", "scripted"):
+        return SMALL
+    return INSTRUCT if _ANSWERS_AT_ONCE.search(words) and not _REASONS.search(words) else REASONING
+
+
+def _words(engine: str | Engine) -> str:
+    """What names the engine on a command line; one of a program's own kind is held to be as small as the scripted."""
+    if isinstance(engine, str):
+        return engine
+    kind, model = type(engine).__name__, Path(str(getattr(engine, "model", "")))
+    if kind == "LocalEngine" and (Path(model).parent / "__init__.py").exists():  # in the package's own folder
+        return "embedded"
+    return f"hf:{model}" if kind == "LocalEngine" else "server:" if kind in _SERVERS else "scripted"

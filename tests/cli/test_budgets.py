@@ -1,0 +1,124 @@
+"""Budgets follow the models, dry runs say what set them, and truncation is told in one sentence everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.api import Setup, configure
+from atts.pipelines import Policy
+from atts.testing import ScriptedEngine
+
+R1 = {
+    "draft": "vllm:http://a:8001/deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+    "target": "vllm:http://b:8000/Qwen/QwQ-32B",
+}
+LENGTHS = ("max_tokens", "turns", "chunking.draft_tokens", "chunking.target_tokens")
+
+
+def lengths(engines: dict[str, str], *pairs: str, folder: Path) -> list[Any]:
+    """The four lengths of a configuration."""
+    found = configure(engines, pairs, environment={}, folder=folder)
+    assert list(found.setup().run_policy.bounds()[:4]) == [found[name] for name in LENGTHS]
+    return [found[name] for name in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "tokens", "chunk"),
+    [
+        ("embedded", "embedded", 512, 64),
+        ("scripted", "scripted", 512, 64),
+        (R1["draft"], R1["target"], 16_000, 500),
+        ("vllm:http://a:8001", "vllm:http://b:8000", 16_000, 500),
+        ("hf:Qwen/Qwen2.5-7B-Instruct", "sglang:http://b:8000/Qwen/QwQ-32B", 16_000, 500),
+        ("hf:Qwen/Qwen2.5-1.5B-Instruct", "ray:hf:Qwen/Qwen2.5-7B-Instruct", 4096, 256),
+        ("hf:Qwen/Qwen3-1.7B?dtype=bfloat16", "hf:Qwen/Qwen3-14B", 16_000, 500),
+        ("embedded:draft", "openai:https://api.openai.com/v1/o3", 16_000, 500),
+    ],
+)
+def test_lengths_follow_the_models(draft: str, target: str, tokens: int, chunk: int, tmp_path: Path) -> None:
+    """A reasoning model gets thousands of tokens and long chunks; a model whose name says nothing is taken for one."""
+    found = lengths({"draft": draft, "target": target}, folder=tmp_path)
+    assert (found[0], found[2], found[3]) == (tokens, chunk, chunk)
+    assert found[1] * chunk >= tokens
+    settings = configure({"draft": draft, "target": target}, environment={}, folder=tmp_path).settings
+    assert (settings["turns"].origin, settings["max_tokens"].origin != "default") == ("max_tokens", True)
+
+
+@pytest.mark.parametrize("engines", [{}, R1])
+def test_more_tokens_make_more_turns(engines: dict[str, str], tmp_path: Path) -> None:
+    """Turns never end a rollout before its tokens do, unless they are given."""
+    found = [lengths(engines, f"max_tokens={n}", folder=tmp_path)[1] for n in (512, 8_000, 16_000, 64_000)]
+    assert sorted(set(found)) == found
+    assert lengths(engines, "max_tokens=16000", "turns=7", folder=tmp_path)[1] == 7
+    assert lengths(engines, "chunking.draft_tokens=20", folder=tmp_path)[1] > lengths(engines, folder=tmp_path)[1]
+
+
+def test_what_a_policy_does_not_say_is_as_the_models_need_it() -> None:
+    """In code and in files alike: one more field given changes that field alone."""
+    plain, some = Setup(R1["draft"], R1["target"]).run_policy, Setup(R1["draft"], R1["target"], policy=Policy(samples=4)).run_policy
+    assert (some.bounds(), some.score, some.samples) == (plain.bounds(), plain.score, 4)
+    assert Setup().run_policy == Policy().filled() == configure(environment={}, folder="/").setup().run_policy
+    made = Setup(draft=ScriptedEngine("draft"), target=ScriptedEngine("target"))
+    assert made.run_policy.bounds() == Setup().run_policy.bounds()
+
+
+def test_the_context_caps_what_models_are_given(tmp_path: Path) -> None:
+    """A folder's configuration and a server's `context` are known before anything is loaded."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    found = lengths({"draft": f"hf:{tmp_path}", "target": R1["target"]}, folder=tmp_path / "none")
+    assert 1024 <= found[0] < 2048
+    found = lengths({**R1, "target": "openai:http://b/v1/m?context=8192"}, folder=tmp_path / "none")
+    assert 4096 <= found[0] < 8192
+
+
+def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
+    """Models, flags, and turns that follow; a warning where they look too small, on stderr of a run as well."""
+    words = ["eval", "arithmetic[:2]", "--draft", R1["draft"], "--target", R1["target"], "--dry-run"]
+    said = atts(*words)
+    assert said.code == 0
+    for line in ("16,000 tokens a rollout", "500 tokens a chunk of the draft", "by reasoning models", "by max_tokens"):
+        assert line in said.out
+    assert "warning" not in said.out
+    small = atts(*words, "--max-tokens", "512", "--turns", "4", "--set", "chunking.draft_tokens=64")
+    assert "by --max-tokens" in small.out
+    assert "--max-tokens 512 looks too small for reasoning models" in small.out
+    assert "--turns 4 ends a rollout after 256 of its 512 tokens" in small.out
+    found = json.loads(atts(*words, "--max-tokens", "512", "--json").out)
+    assert found["budget"]["max_tokens"] == {"value": 512, "origin": "--max-tokens"}
+    assert len(found["warnings"]) == 1
+
+
+@pytest.mark.parametrize("words", ["openai:gpt-4o", "vllm:Qwen/QwQ-32B", "ray:vllm:QwQ", "hf:a/b?devise=cpu"])
+def test_a_dry_run_refuses_what_a_run_would_refuse(atts: Any, words: str) -> None:
+    """Engines are named as they must be, or the dry run ends as the run would."""
+    said = atts("eval", "arithmetic[:1]", "--draft", words, "--dry-run")
+    assert (said.code, said.out) == (2, "")
+
+
+def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, ...]) -> None:
+    """Terminal, summary for programs, report and `solve` say the same words; cut rollouts are told once."""
+    run = ("eval", "arithmetic[:4]", "--samples", "2", *scripted, "--max-tokens", "12", "--out", "cut")
+    table, summary = atts(*run).out, json.loads(atts(*run, "--json").out.splitlines()[-1])["truncation"]
+    sentence = summary["warning"]
+    assert summary["cut"] > 0.05 * summary["rollouts"]
+    assert f"{summary['cut']} of {summary['rollouts']} rollouts" in sentence
+    assert sentence.endswith("raise --max-tokens")
+    assert sentence in table
+    report = json.loads(atts("report", "cut", "--format", "json", "--out", "-").out)
+    told = [caveat for caveat in report["caveats"] if "cut" in caveat["text"]]
+    assert [(caveat["text"], caveat["standing"], caveat["count"]) for caveat in told] == [
+        (sentence, "bad", summary["cut"])
+    ]
+    assert not [caveat for caveat in report["caveats"] if caveat["code"] == "no answer"]
+    said = atts(
+        "solve", "Start at 4. +3, -2. What is the result?", "--max-tokens", "3", *scripted[:4], "--samples", "2"
+    )
+    assert "2 of 2 rollouts (100.0%) were cut before they could answer: 2 at max_tokens 3" in said.err
+    whole = json.loads(
+        atts("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "whole", "--json").out.splitlines()[-1]
+    )
+    assert whole["truncation"]["warning"] == ""

@@ -66,7 +66,8 @@ class Sampling:
 class SampleRequest:
     """Continue `ids` by at most `max_tokens`, stopping after a token that completes a stop string or is a stop id.
 
-    The token that completes the stop stays in the completion; `rollout` only hints where a cache may be warm.
+    The token that completes the stop stays in the completion; `rollout` only hints where a cache may be warm. An engine
+    that has no raw log-probabilities at hand need not fetch them where they are "unneeded".
     """
 
     ids: TokenIds
@@ -77,6 +78,7 @@ class SampleRequest:
     stop_ids: TokenIds = ()
     rollout: str = ""
     priority: int = 0  # lower is sooner
+    logprobs: Literal["raw", "unneeded"] = "raw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Completion:
     """What a model wrote: `ids` exactly as generated (an end token included), `text` without end tokens.
 
     `logprobs` are under the raw law (temperature 1, nothing dropped), one per id; none at all from an engine whose spec
-    says that it gives none.
+    says that it gives none, and where the request does not need them.
     """
 
     ids: TokenIds

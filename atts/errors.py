@@ -64,7 +64,8 @@ class CalibrationInputError(UsageError):
     """A value that is not a score, a rate, a budget or a calibration state."""
 
     def __init__(self, what: str, value: object, expected: str) -> None:
-        super().__init__(f"{what} is {value!r}, expected {expected}")
+        shown = repr(value)
+        super().__init__(f"{what} is {shown if len(shown) <= 100 else shown[:99] + '…'}, expected {expected}")
         self.what = what
 
 

@@ -33,7 +33,8 @@ def find_tokenizer(model: str, name: str) -> Path:
 
     :raises ModelLoadError: neither a folder nor a hub id that can be had.
     """
-    return find_folder(model, name, TEXT_FILES, "Give tokenizer=FOLDER, a folder with the model's tokenizer files")
+    advice = "Name a folder with its tokenizer files: --tokenizer FOLDER, or ?tokenizer=FOLDER in its name"
+    return find_folder(model, name, TEXT_FILES, advice)
 
 
 def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK) -> Path:

@@ -31,7 +31,7 @@ from atts.calibration.replay import ReplayResult, replay
 from atts.calibration.risk import lost_answers
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named
 from atts.calibration.state import write_state
-from atts.calibration.stored import StoredScores, check_fingerprint, parse_lines, read_scores
+from atts.calibration.stored import StoredScores, check_fingerprint, is_state, parse_lines, read_scores
 
 __all__ = [
     "Calibrator",
@@ -69,6 +69,7 @@ __all__ = [
     "hierarchical_p_value",
     "hierarchical_threshold",
     "lost_answers",
+    "is_state",
     "parse_lines",
     "rate_metrics",
     "read_scores",

@@ -70,7 +70,8 @@ class StoredScores:
         rows = list(records)
         for number, row in enumerate(rows, 1):
             if "score" not in row:
-                raise CalibrationInputError(f"record {number}", dict(row), 'a field "score"')
+                fields = ", ".join(map(str, row))
+                raise CalibrationInputError(f"record {number}", f"without a score ({fields})", 'a field "score"')
         return cls(
             tuple(row["score"] for row in rows),
             tuple(str(row.get("question", "")) for row in rows),
@@ -150,9 +151,14 @@ def read_scores(
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise CalibrationInputError(str(path), "not text", "JSON Lines, a .npy array or JSON") from None
-    if path.suffix == ".json":
+    if path.suffix == ".json" or is_state(text):
         return _read_mapping(path, text, scale, fingerprint)
     return StoredScores.from_records(parse_lines(text.splitlines(), str(path)), scale, fingerprint)
+
+
+def is_state(text: str) -> bool:
+    """Whether it is a whole state of ours, under whatever name it was written, not records line by line."""
+    return text.startswith('{"kind": "atts ')
 
 
 def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Ways to spend tokens on one problem, against the engine protocol."""
 
 from atts.core import Features
+from atts.pipelines.builder import FORCING
 from atts.pipelines.calls import AdmittedEngine, Stage, check_completion, check_scores
-from atts.pipelines.capabilities import check_engines
+from atts.pipelines.capabilities import check_engines, needed_logprobs
 from atts.pipelines.context import Answers, Context, RolloutListener, Silent
 from atts.pipelines.gates import (
     Calibrating,
@@ -33,6 +34,7 @@ from atts.pipelines.wrappers import (
 )
 
 __all__ = [
+    "FORCING",
     "SMALL",
     "AdmittedEngine",
     "Answers",
@@ -76,6 +78,7 @@ __all__ = [
     "check_scores",
     "evidence",
     "level_of",
+    "needed_logprobs",
     "settled_probability",
     "solve",
     "tally",

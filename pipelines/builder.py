@@ -31,6 +31,8 @@ from atts.seeds import Seed
 
 Scope = RolloutScope[Rollout]
 ROLES: tuple[Role, ...] = ("draft", "target")
+FORCING = "budget forcing"
+"""The note of a turn whose words no model wrote."""
 _NOTHING = Usage()
 
 
@@ -170,6 +172,7 @@ class RolloutBuilder:
             Seed(self.context.seed, rollout.problem, rollout.sample, turn, role, attempt),
             self._bounds.stop,
             rollout=self.name,
+            logprobs="raw" if role in self.context.logprobs else "unneeded",
         )
         completion = await engine.sample(request)
         self._spend(role, request, completion)
@@ -289,7 +292,7 @@ class RolloutBuilder:
         self._earlier = answer or self._earlier
         words = forced(self.policy.wait_text, self.policy.drafter, self.context.draft, self.context.target)
         self._asked_again_at = len(self.text) + len(words.text)
-        self._grow(Turn(self.turn, (words,), note="budget forcing"))
+        self._grow(Turn(self.turn, (words,), note=FORCING))
 
     def _spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
         new, read = len(completion.ids), max(0, len(request.ids) - completion.cached_tokens)

@@ -92,7 +92,8 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
     :raises BadReply: they do not.
     """
     ids, logprobs = completion.ids, completion.logprobs
-    if (logprobs or spec.logprobs != "none") and len(logprobs) != len(ids):
+    may_lack = spec.logprobs == "none" or request.logprobs == "unneeded"
+    if len(logprobs) != len(ids) and (logprobs or not may_lack):
         raise BadReply(spec.name, f"{len(logprobs)} log-probabilities came with {len(ids)} ids")
     if len(ids) > request.max_tokens:
         raise BadReply(spec.name, f"{len(ids)} tokens came back, {request.max_tokens} were allowed")

@@ -5,11 +5,23 @@ from __future__ import annotations
 from atts.core import Role
 from atts.engine import EngineSpec
 from atts.errors import UnsupportedByEngine
-from atts.pipelines.gates import CueGate, FixedGate, Gate, RandomGate, RoundGate
+from atts.pipelines.gates import (
+    ConformalGate,
+    CueGate,
+    FixedGate,
+    Gate,
+    RandomGate,
+    RoundGate,
+    StaticRankGate,
+    ThresholdGate,
+    TopGate,
+)
 from atts.pipelines.policy import Policy
+from atts.pipelines.scores import ScoreRule, resolved
 from atts.pipelines.wrappers import CappedGate
 
 _BLIND = (FixedGate, RandomGate, CueGate)  # they never look at a score
+_BY_SCORE = (ConformalGate, StaticRankGate, ThresholdGate, TopGate)  # of the draft's own evidence they look at nothing
 
 
 def check_engines(policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec) -> None:
@@ -17,15 +29,32 @@ def check_engines(policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, tar
 
     :raises UnsupportedByEngine: naming the engine, what it lacks, what wants it, and what would do.
     """
-    while isinstance(gate, CappedGate):
-        gate = gate.inner
-    if not isinstance(gate, _BLIND):
+    if not isinstance(_innermost(gate), _BLIND):
         _check_judge(policy, target)
     wants = _wants_logprobs(policy)
     for role, spec in _writers(policy, draft, target):
         if wants and spec.logprobs == "none":
             advice = f"Choose another {wants.split(' ')[0]}, or a {role} on vLLM, SGLang or llama.cpp"
             raise UnsupportedByEngine(spec.name, f"it sends no log-probabilities, which {wants} needs", advice)
+
+
+def needed_logprobs(policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec) -> frozenset[Role]:
+    """Of which models' own texts the raw log-probabilities are used: by the score, the gate, the vote or a stop.
+
+    A rule or a gate that is not known here may look at the drafter's.
+    """
+    if _wants_logprobs(policy) or policy.takeover == "repair":
+        return frozenset({"draft", "target"})
+    inner, rule = _innermost(gate), resolved(policy.score, draft, target)
+    compares = policy.verification == "score" and isinstance(rule, ScoreRule) and rule.kind == "speculative"
+    judges = not isinstance(inner, (*_BLIND, *_BY_SCORE)) or (compares and isinstance(inner, _BY_SCORE))
+    return frozenset({policy.drafter}) if judges else frozenset()
+
+
+def _innermost(gate: Gate | RoundGate) -> Gate | RoundGate:
+    while isinstance(gate, CappedGate):
+        gate = gate.inner
+    return gate
 
 
 def _check_judge(policy: Policy, target: EngineSpec) -> None:

@@ -59,6 +59,7 @@ class Context:
     seed: int = 0
     listener: RolloutListener = Silent()
     bind: EngineBinder = AdmittedEngine
+    logprobs: frozenset[Role] = frozenset({"draft", "target"})  # whose own are used: see `needed_logprobs`
 
     def at(self, scope: Caller, timeout_seconds: float) -> Context:
         """The same with engines whose calls belong to this rollout: admitted, timed, validated and tried again."""

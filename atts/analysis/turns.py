@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from atts.core import Chunk, Role, Turn
+from atts.pipelines import FORCING
 
 
 def tokens_written(turn: Turn, author: Role) -> int:
     """Tokens this model wrote in the turn, discarded ones included."""
-    return sum(len(chunk.logprobs) for chunk in (*turn.discarded, *turn.chunks) if chunk.author == author)
+    chunks = [chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == author]
+    return sum(chunk.tokens for chunk in chunks if is_written(turn, chunk))
+
+
+def is_written(turn: Turn, chunk: Chunk) -> bool:
+    """Whether a model wrote it there: not words that were put in, nor the part of a discarded chunk that stays."""
+    if chunk.logprobs:
+        return True
+    wholes = [whole for whole in turn.discarded if whole is not chunk and whole.author == chunk.author]
+    return turn.note != FORCING and not any(
+        whole.target_ids[: len(chunk.target_ids)] == chunk.target_ids for whole in wholes
+    )
 
 
 def scored_chunk(turn: Turn) -> Chunk | None:

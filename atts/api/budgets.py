@@ -21,7 +21,7 @@ _TOO_SMALL = 0.25  # of what such models need
 
 
 def budget_of(draft: str | Engine, target: str | Engine) -> Budget:
-    """What this pair needs: the larger of what its models do, within the shorter of their contexts where those are known.
+    """What this pair needs: the larger of what its models do, within the shorter of their contexts where it is known.
 
     A model whose name does not say that it answers at once is taken to reason: a rollout that is cut is worth nothing,
     and one that was allowed too much costs nothing.

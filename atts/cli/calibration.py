@@ -208,23 +208,27 @@ def _scores(file: str, per_question: int | None, scale: str, conditions: list[st
 
 
 def _records(file: str, per_question: int | None, scale: str) -> list[dict[str, Any]]:
-    from atts.calibration import parse_lines
+    from atts.calibration import is_state, parse_lines
 
     if file != "-" and (Path(file).is_dir() or Path(file).suffix in (".npy", ".json")):
-        found = _scores(file, per_question, scale, None)
-        rows = zip(found.scores, found.questions, found.turns, strict=True)
-        return [{"score": score, "question": question, "turn": turn} for score, question, turn in rows]
-
+        return _rows(_scores(file, per_question, scale, None))
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as problem:
         raise CalibrationInputError("records", file, f"a file that can be read ({problem.strerror})") from None
     except UnicodeDecodeError:
         raise CalibrationInputError(file, "not text", "JSON Lines, a .npy array or JSON") from None
+    if file != "-" and is_state(text):
+        return _rows(_scores(file, per_question, scale, None))
     records = parse_lines(text.splitlines(), "stdin" if file == "-" else file)
     if not records:
         raise CalibrationInputError(f"number of records in {'stdin' if file == '-' else file}", 0, "at least one")
     return records
+
+
+def _rows(found: StoredScores) -> list[dict[str, Any]]:
+    rows = zip(found.scores, found.questions, found.turns, strict=True)
+    return [{"score": score, "question": question, "turn": turn} for score, question, turn in rows]
 
 
 def _print_decisions(done: ReplayResult) -> None:

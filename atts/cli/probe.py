@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 import typer
 
@@ -13,28 +13,6 @@ from atts.cli.output import json_line
 from atts.errors import CheckFailed
 
 Dialect = Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "chat"]
-_SPOKEN: dict[str, Dialect] = {
-    "vllm": "vllm", "sglang": "sglang", "llamacpp": "llamacpp", "ollama": "ollama",
-    "openai": "chat", "chat": "chat", "server": "auto",
-}  # fmt: skip
-
-
-def server_of(words: str) -> tuple[str, Dialect, str]:
-    """URL, dialect and model of a server, given by its URL alone or as an engine of a run.
-
-    >>> server_of("vllm:http://a:8000/Qwen/Qwen3-32B")
-    ('http://a:8000', 'vllm', 'Qwen/Qwen3-32B')
-    >>> server_of("http://a:8000")
-    ('http://a:8000', 'auto', '')
-    """
-    scheme, _, rest = words.partition(":")
-    spoken = _SPOKEN.get(scheme)
-    if spoken is None:
-        return words, "auto", ""
-    parts = urlsplit(rest.partition("?")[0])
-    if spoken == "chat" or not parts.netloc:  # a chat API's path is its own; what is no URL is refused as it stands
-        return rest, spoken, ""
-    return f"{parts.scheme}://{parts.netloc}", spoken, parts.path.strip("/")
 
 
 def probe(
@@ -50,24 +28,28 @@ def probe(
     ] = "nothing",
     key_file: Annotated[Path | None, typer.Option(help="With the API key; else ATTS_API_KEY.")] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for a server that is loading.", min=0.0)] = 60.0,
-    proxy: Annotated[Literal["never", "environment"], typer.Option(help="Whether HTTP_PROXY counts.")] = "never",
+    proxy: Annotated[
+        Literal["never", "environment"] | None, typer.Option(help="Whether HTTP_PROXY counts.", show_default="never")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Say what a server can do for a run: its engine, tokenizer, stops, scores, log-prob convention, cancelling.
 
     Example: atts probe http://127.0.0.1:8000 --need score
     """
-    from atts.remote import ApiKey, RemoteOptions, probe
+    from atts.remote import ApiKey, probe, read_server
 
-    options = RemoteOptions(wait_seconds=wait, proxy=proxy, key=ApiKey(file=key_file))
-    address, spoken, named = server_of(url)
+    server = read_server(url)
+    options = replace(server.options, wait_seconds=wait, proxy=proxy or server.options.proxy)
+    if key_file is not None:
+        options = replace(options, key=ApiKey(file=key_file))
 
     async def main() -> None:
         report = await probe(
-            address,
-            dialect=spoken if dialect == "auto" else dialect,
-            model=model or named,
-            tokenizer=tokenizer or None,
+            server.url,
+            dialect=server.dialect if dialect == "auto" else dialect,
+            model=model or server.model,
+            tokenizer=tokenizer or server.tokenizer,
             options=options,
         )
         print(json_line(report.as_json()) if as_json else report)

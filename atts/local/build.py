@@ -55,7 +55,7 @@ def build_loop(
 def _device(config: WorkerConfig) -> torch.device:
     has_cuda = config.options.device != "cpu" and torch.cuda.is_available()
     if config.options.device == "cuda" and not has_cuda:
-        advice = "Use device='cpu', or a torch build with CUDA"
+        advice = "Write ?device=cpu behind the engine's name, or take a torch build with CUDA"
         raise ModelLoadError(config.name, "there is no usable CUDA device", advice)
     return torch.device("cuda" if has_cuda else "cpu")
 
@@ -64,7 +64,9 @@ def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> Model:
     """Native kernels where they can be had and are allowed, else torch."""
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
     if config.options.kernel == "native" and not is_fit:
-        raise UnsupportedByEngine(config.name, "the native kernels compute float32 on a CPU", "Use kernel='torch'")
+        raise UnsupportedByEngine(
+            config.name, "the native kernels compute float32 on a CPU", "Write ?kernel=torch behind the engine's name"
+        )
     if config.options.kernel != "torch" and is_fit:
         try:
             library = native_library(config.name, config.model)

@@ -64,7 +64,9 @@ def native_library(engine: str, config: ModelConfig, tuning: Tuning = "native") 
 def _built(name: str, tuning: Tuning) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise UnsupportedByEngine(name, "no C compiler for the native kernels", "Install gcc, or use kernel='torch'")
+        raise UnsupportedByEngine(
+            name, "no C compiler for the native kernels", "Install gcc, or write ?kernel=torch behind the engine's name"
+        )
     folder = _cache_folder()
     path = folder / f"kernels-{_cache_key(compiler, tuning)}.so"
     if path.is_file():
@@ -80,7 +82,9 @@ def _built(name: str, tuning: Tuning) -> Path:
             return path
         made.unlink()
         problem = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-    raise UnsupportedByEngine(name, f"the native kernels do not build ({problem})", "Use kernel='torch'")
+    raise UnsupportedByEngine(
+        name, f"the native kernels do not build ({problem})", "Write ?kernel=torch behind the engine's name"
+    )
 
 
 def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:

@@ -116,7 +116,7 @@ class LocalEngine:
         try:
             worker: LoopWorker = ThreadWorker() if self._options.worker == "thread" else ProcessWorker()
         except OSError as error:
-            advice = "End other processes, or take worker='thread'"
+            advice = "End other processes, or write ?worker=thread behind the engine's name"
             raise EngineUnavailable(self._name, f"its process cannot be started ({error})", advice) from error
         opened = _OpenEngine(self._name, worker)
         with anyio.CancelScope(shield=True):  # a half-loaded model cannot be abandoned
@@ -202,7 +202,9 @@ class _OpenEngine:
         """The same error, saying so where the model could take the request and only the cache is too small."""
         if error.needed > self._context:
             return error
-        advice = f"The model itself could take {self._context}: raise kv_tokens, which is {self.kv_tokens}"
+        advice = (
+            f"The model itself could take {self._context}: raise ?kv_tokens= in its name, which is {self.kv_tokens}"
+        )
         return ContextOverflow(self._name, error.needed, error.context_length, advice)
 
     def stats(self) -> EngineStats:

@@ -5,7 +5,7 @@ from atts.remote.options import DIALECTS, ApiKey, DialectName, Prefill, RemoteOp
 from atts.remote.pool import Replica, ReplicaLoad, ReplicaPool
 from atts.remote.probing import Finding
 from atts.remote.ray import RayEngine, RayOptions
-from atts.remote.urls import SCHEMES, server_engine
+from atts.remote.urls import SCHEMES, ServerWords, read_server, server_engine
 
 __all__ = [
     "DIALECTS",
@@ -22,6 +22,8 @@ __all__ = [
     "Replica",
     "ReplicaLoad",
     "ReplicaPool",
+    "ServerWords",
     "probe",
+    "read_server",
     "server_engine",
 ]

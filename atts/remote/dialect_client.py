@@ -103,6 +103,8 @@ class DialectClient:
         processed = heated and self.sampled == "processed"
         if len(known) == place and not processed:
             return tuple(known)
+        if request.logprobs == "unneeded":
+            return ()
         ids = sampled.ids[:place]
         if self._scorer is not None:
             return (await self.score(ScoreRequest(request.ids, ids, request.rollout, request.priority))).logprobs

@@ -218,8 +218,9 @@ class ProbeReport:
 
     @property
     def can(self) -> tuple[str, ...]:
-        """What pipelines may use it for: "sample", "score", "rate"."""
-        return tuple(sorted(self.spec.capabilities))
+        """What pipelines may use it for: "sample", "score", "rate"; what scores a text can rate by one token."""
+        found = self.spec.capabilities
+        return tuple(sorted(found | {"rate"} if "score" in found else found))
 
     def as_json(self) -> dict[str, Any]:
         """One object."""

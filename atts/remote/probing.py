@@ -33,7 +33,9 @@ class OtherTokenizer(FingerprintError):
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
         seen = f"of {text[:24]!r} the server makes {_few(theirs)}, the tokenizer {_few(ours)}"
         problem = f"the tokenizer is not that of the model served: {seen}"
-        self.args = (f"engine {engine}: {problem}. Give tokenizer=FOLDER, the folder or hub id of that model",)
+        self.args = (
+            f"engine {engine}: {problem}. Name that model's: --tokenizer FOLDER, or ?tokenizer=FOLDER in its name",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -25,6 +26,30 @@ _KNOWN = (
 _VERSION = re.compile(r"v\d+\w*")
 
 
+@dataclass(frozen=True, slots=True)
+class ServerWords:
+    """One server as named in words."""
+
+    url: str
+    dialect: DialectName | Literal["auto"] = "auto"
+    model: str = ""
+    tokenizer: str | None = None
+    options: RemoteOptions = RemoteOptions()
+
+
+def read_server(words: str) -> ServerWords:
+    """A server given by its URL alone, or as an engine of a run; several URLs are no one server.
+
+    >>> found = read_server("chat:https://api.openai.com/v1/gpt-4o")
+    >>> found.url, found.dialect, found.model
+    ('https://api.openai.com/v1', 'chat', 'gpt-4o')
+
+    :raises OptionError: no URL, or a setting that is unknown or impossible.
+    """
+    scheme, _, rest = words.partition(":")
+    return _parse(rest, _DIALECTS[scheme]) if scheme in _DIALECTS else ServerWords(words)
+
+
 def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability]) -> Engine:
     """The engine of "SCHEME:URL[/MODEL][?SETTING=VALUE&...]", not open yet; `docs/servers.md` lists the settings.
 
@@ -38,13 +63,20 @@ def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability
     :raises OptionError: no URL, or a setting that is unknown or impossible.
     """
     dialect = _DIALECTS[scheme]
-    engines = [_parse(url.strip(), dialect, name, needs) for url in rest.split(",")]
+    named = [_parse(url.strip(), dialect) for url in rest.split(",")]
+    engines = [
+        RemoteEngine(
+            server.url, dialect=dialect, model=server.model, name=name, tokenizer=server.tokenizer, needs=needs,
+            options=server.options,
+        )
+        for server in named
+    ]  # fmt: skip
     if len(engines) == 1:
         return engines[0]
     return ReplicaPool([(engine.url, engine) for engine in engines], name=name)
 
 
-def _parse(text: str, dialect: DialectName | Literal["auto"], name: str, needs: frozenset[Capability]) -> RemoteEngine:
+def _parse(text: str, dialect: DialectName | Literal["auto"]) -> ServerWords:
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         shown = text.rsplit("@", 1)[-1]  # without what may be a password
@@ -58,14 +90,12 @@ def _parse(text: str, dialect: DialectName | Literal["auto"], name: str, needs: 
         if key not in _KNOWN:
             raise OptionError("engine", f"{key!r} is no setting of a server", _KNOWN, key)
     base, model = _chat_path(parts.path) if dialect == "chat" else ("", parts.path.strip("/"))
-    return RemoteEngine(
+    return ServerWords(
         f"{parts.scheme}://{parts.netloc}{base}",
-        dialect=dialect,
-        model=settings.get("model") or model,
-        name=name,
-        tokenizer=settings.get("tokenizer") or None,
-        needs=needs,
-        options=_options(settings),
+        dialect,
+        settings.get("model") or model,
+        settings.get("tokenizer") or None,
+        _options(settings),
     )
 
 

@@ -38,7 +38,7 @@ from atts.journal import (
     judged,
     open_journal,
 )
-from atts.pipelines import Context, Learning, RoundGate
+from atts.pipelines import Context, Learning, RoundGate, needed_logprobs
 from atts.run.calls import RecordedEngine, RecordedSteps
 from atts.run.conditions import check_conditions
 from atts.run.gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
@@ -187,8 +187,8 @@ class _Run:
         for spec in dict.fromkeys((self._plan.draft.spec, self._plan.target.spec)):
             if spec.context_length <= most:
                 yield (
-                    f"the context of {spec.model} holds {spec.context_length:,} tokens, the problem among them: rollouts "
-                    f"end there, not at max_tokens {most:,}"
+                    f"the context of {spec.model} holds {spec.context_length:,} tokens, the problem among them: "
+                    f"rollouts end there, not at max_tokens {most:,}"
                 )
 
     def _begun(self) -> RunBegun:
@@ -272,7 +272,10 @@ class _Run:
 
         seconds = plan.policy.timeout_seconds
         draft, target = bind(plan.draft, "draft", None, seconds), bind(plan.target, "target", None, seconds)
-        return Context(draft, target, gate, answers=plan.answers, seed=plan.seed, listener=record, bind=bind)
+        needed = needed_logprobs(plan.policy, plan.gate, plan.draft.spec, plan.target.spec)
+        return Context(
+            draft, target, gate, answers=plan.answers, seed=plan.seed, listener=record, bind=bind, logprobs=needed
+        )
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:
         """Grade, record, wait until it is written; nothing is recorded before everything is known."""

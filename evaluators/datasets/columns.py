@@ -134,7 +134,7 @@ class Reader:
     def error(self, index: int, problem: str) -> DatasetError:
         """Names the row; says what the row does hold."""
         held = ", ".join(name for name, value in self.table.rows[index].items() if cell(value).strip())
-        advice = f"That row fills {held or 'no column'}; map columns with columns={{'text': ..., 'answer': ...}}"
+        advice = f"That row fills {held or 'no column'}; map columns with --column text=NAME --column answer=NAME"
         return DatasetError(self.table.source, f"{_place(self.table, index)} {problem}", advice)
 
 
@@ -161,7 +161,11 @@ def find_columns(table: RowTable, asked: Columns, answers: Literal["required", "
         raise _missing(table, "no column holds the problem's text", "problem", "text")
     if not found["answer"] and answers == "required":
         raise _missing(
-            table, "no column holds the reference answer", "answer", "answer", ', or pass answers="optional"'
+            table,
+            "no column holds the reference answer",
+            "answer",
+            "answer",
+            ", or take problems without one with --answers optional",
         )
     return Columns(**found, distractors=asked.distractors)
 
@@ -207,7 +211,7 @@ def _missing(table: RowTable, problem: str, wanted: str, field: str = "", otherw
     if close:
         advice += f"; did you mean {close!r}?"
     if field:
-        advice += f" Say which one with columns={{'{field}': ...}}{otherwise}"
+        advice += f" Say which one with --column {field}=NAME{otherwise}"
     return DatasetError(table.source, problem, advice)
 
 

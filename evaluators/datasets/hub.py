@@ -114,7 +114,9 @@ def _complete(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 def _absent(repo: str, revision: str, problem: str) -> DatasetError:
     at = "" if revision == "main" else f" --revision {revision}"
-    advice = f"On a machine with network run: hf download --repo-type dataset {repo}{at}; or load it from a file"
+    advice = (
+        f"On a machine with network run: hf download --repo-type dataset {repo}{at}; or name a file of it with --file"
+    )
     return DatasetError(f"{repo}@{revision}", problem, advice)
 
 

@@ -59,7 +59,10 @@ def test_more_tokens_make_more_turns(engines: dict[str, str], tmp_path: Path) ->
 
 def test_what_a_policy_does_not_say_is_as_the_models_need_it() -> None:
     """In code and in files alike: one more field given changes that field alone."""
-    plain, some = Setup(R1["draft"], R1["target"]).run_policy, Setup(R1["draft"], R1["target"], policy=Policy(samples=4)).run_policy
+    plain, some = (
+        Setup(R1["draft"], R1["target"]).run_policy,
+        Setup(R1["draft"], R1["target"], policy=Policy(samples=4)).run_policy,
+    )
     assert (some.bounds(), some.score, some.samples) == (plain.bounds(), plain.score, 4)
     assert Setup().run_policy == Policy().filled() == configure(environment={}, folder="/").setup().run_policy
     made = Setup(draft=ScriptedEngine("draft"), target=ScriptedEngine("target"))

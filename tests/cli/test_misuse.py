@@ -80,6 +80,30 @@ CASES = [
     Case("missing dataset", "eval mine.jsonl", USAGE, ("mine.jsonl",)),
     Case("directory for a dataset", "eval mine.jsonl", USAGE, ("mine.jsonl",), directory("mine.jsonl")),
     Case("missing column", "eval mine.csv", USAGE, ("mine.csv", "column"), text("mine.csv", "a,b\n1,2\n")),
+    Case(
+        "column that is not named",
+        "datasets show mine.csv",
+        USAGE,
+        ("--column text=NAME",),
+        text("mine.csv", "a,answer\n1,2\n"),
+    ),
+    Case(
+        "no reference answers",
+        "datasets show mine.csv",
+        USAGE,
+        ("--column answer=NAME", "--answers optional"),
+        text("mine.csv", "question,b\n1,2\n"),
+    ),
+    Case(
+        "row without an answer",
+        "datasets show mine.csv",
+        USAGE,
+        ("--column answer=NAME", "line 3"),
+        text("mine.csv", "question,answer\n1,2\n3,\n"),
+    ),
+    Case("chat API without a URL", f"eval {RUN} --dry-run --draft openai:gpt-4o", USAGE, ("openai:http://HOST",)),
+    Case("chat API that is not there", "probe chat:http://127.0.0.1:9/v1/m --wait 0", ENGINE, ("127.0.0.1:9",)),
+    Case("probe of what is no server", "probe vllm:nowhere", USAGE, ("no URL", "vllm:http://HOST:PORT/MODEL")),
     Case("dataset without problems", "eval mine.jsonl", USAGE, ("mine.jsonl",), text("mine.jsonl", "")),
     Case(
         "non-UTF-8 dataset", "eval mine.jsonl", USAGE, ("mine.jsonl", "UTF-8"), text("mine.jsonl", b'{"text": "\xe9"}')

@@ -13,20 +13,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
-from atts.api import build_engine
+from atts.analysis.turns import tokens_written
+from atts.api import Setup, build_engine
 from atts.cli.app import run as command
-from atts.core import Completion, Role, SampleRequest
+from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.errors import OptionError, UnsupportedByEngine
 from atts.graph import RetryPolicy
-from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
+from atts.pipelines import Answers, Chunking, Policy, ScoreRule, ThresholdGate
 from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.run import Plan, RunOptions, evaluate
 from atts.tasks import background, task_group
 from atts.testing import Latency, ScriptedEngine, ServerFaults, ToyTokenizer, toy_answer, toy_groups, toy_problems
+from atts.testing.server_core import ServerQuirks
 from atts.testing.servers import DialectServer
 
 pytestmark = pytest.mark.once
@@ -243,3 +246,51 @@ def test_the_probe_command_describes_a_server_of_the_embedded_model(
     assert found["engine"].startswith("llamacpp")
     assert found["can"] == ["sample"]
     assert command([*words, "--need", "score"]) == 5
+
+
+class CountedScores(ScriptedEngine):
+    """An engine that counts what it is asked to score."""
+
+    asked = 0
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """As the toy engine does."""
+        self.asked += 1
+        return await super().score(request)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("method", "changes", "extra"),
+    [
+        ("draft-only", {}, "none"),
+        ("random", {}, "none"),
+        ("paper", {}, "none"),  # its mean score and its majority vote look at the target's log-probabilities alone
+        ("atts", {"score": ScoreRule("mean")}, "none"),
+        ("atts", {}, "draft"),  # the speculative score compares both models
+        ("draft-only", {"vote": "confidence"}, "draft"),
+        ("target-only", {"vote": "confidence"}, "target"),
+    ],
+)
+async def test_raw_log_probs_are_fetched_only_where_they_are_used(
+    serve: Serve, method: str, changes: dict[str, Any], extra: str
+) -> None:
+    """SGLang's default convention costs a second scoring of what was written only for a score, vote or stop."""
+    models: dict[Role, CountedScores] = {role: CountedScores(role) for role in ("draft", "target")}
+    quirks = ServerQuirks(logprobs="processed")
+    engines = {role: remote(serve("sglang", lambda m=m: m, quirks=quirks), role) for role, m in models.items()}
+    policy = replace(Policy(samples=2, turns=4, chunking=Chunking(12, 12, ()), early_stop="none"), **changes)
+    setup = Setup(policy=policy, method=method, rate=0.3)
+    async with engines["draft"] as draft, engines["target"] as target:
+        for model in models.values():
+            model.asked = 0
+        plan = replace(setup.plan(draft, target), answers=Answers(toy_answer, toy_groups))
+        result = await evaluate(toy_problems(2), plan, Session(engines="are open"))
+    chunks = [c for o in result.outcomes() for r in o.rollouts for t in r.turns for c in (*t.chunks, *t.discarded)]
+    judged = sum(t.score is not None for o in result.outcomes() for r in o.rollouts for t in r.turns)
+    written = {role: sum(chunk.author == role for chunk in chunks) for role in models}
+    assert chunks
+    assert models["draft"].asked == (written["draft"] if extra == "draft" else 0)
+    assert models["target"].asked == judged + (written["target"] if extra == "target" else 0)
+    if extra == "none":
+        assert sum(tokens_written(t, "draft") for o in result.outcomes() for r in o.rollouts for t in r.turns) > 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atts.analysis.plan.plan_data import PlanData, TurnCost
+from atts.analysis.turns import is_written
 from atts.core import Chunk, Rollout
 
 
@@ -100,14 +101,15 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _drafted(rollout: Rollout) -> list[Chunk]:
-    return [chunk for turn in rollout.turns for chunk in turn.chunks if chunk.author == "draft" and chunk.logprobs]
+    turns = ((turn, chunk) for turn in rollout.turns for chunk in turn.chunks)
+    return [chunk for turn, chunk in turns if chunk.author == "draft" and is_written(turn, chunk)]
 
 
 def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
     """Lengths of the steps the draft would have written uncut: pieces that a limit ended belong to what follows."""
     length = 0
     for chunk in chunks:
-        length += len(chunk.logprobs)
+        length += chunk.tokens
         if chunk.ended != "length":
             yield length
             length = 0

@@ -285,7 +285,7 @@ async def test_raw_log_probs_are_fetched_only_where_they_are_used(
         for model in models.values():
             model.asked = 0
         plan = replace(setup.plan(draft, target), answers=Answers(toy_answer, toy_groups))
-        result = await evaluate(toy_problems(2), plan, Session(engines="are open"))
+        result = await evaluate(toy_problems(2), plan, RunOptions(engines="are open"))
     chunks = [c for o in result.outcomes() for r in o.rollouts for t in r.turns for c in (*t.chunks, *t.discarded)]
     judged = sum(t.score is not None for o in result.outcomes() for r in o.rollouts for t in r.turns)
     written = {role: sum(chunk.author == role for chunk in chunks) for role in models}

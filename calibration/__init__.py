@@ -25,6 +25,7 @@ from atts.calibration.martingale import SimpleJumper
 from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
+from atts.calibration.order import HOLD
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row
 from atts.calibration.rate_check import RateCheck, check_rate, coin_band
 from atts.calibration.replay import ReplayResult, replay
@@ -42,6 +43,7 @@ __all__ = [
     "DriftEvent",
     "DriftMonitor",
     "GroupBudget",
+    "HOLD",
     "Health",
     "LOG_PROB",
     "MODES",

@@ -64,7 +64,7 @@ class Facts:
     @property
     def turn_bound(self) -> float:
         """What the sum of errors of each turn stays within."""
-        return self._bound(self.tuning.turn_step)
+        return self._bound(self.tuning.turn_step_at(self.rate))
 
     @property
     def question_bound(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,7 +24,7 @@ class Tuning:
     """The constants of the modes; the defaults were chosen on the even questions of one run, for all rates at once."""
 
     aci_step: float = 0.002  # for 8 rollouts a problem; see `for_rollouts`
-    turn_step: float = 0.01
+    turn_step: float = 0.02  # at rate one half; see `turn_step_at`
     tracking_step: float = 0.05  # in mean distances from the median
     tracking_integral: float = 0.5
     # Pull per decision owed on the logit scale, times the variance rate * (1 - rate).
@@ -44,6 +45,10 @@ class Tuning:
         with many rollouts would raise it while it is still being solved, and go without what the score says it needs.
         """
         return cls(aci_step=_PROBLEM_STEP / max(1, samples))
+
+    def turn_step_at(self, rate: float) -> float:
+        """The step of mode "turn": as many standard deviations of a decision at every rate, half of it at the least."""
+        return self.turn_step * max(0.5, 2 * math.sqrt(rate * (1 - rate)))
 
 
 DEFAULTS = Tuning()
@@ -71,7 +76,7 @@ def build(
     if mode == "tracking":
         return Pooled(remember), Tracking(rate, tuning.tracking_step, tuning.tracking_integral)
     if mode == "turn":
-        return ByTurn(remember), Adaptive(rate, tuning.turn_step, by_turn=True)
+        return ByTurn(remember), Adaptive(rate, tuning.turn_step_at(rate), by_turn=True)
     if mode not in MODES:
         raise OptionError(str(mode), "is not a calibration mode", MODES)
     by_turn = mode == "question-turn"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.guarantees import Facts, describe
 from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
-from atts.calibration.order import IssueOrder
+from atts.calibration.order import HOLD, IssueOrder
 from atts.calibration.rates import exact_rate
 from atts.calibration.scale import PERPLEXITY, Scale
 from atts.calibration.state import Part, read_state, strict, write_state
@@ -56,7 +56,7 @@ class Calibrator(Part):
         drift: DriftPolicy = "recalibrate",
         window: int | None = None,
         decay: float | None = None,
-        hold: int = 64,
+        hold: int = HOLD,
         tuning: Tuning = DEFAULTS,
     ) -> None:
         """`stored` are scores of a calibration run, `drift` what an alarm about them does, `fingerprint` the conditions
@@ -97,8 +97,10 @@ class Calibrator(Part):
     ) -> Decision:
         """What to do with a chunk of this score, from stored scores and decisions only; nothing is stored.
 
-        :raises CalibrationInputError: if it is not a score of the declared domain.
+        :raises CalibrationInputError: if it is not a score of the declared domain, or a turn or sample below 0.
         """
+        if turn < 0 or (sample is not None and sample < 0):
+            raise CalibrationInputError("turn and sample", (turn, sample), "numbers from 0")
         nonconformity = self.scale.nonconformity(score)
         p = self._pool.rank(nonconformity, question, turn).p(self._theta(nonconformity, question, turn, sample))
         allowance = self._controller.allowance(nonconformity, question, turn)

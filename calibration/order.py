@@ -11,6 +11,9 @@ Held = tuple[float, str, int]
 """A score on its way into a pool: nonconformity, question, turn."""
 
 
+HOLD = 64  # scores that may wait for an earlier issue, unless told
+
+
 class IssueOrder:
     """A reorder buffer with a watermark: an issue is released once every earlier one was pushed or skipped.
 
@@ -22,7 +25,7 @@ class IssueOrder:
 
     __slots__ = ("_held", "_limit", "_next", "_skipped", "given_up")
 
-    def __init__(self, limit: int = 64) -> None:
+    def __init__(self, limit: int = HOLD) -> None:
         """:raises CalibrationInputError: for a limit below 1."""
         if limit < 1:
             raise CalibrationInputError("limit of held scores", limit, "at least 1")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from atts.api.budgets import budget_of, budget_warnings
 from atts.api.keys import Key, flat, keys_of
-from atts.calibration import Calibrator, StoredScores, Tuning
+from atts.calibration import HOLD, Calibrator, StoredScores, Tuning
 from atts.core import AnswerKind, Problem, Role
 from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
@@ -90,7 +90,9 @@ class Setup:
         """The setup of a run, as far as its gate goes: method, rate, mode, stored scores, seed, samples."""
         settings: dict[str, Any] = {name: held.value for name, held in manifest.configuration.items()}
         samples = (settings.get("policy") or {}).get("samples", 1)
-        given = {name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings}
+        given: dict[str, Any] = {name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings}
+        if "rollouts" in manifest.settings:
+            given["rollouts"] = manifest.settings["rollouts"].value
         stored = tuple(settings.get("stored") or ())
         return cls(policy=Policy(samples=samples), stored=stored, seed=manifest.seed, **given)
 
@@ -126,7 +128,9 @@ class Setup:
         """
         chosen = preset(self.method)
         tuning = Tuning.for_rollouts(self.policy.samples)
-        calibrator = Calibrator(self.rate, self.mode, seed=self.seed, stored=self.stored, tuning=tuning)
+        calibrator = Calibrator(
+            self.rate, self.mode, seed=self.seed, stored=self.stored, hold=max(HOLD, self.rollouts), tuning=tuning
+        )
         return self.gate if self.gate is not None else chosen.gate(GateInputs(calibrator, self.warmup)), calibrator
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:

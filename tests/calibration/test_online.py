@@ -346,6 +346,8 @@ def test_scales_orient_scores() -> None:
         (lambda: Calibrator(0.4, "question_turn"), OptionError, "question-turn"),  # type: ignore[arg-type]
         (lambda: Calibrator(0.4, "split"), CalibrationInputError, "stored"),
         (lambda: Calibrator(0.4, window=0), CalibrationInputError, "window"),
+        (lambda: Calibrator(0.4).decide(1.5, turn=-1), CalibrationInputError, "turn"),
+        (lambda: Calibrator(0.4).decide(1.5, sample=-1), CalibrationInputError, "sample"),
         (lambda: Calibrator(0.4, decay=1.0), CalibrationInputError, "decay"),
         (lambda: Calibrator(0.4, window=9, decay=0.5), OptionError, "both"),
         (lambda: Calibrator(0.4, drift="panic"), OptionError, "drift"),  # type: ignore[arg-type]

@@ -139,6 +139,16 @@ def test_nothing_is_certified_that_loses_too_much_or_was_run_on_other_problems()
         certify_runs(target, [LabelledRun("split", 0.2, target[:-1])], right, epsilon=0.05)
 
 
+@pytest.mark.parametrize("rollouts", [4, 64, 256])
+def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) -> None:
+    """The first chunk asked for is scored last: all the others wait for it, so the pool is in the order of asking."""
+    gate, calibrator = Setup(rollouts=rollouts).decider()
+    issued = [gate.preview(Features("q", sample=sample, tokens=7)) for sample in range(rollouts)]  # type: ignore[union-attr]
+    for asked in [*issued[1:], issued[0]]:
+        calibrator.observe(calibrator.decide(1.5, "q", 0, asked.sample, asked.issue))
+        assert calibrator.state()["order"]["given_up"] == 0
+
+
 def test_presets_build_the_ordinal_and_the_warmed_gate() -> None:
     """By name, from a calibrator."""
     assert isinstance(preset("atts").gate(GateInputs(Calibrator(0.2), warmup=10)), WarmingGate)

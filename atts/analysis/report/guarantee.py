@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from atts.analysis.report.numbers import StatedGuarantee
 from atts.analysis.report.run_data import AUDIT, GateStep, RunData
 from atts.analysis.report.words import WORDS
-from atts.calibration import DEFAULTS, MODES, Calibrator, Mode, Tuning
+from atts.calibration import DEFAULTS, HOLD, MODES, Calibrator, Mode, Tuning
 from atts.errors import CalibrationInputError
 
 _TRIAL = 300  # steps by which the mode is recognised
@@ -88,7 +88,9 @@ def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float,
     aci_step = data.run.setting("aci_step")
     tuning = Tuning(aci_step=aci_step) if isinstance(aci_step, float) else DEFAULTS
     try:
-        calibrator = Calibrator(rate, mode, seed=data.run.manifest.seed, stored=stored, tuning=tuning)
+        seed, rollouts = data.run.manifest.seed, data.run.manifest.settings.get("rollouts")
+        hold = max(HOLD, rollouts.value) if rollouts and isinstance(rollouts.value, int) else HOLD
+        calibrator = Calibrator(rate, mode, seed=seed, stored=stored, hold=hold, tuning=tuning)
     except CalibrationInputError:  # a mode that needs stored scores
         return None
     checked = same = 0

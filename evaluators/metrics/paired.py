@@ -25,7 +25,7 @@ from atts.evaluators.metrics.intervals import (
 )
 from atts.seeds import Seed, generator
 
-PairedMethod = Literal["bootstrap", "t"]
+PairedMethod = Literal["agresti-min", "bootstrap", "t"]
 EXACT_SIGNS = 14
 
 
@@ -76,23 +76,25 @@ def compare_runs(
     first: ArrayLike,
     second: ArrayLike,
     *,
-    method: PairedMethod = "bootstrap",
+    method: PairedMethod = "agresti-min",
     level: float = 0.95,
     seed: int = 0,
     n_samples: int = 0,
 ) -> Comparison:
     """Two values per problem, such as shares of right samples, in the same order of problems.
 
-    The interval is of the mean difference over problems: "bootstrap" draws problems (pairs stay together; few problems
-    widen it as t does), "t" is Student's; where all problems agree on the difference, it is what others, too rare to
-    have shown themselves, may still make of it. Raises OptionError for lengths that differ and unknown methods.
+    The interval is of the mean difference over problems: "t" is Student's; "agresti-min" is that with half a problem won,
+    half a one lost and one tied added to the variance, which keeps it right where few problems differ; "bootstrap"
+    draws problems (pairs stay together; few problems widen it as t does). Where all problems agree on the difference,
+    it is what others, too rare to have shown themselves, may still make of it. Raises OptionError for lengths that
+    differ and unknown methods.
     """
     a, b = _pairs(first, second)
     check_level(level)
     if method not in get_args(PairedMethod):
         raise OptionError("method", f"{method!r} is not an interval for pairs", get_args(PairedMethod))
     delta = b - a
-    estimate = _difference(delta, method, level, seed, n_samples or 2 * delta.size)
+    estimate = difference_estimate(delta, method, level, seed, n_samples or 2 * delta.size)
     spread = float(delta.std(ddof=1)) if delta.size > 1 else math.nan
     seen = estimate.value
     needed = problems_needed(spread, seen) if spread > 0 and seen != 0 and not math.isnan(seen) else None
@@ -165,7 +167,10 @@ def problems_needed(deviation: float, difference: float, *, power: float = 0.8, 
     return math.ceil(needed)
 
 
-def _difference(delta: Floats, method: PairedMethod, level: float, seed: int, n_samples: int) -> Estimate:
+def difference_estimate(
+    delta: Floats, method: PairedMethod = "agresti-min", level: float = 0.95, seed: int = 0, n_samples: int = 0
+) -> Estimate:
+    """The mean of one difference per problem with its interval; see `compare_runs`."""
     if delta.size < 2 or np.isnan(delta).any():
         note = "needs two problems" if delta.size < 2 else "undefined for some problem"
         return undefined_estimate(delta.size, n_samples, level, note)
@@ -175,9 +180,17 @@ def _difference(delta: Floats, method: PairedMethod, level: float, seed: int, n_
     if method == "bootstrap":
         low, high = bootstrap_interval(delta, level=level, seed=seed)
     else:
-        half = reach(delta.size - 1, level) * math.sqrt(variance_of_mean(delta))
+        variance = variance_of_mean(delta) if method == "t" else _with_both_outcomes(delta)
+        half = reach(delta.size - 1, level) * math.sqrt(variance)
         low, high = mean - half, mean + half
     return Estimate(mean, low, high, delta.size, n_samples, f"paired {method}", level=level)
+
+
+def _with_both_outcomes(delta: Floats) -> float:
+    """The variance of the mean were there half a problem more that is won, half a one that is lost, and a tied one."""
+    mean = float(delta.sum()) / (delta.size + 2)
+    squares = float(((delta - mean) ** 2).sum()) + ((1 - mean) ** 2 + (1 + mean) ** 2) / 2 + mean**2
+    return squares / (delta.size + 1) / delta.size
 
 
 def _no_spread(mean: float, problems: int, level: float) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from scipy import stats
 from atts.errors import OptionError
 from atts.evaluators.metrics.paired import (
     compare_runs,
+    difference_estimate,
     mcnemar,
     problems_needed,
     sign_flip_p,
@@ -72,7 +73,7 @@ def test_equal_runs_do_not_differ() -> None:
     assert (found.better, found.worse, found.tied, found.problems_needed) == (0, 0, 3, None)
 
 
-@pytest.mark.parametrize("method", ["bootstrap", "t"])
+@pytest.mark.parametrize("method", ["agresti-min", "bootstrap", "t"])
 def test_problems_that_all_tie_do_not_prove_runs_alike(method: Any) -> None:
     """The interval covers shares of differing problems that stay unseen one time in twenty, and shrinks with n."""
     few, many = (compare_runs([0.5] * n, [0.5] * n, method=method).difference for n in (40, 400))
@@ -109,7 +110,7 @@ def test_pairing_tells_what_two_separate_intervals_cannot() -> None:
     assert separate > 3 * found.difference.value
 
 
-@pytest.mark.parametrize("method", ["bootstrap", "t"])
+@pytest.mark.parametrize("method", ["agresti-min", "bootstrap", "t"])
 def test_the_interval_of_a_difference_covers(method: Any) -> None:
     """Nominal 95 %, 40 problems of 8 samples in each run, 300 pairs of runs (bootstrap 100): within 3.5 deviations."""
     rng = np.random.default_rng(1)
@@ -180,3 +181,20 @@ def test_too_little_to_compare_is_undefined() -> None:
     """One problem, or a rate that is undefined itself."""
     assert math.isnan(compare_runs([1.0], [0.0]).difference.value)
     assert math.isnan(compare_runs([1.0, math.nan], [0.0, 1.0]).difference.value)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("problems", "samples"), [(30, 1), (30, 8), (40, 16)])
+@pytest.mark.parametrize("truth", [0.02, 0.95, 0.99])
+def test_differences_are_covered_where_few_problems_differ(problems: int, samples: int, truth: float) -> None:
+    """Rates near 0 and 1, one problem in five of another difficulty, three in ten errors mended: 200 pairs of runs."""
+    rng = np.random.default_rng([problems, samples, round(1000 * truth)])
+    hits, runs = 0, 200
+    for _ in range(runs):
+        chances = rng.beta(truth / 2, (1 - truth) / 2, (2, problems))
+        better = np.where(rng.random(problems) < 0.2, chances[1], chances[0])
+        better += 0.3 * (1 - better)
+        first, second = rng.binomial(samples, chances[0]), rng.binomial(samples, better)
+        found = difference_estimate((second - first) / samples)
+        hits += found.low <= 0.3 * (1 - truth) <= found.high
+    assert hits / runs >= 0.95 - 3.5 * math.sqrt(0.0475 / runs)

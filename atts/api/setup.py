@@ -90,7 +90,9 @@ class Setup:
         """The setup of a run, as far as its gate goes: method, rate, mode, stored scores, seed, samples."""
         settings: dict[str, Any] = {name: held.value for name, held in manifest.configuration.items()}
         samples = (settings.get("policy") or {}).get("samples", 1)
-        given: dict[str, Any] = {name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings}
+        given: dict[str, Any] = {
+            name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings
+        }
         if "rollouts" in manifest.settings:
             given["rollouts"] = manifest.settings["rollouts"].value
         stored = tuple(settings.get("stored") or ())

@@ -83,9 +83,9 @@ def compare_runs(
 ) -> Comparison:
     """Two values per problem, such as shares of right samples, in the same order of problems.
 
-    The interval is of the mean difference over problems: "t" is Student's; "agresti-min" is that with half a problem won,
-    half a one lost and one tied added to the variance, which keeps it right where few problems differ; "bootstrap"
-    draws problems (pairs stay together; few problems widen it as t does). Where all problems agree on the difference,
+    The interval is of the mean difference over problems: "t" is Student's; "agresti-min" is that with half a problem
+    won, half a one lost and one tied added to the variance, right also where few problems differ; "bootstrap" draws
+    problems (pairs stay together; few problems widen it as t does). Where all problems agree on the difference,
     it is what others, too rare to have shown themselves, may still make of it. Raises OptionError for lengths that
     differ and unknown methods.
     """

@@ -14,6 +14,7 @@ from atts.errors import OptionError
 
 if TYPE_CHECKING:
     from atts.local import LocalOptions
+    from atts.remote import RayOptions
 
 T = TypeVar("T")
 
@@ -70,9 +71,9 @@ def build_engines(draft: str | Engine, target: str | Engine) -> tuple[Engine, En
 
 
 def check_engine_words(name: str) -> tuple[str, str]:
-    """The kind of engine and what its string says besides, nothing loaded.
+    """The kind of engine and what its string says besides, nothing loaded or connected to.
 
-    :raises OptionError: no engine is called that.
+    :raises OptionError: no engine is called that, or a server's URL or settings are impossible.
     """
     scheme, _, rest = name.partition(":")
     if "?" in scheme:  # "embedded?threads=1"
@@ -84,27 +85,34 @@ def check_engine_words(name: str) -> tuple[str, str]:
         if rest.partition("?")[0] not in ("", "draft", "target"):
             raise OptionError("engine", f"{name!r} names no engine; write {scheme}, {scheme}:draft or {scheme}:target")
     elif scheme == "ray" and rest.partition(":")[0] != "ray":
-        check_engine_words(rest)
+        check_engine_words(_ray_words(rest)[0])
+    elif scheme in _SERVERS and rest:
+        from atts.remote import server_engine
+
+        server_engine(scheme, rest, scheme, frozenset())
     elif not rest or scheme == "ray":
         what = "hf:OWNER/NAME or hf:./FOLDER" if scheme == "hf" else _WRITTEN.format(scheme)
         raise OptionError("engine", f"{name!r} does not say which model; write {what}")
-    elif scheme in _SERVERS and not all(url.strip().startswith(("http://", "https://")) for url in rest.split(",")):
-        raise OptionError("engine", f"{name!r} does not say where the server is; write {_WRITTEN.format(scheme)}")
     return scheme, rest
 
 
 def _on_ray(words: str, role: Role) -> Engine:
     """The engine of these words in actors; settings that are Ray's are taken out of them."""
     from atts.local import LocalOptions
-    from atts.remote import RayEngine, RayOptions
+    from atts.remote import RayEngine
+
+    inner, options = _ray_words(words)
+    here = LocalOptions(worker="thread")  # an actor is a process of its own already
+    return RayEngine(partial(build_engine, inner, role, here), name=role, options=options)
+
+
+def _ray_words(words: str) -> tuple[str, RayOptions]:
+    """What is to run in actors, and how: settings that are Ray's are taken out of the words."""
+    from atts.remote import RayOptions
 
     inner, _, settings = words.partition("?")
     options, rest = _with_settings(RayOptions(), settings)
-    if rest:
-        inner = f"{inner}?{urlencode(rest)}"
-    check_engine_words(inner)
-    here = LocalOptions(worker="thread")  # an actor is a process of its own already
-    return RayEngine(partial(build_engine, inner, role, here), name=role, options=options)
+    return f"{inner}?{urlencode(rest)}" if rest else inner, options
 
 
 def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:

@@ -15,7 +15,8 @@ from atts.journal import Json
 
 PREFIX = "ATTS_"
 _TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_KINDS: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+KINDS: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+"""What errors call the types of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Key:
             if self.optional:
                 return None
             if value is None:
-                raise OptionError(label, f"needs {_KINDS.get(self.kind, 'a value')}")
+                raise OptionError(label, f"needs {KINDS.get(self.kind, 'a value')}")
         if self.choices and value not in self.choices:
             raise OptionError(label, f"{value!r} is not one of its values", self.choices, value)
         try:
@@ -55,7 +56,7 @@ class Key:
         except msgspec.DecodeError:
             found = math.nan
         if found != found:
-            raise OptionError(label, f"{value!r} is not {_KINDS.get(self.kind, 'a list of texts')}")
+            raise OptionError(label, f"{value!r} is not {KINDS.get(self.kind, 'a list of texts')}")
         return found
 
 
@@ -105,7 +106,7 @@ def nested(values: Mapping[str, Json]) -> dict[str, Any]:
 
 
 def _is_sayable(kind: Any) -> bool:
-    return kind in _KINDS or get_origin(kind) is Literal or (get_origin(kind) is tuple and get_args(kind)[0] is str)
+    return kind in KINDS or get_origin(kind) is Literal or (get_origin(kind) is tuple and get_args(kind)[0] is str)
 
 
 def _converted(value: Any, kind: Any) -> Any:
@@ -114,6 +115,7 @@ def _converted(value: Any, kind: Any) -> Any:
     :raises msgspec.DecodeError: it is none.
     """
     if kind in (int, float):
+        kind = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] if kind is int else kind
         return msgspec.convert(value.strip().replace("_", "") if isinstance(value, str) else value, kind, strict=False)
     if isinstance(value, str) and kind is bool:
         value = _TRUTHS.get(value.lower(), value)

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from atts.api.keys import PREFIX, Key, flat
+from atts.api.keys import KINDS, PREFIX, Key, flat
 from atts.errors import OptionError
 
 FILE = "atts.toml"
@@ -27,7 +27,10 @@ def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
     :raises OptionError: it cannot be read, is not TOML, or has an unknown key.
     """
     for name, value in flat(_tables(path)):
-        yield _known(name, keys, str(path)), value, str(path), f"{name} ({path})"
+        key, label = _known(name, keys, str(path)), f"{name} ({path})"
+        if key.kind in (int, float, bool) and isinstance(value, str) and value.lower() not in ("none", "null"):
+            raise OptionError(label, f"{value!r} is not {KINDS[key.kind]} but a text: leave out the quotation marks")
+        yield key, value, str(path), label
 
 
 def from_environment(environment: Mapping[str, str], keys: Mapping[str, Key]) -> Iterator[Said]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from atts.core import Message, SampleRequest, TokenIds
 from atts.errors import UnsupportedByEngine
 from atts.remote.client import Call, Client
-from atts.remote.dialects import Dialect, Identity, LogProbs, RawCompletion, choose_model, finish_of, json_of, seed_of
+from atts.remote.dialects import Dialect, Identity, LogProbs, RawCompletion, choose_model, json_of, seed_of
 from atts.remote.options import Prefill, RemoteOptions
+from atts.remote.replies import ModelRow, ModelRows, TokenCounts, decode, finish_of, is_score
 from atts.remote.text_tokenizer import END, TextTokenizer
 
 CONTEXT = 131_072  # where the server does not say; an overflow that only the server sees is one all the same
@@ -20,6 +22,34 @@ _GO_ON = (
     "\n\nHere is the beginning of the answer:\n\n{text}\n\n"
     "Continue it from exactly where it stops. Write nothing but the continuation, and repeat nothing."
 )
+
+
+class _Message(Struct):
+    content: str | None = None
+
+
+class _Alternative(Struct):
+    token: str
+    logprob: float
+
+
+class _Place(Struct):
+    top_logprobs: tuple[_Alternative, ...]
+
+
+class _LogProbs(Struct):
+    content: tuple[_Place, ...]
+
+
+class _Choice(Struct):
+    message: _Message
+    finish_reason: str | None = None
+    logprobs: _LogProbs | None = None
+
+
+class _Completion(Struct):
+    choices: tuple[_Choice, ...]
+    usage: TokenCounts | None = None
 
 
 class TextDialect(Dialect):
@@ -53,12 +83,12 @@ class ChatDialect(TextDialect):
         host = urlsplit(client.url).hostname or ""
         if host.endswith("openai.com"):
             self._limit = "max_completion_tokens"  # its newer models refuse the older word, others know no other
-        row: Mapping[str, Any] = {"id": model}
+        row = ModelRow(model)
         if reply.status not in (404, 405) or not model:
-            row = choose_model(client, json_of(client, reply, "/models")["data"], model)
-        self._model = str(row["id"])
-        said = row.get("max_model_len") or row.get("context_length") or row.get("context_window") or CONTEXT
-        return Identity(f"chat {host}", "", self._model, self._options.context or int(said))
+            row = choose_model(client, json_of(client, reply, ModelRows).data, model)
+        self._model = row.id
+        told = row.max_model_len or row.context_length or row.context_window or CONTEXT
+        return Identity(f"chat {host}", "", self._model, self._options.context or told)
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`.
@@ -80,28 +110,29 @@ class ChatDialect(TextDialect):
             body |= {"top_k": sampling.top_k or -1, "min_p": sampling.min_p}
         return Call("/chat/completions", body)
 
-    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
+    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
-        (choice,) = reply["choices"]
-        usage = reply.get("usage") or {}
-        text = choice["message"].get("content") or ""
-        finish = finish_of(choice["finish_reason"])
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return written(self._text, text, finish, request, int(usage.get("completion_tokens") or 0), int(cached))
+        found: _Completion = decode(reply, _Completion)
+        (choice,), usage = found.choices, found.usage or TokenCounts()
+        text, finish = choice.message.content or "", finish_of(choice.finish_reason)
+        return written(self._text, text, finish, request, usage.completion_tokens or 0, usage.cached)
 
     def rating(self, ids: TokenIds, rid: str) -> Call:
         """See `Rater`."""
         body = {self._limit: 1, "temperature": 1.0, "top_p": 1.0, "logprobs": True, "top_logprobs": ALTERNATIVES}
         return Call("/chat/completions", self._head(ids) | body)
 
-    def rated(self, reply: Any) -> dict[str, float]:
+    def rated(self, reply: bytes) -> dict[str, float]:
         """See `Rater`; a word with and without a space before it is one word."""
-        (choice,) = reply["choices"]
-        first = choice["logprobs"]["content"][0]
+        found: _Completion = decode(reply, _Completion)
+        (choice,) = found.choices
+        places = choice.logprobs.content if choice.logprobs else ()
         masses: dict[str, float] = {}
-        for row in first["top_logprobs"]:
-            word = str(row["token"]).strip()
-            masses[word] = masses.get(word, 0.0) + math.exp(float(row["logprob"]))
+        for row in places[0].top_logprobs if places else ():
+            if not is_score(row.logprob):
+                raise ValueError(f"a log-probability of {row.logprob}")
+            word = row.token.strip()
+            masses[word] = masses.get(word, 0.0) + math.exp(row.logprob)
         return {word: min(0.0, math.log(mass)) if mass > 0 else -math.inf for word, mass in masses.items()}
 
     def _head(self, ids: TokenIds) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,7 +13,9 @@ import msgspec
 
 from atts.errors import BadReply, ContextOverflow, EngineError, EngineTimeout, EngineUnavailable, UnsupportedByEngine
 from atts.remote.options import RemoteOptions
-from atts.remote.transport import HttpReply, Lost, open_transport, proxy_hint
+from atts.remote.redaction import redactor
+from atts.remote.replies import said
+from atts.remote.transport import HttpReply, Lost, Unacceptable, open_transport, proxy_hint
 from atts.slots import SlotQueue
 from atts.tasks import backoff, clock, shielded
 
@@ -22,6 +23,8 @@ T = TypeVar("T")
 _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 _OVERFLOW = ("context length", "maximum context", "context size", "longer than the model", "max_model_len", "too long")
 _LOOK_SECONDS = 10.0  # for a question about the server, which takes it no work
+_LOOK_BYTES = 16 << 20
+_BASE_BYTES, _TOKEN_BYTES = 1 << 18, 1 << 10  # of a reply to a call: in all, and for each token of it
 _LONGEST_WAIT = 30.0  # a Retry-After beyond this is for people, not for a call
 SHRINK = 0.8
 GROW = 1.05
@@ -109,8 +112,10 @@ class Client:
         self._prefix = uuid.uuid4().hex[:16]  # of every request id of this client
         self._made = 0
         key = options.key.read()
+        self._hide = redactor(key, options)
         self._transport = open_transport(options)
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        head = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._headers = head | ({"Authorization": f"Bearer {key}"} if key else {})
         self._has_key = bool(key)
 
     async def aclose(self) -> None:
@@ -126,18 +131,19 @@ class Client:
         data = None if body is None else msgspec.json.encode(body)
         try:
             with anyio.fail_after(min(_LOOK_SECONDS, self.options.timeout_seconds)):
-                return await self._transport.send(self.url + path, data, self._headers)
+                return await self._send(self.url + path, data, self._headers, _LOOK_BYTES)
         except Lost as lost:
             raise self._unreachable(lost) from lost
         except TimeoutError as late:
             raise EngineTimeout(self.name, f"{self.url}{path} does not answer") from late
 
     async def ask(
-        self, make: Callable[[str], Call], read: Callable[[Any], T], abort: Callable[[str], Call | None]
+        self, make: Callable[[str], Call], read: Callable[[bytes], T], abort: Callable[[str], Call | None], tokens: int
     ) -> T:
         """Send a request under a fresh id until its reply can be read; one deadline holds for all attempts.
 
-        An attempt that was given up, or whose reply was lost on the way, is aborted on the server.
+        An attempt that was given up, or whose reply was lost on the way, is aborted on the server. `tokens` is how many
+        the request is about, given and wanted: a reply that is longer than they can account for is not read to its end.
 
         :raises EngineTimeout: the deadline passed.
         :raises EngineError: every attempt failed, or the server refused the request for good.
@@ -146,7 +152,7 @@ class Client:
         with anyio.CancelScope(deadline=self._clock() + self.options.timeout_seconds):
             while True:
                 try:
-                    return read(self._judge(await self._once(make, abort)))
+                    return read(self._judge(await self._once(make, abort, _BASE_BYTES + _TOKEN_BYTES * tokens)))
                 except EngineError as error:
                     if not error.retryable or attempt == self.options.attempts:
                         raise
@@ -157,7 +163,7 @@ class Client:
                 attempt += 1
         raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s")
 
-    async def _once(self, make: Callable[[str], Call], abort: Callable[[str], Call | None]) -> HttpReply:
+    async def _once(self, make: Callable[[str], Call], abort: Callable[[str], Call | None], most: int) -> HttpReply:
         self._made += 1
         rid = f"{self._prefix}{self._made:016x}"  # of one length: SGLang aborts every id that begins like the one named
         url, body, headers = self._packed(make(rid))
@@ -165,7 +171,7 @@ class Client:
             await self.limit.take()
         try:
             self.traffic.attempts += 1
-            return await self._transport.send(url, body, headers)
+            return await self._send(url, body, headers, most)
         except Lost as lost:
             self.traffic.lost += 1
             if lost.sent:
@@ -176,6 +182,15 @@ class Client:
             raise
         finally:
             self.limit.give()
+
+    async def _send(self, url: str, body: bytes | None, headers: Mapping[str, str], most: int) -> HttpReply:
+        """A reply in which no secret of ours is left, whatever the server echoes."""
+        try:
+            reply = await self._transport.send(url, body, headers, most)
+        except Lost as lost:
+            lost.args = (self._hide(str(lost).encode(errors="replace")).decode(),)
+            raise
+        return HttpReply(reply.status, self._hide(reply.body), reply.retry_after)
 
     def _packed(self, call: Call) -> tuple[str, bytes, dict[str, str]]:
         """The call as bytes: thousands wait at once, and what they keep alive the garbage collector visits."""
@@ -191,26 +206,23 @@ class Client:
         with shielded(self.options.cancel_seconds):
             with suppress(Lost):  # counted below: a server that is gone has nothing left to abort
                 data = msgspec.json.encode(call.body)
-                done = (await self._transport.send(self.url + call.path, data, self._headers)).status == 200
+                reply = await self._send(self.url + call.path, data, self._headers, _BASE_BYTES)
+                done = reply.status == 200
         self.traffic.aborts_failed += not done
 
-    def _judge(self, reply: HttpReply) -> Any:
-        """The reply's JSON, or the error its status stands for."""
+    def _judge(self, reply: HttpReply) -> bytes:
+        """The reply's body, or the error its status stands for."""
         if reply.status == 200:
-            try:
-                found = decode(reply.body)
-            except ValueError as error:
-                raise BadReply(self.name, f"the reply is not whole JSON ({error})") from error
             self.limit.answered()
-            return found
+            return reply.body
         if reply.status in _RETRIED:
             (self.limit.refused if reply.status in (429, 503, 529) else self.limit.erred)()
-            raise Refused(self.name, f"status {reply.status}: {said(reply)}", _seconds(reply.retry_after))
+            raise Refused(self.name, f"status {reply.status}: {said(reply.body)}", _seconds(reply.retry_after))
         raise self.refusal(reply)
 
     def refusal(self, reply: HttpReply) -> EngineError:
         """The error of a status that another attempt would meet again."""
-        words = said(reply)
+        words = said(reply.body)
         if reply.status in (401, 403):
             source = self.options.key
             where = str(source.file) if source.file else source.variable
@@ -227,35 +239,11 @@ class Client:
             )
         return EngineError(self.name, f"it refused the request (status {reply.status}: {words})")
 
-    def _unreachable(self, lost: Lost) -> EngineUnavailable:
+    def _unreachable(self, lost: Lost) -> EngineError:
+        if isinstance(lost, Unacceptable):
+            return BadReply(self.name, str(lost))
         what = "lost the connection to" if lost.sent else "cannot reach"
         return EngineUnavailable(self.name, f"{what} {self.url} ({lost})", proxy_hint(self.url, self.options))
-
-
-def decode(text: bytes) -> Any:
-    """The value of a JSON text; Python's NaN and Infinity count, for servers in Python send them.
-
-    >>> decode(b'{"logprob": -Infinity}')
-    {'logprob': -inf}
-
-    :raises ValueError: it is none, or not whole.
-    """
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return json.loads(text)
-
-
-def said(reply: HttpReply) -> str:
-    """What an error reply says, in a line."""
-    try:
-        found: Any = decode(reply.body)
-    except ValueError:
-        found = reply.body.decode(errors="replace")
-    while isinstance(found, dict):
-        row: dict[str, Any] = found
-        found = row.get("error", row.get("message", row.get("detail", row.get("object", ""))))
-    return " ".join(str(found).split())[:300] or "no reason given"
 
 
 def _seconds(words: str) -> float:

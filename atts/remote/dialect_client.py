@@ -14,6 +14,7 @@ from atts.engine import EngineSpec, Tokenizer
 from atts.errors import BadReply, UnsupportedByEngine
 from atts.remote.client import Call, Client
 from atts.remote.dialects import Dialect, Forcer, Rater, RawCompletion, Scorer
+from atts.remote.replies import is_logprob, is_score
 from atts.tasks import collect
 
 T = TypeVar("T")
@@ -75,7 +76,8 @@ class DialectClient:
 
     def _sampled(self, request: SampleRequest) -> Awaitable[tuple[RawCompletion, int, Ending]]:
         """What came, the place where it ends and why; what ends for no reason is asked for again."""
-        return self.client.ask(partial(self._sampling, request), partial(self._believed, request), self.dialect.abort)
+        make, read = partial(self._sampling, request), partial(self._believed, request)
+        return self.client.ask(make, read, self.dialect.abort, len(request.ids) + request.max_tokens)
 
     def _sampling(self, request: SampleRequest, rid: str) -> Call:
         """The call, the model's own ends among the ids that stop it."""
@@ -91,7 +93,7 @@ class DialectClient:
         )
         return self.dialect.sampling(wire, rid)
 
-    def _believed(self, request: SampleRequest, reply: Any) -> tuple[RawCompletion, int, Ending]:
+    def _believed(self, request: SampleRequest, reply: bytes) -> tuple[RawCompletion, int, Ending]:
         sampled = self._read(self.dialect.sampled, reply, request)
         check_completion(sampled, request, self.spec)
         return (sampled, *find_end(sampled, request, self.spec, self.tokenizer))
@@ -119,24 +121,25 @@ class DialectClient:
         def make(rid: str) -> Call:
             return forcer.forcing(ids, token)
 
-        def read(reply: Any) -> float:
+        def read(reply: bytes) -> float:
             value = self._read(forcer.forced, reply, token)
             if not is_logprob(value):
                 raise BadReply(self._name, f"a log-probability of {value}")
             return value
 
-        return await self.client.ask(make, read, self.dialect.abort)
+        return await self.client.ask(make, read, self.dialect.abort, len(ids) + 1)
 
     async def _score_once(self, scorer: Scorer, request: ScoreRequest, cache: Literal["read", "skip"]) -> Scores | None:
-        def read(reply: Any) -> Scores | None:
+        def read(reply: bytes) -> Scores | None:
             scores = self._read(scorer.scored, reply, request)
             if scores is not None and len(scores.logprobs) != len(request.suffix):
                 raise BadReply(self._name, f"{len(scores.logprobs)} scores for {len(request.suffix)} tokens")
-            if scores is not None and not all(value <= 1e-4 for value in scores.logprobs):
+            if scores is not None and not all(map(is_score, scores.logprobs)):
                 raise BadReply(self._name, "a score is above 0 or not a number")
             return scores
 
-        return await self.client.ask(lambda rid: scorer.scoring(request, rid, cache), read, self.dialect.abort)
+        tokens = len(request.prefix) + len(request.suffix)
+        return await self.client.ask(lambda rid: scorer.scoring(request, rid, cache), read, self.dialect.abort, tokens)
 
     async def _rated(self, request: ScoreRequest) -> Scores:
         if len(request.suffix) != 1:
@@ -151,19 +154,19 @@ class DialectClient:
         if rater is None:
             raise UnsupportedByEngine(self._name, f"{self.dialect.name} can neither score nor rate")
 
-        def read(reply: Any) -> dict[str, float]:
+        def read(reply: bytes) -> dict[str, float]:
             found = self._read(rater.rated, reply)
-            if not found or not all(value <= 1e-4 for value in found.values()):
-                raise BadReply(self._name, "it names no likely tokens, or gives them impossible log-probabilities")
+            if not found:
+                raise BadReply(self._name, "it names no likely tokens")
             return found
 
-        return await self.client.ask(partial(rater.rating, ids), read, self.dialect.abort)
+        return await self.client.ask(partial(rater.rating, ids), read, self.dialect.abort, len(ids) + 1)
 
     def _read(self, reading: Callable[..., T], *args: Any) -> T:
         try:
             return reading(*args)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            problem = f"the reply has another shape than {self.dialect.name}'s ({type(error).__name__}: {error})"
+        except ValueError as error:
+            problem = f"the reply has another shape than {self.dialect.name}'s ({error})"
             raise BadReply(self._name, problem) from error
 
 
@@ -189,11 +192,6 @@ class _RatingCache:
             if len(self._kept) > _KEPT_RATINGS:
                 self._kept.popitem(last=False)
         return self._kept[ids]
-
-
-def is_logprob(value: float) -> bool:
-    """Whether it can be the log-probability of a token that was sampled; NaN cannot."""
-    return -1e6 < value <= 1e-4
 
 
 def check_completion(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.errors import UnsupportedByEngine
-from atts.remote.client import Call, Client, decode
+from atts.remote.client import Call, Client
+from atts.remote.replies import ModelRow, ModelRows, decode, tokens_in
 from atts.remote.transport import HttpReply
 
-CLAMPED = -9999.0  # vLLM's way to write minus infinity in JSON
 LogProbs = Literal["raw", "processed", "none"]
 
 
@@ -39,8 +41,8 @@ class RawCompletion:
 class Dialect(Protocol):
     """How one kind of server is spoken to.
 
-    Reading raises KeyError, IndexError, TypeError or ValueError on a reply of another shape; the engine makes it a
-    BadReply. What only some servers can do is in `Scorer`, `Forcer` and `Rater`.
+    Reading raises ValueError on a reply of another shape; the engine makes it a BadReply. What only some servers can do
+    is in `Scorer`, `Forcer` and `Rater`.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Dialect(Protocol):
         """The call that continues these ids."""
         ...
 
-    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
+    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """Its reply."""
         ...
 
@@ -84,7 +86,7 @@ class Scorer(Protocol):
         """The call that scores the suffix."""
         ...
 
-    def scored(self, reply: Any, request: ScoreRequest) -> Scores | None:
+    def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """Its reply; None when scores are missing because they were cached, and skipping the cache would help."""
         ...
 
@@ -97,7 +99,7 @@ class Forcer(Protocol):
         """The call that writes this very token."""
         ...
 
-    def forced(self, reply: Any, token: int) -> float:
+    def forced(self, reply: bytes, token: int) -> float:
         """Its reply."""
         ...
 
@@ -110,7 +112,7 @@ class Rater(Protocol):
         """The call for one token and its alternatives."""
         ...
 
-    def rated(self, reply: Any) -> dict[str, float]:
+    def rated(self, reply: bytes) -> dict[str, float]:
         """Its reply: log-probability by text."""
         ...
 
@@ -126,53 +128,34 @@ def seed_of(request: SampleRequest, bits: int) -> int:
     return request.seed.key() & ((1 << bits) - 1)
 
 
-def logprob_of(value: float) -> float:
-    """A log-probability as sent; what was clamped for JSON is minus infinity again."""
-    return float("-inf") if value <= CLAMPED else float(value)
+def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
+    """What a 200 says, as a value of that type.
 
-
-def finish_of(word: object) -> Literal["stop", "length"]:
-    """Why a server stopped.
-
-    :raises ValueError: for another reason, such as an abort that was not ours.
-    """
-    if word == "stop":
-        return "stop"
-    if word == "length":
-        return "length"
-    raise ValueError(f"it ended because of {word!r}")
-
-
-def json_of(client: Client, reply: HttpReply, path: str) -> Any:
-    """What a 200 says.
-
-    :raises EngineError: any other status, or no JSON.
+    :raises ValueError: it is no such value.
+    :raises EngineError: any other status.
     """
     if reply.status != 200:
         raise client.refusal(reply)
-    try:
-        return decode(reply.body)
-    except ValueError as error:
-        raise UnsupportedByEngine(client.name, f"{client.url}{path} does not answer in JSON") from error
+    return decode(reply.body, kind)
 
 
-async def json_at(client: Client, path: str, body: dict[str, Any] | None = None) -> Any:
+async def json_at(client: Client, path: str, kind: Any, body: dict[str, Any] | None = None) -> Any:
     """The JSON at a path."""
-    return json_of(client, await client.look(path, body), path)
+    return json_of(client, await client.look(path, body), kind)
 
 
-def choose_model(client: Client, models: list[dict[str, Any]], wanted: str) -> dict[str, Any]:
+def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> ModelRow:
     """The row of /v1/models that is meant; the only one when none is named.
 
     :raises UnsupportedByEngine: it is not there, or several are and none is named.
     """
-    names = [str(row.get("id")) for row in models]
+    names = [row.id for row in models]
     if wanted:
         for row in models:
-            if wanted in (row.get("id"), row.get("root")):
+            if wanted in (row.id, row.root):
                 return row
         raise UnsupportedByEngine(client.name, f"{client.url} has no model {wanted!r}", f"It has {', '.join(names)}")
-    base = [row for row in models if not row.get("parent")]
+    base = [row for row in models if not row.parent]
     if len(base) != 1:
         raise UnsupportedByEngine(client.name, f"{client.url} has {len(base)} models", f"Name one: {', '.join(names)}")
     return base[0]
@@ -183,14 +166,17 @@ def short(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-async def served(client: Client, model: str) -> dict[str, Any]:
+async def served(client: Client, model: str) -> ModelRow:
     """The row of /v1/models that is meant; see `choose_model`."""
-    return choose_model(client, (await json_at(client, "/v1/models"))["data"], model)
+    return choose_model(client, (await json_at(client, "/v1/models", ModelRows)).data, model)
 
 
 async def tokens_of(client: Client, body: dict[str, Any]) -> TokenIds:
     """What /tokenize makes of a text."""
-    return tuple((await json_at(client, "/tokenize", body))["tokens"])
+    reply = await client.look("/tokenize", body)
+    if reply.status != 200:
+        raise client.refusal(reply)
+    return tokens_in(reply.body)
 
 
 async def in_queue(client: Client, running: str, waiting: str = "") -> int | None:
@@ -208,4 +194,5 @@ def priority_field(priority: int, wanted: bool, sooner: Literal["lower", "higher
 def metric(text: str, name: str) -> int | None:
     """The sum of one gauge in Prometheus' text format; None when it is not there."""
     lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
-    return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines)) if lines else None
+    counts = [re.fullmatch(r"(\d{1,15})(\.0*)?", line.rsplit(" ", 1)[-1]) for line in lines]
+    return sum(int(count[1]) for count in counts if count) if lines and all(counts) else None

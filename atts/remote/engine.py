@@ -24,7 +24,7 @@ from atts.remote.handshake import (
     require,
     wait_ready,
 )
-from atts.remote.options import DIALECTS, DialectName, RemoteOptions
+from atts.remote.options import DIALECTS, DialectName, RemoteOptions, is_url
 from atts.remote.probing import Finding, Known, ServerProbe, refuse, same_as_before
 from atts.remote.text_tokenizer import TextTokenizer
 from atts.tasks import clock
@@ -56,8 +56,8 @@ class RemoteEngine(BaseEngine):
     ) -> None:
         if dialect not in ("auto", *DIALECTS):
             raise OptionError("dialect", f"{dialect!r} is unknown", ("auto", *DIALECTS))
-        if not url.startswith(("http://", "https://")):
-            raise OptionError("url", f"{url!r} is not a URL; it begins with http:// or https://")
+        if not is_url(url):
+            raise OptionError("url", f"{url!r} is not a URL such as http://HOST:PORT")
         super().__init__(name or model or url)
         self.url = url.rstrip("/")
         self.options = options

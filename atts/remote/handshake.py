@@ -78,7 +78,7 @@ async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
     """
     try:
         return await dialect.identify(client, model)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except ValueError as error:
         advice = "Is it another kind of server?"
         raise UnsupportedByEngine(client.name, f"{client.url} does not speak {dialect.name}", advice) from error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
+
+from msgspec import Struct
 
 from atts.core import SampleRequest, TokenIds
 from atts.remote.client import Call, Client
@@ -17,8 +19,37 @@ from atts.remote.dialects import (
     seed_of,
     tokens_of,
 )
+from atts.remote.replies import Count, ModelRow, Token, Tokens, decode
 
 _FORCE = 1e9  # a bias that leaves no other token a chance; log-probs are taken before it
+
+
+class _Settings(Struct):
+    n_ctx: Count
+
+
+class _Props(Struct):
+    default_generation_settings: _Settings
+    model_path: str | None = None
+    model_alias: str | None = None
+    build_info: str | None = None
+
+
+class _Row(Struct):
+    id: Token
+    logprob: float
+
+
+class _Timings(Struct):
+    cache_n: Count | None = None
+
+
+class _Completion(Struct):
+    tokens: Tokens
+    completion_probabilities: tuple[_Row, ...]
+    stop_type: str = ""
+    truncated: bool = False
+    timings: _Timings | None = None
 
 
 class LlamaCppDialect(Dialect):
@@ -28,14 +59,13 @@ class LlamaCppDialect(Dialect):
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`; one server has one model, so a name is only compared with the file's."""
-        props = await json_at(client, "/props")
-        path = str(props.get("model_path") or props.get("model_alias") or "unknown")
-        alias = str(props.get("model_alias") or path.rsplit("/", 1)[-1])
+        props: _Props = await json_at(client, "/props", _Props)
+        path = props.model_path or props.model_alias or "unknown"
+        alias = props.model_alias or path.rsplit("/", 1)[-1]
         if model and model not in (path, alias):
-            choose_model(client, [{"id": alias}], model)
-        settings: dict[str, Any] = props["default_generation_settings"]
-        build = str(props.get("build_info") or "unknown")
-        return Identity(f"llamacpp {build.split('-')[0]}", build, alias, int(settings["n_ctx"]))
+            choose_model(client, [ModelRow(alias)], model)
+        build = props.build_info or "unknown"
+        return Identity(f"llamacpp {build.split('-')[0]}", build, alias, props.default_generation_settings.n_ctx)
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`; the defaults are another distribution, and cut before they heat: both are set right."""
@@ -54,15 +84,14 @@ class LlamaCppDialect(Dialect):
         }
         return Call("/completion", body)
 
-    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
+    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`; a log-prob is None from where the server began to leave them out."""
-        if reply.get("truncated"):
+        found: _Completion = decode(reply, _Completion)
+        if found.truncated:
             raise ValueError("it cut the prompt")
-        ids = tuple(reply["tokens"])
-        rows = [(row["id"], float(row["logprob"])) for row in reply["completion_probabilities"]]
-        logprobs = _matched(ids, rows)
-        finish: Literal["stop", "length"] = "length" if reply["stop_type"] == "limit" else "stop"
-        return RawCompletion(ids, logprobs, finish, int((reply.get("timings") or {}).get("cache_n") or 0))
+        logprobs = _matched(found.tokens, found.completion_probabilities)
+        finish: Literal["stop", "length"] = "length" if found.stop_type == "limit" else "stop"
+        return RawCompletion(found.tokens, logprobs, finish, (found.timings and found.timings.cache_n) or 0)
 
     def forcing(self, ids: TokenIds, token: int) -> Call:
         """See `Forcer`: one token, with all weight on the one asked for."""
@@ -79,12 +108,13 @@ class LlamaCppDialect(Dialect):
         }
         return Call("/completion", body)
 
-    def forced(self, reply: Any, token: int) -> float:
+    def forced(self, reply: bytes, token: int) -> float:
         """See `Forcer`."""
-        (row,) = reply["completion_probabilities"]
-        if row["id"] != token or tuple(reply["tokens"]) != (token,):
-            raise ValueError(f"it was made to write {token}, and wrote {row['id']}")
-        return float(row["logprob"])
+        found: _Completion = decode(reply, _Completion)
+        (row,) = found.completion_probabilities
+        if row.id != token or found.tokens != (token,):
+            raise ValueError(f"it was made to write {token}, and wrote {row.id}")
+        return row.logprob
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
         """See `Dialect`."""
@@ -95,11 +125,11 @@ class LlamaCppDialect(Dialect):
         return await in_queue(client, "llamacpp:requests_processing")
 
 
-def _matched(ids: TokenIds, rows: list[tuple[int, float]]) -> tuple[float | None, ...]:
+def _matched(ids: TokenIds, rows: tuple[_Row, ...]) -> tuple[float | None, ...]:
     """A log-prob per id up to the first that was left out; beyond it there is no telling whose is whose."""
     whole = 0
-    while whole < min(len(ids), len(rows)) and rows[whole][0] == ids[whole]:
+    while whole < min(len(ids), len(rows)) and rows[whole].id == ids[whole]:
         whole += 1
     if len(rows) > len(ids) or (len(rows) == len(ids) and whole < len(ids)):
         raise ValueError("the log-probs are not of the ids that came with them")
-    return tuple(rows[place][1] if place < whole else None for place in range(len(ids)))
+    return tuple(rows[place].logprob if place < whole else None for place in range(len(ids)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from msgspec import Raw, Struct
 
 from atts.core import SampleRequest
 from atts.remote.chat import TextDialect, opened, written
@@ -11,15 +11,40 @@ from atts.remote.dialects import (
     Identity,
     RawCompletion,
     choose_model,
-    finish_of,
     json_at,
     sampling_fields,
     seed_of,
     short,
 )
 from atts.remote.options import RemoteOptions
+from atts.remote.replies import Count, ModelRow, Version, decode, finish_of
 
 CONTEXT = 8192  # places are memory there; more by the setting `context`
+
+
+class _Tag(Struct):
+    model: str
+    name: str
+
+
+class _Tags(Struct):
+    models: tuple[_Tag, ...]
+
+
+class _Shown(Struct):
+    model_info: dict[str, Raw]
+
+
+class _Message(Struct):
+    content: str
+
+
+class _Answer(Struct):
+    done: bool
+    done_reason: str
+    message: _Message
+    prompt_eval_count: Count | None = None
+    eval_count: Count | None = None
 
 
 class OllamaDialect(TextDialect):
@@ -37,12 +62,13 @@ class OllamaDialect(TextDialect):
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`; "llama3" is "llama3:latest"."""
-        version = str((await json_at(client, "/api/version"))["version"])
-        rows = [{"id": row["model"], "root": row["name"]} for row in (await json_at(client, "/api/tags"))["models"]]
+        version: str = (await json_at(client, "/api/version", Version)).version
+        rows = [ModelRow(row.model, row.name) for row in (await json_at(client, "/api/tags", _Tags)).models]
         named = model if not model or ":" in model else f"{model}:latest"
-        self._model = str(choose_model(client, rows, named)["id"])
-        info: dict[str, Any] = (await json_at(client, "/api/show", {"model": self._model}))["model_info"]
-        most = max((int(value) for name, value in info.items() if name.endswith(".context_length")), default=CONTEXT)
+        self._model = choose_model(client, rows, named).id
+        info: dict[str, Raw] = (await json_at(client, "/api/show", _Shown, {"model": self._model})).model_info
+        lengths: list[int] = [decode(bytes(info[name]), Count) for name in info if name.endswith(".context_length")]
+        most = max(lengths, default=CONTEXT)
         self._context = min(self._options.context or CONTEXT, most)
         return Identity(f"ollama {short(version)}", version, self._model, self._context)
 
@@ -59,14 +85,15 @@ class OllamaDialect(TextDialect):
         flags = {"stream": False, "truncate": False, "shift": False}
         return Call("/api/chat", {"model": self._model, "messages": messages, "options": options, **flags})
 
-    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
+    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`.
 
         :raises ValueError: the prompt filled the whole context: its beginning is gone.
         """
-        if not reply["done"]:
+        found: _Answer = decode(reply, _Answer)
+        if not found.done:
             raise ValueError("the reply breaks off")
-        if int(reply.get("prompt_eval_count") or 0) >= self._context:
+        if (found.prompt_eval_count or 0) >= self._context:
             raise ValueError("it cut the prompt to its context")
-        finish = finish_of(reply["done_reason"])
-        return written(self._text, reply["message"]["content"], finish, request, int(reply.get("eval_count") or 0))
+        finish = finish_of(found.done_reason)
+        return written(self._text, found.message.content, finish, request, found.eval_count or 0)

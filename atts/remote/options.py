@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
+from urllib.parse import urlsplit
 
 from atts.errors import OptionError
 
 KEY_VARIABLE = "ATTS_API_KEY"
+_LONGEST_KEY = 1 << 16
+_SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")  # and control characters
+_VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")  # capitals with few digits: a key hardly looks so
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
 """How a server that takes messages goes on with an answer: asked in words, by two flags (vLLM, SGLang, llama.cpp), by
 a mark on the message (DeepSeek, Mistral), or of itself."""
@@ -20,22 +25,38 @@ class ApiKey:
     """Where an API key is read from when a connection opens; the key itself is never kept here, nor shown anywhere.
 
     >>> ApiKey(variable="ATTS_NO_SUCH_KEY").read()
-    ''
+    Traceback (most recent call last):
+    atts.errors.OptionError: key: the variable ATTS_NO_SUCH_KEY is not set; set it to the API key, or leave `key` out
 
-    :raises OptionError: on reading, a file that is named and cannot be read.
+    :raises OptionError: what is given is no name of a variable: it may be the key itself. On reading: a variable or
+        file that is named and holds no key.
     """
 
     variable: str = KEY_VARIABLE
     file: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.variable not in os.environ and not _VARIABLE.fullmatch(self.variable):
+            problem = "it names the variable that holds the API key, and what is given looks like a key"
+            raise OptionError("key", f"{problem} (not shown). Put the key into a variable or a file, and name that")
+
     def read(self) -> str:
-        """The key: from the file when one is named, else from the environment; empty when there is none."""
-        if self.file is None:
-            return os.environ.get(self.variable, "").strip()
+        """The key: from the file when one is named, else from the environment; empty without the usual variable."""
+        key = self._from_file(self.file) if self.file else os.environ.get(self.variable, "").strip()
+        if not key and (self.file or self.variable != KEY_VARIABLE):
+            problem = f"{self.file} is empty" if self.file else f"the variable {self.variable} is not set"
+            raise OptionError("key", f"{problem}; set it to the API key, or leave `key` out")
+        if not re.fullmatch(r"[!-~]*", key):
+            where = self.file or self.variable
+            raise OptionError("key", f"the one in {where} holds a space, a control character or a letter beyond ASCII")
+        return key
+
+    def _from_file(self, file: Path) -> str:
         try:
-            return self.file.read_text(encoding="utf-8").strip()
+            with file.open(encoding="utf-8") as stream:
+                return stream.read(_LONGEST_KEY).strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise OptionError("key file", f"{self.file} cannot be read ({type(error).__name__})") from error
+            raise OptionError("key file", f"{file} cannot be read ({type(error).__name__})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +113,17 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 DialectName = Literal["vllm", "sglang", "llamacpp", "ollama", "chat"]
 DIALECTS: tuple[str, ...] = get_args(DialectName)
+
+
+def is_url(text: str) -> bool:
+    """Whether a server could be there: a host, a port that is one, nothing that is no part of a URL.
+
+    >>> is_url("http://[::1]:8000/m"), is_url("http://[::1"), is_url("http://h:99999"), is_url("h:8000")
+    (True, False, False, False)
+    """
+    try:
+        parts = urlsplit(text)
+        reachable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        return reachable and _SPACES.search(text) is None
+    except ValueError:  # a bracket that is never closed, a port that is none
+        return False

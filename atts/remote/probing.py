@@ -117,7 +117,7 @@ class ServerProbe:
                 theirs, ours = await self._dialect.tokenize(self._client, text), self._tokenizer.encode(text)
                 if theirs != ours:
                     raise OtherTokenizer(self._client.name, text, theirs, ours)
-        except (EngineError, KeyError, TypeError) as error:
+        except (EngineError, ValueError) as error:
             return Finding("tokenizer", "unknown", f"the server does not tokenize for us ({error})")
         return Finding("tokenizer", "yes", f"the server's ids of {len(_TEXTS)} texts are ours")
 

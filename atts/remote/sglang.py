@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
@@ -11,10 +13,8 @@ from atts.remote.dialects import (
     Identity,
     LogProbs,
     RawCompletion,
-    finish_of,
     in_queue,
     json_at,
-    logprob_of,
     priority_field,
     sampling_fields,
     seed_of,
@@ -22,6 +22,30 @@ from atts.remote.dialects import (
     short,
     tokens_of,
 )
+from atts.remote.replies import Count, Token, Tokens, decode, finish_of, logprob_of
+
+
+class _ServerInfo(Struct):
+    version: str
+    context_length: Count | None = None
+    tokenizer_path: str | None = None
+    model_path: str | None = None
+
+
+class _Finish(Struct):
+    type: str
+
+
+class _Meta(Struct):
+    finish_reason: _Finish | None = None
+    cached_tokens: Count | None = None
+    output_token_logprobs: tuple[tuple[float, Token, str | None], ...] | None = None
+    input_token_logprobs: tuple[tuple[float | None, Token, str | None], ...] | None = None
+
+
+class _Generated(Struct):
+    meta_info: _Meta
+    output_ids: Tokens = ()
 
 
 class SglangDialect(Dialect):
@@ -36,12 +60,12 @@ class SglangDialect(Dialect):
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
-        info = await json_at(client, "/server_info")
+        info: _ServerInfo = await json_at(client, "/server_info", _ServerInfo)
         row = await served(client, model)
-        version = str(info["version"])
-        context = int(row.get("max_model_len") or info.get("context_length") or 0)
-        tokenizer = str(info.get("tokenizer_path") or info.get("model_path") or row["id"])
-        return Identity(f"sglang {short(version)}", version, str(row["id"]), context, tokenizer, frozenset({"abort"}))
+        context = row.max_model_len or info.context_length or 0
+        tokenizer = info.tokenizer_path or info.model_path or row.id
+        name = f"sglang {short(info.version)}"
+        return Identity(name, info.version, row.id, context, tokenizer, frozenset({"abort"}))
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`."""
@@ -58,17 +82,15 @@ class SglangDialect(Dialect):
         body = {"rid": rid, "input_ids": request.ids, "sampling_params": sampling, "return_logprob": True}
         return Call("/generate", body | self._priority(request.priority))
 
-    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
+    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
-        meta = reply["meta_info"]
-        ids = tuple(reply["output_ids"])
-        rows = meta["output_token_logprobs"]
-        if tuple(row[1] for row in rows) != ids:
+        found: _Generated = decode(reply, _Generated)
+        meta = found.meta_info
+        rows = meta.output_token_logprobs or ()
+        finish = finish_of(meta.finish_reason.type if meta.finish_reason else None)
+        if tuple(row[1] for row in rows) != found.output_ids:
             raise ValueError("the log-probs are not of the ids that came with them")
-        logprobs = tuple(float(row[0]) for row in rows)
-        return RawCompletion(
-            ids, logprobs, finish_of(meta["finish_reason"]["type"]), int(meta.get("cached_tokens") or 0)
-        )
+        return RawCompletion(found.output_ids, tuple(row[0] for row in rows), finish, meta.cached_tokens or 0)
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """See `Scorer`; log-probs start at the prefix's last token, so that everything before it may stay cached."""
@@ -81,14 +103,14 @@ class SglangDialect(Dialect):
         }
         return Call("/generate", body | self._priority(request.priority))
 
-    def scored(self, reply: Any, request: ScoreRequest) -> Scores | None:
+    def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """See `Scorer`."""
-        meta = reply["meta_info"]
-        rows = meta["input_token_logprobs"]
-        ids = tuple(row[1] for row in rows)
-        if ids != request.prefix[-1:] + request.suffix:
-            raise ValueError(f"it scored {len(ids)} other ids than the {len(request.suffix)} asked for")
-        return Scores(tuple(logprob_of(row[0]) for row in rows[1:]), int(meta.get("cached_tokens") or 0))
+        found: _Generated = decode(reply, _Generated)
+        rows = found.meta_info.input_token_logprobs or ()
+        values = [logprob_of(row[0]) for row in rows[1:] if row[0] is not None]
+        if tuple(row[1] for row in rows) != request.prefix[-1:] + request.suffix or len(values) != len(request.suffix):
+            raise ValueError(f"it scored {len(values)} other ids than the {len(request.suffix)} asked for")
+        return Scores(tuple(values), found.meta_info.cached_tokens or 0)
 
     def abort(self, rid: str) -> Call | None:
         """See `Dialect`. The server aborts every id that begins with this one: all have one length, none is empty."""

@@ -6,7 +6,9 @@ import asyncio
 import importlib.util
 import os
 import ssl
-from collections.abc import Mapping
+import zlib
+from collections.abc import AsyncIterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +17,7 @@ from atts.errors import OptionError, UsageError
 from atts.remote.options import RemoteOptions
 
 SHARDS = 16  # httpx2's pool is searched linearly: many small ones are faster than one large one
+ERROR_BYTES = 1 << 16  # of the body of an error: it is for people
 KEEP_ALIVE_SECONDS = 4.0  # shorter than the servers' (uvicorn closes after 5), so that they never close first
 
 
@@ -33,6 +36,13 @@ class Lost(Exception):
     def __init__(self, problem: str, *, sent: bool) -> None:
         super().__init__(problem)
         self.sent = sent
+
+
+class Unacceptable(Lost):
+    """A reply came that is not taken in: it is too long, or compressed in a way that was not asked for."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, sent=True)
 
 
 def open_transport(options: RemoteOptions) -> Transport:
@@ -63,19 +73,22 @@ class AiohttpTransport:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_seconds),
             trust_env=options.proxy == "environment",
             cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
         )
 
-    async def send(self, url: str, body: bytes | None, headers: Mapping[str, str]) -> HttpReply:
+    async def send(self, url: str, body: bytes | None, headers: Mapping[str, str], most: int) -> HttpReply:
         """One request, a POST where it has a body; never retried, nor redirected: the key would go elsewhere.
 
+        :raises Unacceptable: the reply is longer than `most` bytes.
         :raises Lost: no whole reply came.
         """
         library = self._library
         try:
             method = "GET" if body is None else "POST"
-            response = await self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
-            whole = await response.read()  # gives the connection back, or closes it when it fails or is cancelled
-            return HttpReply(response.status, whole, response.headers.get("Retry-After", ""))
+            request = self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
+            async with request as response:  # gives the connection back, or closes it when not all was read
+                whole = await _whole(response.status, response.headers, response.content.iter_any(), most)
+                return HttpReply(response.status, whole, response.headers.get("Retry-After", ""))
         except (library.ClientConnectorError, library.ConnectionTimeoutError) as error:
             raise Lost(_words(error), sent=False) from error
         except library.InvalidURL as error:
@@ -110,15 +123,23 @@ class HttpxTransport:
         ]
         self._load = [0] * SHARDS
 
-    async def send(self, url: str, body: bytes | None, headers: Mapping[str, str]) -> HttpReply:
+    async def send(self, url: str, body: bytes | None, headers: Mapping[str, str], most: int) -> HttpReply:
         """As aiohttp's."""
         library = self._library
         shard = min(range(SHARDS), key=self._load.__getitem__)
         self._load[shard] += 1
         try:
             method = "GET" if body is None else "POST"
-            response = await self._clients[shard].request(method, url, content=body, headers=dict(headers))
-            return HttpReply(response.status_code, response.content, response.headers.get("Retry-After", ""))
+            async with self._clients[shard].stream(method, url, content=body, headers=dict(headers)) as response:
+                chunks = response.aiter_raw()
+                try:
+                    whole = await _whole(response.status_code, response.headers, chunks, most)
+                finally:
+                    await response.aclose()
+                    with suppress(library.HTTPError, library.StreamError):
+                        async for _ in chunks:  # ends every generator that hands them on, where not all was read
+                            continue
+                return HttpReply(response.status_code, whole, response.headers.get("Retry-After", ""))
         except (library.ConnectError, library.ConnectTimeout, library.ProxyError) as error:
             raise Lost(_words(error), sent=False) from error
         except (library.UnsupportedProtocol, library.InvalidURL) as error:
@@ -136,6 +157,50 @@ class HttpxTransport:
 
 Transport = AiohttpTransport | HttpxTransport
 """An open set of connections; cancelling a call closes its connection."""
+
+
+async def _whole(status: int, headers: Mapping[str, str], chunks: AsyncIterable[bytes], most: int) -> bytes:
+    """A body, inflated as it comes; neither what comes nor what it becomes is ever longer than `most`.
+
+    That of an error is cut, that of an answer refused.
+
+    :raises Unacceptable: it is longer, or in an encoding that nothing here asked for.
+    """
+    encoding = headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity", "gzip", "deflate"):
+        raise Unacceptable(f"its reply is encoded as {encoding[:40]!r}, which was not asked for")
+    body = _Body(
+        most if status == 200 else ERROR_BYTES, zlib.decompressobj(47) if encoding in ("gzip", "deflate") else None
+    )
+    async for chunk in chunks:
+        if not body.take(chunk):
+            break
+    if body.flaw and status == 200:
+        raise Unacceptable(f"its reply {body.flaw}")
+    return bytes(body.text[: body.most])
+
+
+class _Body:
+    """What was read of a reply, and what is wrong with it."""
+
+    def __init__(self, most: int, inflater: Any) -> None:
+        self.most = most
+        self.text = bytearray()
+        self.flaw = ""
+        self._inflater = inflater
+        self._came = 0
+
+    def take(self, chunk: bytes) -> bool:
+        """Whether the next piece leaves it acceptable."""
+        self._came += len(chunk)
+        try:
+            room = self.most + 1 - len(self.text)
+            self.text += chunk if self._inflater is None else self._inflater.decompress(chunk, room)
+        except zlib.error as error:
+            self.flaw = f"is not compressed as it says ({error})"
+        if max(self._came, len(self.text)) > self.most:
+            self.flaw = f"is longer than {self.most:,} bytes: what was asked for takes less"
+        return not self.flaw
 
 
 def proxy_hint(url: str, options: RemoteOptions) -> str:
@@ -167,4 +232,8 @@ def _is_asyncio() -> bool:
 
 
 def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """The error's name with the first words that it or its causes have."""
+    told: BaseException | None = error
+    while told and not str(told):
+        told = told.__cause__ or told.__context__
+    return f"{type(error).__name__}: {told}" if told else type(error).__name__

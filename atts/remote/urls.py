@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl, urlsplit
 from atts.engine import Capability, Engine
 from atts.errors import OptionError
 from atts.remote.engine import RemoteEngine
-from atts.remote.options import ApiKey, DialectName, RemoteOptions
+from atts.remote.options import ApiKey, DialectName, RemoteOptions, is_url
 from atts.remote.pool import ReplicaPool
 
 _DIALECTS: dict[str, DialectName | Literal["auto"]] = {
@@ -47,7 +47,7 @@ def read_server(words: str) -> ServerWords:
     :raises OptionError: no URL, or a setting that is unknown or impossible.
     """
     scheme, _, rest = words.partition(":")
-    return _parse(rest, _DIALECTS[scheme]) if scheme in _DIALECTS else ServerWords(words)
+    return _parse(rest, scheme) if scheme in _DIALECTS else ServerWords(words)
 
 
 def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability]) -> Engine:
@@ -63,7 +63,7 @@ def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability
     :raises OptionError: no URL, or a setting that is unknown or impossible.
     """
     dialect = _DIALECTS[scheme]
-    named = [_parse(url.strip(), dialect) for url in rest.split(",")]
+    named = [_parse(url.strip(), scheme) for url in rest.split(",")]
     engines = [
         RemoteEngine(
             server.url, dialect=dialect, model=server.model, name=name, tokenizer=server.tokenizer, needs=needs,
@@ -76,11 +76,15 @@ def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability
     return ReplicaPool([(engine.url, engine) for engine in engines], name=name)
 
 
-def _parse(text: str, dialect: DialectName | Literal["auto"]) -> ServerWords:
+def _parse(text: str, scheme: str) -> ServerWords:
+    dialect = _DIALECTS[scheme]
+    if not is_url(text):
+        shown = text.rsplit("@", 1)[-1].partition("?")[0]  # without what may be a password or a key
+        raise OptionError(
+            "engine",
+            f"{shown!r} is no URL; write {scheme}:{'https://HOST/v1/MODEL' if dialect == 'chat' else 'http://HOST:PORT/MODEL'}",
+        )
     parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        shown = text.rsplit("@", 1)[-1]  # without what may be a password
-        raise OptionError("engine", f"{shown!r} is no URL; write {dialect}:http://HOST:PORT/MODEL")
     if parts.username or parts.password:
         raise OptionError(
             "engine", "a URL must not hold a user or a password; put an API key into a variable or a file"

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import base64
-import io
+import struct
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
-from atts.errors import EngineError
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
     Dialect,
     Identity,
     RawCompletion,
-    finish_of,
     in_queue,
     json_at,
-    logprob_of,
     priority_field,
     sampling_fields,
     seed_of,
@@ -24,9 +23,37 @@ from atts.remote.dialects import (
     short,
     tokens_of,
 )
+from atts.remote.replies import TokenCounts, Tokens, Version, decode, finish_of, logprob_of
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
+_NPY = b"\x93NUMPY\x01\x00"
+_FLOATS = {"<f2": "e", "<f4": "f", "<f8": "d"}
+
+
+class _LogProb(Struct):
+    logprob: float
+
+
+class _LogProbs(Struct):
+    token_logprobs: tuple[float, ...]
+
+
+class _Choice(Struct):
+    finish_reason: str | None = None
+    token_ids: Tokens | None = None
+    logprobs: _LogProbs | None = None
+    prompt_logprobs: tuple[dict[str, _LogProb] | None, ...] | None = None
+
+
+class _Completion(Struct):
+    choices: tuple[_Choice, ...] = ()
+    usage: TokenCounts | None = None
+    prompt_token_id_logprobs: str | None = None
+
+    @property
+    def cached(self) -> int:
+        return self.usage.cached if self.usage else 0
 
 
 class VllmDialect(Dialect):
@@ -42,15 +69,14 @@ class VllmDialect(Dialect):
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
-        version = str((await json_at(client, "/version"))["version"])
+        version: str = (await json_at(client, "/version", Version)).version
         row = await served(client, model)
-        self._model = row["id"]
+        self._model = row.id
         closed = (await client.look(GENERATE, {})).status in (401, 403, 404, 405)
         self._scale_out = not closed
         routes = frozenset[str]() if closed else frozenset({"generate", "abort"})
-        context = int(row.get("max_model_len") or 0)
-        root = str(row.get("root") or self._model)
-        return Identity(f"vllm {short(version)}", version, self._model, context, root, routes)
+        root = row.root or self._model
+        return Identity(f"vllm {short(version)}", version, self._model, row.max_model_len or 0, root, routes)
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`. Every sampling field is sent: the defaults would be the model's, not ours."""
@@ -69,14 +95,14 @@ class VllmDialect(Dialect):
             body |= {"stop": request.stop, "include_stop_str_in_output": True}
         return Call("/v1/completions", body | self._priority(request.priority), self._named(rid))
 
-    def sampled(self, reply: Any, request: SampleRequest) -> RawCompletion:
+    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
-        (choice,) = reply["choices"]
-        ids = choice.get("token_ids")
-        if ids is None:
-            raise EngineError("vllm", "it returns no token ids", "It must be 0.10.2 or newer")
-        logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
-        return RawCompletion(tuple(ids), logprobs, finish_of(choice["finish_reason"]), _cached(reply))
+        found: _Completion = decode(reply, _Completion)
+        (choice,) = found.choices
+        if choice.token_ids is None:
+            raise ValueError("it returns no token ids; vLLM does from 0.10.2 on")
+        logprobs = choice.logprobs.token_logprobs if choice.logprobs else ()
+        return RawCompletion(choice.token_ids, logprobs, finish_of(choice.finish_reason), found.cached)
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """See `Scorer`."""
@@ -95,14 +121,13 @@ class VllmDialect(Dialect):
         body = {"request_id": rid, "model": self._model, "token_ids": ids, "sampling_params": sampling}
         return Call(GENERATE, body | self._priority(request.priority))
 
-    def scored(self, reply: Any, request: ScoreRequest) -> Scores | None:
+    def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """See `Scorer`; a scored chunk that is cached past its start comes back without scores."""
+        found: _Completion = decode(reply, _Completion)
         if not self._scale_out:
-            return _prompt_logprobs(reply, request)
-        packed = reply["prompt_token_id_logprobs"]
-        if packed is None:
-            return None
-        return Scores(_unpack(packed, len(request.suffix)), _cached(reply))
+            return _prompt_logprobs(found, request)
+        packed = found.prompt_token_id_logprobs
+        return None if packed is None else Scores(_unpack(packed, len(request.suffix)), found.cached)
 
     def abort(self, rid: str) -> Call | None:
         """See `Dialect`; without --enable-scale-out the closed connection must do."""
@@ -126,25 +151,27 @@ class VllmDialect(Dialect):
         return priority_field(priority, self._priorities, "lower")
 
 
-def _prompt_logprobs(reply: Any, request: ScoreRequest) -> Scores:
-    (choice,) = reply["choices"]
-    rows, length = choice["prompt_logprobs"], len(request.prefix) + len(request.suffix)
+def _prompt_logprobs(found: _Completion, request: ScoreRequest) -> Scores:
+    (choice,) = found.choices
+    rows, length = choice.prompt_logprobs or (), len(request.prefix) + len(request.suffix)
     if len(rows) != length:
         raise ValueError(f"{len(rows)} prompt log-probs for {length} ids")
     pairs = zip(rows[len(request.prefix) :], request.suffix, strict=True)
-    return Scores(tuple(logprob_of(row[str(token)]["logprob"]) for row, token in pairs), _cached(reply))
+    scored = [row.get(str(token)) if row else None for row, token in pairs]
+    values = [logprob_of(each.logprob) for each in scored if each]
+    if len(values) < len(scored):
+        raise ValueError("the log-probs are of other ids than those asked about")
+    return Scores(tuple(values), found.cached)
 
 
 def _unpack(packed: str, count: int) -> tuple[float, ...]:
-    import numpy as np
-
-    table: Any = np.load(io.BytesIO(base64.b64decode(packed)), allow_pickle=False)
-    if table.shape != (count, 1):
-        raise ValueError(f"scores of shape {table.shape} for {count} tokens")
-    return tuple(logprob_of(value) for value in table[:, 0].tolist())
-
-
-def _cached(reply: Any) -> int:
-    """Cached prompt tokens; 0 as well where the server does not tell (--enable-prompt-tokens-details)."""
-    details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)
+    """The column of numbers in an .npy file: its header must be this one, word for word."""
+    data = base64.b64decode(packed, validate=True)
+    end = 10 + int.from_bytes(data[8:10], "little")
+    header = data[10:end].decode("latin-1").strip()
+    for kind, code in _FLOATS.items():
+        known = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({count}, 1), }}"
+        form = struct.Struct(f"<{count}{code}")
+        if data[:8] == _NPY and header == known and len(data) - end == form.size:
+            return tuple(logprob_of(value) for value in form.unpack(data[end:]))
+    raise ValueError(f"the packed scores are not {count} numbers ({header[:80]!r})")

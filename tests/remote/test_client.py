@@ -11,7 +11,8 @@ import pytest
 from atts.core import Message, SampleRequest
 from atts.errors import EngineUnavailable
 from atts.remote import RemoteEngine
-from atts.remote.client import CLEAN_SECONDS, COOL_SECONDS, AdaptiveLimit, decode
+from atts.remote.client import CLEAN_SECONDS, COOL_SECONDS, AdaptiveLimit
+from atts.remote.replies import decode, is_score, logprob_of
 from atts.tasks import task_group
 from atts.testing import ServerFaults, ToyTokenizer
 from atts.testing.servers import DialectServer
@@ -119,11 +120,12 @@ async def test_an_attempt_whose_reply_was_lost_is_aborted_before_the_next(
 
 
 def test_what_python_servers_send_for_infinity_is_read() -> None:
-    """NaN and -Infinity are no JSON, and some servers send them: whoever reads a number checks it."""
-    found = decode(b'{"a": [NaN, -Infinity, -0.5]}')["a"]
-    assert math.isnan(found[0])
-    assert found[1:] == [-math.inf, -0.5]
-    assert decode('{"ids": [1, 2], "text": "é\\n"}'.encode()) == {"ids": [1, 2], "text": "é\n"}
-    for broken in (b'{"a": [1,', b"", b"<html>"):
+    """-Infinity and NaN are no JSON, and some servers send them; words in texts stay as they are."""
+    found = decode(b'{"a": [-Infinity, -0.5], "b": null}', dict[str, list[float] | None])
+    assert [logprob_of(value) for value in found["a"]] == [-math.inf, -0.5]
+    text, number = decode(b'["NaN \\" -Infinity", NaN]', tuple[str, float])
+    assert text == 'NaN " -Infinity'
+    assert not is_score(number)
+    for broken in (b"[1,", b"", b"<html>", b"[" * 100_000, b'["1"]', b"[true]", b"[1e999]"):
         with pytest.raises(ValueError, match=r".+"):
-            decode(broken)
+            decode(broken, list[float])

@@ -68,7 +68,7 @@ def _grading(data: RunData) -> Iterator[Caveat]:
     belongs: dict[str, Callable[[FinishedProblem], bool]] = {
         "unscored": lambda one: one.verdict == "unscored",
         "grader failed": lambda one: "the grader failed" in one.rule,
-        "incomplete": lambda one: not one.is_complete,
+        "failed problems": lambda one: one.status == "failed",
         "unanswered": lambda one: one.status == "unanswered",
     }
     for code, told in WORDS.problems.items():

@@ -1,0 +1,12 @@
+"""No key and no proxy of this machine reaches a test of hostile servers."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key and no proxy of the machine's."""
+    for name in ("ATTS_API_KEY", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,76 @@
+"""API keys: refused where a variable's name belongs, never echoed, never half read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atts.cli.app import run
+from atts.errors import OptionError
+from atts.remote import ApiKey
+
+KEYS = (
+    "openai:https://h/v1/m?key=sk-canary1234567890abcdef", "vllm:http://h/m?key=hf_canaryCANARYcanary",
+    "chat:http://h/v1/m?key=canary", "sglang:http://h,http://h:2/m?key=CANARY1X2Y3Z4W5Q6",
+    "ray:openai:http://h/v1/m?key=k-canary/+==", "server:http://h?key=canary%0Acanary", "ollama:http://h?key=canary\x1b[3m",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", KEYS)
+def test_a_key_in_the_place_of_a_name_is_refused_and_not_shown(
+    engine: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No run begins, no directory is made, nothing printed has it: also where it looks much like a name."""
+    monkeypatch.chdir(tmp_path)
+    for words in (["--dry-run"], ["--out", "run"]):
+        assert run(["eval", "arithmetic[:1]", "--target", engine, *words]) == 2
+        said = "".join(capfd.readouterr())
+        assert "canary" not in said.lower()
+        assert "looks like a key (not shown)" in said or "is no URL" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_variable_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By its name; one that is set is read, in small letters too; the usual one may be missing."""
+    monkeypatch.delenv("ATTS_API_KEY", raising=False)
+    assert ApiKey().read() == ""
+    with pytest.raises(OptionError, match="MY_KEY is not set"):
+        ApiKey("MY_KEY").read()
+    monkeypatch.setenv("my_key", "secret")
+    assert ApiKey("my_key").read() == "secret"
+    (tmp_path / "key").write_text("\n")
+    with pytest.raises(OptionError, match="is empty"):
+        ApiKey(file=tmp_path / "key").read()
+
+
+@pytest.mark.parametrize("key", ["two words", "line\nline", "bell\x07", "naïve", "nul\x00"])
+def test_what_no_header_can_hold_is_no_key(key: str, tmp_path: Path) -> None:
+    """It is refused where it is read, in words that do not have it."""
+    (tmp_path / "key").write_text(key, encoding="utf-8")
+    with pytest.raises(OptionError, match="holds a space, a control character") as refused:
+        ApiKey(file=tmp_path / "key").read()
+    assert key not in str(refused.value)
+
+
+URLS = (
+    "http://[::1",
+    "http://[::1]:x/m",
+    "http://h:99999",
+    "http://h:0/m",
+    "http://",
+    "http://h/a b",
+    "http://h/\x1b[31m",
+    "//h",
+    "ftp://h",
+)
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_what_is_no_url_is_said_in_words(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Before anything is asked, and without its control codes."""
+    for command in (["eval", "arithmetic[:1]", "--draft", f"vllm:{url}"], ["probe", url]):
+        assert run(command) == 2
+        said = capfd.readouterr().err
+        assert "URL" in said
+        assert "\x1b" not in said

@@ -1,0 +1,222 @@
+"""Malformed replies: every number, word and list of an honest reply replaced by what cannot be true."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from itertools import count
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from atts.core import Message, SampleRequest, Sampling, ScoreRequest
+from atts.engine import Tokenizer
+from atts.errors import BadReply, EngineError
+from atts.remote import RemoteOptions
+from atts.remote.client import Call, Client, Traffic
+from atts.remote.dialect_client import DialectClient
+from atts.remote.handshake import describe, find_dialect, identify
+from atts.remote.text_tokenizer import TextTokenizer
+from atts.remote.transport import HttpReply
+from atts.testing import ScriptedEngine, ServerQuirks, ToyTokenizer
+from atts.testing.server_core import Refusal, ServerCall, ServerState
+from atts.testing.servers import routes_of
+
+pytestmark = pytest.mark.anyio
+T = TypeVar("T")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Reading waits for nothing."""
+    return "asyncio"
+
+
+DIALECTS = ("vllm", "vllm without the cache", "sglang", "llamacpp", "ollama", "chat")
+NAN = float("nan")
+IMPOSSIBLE: tuple[Any, ...] = (
+    True, False, "1", "-0.5", NAN, float("inf"), 1e308, -1e18, 10**30, -(10**30), 10**400, [], {}, [[]], {"a": 1},
+    "\ud800",
+)  # fmt: skip
+"""Nothing of this can stand where a number, a list or an object was."""
+SHAPES = (
+    b"", b"null", b"[]", b"{}", b'"x"', b"1e999", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"NaN", b"\x00",
+    b'{"choices": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+)  # fmt: skip
+QUESTION = [Message("user", "Start at 4. +3. What is the result?")]
+
+
+class Canned:
+    """A client whose server is a function call away; a path or every path may have a reply that was made here."""
+
+    name, url, options = "hostile", "http://hostile", RemoteOptions()
+
+    def __init__(self, kind: str, engine: ScriptedEngine) -> None:
+        quirks = ServerQuirks(cached_scores="off") if "without" in kind else ServerQuirks()
+        self.state = ServerState(engine, "toy", quirks)
+        self.routes = routes_of(cast(Any, kind.split()[0]))
+        self.prefix = "/v1" if kind == "chat" else ""
+        self.replies: dict[str, bytes] = {}
+        self.heard: dict[str, Any] = {}
+        self.traffic = Traffic()
+
+    async def ask(self, make: Callable[[str], Call], read: Callable[[bytes], T], abort: Any, tokens: int) -> T:
+        """As a real one does, once."""
+        call = make("0" * 32)
+        return read((await self.look(call.path, call.body)).body)
+
+    async def look(self, path: str, body: Any = None) -> HttpReply:
+        """As a real one does."""
+        path = self.prefix + path
+        if (text := self.replies.get(path, self.replies.get("*"))) is not None:
+            return HttpReply(200, text)
+        sent = ServerCall(self.state, json.loads(json.dumps(body or {})), {}, None)
+        try:
+            known = path in self.routes.work
+            reply = await self.routes.work[path](sent) if known else self.routes.questions[path](sent)
+        except (Refusal, KeyError) as error:
+            return HttpReply(getattr(error, "status", 404), b"")
+        text = reply.encode() if isinstance(reply, str) else json.dumps(reply).encode()
+        self.heard[path] = text
+        return HttpReply(200, text)
+
+    def refusal(self, reply: HttpReply) -> EngineError:
+        """As a real one's."""
+        return EngineError(self.name, str(reply.status))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to every part of a JSON value."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in cast(Any, items):
+        yield from places(part, (*path, name))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """The value with one part of it changed, or taken out."""
+    changed = deepcopy(value)
+    inner = changed
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = new
+    return changed
+
+
+def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
+    """The JSON text with each of its parts replaced by each impossible value: which, by what, and the text."""
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return  # metrics
+    for path in places(whole):
+        for new in IMPOSSIBLE:
+            if not may_be(path[-1], new):
+                yield path, new, json.dumps(replaced(whole, path, new)).encode()
+
+
+def may_be(name: Any, new: Any) -> bool:
+    """Whether an honest server may say this there: any text, no counts at all, log-probs that llama.cpp leaves out."""
+    if isinstance(new, str):
+        return name in ("content", "token", "finish_reason")
+    if isinstance(new, dict):
+        return name in ("usage", "prompt_tokens_details", "timings")
+    return bool(new == []) and name == "completion_probabilities"
+
+
+@asynccontextmanager
+async def opened(kind: str) -> AsyncGenerator[tuple[Canned, DialectClient]]:
+    """A client of a server that is still honest."""
+    async with ScriptedEngine("target") as engine:
+        client = Canned(kind, engine)
+        dialect = await find_dialect(cast(Client, client), kind.split()[0])
+        found = await identify(cast(Client, client), dialect, "")
+        tokenizer: Tokenizer = TextTokenizer() if dialect.speaks == "text" else ToyTokenizer()
+        spec = describe("hostile", dialect, found, tokenizer)
+        yield client, DialectClient(cast(Client, client), dialect, spec, tokenizer)
+
+
+def calls(requests: DialectClient) -> dict[str, Callable[[], Any]]:
+    """What this server can be asked."""
+    ids = requests.tokenizer.render(QUESTION)
+    sample = SampleRequest(ids, 6, Sampling(temperature=1.0))
+    found: dict[str, Callable[[], Any]] = {"sample": lambda: requests.sample_raw(sample)}
+    if "score" in requests.spec.capabilities:
+        found["score"] = lambda: requests.score(ScoreRequest(ids, (7, 8, 9)))
+    elif "rate" in requests.spec.capabilities:
+        numbers = count()  # what was rated is remembered
+        found["rate"] = lambda: requests.ratings((*ids, next(numbers)))
+    return found
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+async def test_no_part_of_a_reply_can_be_replaced_by_what_cannot_be_true(kind: str) -> None:
+    """Each is a bad reply, whatever stands where; parts that are not read make no difference."""
+    async with opened(kind) as (client, requests):
+        for verb, call in calls(requests).items():
+            client.replies, client.heard, refused = {}, {}, 0
+            expected = await call()
+            ((at, text),) = client.heard.items()
+            for path, new, client.replies[at] in spoilt(text):
+                try:
+                    got = await call()
+                except BadReply:
+                    refused += 1
+                else:
+                    assert got == expected, f"{verb}: {new!r} was taken at {path}"
+            assert refused > 40
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+async def test_no_reply_raises_anything_but_a_bad_reply(kind: str) -> None:
+    """Wrong shapes, half texts, depths, other encodings: to a call, and to the questions of a handshake."""
+    async with opened(kind) as (client, requests):
+        for text in SHAPES:
+            client.replies = {"*": text}
+            for call in calls(requests).values():
+                with pytest.raises(BadReply):
+                    await call()
+            with pytest.raises(EngineError):
+                await identify(cast(Client, client), requests.dialect, "")
+            assert await requests.dialect.running(cast(Client, client)) is None
+
+
+@pytest.mark.parametrize("kind", DIALECTS)
+async def test_what_a_server_says_of_itself_is_read_strictly(kind: str) -> None:
+    """Any part of it replaced ends in a described server or in an error that is ours."""
+    async with opened(kind) as (client, requests):
+        asked = client.heard
+        assert asked
+        for at, honest in asked.items():
+            for _, _, text in spoilt(honest):
+                client.replies = {at: text}
+                try:
+                    found = await identify(cast(Client, client), requests.dialect, "")
+                except EngineError:
+                    continue
+                assert type(found.context_length) is int
+                assert 0 <= found.context_length < 1 << 53
+                assert all(type(part) is str for part in (found.model, found.version, found.engine, found.tokenizer))
+
+
+@pytest.mark.parametrize("gauge", ["nan", "inf", "1e400", "-1", "", "x", "9" * 5000, "1 2 3"])
+async def test_gauges_that_count_nothing_are_not_counted(gauge: str) -> None:
+    """How many requests run is then unknown."""
+    async with opened("vllm") as (client, requests):
+        client.replies = {"/metrics": f"vllm:num_requests_running{{a=1}} {gauge}\n".encode()}
+        assert await requests.dialect.running(cast(Client, client)) in (None, 3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DIALECTS if kind not in ("ollama", "chat")])
+async def test_more_tokens_than_were_asked_for_are_no_answer(kind: str) -> None:
+    """One id too many, with its log-probability, is refused; as many as allowed are taken."""
+    async with opened(kind) as (client, requests):
+        ids = requests.tokenizer.render(QUESTION)
+        client.heard = {}
+        assert len((await requests.sample_raw(SampleRequest(ids, 6))).ids) == 6
+        client.replies = client.heard
+        with pytest.raises(BadReply, match="6 tokens, 5 were allowed"):
+            await requests.sample_raw(SampleRequest(ids, 5))

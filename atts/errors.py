@@ -90,7 +90,7 @@ class EngineError(ATTSError):
 
     def __init__(self, engine: str, problem: str, advice: str = "") -> None:
         super().__init__(f"engine {engine}: {problem}" + (f". {advice}" if advice else ""))
-        self.engine = engine
+        self.engine, self.problem = engine, problem
 
 
 class EngineUnavailable(EngineError):

@@ -53,13 +53,13 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         replace_file(path, data, durable=durable)
 
 
-def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """The same for callers with words of their own.
+def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
+    """The same for callers with words of their own; a new file is made with `mode`, less the umask.
 
     :raises OSError: the disk refuses; the old file is untouched.
     """
     temporary = path.with_name(f".{path.name}.{token_hex(6)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
     try:
         with os.fdopen(handle, "wb") as file:
             with suppress(FileNotFoundError):

@@ -42,14 +42,14 @@ def build_loop(
     device, dtype = _device(config), getattr(torch, config.options.dtype)
     weights = load_weights(config.folder, config.model, dtype, device, config.name)
     cache = allocate_cache(config, dtype, device)
-    model = (make_model or _model)(config, weights, cache)
+    model, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
     kv_tokens = cache.shape[2] - 1
     options = config.options
     limits = SchedulerConfig(kv_tokens, options.max_batch, options.chunk_tokens, config.model.context_length)
     tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * config.model.vocabulary))))
     token_table = TokenTable(config.pieces, frozenset(config.model.end_ids))
     loop = StepLoop(model, Scheduler(limits, tree), token_table, send)
-    return loop, WorkerReady(kv_tokens, model.device_name)
+    return loop, WorkerReady(kv_tokens, model.device_name, trouble)
 
 
 def _device(config: WorkerConfig) -> torch.device:
@@ -60,22 +60,24 @@ def _device(config: WorkerConfig) -> torch.device:
     return torch.device("cuda" if has_cuda else "cpu")
 
 
-def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> Model:
-    """Native kernels where they can be had and are allowed, else torch."""
+def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> tuple[Model, str]:
+    """Native kernels where they can be had and are allowed, else torch; and what its user should know of that."""
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
     if config.options.kernel == "native" and not is_fit:
         raise UnsupportedByEngine(
             config.name, "the native kernels compute float32 on a CPU", "Write ?kernel=torch behind the engine's name"
         )
+    trouble = ""
     if config.options.kernel != "torch" and is_fit:
         try:
-            library = native_library(config.name, config.model)
-        except UnsupportedByEngine:
+            library, trouble = native_library(config.name, config.model)
+        except UnsupportedByEngine as error:
             if config.options.kernel == "native":
                 raise
+            trouble = f"{error.problem}: torch operations are used, several times slower"
         else:
-            return NativeModel(library, config.model, weights, cache, _threads(config))
-    return TorchModel(config.model, weights, cache)
+            return NativeModel(library, config.model, weights, cache, _threads(config)), trouble
+    return TorchModel(config.model, weights, cache), trouble
 
 
 def _threads(config: WorkerConfig) -> int:

@@ -7,8 +7,8 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
@@ -16,12 +16,14 @@ from typing import Literal
 import torch
 
 from atts.errors import UnsupportedByEngine
+from atts.local.kernel_cache import cached_library
 from atts.local.model_config import ModelConfig
 
 Tuning = Literal["native", "avx2", "generic"]
 """Whose instructions the compiler may use: all of this processor's, AVX2's, those every one of its kind has."""
 _SOURCES = Path(__file__).with_name("kernels")
 _FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
+_INSTEAD = "Write ?kernel=torch behind the engine's name"
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None, ...]] = {  # result, then arguments
     "atts_row_block": (_INT,),
@@ -43,48 +45,44 @@ def tunings() -> tuple[Tuning, ...]:
     return ("native", "avx2", "generic") if has_avx2 else ("native", "generic")
 
 
-def native_library(engine: str, config: ModelConfig, tuning: Tuning = "native") -> ctypes.CDLL:
-    """The compiled kernels, from the cache of earlier builds or built now.
+def native_library(engine: str, config: ModelConfig, tuning: Tuning = "native") -> tuple[ctypes.CDLL, str]:
+    """The compiled kernels, from the cache of earlier builds or built now; and what was wrong with that cache, if so.
 
     :raises UnsupportedByEngine: no compiler, a failed build, a head size the kernels do not know, or a foreign tuning.
     """
     if tuning not in tunings():
         known = ", ".join(tunings())
         raise UnsupportedByEngine(engine, f"this processor cannot run kernels tuned for {tuning}", f"It can: {known}")
-    library = ctypes.CDLL(str(_built(engine, tuning)))
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        advice = "Install gcc, or write ?kernel=torch behind the engine's name"
+        raise UnsupportedByEngine(engine, "no C compiler for the native kernels", advice)
+    try:
+        library, trouble = cached_library(_cache_key(compiler, tuning), partial(_build, engine, compiler, tuning))
+    except OSError as error:
+        problem = f"the native kernels cannot be stored or loaded ({error})"
+        raise UnsupportedByEngine(engine, problem, _INSTEAD) from error
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     if not library.atts_supports(config.head_dim):
-        problem = f"the native kernels do not know head dimension {config.head_dim}"
-        raise UnsupportedByEngine(engine, problem, "Use torch")
-    return library
-
-
-def _built(name: str, tuning: Tuning) -> Path:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
         raise UnsupportedByEngine(
-            name, "no C compiler for the native kernels", "Install gcc, or write ?kernel=torch behind the engine's name"
+            engine, f"the native kernels do not know head dimension {config.head_dim}", "Use torch"
         )
-    folder = _cache_folder()
-    path = folder / f"kernels-{_cache_key(compiler, tuning)}.so"
-    if path.is_file():
-        return path
+    return library, trouble
+
+
+def _build(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
+    """Compile into a folder of the library's own, the compiler's temporary files included."""
     problem, sources = "", [str(source) for source in sorted(_SOURCES.glob("*.c"))]
+    environment = {**os.environ, "TMPDIR": str(library.parent)}
     for extra in _flag_sets(tuning):
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".so", delete=False) as file:
-            made = Path(file.name)
-        command = [compiler, *_FLAGS, *extra[0], "-o", str(made), *sources, *extra[1], "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [compiler, *_FLAGS, *extra[0], "-o", str(library), *sources, *extra[1], "-lm"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, errors="replace", env=environment)
         if done.returncode == 0:
-            made.replace(path)
-            return path
-        made.unlink()
+            return
         problem = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-    raise UnsupportedByEngine(
-        name, f"the native kernels do not build ({problem})", "Write ?kernel=torch behind the engine's name"
-    )
+    raise UnsupportedByEngine(engine, f"the native kernels do not build ({problem})", _INSTEAD)
 
 
 def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
@@ -95,16 +93,6 @@ def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     threads = [((*tuned, "-fopenmp"), ("-nostdlib", str(bundled[0]), "-lc"))] if bundled else []
     return [*threads, ((*tuned, "-fopenmp"), ()), (tuned, ()), ((), ())]
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(root) / "atts"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="atts-"))
-    return folder
 
 
 def _cache_key(compiler: str, tuning: Tuning) -> str:

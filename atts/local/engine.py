@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -36,6 +37,8 @@ from atts.tasks import soon
 from atts.tokenizing import ModelTokenizer
 
 _KIND = "local 0.1"
+_log = logging.getLogger("atts.local")
+_log.addHandler(logging.NullHandler())
 
 
 class LocalEngine:
@@ -171,6 +174,7 @@ class _OpenEngine:
         except BaseException:
             self._worker.close()
             raise
+        warn_once(ready.trouble)
         self.tokenizer, self.kv_tokens, self.kernel = tokenizer, ready.kv_tokens, ready.kernel
         self.spec = _spec(label, config, ready, tokenizer.digest)
         self._context = config.model.context_length
@@ -245,6 +249,13 @@ def _prepare(model: str, name: str, options: LocalOptions) -> tuple[WorkerConfig
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_weights_mark(weights)}"
     return WorkerConfig(name, folder, config, tokenizer.pieces, options), tokenizer, label
+
+
+@cache
+def warn_once(trouble: str) -> None:
+    """Two engines that meet the same trouble tell it once."""
+    if trouble:
+        _log.warning("%s", trouble)
 
 
 def _weights_mark(files: Sequence[Path]) -> str:

@@ -96,10 +96,11 @@ class FailureReply:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The model is loaded: how many tokens the cache holds, and what computes."""
+    """The model is loaded: how many tokens the cache holds, what computes, and what about that its user should know."""
 
     kv_tokens: int
     kernel: str
+    trouble: str = ""
 
 
 @dataclass(slots=True)

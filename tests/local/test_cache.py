@@ -124,7 +124,7 @@ def memory_for(tokens: int) -> MakeModel:
         return np.empty((rows, columns), dtype=np.float32)
 
     def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> NativeModel:
-        library = native_library(config.name, config.model)
+        library, _ = native_library(config.name, config.model)
         return NativeModel(library, config.model, weights, cache, threads=1, allocate=allocate)
 
     return make

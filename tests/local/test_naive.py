@@ -177,7 +177,9 @@ def tuned(tuning: Tuning) -> MakeModel:
     """A native model whose kernels may only use some of this processor's instructions."""
 
     def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> NativeModel:
-        return NativeModel(native_library(config.name, config.model, tuning), config.model, weights, cache, threads=1)
+        return NativeModel(
+            native_library(config.name, config.model, tuning)[0], config.model, weights, cache, threads=1
+        )
 
     return make
 
@@ -189,7 +191,7 @@ def test_kernels_for_other_processors_equal_the_naive_loop(
     """Built with fewer instructions than this machine has: other vector widths, tiles and tails, the same answers."""
     if tuning not in tunings():
         pytest.skip(f"this processor cannot run {tuning} code")
-    rows = native_library("tiny", read_model_config(make_model("llama"), "tiny"), tuning).atts_row_block()
+    rows = native_library("tiny", read_model_config(make_model("llama"), "tiny"), tuning)[0].atts_row_block()
     assert rows == {"avx2": 48, "generic": 64}[tuning], "another build than the one asked for"
     heads = [(6, 3, 96), (4, 4, 64), (6, 2, 16), (3, 1, 32), (4, 2, 128)]
     wild = SampleRequest(ids_of(12, 20), 12, Sampling(0.9))

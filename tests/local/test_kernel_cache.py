@@ -1,0 +1,278 @@
+"""The cache of compiled kernels under attack: whatever lies in it, engines open, and no foreign library loads."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import anyio
+import pytest
+
+from atts.core import SampleRequest
+from atts.errors import UnsupportedByEngine
+from atts.local import LocalEngine, LocalOptions, engine, kernel_cache
+from atts.local.compiling import native_library
+from atts.local.model_config import ModelConfig, read_model_config
+
+Make = Callable[..., Path]
+COMPILER = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+echo "$2" >> {log}
+touch "$TMPDIR/ccintermediate.s"
+{sleep}
+cat {library} > "$2"
+"""
+
+
+class Builds:
+    """A compiler that copies a library made before, and a cache of its own for it to fill."""
+
+    def __init__(self, config: ModelConfig, root: Path) -> None:
+        self.config, self.root, self.folder, self.log = config, root, root / "cache" / "atts", root / "log"
+        self.temporary = root / "temporary"
+        self.temporary.mkdir()
+        self.library = shutil.copy(native_library("it", config)[0]._name, root / "prebuilt")
+        self.compiler()
+
+    def compiler(self, sleep: str = "") -> None:
+        """Write the compiler."""
+        program = self.root / "bin" / "cc"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(COMPILER.format(log=self.log, library=self.library, sleep=sleep))
+        program.chmod(0o755)
+
+    def load(self) -> tuple[str, str]:
+        """From where the kernels come, and what was wrong."""
+        library, trouble = native_library("it", self.config)
+        assert library.atts_row_block() > 0
+        return library._name, trouble
+
+    @property
+    def count(self) -> int:
+        """How often the compiler ran."""
+        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+
+    def kept(self) -> list[Path]:
+        """The libraries in the cache."""
+        return sorted(self.folder.glob("*"))
+
+    def leftovers(self) -> list[Path]:
+        """What lies where it should not."""
+        return [*self.temporary.iterdir(), *self.folder.glob("*build*"), *self.folder.glob(".*")]
+
+
+@pytest.fixture
+def builds(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Builds:
+    """An empty cache and a quick compiler."""
+    made = Builds(read_model_config(make_model("llama"), "it"), tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(tempfile, "tempdir", str(made.temporary))
+    engine.warn_once.cache_clear()
+    return made
+
+
+def test_kernels_are_built_once(builds: Builds) -> None:
+    """The second process finds them, whole and this user's alone."""
+    where, trouble = builds.load()
+    assert (trouble, builds.kept()) == ("", [Path(where)])
+    assert Path(where).stat().st_mode & 0o777 == 0o600
+    assert builds.load() == (where, "")
+    assert (builds.count, builds.leftovers()) == (1, [])
+
+
+def _foreign(path: Path) -> None:
+    os.chown(path, 12345, -1)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _link(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere.so")
+    path.symlink_to(path.parent.parent / "elsewhere.so")
+
+
+def _content(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    def apply(path: Path) -> None:
+        data = change(path.read_bytes())
+        path.unlink()  # this process has the old one loaded
+        path.write_bytes(data)
+        path.chmod(0o600)
+
+    return apply
+
+
+AS_ROOT = pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="gives files away")
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (_content(lambda data: b""), "is damaged"),
+    "truncated": (_content(lambda data: data[: len(data) // 2]), "is damaged"),
+    "longer": (_content(lambda data: data + b"!"), "is damaged"),
+    "one bit": (_content(lambda data: data[:-1] + bytes([data[-1] ^ 1])), "is damaged"),
+    "another library": (_content(lambda data: Path(sys.executable).read_bytes()), "is damaged"),
+    "writable by the group": (lambda path: path.chmod(0o620), "can be written by others"),
+    "writable by all": (lambda path: path.chmod(0o602), "can be written by others"),
+    "a link": (_link, "is no plain file"),
+    "a folder": (_folder, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("what", [*DAMAGES, pytest.param("foreign", marks=AS_ROOT)])
+def test_what_was_not_built_here_is_built_anew(what: str, builds: Builds) -> None:
+    """The file is named; what stands in the cache afterwards is whole."""
+    change, words = (_foreign, "belongs to another user") if what == "foreign" else DAMAGES[what]
+    path = Path(builds.load()[0])
+    change(path)
+    where, trouble = builds.load()
+    assert f"{path} {words}" in trouble
+    assert builds.count == 2
+    if what != "a folder":
+        assert (where, builds.load()) == (str(path), (str(path), ""))
+    assert builds.leftovers() == []
+
+
+def test_a_library_under_anothers_digest_is_not_loaded(builds: Builds) -> None:
+    """A digest that is right for the content, but of a file that the loader refuses, helps as little."""
+    path = Path(builds.load()[0])
+    data = b"not a library"
+    wrong = path.with_name(f"{path.stem[:-32]}{blake2b(data, digest_size=16).hexdigest()}.so")
+    path.unlink()
+    wrong.write_bytes(data)
+    wrong.chmod(0o600)
+    assert "cannot be loaded" in builds.load()[1]
+    assert builds.kept() == [path]
+
+
+@pytest.mark.parametrize("what", ["writable by all", "writable by the group", pytest.param("foreign", marks=AS_ROOT)])
+def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds: Builds) -> None:
+    """Each process builds its own, and leaves nothing behind."""
+    path = Path(builds.load()[0])
+    _content(lambda data: b"a trap")(path)
+    if what == "foreign":
+        _foreign(builds.folder)
+    else:
+        builds.folder.chmod(0o707 if what == "writable by all" else 0o770)
+    for _ in range(2):
+        where, trouble = builds.load()
+        assert not Path(where).exists()
+        assert f"the kernel cache {builds.folder} " in trouble
+    assert path.read_bytes() == b"a trap"
+    assert (builds.count, builds.leftovers()) == (3, [])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
+def test_a_cache_that_takes_nothing_is_told(code: int, builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full, read-only or broken: the kernels run all the same."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(kernel_cache, "replace_file", refuse)
+    where, trouble = builds.load()
+    assert not Path(where).exists()
+    assert f"{builds.folder}/kernels-" in trouble
+    assert f"cannot be written ({os.strerror(code)})" in trouble
+    assert builds.leftovers() == []
+
+
+def test_a_file_where_the_folder_should_be_is_told(builds: Builds) -> None:
+    """Nothing is overwritten."""
+    builds.folder.parent.mkdir()
+    builds.folder.write_text("mine")
+    assert f"the kernel cache {builds.folder} cannot be used (File exists)" in builds.load()[1]
+    assert builds.folder.read_text() == "mine"
+
+
+def test_a_cache_relative_to_the_current_directory_is_not_looked_for(
+    builds: Builds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data folder could bring one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert builds.load()[0].startswith(str(tmp_path / "home" / ".cache" / "atts"))
+
+
+def test_where_nothing_can_be_built_torch_computes_and_says_so(
+    builds: Builds, make_model: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning for two engines, with the reason; asked for explicitly, the kernels are refused with it."""
+    builds.compiler(sleep="echo 'disk full' >&2; exit 1")
+
+    async def open_two() -> str:
+        options = LocalOptions(worker="thread", kv_tokens=256)
+        async with (
+            LocalEngine(make_model("llama"), options=options) as one,
+            LocalEngine(make_model("llama"), options=options) as two,
+        ):
+            await one.sample(SampleRequest((5, 6), 2))
+            return f"{one.kernel} {two.kernel}"
+
+    with caplog.at_level(logging.WARNING, "atts"):
+        assert anyio.run(open_two) == "cpu cpu"
+    (said,) = caplog.messages
+    assert "do not build (disk full): torch operations are used" in said
+    with pytest.raises(UnsupportedByEngine, match="disk full"):
+        builds.load()
+    assert builds.leftovers() == []
+
+
+def test_the_cache_serves_as_the_place_to_build_where_there_is_no_other(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is left clean."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    where, _ = builds.load()
+    assert builds.kept() == [Path(where)]
+
+
+def test_what_killed_builds_left_is_removed(builds: Builds) -> None:
+    """Where they are this user's and old; a build that goes on elsewhere is not touched."""
+    builds.folder.mkdir(parents=True)
+    old, young = builds.folder / "atts-build-old", builds.temporary / "atts-build-young"
+    for folder in (old, young):
+        folder.mkdir(mode=0o700)
+        (folder / "kernels.so").touch()
+    os.utime(old, (time.time() - 3600, time.time() - 3600))
+    builds.load()
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+LOAD = """
+import sys, time
+from pathlib import Path
+from atts.local.kernel_cache import cached_library
+
+log, prebuilt = map(Path, sys.argv[1:])
+def build(library):
+    with log.open("a") as file:
+        file.write("+")
+    while log.stat().st_size < 3:
+        time.sleep(0.01)
+    library.write_bytes(prebuilt.read_bytes())
+
+library, trouble = cached_library("key", build)
+assert library.atts_row_block() > 0
+print(trouble)
+"""
+
+
+@pytest.mark.once
+def test_processes_that_build_at_once_disturb_nobody(builds: Builds) -> None:
+    """None begins to keep its library before all build; one file stays."""
+    environment = {**os.environ, "TMPDIR": str(builds.temporary)}
+    command = [sys.executable, "-c", LOAD, str(builds.log), builds.library]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
+    assert [(process.communicate()[0], process.returncode) for process in processes] == [("\n", 0)] * 3
+    assert (len(builds.kept()), builds.leftovers()) == (1, [])

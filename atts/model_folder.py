@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from atts.errors import ModelLoadError
+from atts.errors import ModelLoadError, UnsupportedByEngine
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 """What a tokenizer and a configuration are made of."""
 WEIGHT_FILES = ("*.safetensors",)
+NO_TEMPLATE = "Use the model's instruct version, or add chat_template.jinja to its folder"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _CODE = ("configuration_*.py", "modeling_*.py", "modular_*.py", "tokenization_*.py", "processing_*.py")
 _MOST_BYTES = 64 << 20
@@ -90,6 +91,20 @@ def refuse_code(folder: Path, name: str) -> None:
         problem = f"{folder} brings code of its own ({', '.join(asked)}), and code of a model folder is never run"
         advice = "Remove it if the model needs none, or serve the model with vLLM and use the remote engine"
         raise ModelLoadError(name, problem, advice)
+
+
+def require_template(folder: Path, name: str) -> None:
+    """See that conversations can be written as this model reads them, from the names and sizes of files alone.
+
+    :raises UnsupportedByEngine: the folder holds no chat template.
+    """
+    path = folder / "tokenizer_config.json"
+    try:
+        is_there = (folder / "chat_template.jinja").stat().st_size > 0
+    except OSError:
+        is_there = path.is_file() and bool(read_object(path, name).get("chat_template"))
+    if not is_there:
+        raise UnsupportedByEngine(name, f"the tokenizer in {folder} has no chat template", NO_TEMPLATE)
 
 
 def weight_files(folder: Path, name: str) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any
 from atts.core import Message, TokenIds
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.importing import import_lock
-from atts.model_folder import read_end_ids, refuse_code
+from atts.model_folder import NO_TEMPLATE, read_end_ids, refuse_code
 
 
 class ModelTokenizer:
@@ -48,7 +48,7 @@ class ModelTokenizer:
         :raises UnsupportedByEngine: the model has no chat template, or its template refuses these messages.
         """
         if not self._inner.chat_template:
-            advice = "Add chat_template.jinja to its folder, or encode a plain prompt yourself"
+            advice = f"{NO_TEMPLATE}, or encode a plain prompt yourself"
             raise UnsupportedByEngine(self._name, "the tokenizer has no chat template", advice)
         rows = [{"role": message.role, "content": message.content} for message in messages]
         is_open = bool(rows) and rows[-1]["role"] == "assistant"

@@ -23,7 +23,7 @@ _SERVERS = SCHEMES[3:-1]
 _WRITTEN = "{}:http://HOST:PORT/MODEL"
 
 
-def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = None) -> Engine:
+def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = None, *, chat: bool = False) -> Engine:
     """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder", or one you made.
 
     Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
@@ -33,7 +33,10 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
     "ray:" before any of these runs it in the actors of a Ray cluster: "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the
     fields of `atts.remote.RayOptions`).
 
+    With `chat`, a model of this machine without a chat template is refused before it is loaded.
+
     :raises OptionError: no engine is called that, or it has no such setting.
+    :raises UnsupportedByEngine: a folder without a chat template.
 
     >>> build_engine("scripted", "draft").spec.name
     'draft'
@@ -46,7 +49,7 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
 
         return ScriptedEngine("target" if (rest or role) == "target" else "draft")
     if scheme == "ray":
-        return _on_ray(rest, role)
+        return _on_ray(rest, role, chat)
     if scheme in _SERVERS:
         from atts.remote import server_engine
 
@@ -58,16 +61,16 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
         from atts.models import path
 
         model = str(path("target" if (model or role) == "target" else "draft"))
-    return LocalEngine(model, name=role, options=_local_options(settings, options))
+    return LocalEngine(model, name=role, options=_local_options(settings, options), chat=chat)
 
 
 def build_engines(draft: str | Engine, target: str | Engine) -> tuple[Engine, Engine]:
     """Both engines of a run: one where both are the same object, two where they are equal words.
 
-    :raises OptionError: see `build_engine`.
+    :raises OptionError: see `build_engine`; so for a model without a chat template.
     """
-    first = build_engine(draft, "draft")
-    return first, first if target is first else build_engine(target, "target")
+    first = build_engine(draft, "draft", chat=True)
+    return first, first if target is first else build_engine(target, "target", chat=True)
 
 
 def check_engine_words(name: str) -> tuple[str, str]:
@@ -96,14 +99,14 @@ def check_engine_words(name: str) -> tuple[str, str]:
     return scheme, rest
 
 
-def _on_ray(words: str, role: Role) -> Engine:
+def _on_ray(words: str, role: Role, chat: bool) -> Engine:
     """The engine of these words in actors; settings that are Ray's are taken out of them."""
     from atts.local import LocalOptions
     from atts.remote import RayEngine
 
     inner, options = _ray_words(words)
     here = LocalOptions(worker="thread")  # an actor is a process of its own already
-    return RayEngine(partial(build_engine, inner, role, here), name=role, options=options)
+    return RayEngine(partial(build_engine, inner, role, here, chat=chat), name=role, options=options)
 
 
 def _ray_words(words: str) -> tuple[str, RayOptions]:

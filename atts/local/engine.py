@@ -32,7 +32,7 @@ from atts.local.messages import (
 from atts.local.model_config import read_model_config
 from atts.local.options import LocalOptions
 from atts.local.worker import LoopWorker, ProcessWorker, ThreadWorker
-from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, weight_files
+from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, require_template, weight_files
 from atts.tasks import soon
 from atts.tokenizing import ModelTokenizer
 
@@ -48,15 +48,23 @@ class LocalEngine:
     speed, never the distribution. Cancelling a call frees its work within one step.
     """
 
-    def __init__(self, model: str | Path, *, name: str = "", options: LocalOptions | None = None) -> None:
+    def __init__(
+        self, model: str | Path, *, name: str = "", options: LocalOptions | None = None, chat: bool = False
+    ) -> None:
         """`model` is a folder or a hub id; nothing is loaded before the engine is entered.
 
+        With `chat`, a model without a chat template is refused at once, or when its files are there to be looked at.
+
         :raises OptionError: an option is unknown or impossible.
+        :raises UnsupportedByEngine: the folder holds no chat template.
         """
         self.model = str(model)
         self._name = name or Path(self.model).name
         self._options = options or LocalOptions()
         self._options.check()
+        self._is_chat = chat
+        if chat and (folder := Path(self.model).expanduser()).is_dir():
+            require_template(folder, self._name)
         self._opened: _OpenEngine | None = None
 
     @property
@@ -123,7 +131,7 @@ class LocalEngine:
             raise EngineUnavailable(self._name, f"its process cannot be started ({error})", advice) from error
         opened = _OpenEngine(self._name, worker)
         with anyio.CancelScope(shield=True):  # a half-loaded model cannot be abandoned
-            await opened.load(self.model, self._options)
+            await opened.load(self.model, self._options, self._is_chat)
         self._opened = opened
         return self
 
@@ -166,10 +174,10 @@ class _OpenEngine:
         self._soon = soon()
         self.loop_stats = LoopStats()
 
-    async def load(self, model: str, options: LocalOptions) -> None:
+    async def load(self, model: str, options: LocalOptions, is_chat: bool) -> None:
         """Find, check and load the model, away from the event loop."""
         try:
-            config, tokenizer, label = await anyio.to_thread.run_sync(_prepare, model, self._name, options)
+            config, tokenizer, label = await anyio.to_thread.run_sync(_prepare, model, self._name, options, is_chat)
             ready = await anyio.to_thread.run_sync(self._worker.open, config, self._hand_over)
         except BaseException:
             self._worker.close()
@@ -239,8 +247,10 @@ class _OpenEngine:
                 waiter.event.set()
 
 
-def _prepare(model: str, name: str, options: LocalOptions) -> tuple[WorkerConfig, ModelTokenizer, str]:
+def _prepare(model: str, name: str, options: LocalOptions, is_chat: bool) -> tuple[WorkerConfig, ModelTokenizer, str]:
     folder = find_folder(model, name, (*TEXT_FILES, *WEIGHT_FILES))
+    if is_chat:
+        require_template(folder, name)
     config = read_model_config(folder, name)
     weights = weight_files(folder, name)
     tokenizer = ModelTokenizer(folder, name)

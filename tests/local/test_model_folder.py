@@ -18,9 +18,10 @@ import torch
 
 from atts import model_folder, tokenizing
 from atts.cli import run
-from atts.errors import ModelLoadError
+from atts.core import Message
+from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.local import LocalEngine, LocalOptions, model_config
-from atts.model_folder import find_tokenizer, refuse_code
+from atts.model_folder import find_tokenizer, refuse_code, require_template
 from atts.tokenizing import ModelTokenizer
 
 Make = Callable[..., Path]
@@ -177,6 +178,41 @@ def test_a_file_too_long_to_be_text_is_not_read(make_model: Make, tmp_path: Path
     os.truncate(folder / "config.json", 1 << 40)
     with pytest.raises(ModelLoadError, match="longer than 64 MB"):
         anyio.run(enter, folder)
+
+
+@pytest.mark.parametrize("how", ["none", "empty", "null"])
+def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
+    how: str, make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The target's too, though the draft is opened first: its damaged weights are not even looked at."""
+    draft, target = (shutil.copytree(make_model("llama"), tmp_path / role) for role in ("draft", "target"))
+    os.truncate(draft / "model.safetensors", 100)
+    (target / "chat_template.jinja").unlink()
+    if how == "empty":
+        (target / "chat_template.jinja").touch()
+    if how == "null":
+        path = target / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": None}))
+    assert run(["solve", "What is 2 + 2?", "--draft", f"hf:{draft}", "--target", f"hf:{target}"]) == 3
+    said = " ".join(capfd.readouterr().err.split())
+    assert "engine target: the tokenizer in" in said
+    assert "has no chat template. Use the model's instruct version" in said
+    monkeypatch.setattr("atts.local.engine.find_folder", lambda *_: target)
+    with pytest.raises(UnsupportedByEngine, match="no chat template"):
+        anyio.run(LocalEngine("owner/name", chat=True).__aenter__)
+    anyio.run(enter, target)  # who renders nothing needs none
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_template_is_found_wherever_tokenizers_keep_it(file: str, make_model: Make, tmp_path: Path) -> None:
+    """In a file of its own, or as a value of the tokenizer's configuration."""
+    folder = shutil.copytree(make_model("llama"), tmp_path / "model")
+    if file == "tokenizer_config.json":
+        template = (folder / "chat_template.jinja").read_text()
+        (folder / "chat_template.jinja").unlink()
+        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | {"chat_template": template}))
+    require_template(folder, "it")
+    assert ModelTokenizer(folder, "it").render([Message("user", "the step")])
 
 
 async def enter(folder: Path) -> None:

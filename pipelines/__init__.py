@@ -4,6 +4,7 @@ from atts.core import Features
 from atts.pipelines.builder import FORCING
 from atts.pipelines.calls import AdmittedEngine, Stage, check_completion, check_scores
 from atts.pipelines.capabilities import check_engines, needed_logprobs
+from atts.pipelines.chunks import prompt_of
 from atts.pipelines.context import Answers, Context, RolloutListener, Silent
 from atts.pipelines.gates import (
     Calibrating,
@@ -79,6 +80,7 @@ __all__ = [
     "evidence",
     "level_of",
     "needed_logprobs",
+    "prompt_of",
     "settled_probability",
     "solve",
     "tally",

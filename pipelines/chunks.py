@@ -12,10 +12,15 @@ def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> P
 
     The text of a multiple-choice problem holds its lettered choices already.
     """
-    asked = f"{problem.text}\n\n{policy.instruction}" if policy.instruction else problem.text
-    messages = [*([Message("system", policy.system)] if policy.system else []), Message("user", asked)]
+    messages = prompt_of(problem, policy)
     draft_ids = draft.tokenizer.render(messages)
     return Prompt(draft_ids, draft_ids if shared(draft, target) else target.tokenizer.render(messages))
+
+
+def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
+    """The conversation that a rollout goes on from: a system prompt if there is one, the problem, the instruction."""
+    asked = f"{problem.text}\n\n{policy.instruction}" if policy.instruction else problem.text
+    return [*([Message("system", policy.system)] if policy.system else []), Message("user", asked)]
 
 
 def shared(draft: Engine, target: Engine) -> bool:

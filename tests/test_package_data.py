@@ -7,6 +7,7 @@ import pytest
 
 FILES = [
     ("atts", "py.typed"),
+    ("atts.api", "pairs.toml"),
     ("atts.calibration", "guarantees.toml"),
     ("atts.evaluators.datasets", "benchmarks.toml"),
     ("atts.evaluators.syntax", "words.toml"),

@@ -2,17 +2,25 @@
 
 from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, scores_of, stored_scores
 from atts.api.config import Configuration, Job, config_keys, configure
+from atts.api.doctor import Check, Diagnosis, diagnose, write_settings
 from atts.api.engines import SCHEMES, build_engine, build_engines
 from atts.api.estimate import DryRun, Tokens, dry_run
 from atts.api.evaluation import evaluate, evaluate_sync, solve, solve_sync
+from atts.api.pairs import Pair, find_pair, known_pairs
+from atts.api.placement import CARDS, Placement, place
 from atts.api.recorded import compare, merge, plan, replay, report, trace
 from atts.api.setup import Setup, answers_for, load_problems
 
 __all__ = [
+    "CARDS",
     "SCHEMES",
+    "Check",
     "Configuration",
+    "Diagnosis",
     "DryRun",
     "Job",
+    "Pair",
+    "Placement",
     "Setup",
     "Tokens",
     "answers_for",
@@ -23,12 +31,16 @@ __all__ = [
     "calibrator_of",
     "compare",
     "configure",
+    "diagnose",
     "dry_run",
     "evaluate",
     "evaluate_sync",
     "config_keys",
+    "find_pair",
+    "known_pairs",
     "load_problems",
     "merge",
+    "place",
     "plan",
     "replay",
     "report",
@@ -37,4 +49,5 @@ __all__ = [
     "solve_sync",
     "stored_scores",
     "trace",
+    "write_settings",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import parse_qs
 
+from atts.api.pairs import model_sizes
 from atts.engine import Engine
 from atts.pipelines import SMALL, Budget, Policy
 
@@ -63,6 +64,7 @@ def known_context(engine: str | Engine) -> int | None:
     lengths = [int(word) for word in said if word.isdecimal() and int(word) > 0]
     if scheme == "hf":
         lengths += _context_of_folder(Path(model).expanduser())
+        lengths += [size.context for name, size in model_sizes().items() if name == model]
     return min(lengths, default=None)
 
 

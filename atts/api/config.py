@@ -20,6 +20,7 @@ import msgspec
 from atts.api.budgets import budget_of
 from atts.api.keys import Key, flat, keys_of, nested
 from atts.api.layers import CONFIG_VARIABLE, FILE, from_environment, from_file, from_flags
+from atts.api.pairs import PairChoice, find_pair
 from atts.api.setup import Setup, setup_keys
 from atts.core import Role
 from atts.errors import OptionError
@@ -32,8 +33,8 @@ ReportKind = Literal["html", "markdown", "json", "none"]
 
 LENGTHS = ("max_tokens", "turns", "chunking.draft_tokens", "chunking.target_tokens", "chunking.stop")
 """Keys that follow from the models, and turns from max_tokens, where nothing sets them."""
-_NEUTRAL = ("out", "runs", "report", "rollouts", "conditions")
-"""Keys that leave a run's results what they are, as the limits do."""
+_NEUTRAL = ("out", "runs", "report", "rollouts", "conditions", *(key.name for key in keys_of(PairChoice, PairChoice())))
+"""Keys that leave a run's results what they are, as the limits do; a pair is what it sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ def config_keys() -> Mapping[str, Key]:
     setup = Setup()
     found = [
         *keys_of(Job, Job()),
+        *keys_of(PairChoice, PairChoice()),
         *setup_keys(),
         Key("scores", str, None, True, "calibration scores from before the run: a file, or the directory of a run"),
         *keys_of(Policy, setup.policy),
@@ -155,6 +157,7 @@ def configure(
     )
     settings = {name: Setting(key.default, "default") for name, key in config_keys().items()}
     settings |= {key.name: Setting(key.read(value, label), origin) for key, value, origin, label in layers}
+    settings |= _of_pair(settings)
     settings |= _settled(settings)
     followed = _followed(settings)
     return Configuration(MappingProxyType(settings | followed), frozenset(followed))
@@ -166,6 +169,25 @@ def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
     if "target_sampling" in tables:
         tables["target_sampling"] = tables["sampling"] | tables["target_sampling"]
     return tables
+
+
+def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """What the chosen pair says, wherever nothing else did."""
+    with _origins(settings):
+        choice = msgspec.convert(_tables(settings), PairChoice)
+        if choice.pair is None:
+            return {}
+        pair = find_pair(choice.pair)
+        words = {
+            "draft": pair.words("draft", choice.at, choice.draft_servers),
+            "target": pair.words("target", choice.at, choice.target_servers),
+        }
+    origin = f"pair {pair.name}"
+    return {
+        name: Setting(value, origin)
+        for name, value in {**words, **pair.settings}.items()
+        if settings[name].origin == "default"
+    }
 
 
 def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:

@@ -35,6 +35,8 @@ def evaluate(
     max_tokens: options.MaxTokens = None,
     mode: options.Mode = None,
     scores: options.Scores = None,
+    pair: options.Pair = None,
+    at: options.At = None,
     draft: options.Draft = None,
     target: options.Target = None,
     limit: options.Limit = None,
@@ -64,6 +66,8 @@ def evaluate(
     embedded models on generated arithmetic.
 
     Example: atts eval
+
+    Example: atts eval math500 --pair r1-1.5b/r1-70b --dry-run
 
     Example: atts eval math500 --draft hf:Qwen/Qwen3-1.7B --target vllm:http://localhost:8000/Qwen/Qwen3-32B --dry-run
     """

@@ -34,6 +34,13 @@ Draft = Annotated[
     typer.Option(help="embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, server:URL.", show_default="embedded"),
 ]
 Target = Annotated[str | None, typer.Option(help="The same words.", show_default="embedded")]
+Pair = Annotated[
+    str | None, typer.Option(help="Models that work together, by name: `atts pairs` lists them.", show_default="none")
+]
+At = Annotated[
+    str | None,
+    typer.Option(help="Where a pair's models are: vllm, sglang (servers here) or local.", show_default="vllm"),
+]
 Seed = Annotated[int | None, typer.Option(help="Of everything random.", show_default="0")]
 Rollouts = Annotated[int | None, typer.Option(help="In flight at once, over all problems.", show_default="64")]
 Limit = Annotated[int | None, typer.Option(help="Only the first problems.", show_default="all")]

@@ -38,6 +38,8 @@ def solve(
     max_tokens: options.MaxTokens = None,
     mode: options.Mode = None,
     scores: options.Scores = None,
+    pair: options.Pair = None,
+    at: options.At = None,
     draft: options.Draft = None,
     target: options.Target = None,
     seed: options.Seed = None,

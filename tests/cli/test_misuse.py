@@ -14,7 +14,7 @@ from atts.journal import locked
 
 pytestmark = pytest.mark.once
 
-USAGE, ENGINE, DISK = 2, 3, 4
+USAGE, ENGINE, DISK, CHECK = 2, 3, 4, 5
 RUN = "arithmetic[:2] --samples 2 --draft scripted --target scripted --report none"
 
 
@@ -104,6 +104,28 @@ CASES = [
     Case("chat API without a URL", f"eval {RUN} --dry-run --draft openai:gpt-4o", USAGE, ("openai:http://HOST",)),
     Case("chat API that is not there", "probe chat:http://127.0.0.1:9/v1/m --wait 0", ENGINE, ("127.0.0.1:9",)),
     Case("probe of what is no server", "probe vllm:nowhere", USAGE, ("no URL", "vllm:http://HOST:PORT/MODEL")),
+    Case("misspelt pair", "eval --pair r1-1.5b/r1-70", USAGE, ("--pair", "'r1-1.5b/r1-70b'", "atts pairs")),
+    Case("pair of another place", "eval --pair embedded --at cloud", USAGE, ("--at", "'cloud'")),
+    Case("no server of a pair", "eval --pair embedded --set draft_servers=0", USAGE, ("draft_servers", "0")),
+    Case("unknown pair to list", "pairs embeded", USAGE, ("'embedded'",)),
+    Case("unknown card", "pairs embedded --card h101", USAGE, ("h101", "'h100'")),
+    Case("card to the doctor", "doctor --pair r1-1.5b/r1-7b --card h101", USAGE, ("h101", "'h100'")),
+    Case("doctor of an unknown pair", "doctor --pair nobody", USAGE, ("nobody", "atts pairs")),
+    Case("doctor without an engine", "doctor --draft openai:gpt-4o", USAGE, ("openai:http://HOST",)),
+    Case(
+        "doctor that would write over a file",
+        "doctor --draft scripted --target scripted --out mine.toml",
+        USAGE,
+        ("mine.toml", "another file"),
+        text("mine.toml", "rate = 0.1"),
+    ),
+    Case("doctor that cannot write", "doctor --draft scripted --target scripted --out no/x.toml", DISK, ("no/x.toml",)),
+    Case(
+        "servers that are not there",
+        "doctor --pair r1-1.5b/r1-7b --draft vllm:http://127.0.0.1:9/m --target vllm:http://127.0.0.1:9/m",
+        CHECK,
+        ("2 of", "checks failed"),
+    ),
     Case("dataset without problems", "eval mine.jsonl", USAGE, ("mine.jsonl",), text("mine.jsonl", "")),
     Case(
         "non-UTF-8 dataset", "eval mine.jsonl", USAGE, ("mine.jsonl", "UTF-8"), text("mine.jsonl", b'{"text": "\xe9"}')

@@ -1,0 +1,174 @@
+"""`atts pairs` and `atts doctor`: what is known of pairs, and what is found out before a long run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.api import CARDS, config_keys, configure, known_pairs, place
+from atts.engine import Engine
+from atts.local import LocalEngine, LocalOptions
+from atts.models import path
+from atts.testing import ServerQuirks
+from atts.testing.servers import DialectServer
+
+pytestmark = pytest.mark.once
+Serve = Callable[..., str]
+
+
+def embedded(role: Any, tokens: int = 2048) -> Callable[[], Engine]:
+    """Makes an embedded model: a real tokenizer that both sides can open."""
+    return lambda: LocalEngine(path(role), name=role, options=LocalOptions(worker="thread", kv_tokens=tokens))
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts a server of an embedded model: its engine in words."""
+    with ExitStack() as stack:
+
+        def start(role: Any, dialect: Any = "vllm", model: str = "owner/toy", **quirks: Any) -> str:
+            server = stack.enter_context(
+                DialectServer(embedded(role), dialect, model=model, quirks=ServerQuirks(**quirks))
+            )
+            return f"{dialect}:{server.url}/{model}?tokenizer={path(role)}"
+
+        yield start
+
+
+def test_every_pair_can_be_run_and_placed(tmp_path: Path) -> None:
+    """At least twelve; each sets keys that exist, with values that make a policy, and has models of known size."""
+    assert len(known_pairs()) >= 12
+    for pair in known_pairs().values():
+        assert set(pair.settings) <= config_keys().keys()
+        found = configure({"pair": pair.name}, environment={}, folder=tmp_path)
+        bounds = found.setup().run_policy.bounds()
+        assert (found["draft"], found["target"]) == (pair.words("draft"), pair.words("target"))
+        assert bounds.max_tokens < min(pair.size("draft").context, pair.size("target").context)
+        assert bounds.turns * bounds.draft_tokens >= bounds.max_tokens
+        assert found.setup().warnings == ()
+        if pair.name != "embedded":
+            assert bounds.max_tokens >= 4096
+            assert "boxed" in found["system"] + found["instruction"]
+    assert configure({"pair": "r1-1.5b/r1-70b"}, environment={}, folder=tmp_path)["system"] == ""
+
+
+def test_what_is_said_wins_over_the_pair(tmp_path: Path) -> None:
+    """A file may name the servers, a flag the tokens; turns follow; the origin is told."""
+    (tmp_path / "atts.toml").write_text('pair = "r1-8b/qwq-32b"\ntarget = "sglang:http://gpu7:8000/Qwen/QwQ-32B"\n')
+    found = configure({"max_tokens": 32_000}, environment={}, folder=tmp_path)
+    assert found["target"] == "sglang:http://gpu7:8000/Qwen/QwQ-32B"
+    assert found["draft"].startswith("vllm:http://127.0.0.1:8001/deepseek-ai/")
+    assert found.settings["draft"].origin == "pair r1-8b/qwq-32b"
+    assert found["turns"] == 2 * configure({"pair": "r1-8b/qwq-32b"}, environment={}, folder=tmp_path / "x")["turns"]
+    many = configure({"pair": "r1-8b/qwq-32b"}, ["draft_servers=3", "target_servers=2"], environment={}, folder="/")
+    assert [word.split("/")[2] for word in many["draft"].split(",")] == [f"127.0.0.1:800{n}" for n in (1, 2, 3)]
+    assert [word.split("/")[2] for word in many["target"].split(",")] == ["127.0.0.1:8000", "127.0.0.1:8100"]
+    local = configure({"pair": "r1-8b/qwq-32b", "at": "local"}, environment={}, folder="/")
+    assert local["target"] == "hf:Qwen/QwQ-32B"
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None:
+    """On every card both servers' shares, their weights and a whole rollout's cache fit; no fewer cards would do."""
+    for pair in known_pairs().values():
+        found = place(pair, card, 16_000)
+        if pair.name == "embedded":
+            assert found is None
+            continue
+        assert found is not None
+        shared = set(found.draft.cards) & set(found.target.cards)
+        assert sum((found.draft.utilization, found.target.utilization)) <= (0.93 if shared else 1.85)
+        assert found.rollouts >= 1
+        assert max((*found.draft.cards, *found.target.cards)) < found.count
+        for role, share in (("draft", found.draft), ("target", found.target)):
+            size = pair.size(role)  # type: ignore[arg-type]  # it is a role
+            held = size.weights * (0.5 if share.is_quantized else 1) + found.context * size.cache_bytes / 1e9
+            assert held <= share.utilization * CARDS[card] * len(share.cards)
+        assert place(pair, card, 16_000, tuple(n for n in (1, 2, 4, 8) if n < found.count)) is None
+        commands = list(found.commands(pair))
+        assert pair.target in commands[0]
+        assert f"--gpu-memory-utilization {found.draft.utilization:.2f}" in commands[1]
+
+
+def test_pairs_are_listed(atts: Any) -> None:
+    """A table, one object each, and one pair with the commands that serve it."""
+    table, objects = atts("pairs").out, [json.loads(line) for line in atts("pairs", "--json").out.splitlines()]
+    assert [pair["name"] for pair in objects] == list(known_pairs())
+    assert all(pair["name"] in table for pair in objects)
+    one = atts("pairs", "qwen-7b/qwq-32b", "--card", "h100").out
+    assert "vllm serve Qwen/QwQ-32B --port 8000" in one
+    assert "published aime25: right in any of 16 40.0%, speed-up 14.5x marginal, 12.82x conditional" in one
+    assert atts("pairs", "embedded").out.count("no GPU is needed") == 3
+
+
+def statuses(said: Any) -> dict[str, list[str]]:
+    """The statuses of every kind of check."""
+    found: dict[str, list[str]] = {}
+    for check in json.loads(said.out)["checks"]:
+        found.setdefault(check["name"], []).append(check["status"])
+    return found
+
+
+def test_two_good_servers_pass_and_the_settings_are_kept(atts: Any, serve: Serve) -> None:
+    """Exit 0; the file runs what was looked at, and is written anew by the same command, but no other file is."""
+    words = ("--draft", serve("draft"), "--target", serve("target"), "--max-tokens", "900", "--rate", "0.3")
+    said = atts("doctor", *words, "--json", "--out", "two.toml")
+    assert (said.code, said.err) == (0, "")
+    assert statuses(said)["tokenizers"] == statuses(said)["trial"] == statuses(said)["context"] == ["ok"]
+    kept = tomllib.loads(Path("two.toml").read_text())
+    assert (kept["draft"], kept["max_tokens"], kept["rate"]) == (words[1], 900, 0.3)
+    plain = json.loads(atts("eval", "arithmetic[:1]", "--config", "two.toml", "--dry-run", "--json").out)
+    assert plain["budget"]["max_tokens"]["value"] == 900
+    assert atts("doctor", *words, "--out", "two.toml").code == 0
+    Path("mine.toml").write_text("rate = 0.5\n")
+    assert atts("doctor", *words, "--out", "mine.toml").code == 2
+    assert Path("mine.toml").read_text() == "rate = 0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "name", "status", "told"),
+    [
+        ("context", 0, "context", "warn", "give --max-tokens"),
+        ("model", 0, "draft", "warn", "the pair names deepseek-ai"),
+        ("processed", 0, "draft", "warn", "SGLANG_RETURN_ORIGINAL_LOGPROB"),
+        ("scores", 5, "abilities", "fail", "cannot score"),
+        ("template", 5, "draft", "fail", "chat template"),
+        ("nowhere", 5, "target", "fail", "cannot reach"),
+        ("small", 0, "lengths", "warn", "looks too small"),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_says_what_to_do(
+    atts: Any, serve: Serve, case: str, code: int, name: str, status: str, told: str, tmp_path: Path
+) -> None:
+    """Each trouble by itself: the line, its status, the exit code; everything else is looked at all the same."""
+    words = {"--max-tokens": "900", "--draft": serve("draft", "sglang" if case == "processed" else "vllm", **(
+        {"logprobs": "processed"} if case == "processed" else {}))}  # fmt: skip
+    words["--target"] = serve("target", "llamacpp" if case == "scores" else "vllm")
+    if case == "context":
+        del words["--max-tokens"]
+    elif case == "model":
+        words["--pair"] = "r1-1.5b/r1-7b"
+    elif case == "small":
+        words["--max-tokens"] = "300"
+    elif case == "nowhere":
+        words["--target"] = "vllm:http://127.0.0.1:9/m"
+    elif case == "template":
+        folder = Path(
+            shutil.copytree(path("draft"), tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
+        )
+        config = folder / "tokenizer_config.json"
+        config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"}))
+        words["--draft"] = words["--draft"].partition("?")[0] + f"?tokenizer={folder}"
+    said = atts("doctor", *(word for pair in words.items() for word in pair), "--json")
+    assert said.code == code, said.err
+    found = json.loads(said.out)["checks"]
+    assert [check for check in found if check["name"] == name and check["status"] == status
+            and told in check["seen"] + check["advice"]], found  # fmt: skip
+    assert {"lengths", "disk", "draft", "target"} <= {check["name"] for check in found}

@@ -33,6 +33,11 @@ class PairChoice:
     draft_servers: Annotated[int, "servers of a pair's draft: ports 8001, 8002, ..."] = 1
     target_servers: Annotated[int, "servers of a pair's target: ports 8000, 8100, ..."] = 1
 
+    def __post_init__(self) -> None:
+        for name in ("draft_servers", "target_servers"):
+            if not 1 <= getattr(self, name) <= 90:
+                raise OptionError(name, f"{getattr(self, name)} is outside 1 to 90")
+
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
@@ -97,8 +102,6 @@ def ports(role: Role, servers: int) -> list[int]:
     >>> ports("draft", 3), ports("target", 2)
     ([8001, 8002, 8003], [8000, 8100])
     """
-    if not 1 <= servers <= 90:
-        raise OptionError(f"{role}_servers", f"{servers} is outside 1 to 90")
     return [_FIRST_PORT[role] + _NEXT_PORT[role] * number for number in range(servers)]
 
 

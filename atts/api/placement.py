@@ -74,8 +74,8 @@ def place(pair: Pair, card: str, max_tokens: int, counts: tuple[int, ...] = COUN
     :raises OptionError: an unknown card.
 
     >>> from atts.api.pairs import find_pair
-    >>> str(place(find_pair("r1-1.5b/r1-7b"), "rtx4090", 16_000))
-    '1 x rtx4090 (24 GB): draft 0.27, target 0.65 of a card\\'s memory'
+    >>> str(place(find_pair("r1-1.5b/r1-7b"), "h100", 16_000))
+    "1 x h100 (80 GB): draft 0.10, target 0.82 of a card's memory"
     """
     if card not in CARDS:
         raise OptionError("card", f"unknown card {card!r}", list(CARDS), card)

@@ -14,7 +14,7 @@ from atts.journal import locked
 
 pytestmark = pytest.mark.once
 
-USAGE, ENGINE, DISK, CHECK = 2, 3, 4, 5
+USAGE, ENGINE, DISK = 2, 3, 4
 RUN = "arithmetic[:2] --samples 2 --draft scripted --target scripted --report none"
 
 
@@ -120,12 +120,6 @@ CASES = [
         text("mine.toml", "rate = 0.1"),
     ),
     Case("doctor that cannot write", "doctor --draft scripted --target scripted --out no/x.toml", DISK, ("no/x.toml",)),
-    Case(
-        "servers that are not there",
-        "doctor --pair r1-1.5b/r1-7b --draft vllm:http://127.0.0.1:9/m --target vllm:http://127.0.0.1:9/m",
-        CHECK,
-        ("2 of", "checks failed"),
-    ),
     Case("dataset without problems", "eval mine.jsonl", USAGE, ("mine.jsonl",), text("mine.jsonl", "")),
     Case(
         "non-UTF-8 dataset", "eval mine.jsonl", USAGE, ("mine.jsonl", "UTF-8"), text("mine.jsonl", b'{"text": "\xe9"}')

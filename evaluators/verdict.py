@@ -53,6 +53,10 @@ class Prose(NotMaths):
     """Words deny, condition or replace the value."""
 
 
+class UnknownWords(Prose):
+    """Words beside the value that are not known to leave it as it is."""
+
+
 class TooLarge(Undecided):
     """A cap of `Limits` would be passed."""
 
@@ -63,3 +67,7 @@ class Enormous(TooLarge):
 
 class Undefined(Exception):
     """The expression has no value (division by zero, logarithm of zero)."""
+
+
+class Outside(Undefined):
+    """No case of a piecewise expression applies."""

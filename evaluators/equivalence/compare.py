@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from fractions import Fraction
 from typing import Literal
 
-from atts.evaluators.equivalence.probing import Prober, Value
+from atts.evaluators.equivalence.probing import Prober
+from atts.evaluators.equivalence.sets import Interval, Line, is_inequality, speaks_of_reals
 from atts.evaluators.equivalence.traits import (
-    ROUNDED_DIGITS,
     choice_letter,
-    decimal_digits,
+    clock,
+    counts_apart,
     difference,
-    distinctly_named,
     infinity,
     is_clock,
-    is_inequality,
-    may_name_alike,
+    is_part,
+    is_point_value,
+    mark,
     members,
+    rounds,
     same_numeral,
     sign_of,
-    terminates,
     variable_of,
     vector,
 )
-from atts.evaluators.equivalence.views import FLIPPED, Interval, Named, intervals, matrix, named
+from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named, substituted
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
+from atts.evaluators.syntax.units import measure
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
 _PAIRWISE = 64  # unordered members compared with one another; more are first matched by structure
+Labels = dict[Node, Node]
 _COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
 
 
@@ -52,27 +56,63 @@ class Comparer:
         """Whether two answers are the same under the policy; raises Undecided when that cannot be told."""
         if gold == answer and not has(gold, "opaque"):
             return self.ruled("structure", True)
+        if "aliases" in (gold.kind, answer.kind):
+            pair, other = (gold, answer) if gold.kind == "aliases" else (answer, gold)
+            return all(self.same(each, other) for each in pair.args)
+        gold, answer = bound_alike(gold), bound_alike(answer)
         left, right = named(gold), named(answer)
-        if left.name is not None and right.name is not None:
-            return self.both_named(left, right, gold, answer)
-        if any(is_inequality(value) or has(value, "union") for value in (left.value, right.value)):
-            found = self.as_intervals(gold, answer)
+        one, two = labelled(gold), labelled(answer)
+        if one is not None or two is not None:
+            found = self.by_label(one, two, left.value, right.value)
             if found is not None:
                 return found
+        if left.name is not None and right.name is not None and "in" not in (gold.text, answer.text):
+            return self.both_named(left, right, gold, answer)
+        if speaks_of_reals(left.value) or speaks_of_reals(right.value):
+            verdict = self.as_regions(gold, answer)
+            if verdict is not None:
+                return verdict
         if left.value.kind == "relation" or right.value.kind == "relation":
             return self.relations(gold, answer)
         return self.values(left.value, right.value)
 
+    def by_label(self, one: Labels | None, two: Labels | None, gold: Node, answer: Node) -> bool | None:
+        """Values by their names; beside values without names, those in the order of the names."""
+        if one is not None and two is not None:
+            if one.keys() != two.keys():
+                return self.ruled("name", False) if not one.keys() & two.keys() and len(one) != len(two) else None
+            return all(self.same(value, two[name]) for name, value in one.items()) and self.ruled("name", True)
+        labels, other = (one, answer) if one is not None else (two, gold)
+        assert labels is not None
+        if other.kind not in ("list", "tuple") or len(labels) < 2 or len(labels) != len(other.args):
+            return None
+        if any(named(arg).name is not None for arg in other.args):
+            return None
+        if {name.text for name in labels} <= {"x", "y", "z"}:
+            labels = dict(sorted(labels.items(), key=lambda item: item[0].text))
+        return self.each(tuple(labels.values()), other.args, "tuple")
+
     def both_named(self, left: Named, right: Named, gold: Node, answer: Node) -> bool:
-        assert left.name is not None
-        assert right.name is not None
-        if left.name == right.name or "word" in (left.name.kind, right.name.kind):
+        """Values of one name, or of names that can mean the same thing."""
+        one, two = left.name, right.name
+        assert one is not None
+        assert two is not None
+        if one == two or {one.kind, two.kind} == {"word", "symbol"}:
             return self.same(left.value, right.value)
-        if left.name.kind in ("tuple", "ratio", "list") and left.name.kind == right.name.kind:
-            return False
-        if left.name.kind != "symbol" or right.name.kind != "symbol":
-            return self.same(left.value, right.value) and self.ruled("name", may_name_alike(left.name, right.name))
-        return self.relations(gold, answer)
+        if one.kind != two.kind:
+            return self.same(left.value, right.value) and self.ruled("name", not is_point_value(one, two))
+        if one.kind == "word":
+            words = [set(name.text.split()) for name in (one, two)]
+            return self.same(left.value, right.value) and self.ruled("name", words[0] <= words[1] or words[1] <= words[0])  # fmt: skip  # noqa: E501
+        if one.kind == "symbol" and one.text.removeprefix("vec ") != two.text.removeprefix("vec "):
+            return self.relations(gold, answer)
+        if one.kind == "call" and one.text == two.text and len(one.args) == len(two.args):
+            if all(arg.kind == "symbol" and arg.text.islower() for arg in (*one.args, *two.args)):
+                names = {arg.text: other for arg, other in zip(one.args, two.args, strict=True)}
+                return self.same(substituted(left.value, names), right.value)
+        if one.kind == "mul" and sorted(map(repr, one.args)) == sorted(map(repr, two.args)):
+            return self.same(left.value, right.value)
+        return self.ruled("name", one.kind == "symbol" and self.same(left.value, right.value))
 
     # -- relations -------------------------------------------------------------------------
 
@@ -83,7 +123,7 @@ class Comparer:
         one, two = gold.text.split(), answer.text.split()
         if len(one) != len(two) or len(one) > 1:
             return self.chains(gold, answer)
-        if one[0] in ("in", "->") or two[0] in ("in", "->"):
+        if one[0] not in FLIPPED or two[0] not in FLIPPED or has(gold, "congruence") or has(answer, "congruence"):
             return one == two and all(self.same(a, b) for a, b in zip(gold.args, answer.args, strict=True))
         ratio = self.prober.proportional(difference(gold), difference(answer))
         if ratio is None:
@@ -103,18 +143,22 @@ class Comparer:
         verdict = one == two and all(self.same(a, b) for a, b in zip(gold.args, sides, strict=True))
         return self.ruled("relation", verdict)
 
-    def as_intervals(self, gold: Node, answer: Node) -> bool | None:
+    def as_regions(self, gold: Node, answer: Node) -> bool | None:
         """Both as sets of reals, None when either is not one."""
         if is_inequality(named(gold).value) and is_inequality(named(answer).value) and gold.text == answer.text:
-            if all(self.agree(a, b) for a, b in zip(gold.args, answer.args, strict=True)):
+            if len(gold.args) == len(answer.args) and all(map(self.agree, gold.args, answer.args)):
                 return self.ruled("relation", True)
-        left, right = intervals(gold), intervals(answer)
-        if left is None or right is None or len(left) > 200 or len(right) > 200:
+        names = {variable_of(gold), variable_of(answer)} - {""}
+        line = Line(self.prober)
+        left, right = line.region(gold), line.region(answer)
+        if left is None or right is None:
             return None
-        names = variables(gold) | variables(answer)
-        if names and variable_of(gold) != variable_of(answer) and variable_of(gold) and variable_of(answer):
+        if len(names) > 1:
             return self.ruled("interval", False)
-        return self.ruled("interval", self.matched(left, right))
+        if len(left) == len(right) == 2 and left[0].brackets != right[0].brackets:
+            right = right[::-1]
+        verdict = len(left) == len(right) and all(map(self.same_interval, left, right))
+        return self.ruled("interval", verdict)
 
     def agree(self, gold: Node, answer: Node) -> bool:
         """same, with Undecided taken as no."""
@@ -122,15 +166,6 @@ class Comparer:
             return self.same(gold, answer)
         except Undecided:
             return False
-
-    def matched(self, left: tuple[Interval, ...], right: tuple[Interval, ...]) -> bool:
-        rest = list(right)
-        for interval in left:
-            found = next((each for each in rest if self.same_interval(interval, each)), None)
-            if found is None:
-                return False
-            rest.remove(found)
-        return not rest
 
     def same_interval(self, left: Interval, right: Interval) -> bool:
         return left.brackets == right.brackets and self.same(left.low, right.low) and self.same(left.high, right.high)
@@ -142,7 +177,9 @@ class Comparer:
         if has(gold, "plusminus") or has(answer, "plusminus"):
             return self.unordered(members(gold), members(answer), "set")
         gold, answer = matrix(gold) or gold, matrix(answer) or answer
-        kinds = {gold.kind, answer.kind}
+        kinds: set[str] = {gold.kind, answer.kind}
+        if kinds & {"congruence", "clock", "cases", "builder"}:
+            return self.special(gold, answer, kinds)
         if kinds & {"list", "set"}:
             return self.lists(gold, answer)
         if kinds & {"tuple", "matrix", "union", "setminus"}:
@@ -151,15 +188,53 @@ class Comparer:
             return self.words(gold, answer)
         return self.plain(gold, answer)
 
+    def special(self, gold: Node, answer: Node, kinds: set[str]) -> bool:
+        """Classes by a modulus, times of day, sets by a condition, and values by cases."""
+        if "cases" in kinds:
+            return self.by_cases(gold, answer)
+        if "clock" in kinds:
+            return self.ruled("time", clock(gold) is not None and clock(gold) == clock(answer))
+        if len(kinds) > 1:
+            return self.ruled(min(kinds & {"congruence", "builder"}), False)
+        if kinds == {"builder"}:
+            return self.each(gold.args, answer.args, "set")
+        if not self.same(gold.args[1], answer.args[1]):
+            return self.ruled("congruence", False)
+        apart = Node("add", (gold.args[0], Node("mul", (number(-1), answer.args[0]))))
+        turns = None if variables(apart) else self.prober.constants(quotient(apart, gold.args[1]))
+        if not isinstance(turns, Fraction):
+            return self.same(gold.args[0], answer.args[0])
+        return self.ruled("congruence", turns.denominator == 1)
+
+    def by_cases(self, gold: Node, answer: Node) -> bool:
+        """As functions where the conditions can be tried out, else case by case."""
+        if not has(gold, "word", *_COLLECTIONS) and not has(answer, "word", *_COLLECTIONS):
+            return self.numbers(gold, answer)
+        if gold.kind != "cases" or answer.kind != "cases":
+            try:
+                return self.numbers(gold, answer)
+            except Undecided:
+                return self.ruled("cases", False)
+        one, two = ([Node("cases", pair) for pair in zip(node.args[::2], node.args[1::2], strict=True)] for node in (gold, answer))  # fmt: skip  # noqa: E501
+        if any(all(map(self.agree, a.args, b.args)) is False for a, b in zip(one, two, strict=False)) or len(
+            one
+        ) != len(two):
+            with suppress(Undecided):
+                return self.numbers(gold, answer)
+        match = [any(all(map(self.agree, a.args, b.args)) for b in two) for a in one]
+        return self.ruled("cases", all(match) and len(one) == len(two))
+
     def lists(self, gold: Node, answer: Node) -> bool:
         """Bare lists and sets: order is free, save where one side is a tuple or names its parts."""
         if gold.kind == "tuple" or answer.kind == "tuple":
             pair, other = (gold, answer) if gold.kind == "tuple" else (answer, gold)
-            if other.kind == "set":
+            if other.kind == "set" or pair.text not in ("()", "[]", "") or other.text == "or":
                 return self.ruled("set", False)
             return self.each(pair.args, other.args, "tuple")
+        if gold.kind == answer.kind == "list" and gold.text and answer.text and gold.text != answer.text:
+            return self.ruled("logic", False)
         one, two = members(gold), members(answer)
-        if len(one) == len(two) and distinctly_named(one) != distinctly_named(two):
+        if len(one) == len(two) and counts_apart(one) != counts_apart(two):
             return self.each(one, two, "tuple")
         return self.unordered(one, two, "set")
 
@@ -228,6 +303,10 @@ class Comparer:
     def plain(self, gold: Node, answer: Node) -> bool:
         """Two single values, their units, percent and degree signs, bases and ratios included."""
         kinds = (gold.kind, answer.kind)
+        signs = [mark(gold), mark(answer)]
+        if all(signs) and signs[0] != signs[1]:
+            is_angle = set(signs) == {"degree", "rad"}
+            return self.ruled("unit", is_angle and self.numbers(gold, answer))
         if "quantity" in kinds:
             return self.quantities(gold, answer)
         if "ratio" in kinds:
@@ -251,11 +330,13 @@ class Comparer:
     def quantities(self, gold: Node, answer: Node) -> bool:
         """Units must not contradict each other; one left out, or not known to us, is passed over."""
         left, right = (node.args[0] if node.kind == "quantity" else node for node in (gold, answer))
-        one, two = (vocabulary.measure(node.text) if node.kind == "quantity" else None for node in (gold, answer))
-        if one is not None and two is not None and one != two:
-            if one[0] != two[0]:
+        one, two = (measure(node.text) if node.kind == "quantity" else None for node in (gold, answer))
+        if one is not None and two is not None and one[0] and two[0]:
+            if one[0] != two[0] and not is_part(one[0], two[0]) and not is_part(two[0], one[0]):
                 return self.ruled("unit", False)
             return self.ruled("unit", self.same(left, Node("mul", (right, number(two[1] / one[1])))))
+        if any(node.value is not None and node.kind == "quantity" for node in (gold, answer)):
+            return self.ruled("unit", False)
         return self.same(left, right)
 
     def ratios(self, gold: Node, answer: Node) -> bool:
@@ -287,7 +368,8 @@ class Comparer:
             if self.has_value(gold) != self.has_value(answer):
                 return self.ruled("undefined", False)
             raise Undecided(f"no value: {error}") from error
-        return self.ruled("rounding" if self.rounds(gold, answer) else "value", self.rounds(gold, answer))
+        is_rounded = rounds(self.prober, gold, answer)
+        return self.ruled("rounding" if is_rounded else "value", is_rounded)
 
     def has_value(self, node: Node) -> bool:
         """Whether a constant has a value; raises Undecided when that cannot be told."""
@@ -296,27 +378,3 @@ class Comparer:
         except Undefined:
             return False
         return True
-
-    def rounds(self, gold: Node, answer: Node) -> bool:
-        """Whether one is a decimal of enough digits and the other a value that no decimal of its kind can be."""
-        decimal, other = (gold, answer) if decimal_digits(gold) else (answer, gold)
-        digits = decimal_digits(decimal)
-        if digits < ROUNDED_DIGITS or decimal_digits(other) or variables(other):
-            return False
-        try:
-            value = self.prober.constants(other)
-        except (Undecided, Undefined):
-            return False
-        if isinstance(value, Fraction) and terminates(value):
-            return False
-        unit = Fraction(10) ** -len(decimal.text.partition(".")[2])
-        assert decimal.value is not None
-        return self.within(value, decimal.value - unit, decimal.value + unit)
-
-    def within(self, value: Value, low: Fraction, high: Fraction) -> bool:
-        if isinstance(value, Fraction):
-            return low < value < high
-        if hasattr(value.value, "_mpc_"):
-            return False
-        bounds = [self.prober.approximate(each, 200).value for each in (low, high)]
-        return bool(bounds[0] < value.value < bounds[1])

@@ -11,7 +11,17 @@ from atts.evaluators.equivalence.compare import Comparer
 from atts.evaluators.syntax.cleaning import spaceless
 from atts.evaluators.syntax.reading import Reading, read
 from atts.evaluators.syntax.vocabulary import squashed
-from atts.evaluators.verdict import Enormous, Limits, Malformed, Prose, TooLarge, Undecided, Undefined, Verdict
+from atts.evaluators.verdict import (
+    Enormous,
+    Limits,
+    Malformed,
+    Prose,
+    TooLarge,
+    Undecided,
+    Undefined,
+    UnknownWords,
+    Verdict,
+)
 
 _DEFAULT = Limits()
 _PHRASE = 4  # words
@@ -119,7 +129,7 @@ def _unread(one: Reading, two: Reading) -> Verdict:
     assert problem is not None
     if isinstance(problem, Malformed):
         return Verdict("different", "malformed", str(problem))
-    if isinstance(problem, Prose) and readable.trees:
+    if isinstance(problem, Prose) and not isinstance(problem, UnknownWords) and readable.trees:
         return Verdict("different", "prose", str(problem))
     if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and _are_short(one, two):
         return Verdict("different", "text")

@@ -11,11 +11,12 @@ import mpmath
 from atts.evaluators.equivalence.exact import NotRational, digits_in_base, exact
 from atts.evaluators.equivalence.points import Point, generic
 from atts.evaluators.equivalence.probing import Prober, is_real, written
+from atts.evaluators.equivalence.sets import Line
 from atts.evaluators.equivalence.traits import difference, is_decimal, members, terminates
-from atts.evaluators.equivalence.views import intervals, named
+from atts.evaluators.equivalence.views import named
 from atts.evaluators.syntax.reading import Reading
 from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
-from atts.evaluators.syntax.vocabulary import measure
+from atts.evaluators.syntax.units import measure
 from atts.evaluators.verdict import Limits, Undecided, Undefined
 
 _COLLECTIONS = ("list", "set", "tuple", "union", "matrix", "setminus")
@@ -98,7 +99,7 @@ class Keys:
     def relation_tokens(self, node: Node) -> set[str]:
         view = named(node)
         found = self._tokens(view.value) if view.value.kind != "relation" else set[str]()
-        stretches = intervals(node)
+        stretches = Line(Prober(self.limits)).region(node)
         if stretches:
             found.add(self.collected([end for each in stretches for end in (each.low, each.high)]))
         if len(node.args) == 2:

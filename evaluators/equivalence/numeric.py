@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import time
 from collections.abc import Callable
 from fractions import Fraction
@@ -18,8 +19,8 @@ from atts.evaluators.equivalence.approx import (
 )
 from atts.evaluators.equivalence.exact import Environment, NotRational, digits_in_base, exact
 from atts.evaluators.equivalence.functions import FUNCTIONS
-from atts.evaluators.syntax.tree import Node, variables
-from atts.evaluators.verdict import Enormous, Limits, TooLarge, Undecided, Undefined
+from atts.evaluators.syntax.tree import MINUS_ONE, Node, variables
+from atts.evaluators.verdict import Enormous, Limits, Outside, TooLarge, Undecided, Undefined
 
 
 class Evaluator(Arithmetic):
@@ -153,6 +154,43 @@ class Evaluator(Arithmetic):
         self.env = outer
         return total
 
+    def cases(self, node: Node) -> Approx:
+        """The value of the first case that applies."""
+        for value, condition in zip(node.args[::2], node.args[1::2], strict=True):
+            if self.holds(condition):
+                return self.value(value)
+        raise Outside("no case applies")
+
+    def holds(self, condition: Node) -> bool:
+        """Whether a condition is true here; raises Undecided for what is not one in numbers."""
+        if condition.kind == "list" and condition.text != "mixed":
+            return (any if condition.text == "or" else all)(self.holds(part) for part in condition.args)
+        if condition == _OTHERWISE:
+            return True
+        if condition.kind != "relation":
+            raise Undecided("a condition in words")
+        signs = condition.text.split()
+        return all(self.compare(a, s, b) for a, s, b in zip(condition.args, signs, condition.args[1:], strict=False))
+
+    def compare(self, left: Node, sign: str, right: Node) -> bool:
+        if right.kind == "congruence" and sign in ("=", "!="):
+            turns = self.difference(left, right.args[0]) / exact(right.args[1], self.limits, self.env)
+            return (turns.denominator == 1) == (sign == "=")
+        if sign not in _ORDERS:
+            raise Undecided(f"the condition {sign}")
+        return _ORDERS[sign](self.difference(left, right), 0)
+
+    def difference(self, left: Node, right: Node) -> Fraction:
+        """A difference as a fraction, or of its sign alone."""
+        node = Node("add", (left, Node("mul", (MINUS_ONE, right))))
+        try:
+            return exact(node, self.limits, self.env)
+        except NotRational:
+            gap = self.value(node)
+        if gap.may_vanish or is_complex(gap.value):
+            raise Undecided("a condition too close to call")
+        return Fraction(1 if gap.value.real > 0 else -1)
+
     def call(self, node: Node) -> Approx:
         """An unknown function: a reproducible arbitrary number for each name and argument."""
         parts = [self.value(arg) for arg in node.args]
@@ -207,9 +245,13 @@ class Evaluator(Arithmetic):
         return Approx((self.mp.floor if name == "floor" else self.mp.ceil)(item.value), NOTHING)
 
 
+_OTHERWISE = Node("word", text="otherwise")
+_ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
+    "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
+}  # fmt: skip
 _RULES: dict[str, Callable[[Evaluator, Node], Approx]] = {
     "number": Evaluator.number, "symbol": Evaluator.symbol, "constant": Evaluator.constant, "add": Evaluator.add,
     "mul": Evaluator.mul, "pow": Evaluator.pow, "root": Evaluator.root, "percent": Evaluator.percent,
     "degree": Evaluator.degree, "based": Evaluator.based, "quantity": Evaluator.quantity, "sum": Evaluator.sum,
-    "call": Evaluator.call, "func": Evaluator.func,
+    "cases": Evaluator.cases, "call": Evaluator.call, "func": Evaluator.func,
 }  # fmt: skip

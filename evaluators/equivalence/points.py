@@ -47,8 +47,8 @@ def _demand(node: Node) -> tuple[int, Node]:
         return (node.text in _STEPS or is_turn) + 2 * (node.text in _WHOLE) + 3 * (node.text in _NATURAL), node
     if node.kind == "pow" and (node.args[0].value or 0) < 0:
         return 2, node.args[1]
-    if node.kind == "congruence":
-        return 2, node.args[0]
+    if node.kind == "relation" and node.args[-1].kind == "congruence":
+        return 2, node
     return (3, Node("add", node.args[2:])) if node.kind == "sum" else (0, node)
 
 
@@ -81,7 +81,7 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
         return
     yield from (generic(ranges, index) for index in range(_SMOOTH, _SMOOTH + _SCATTERED))
     constants = tuple(_constants((left, right), limits))
-    for base in (generic(ranges, 0), generic(ranges, 3)):
+    for base in (generic(ranges, 0), generic(ranges, 3))[: len(ranges)]:
         for name, domain in ranges.items():
             marks = {*constants, *(mark for node in switches for mark in _marks(node, name, base, limits))}
             for value in around(marks) if domain == "real" else _whole_around(marks, domain):
@@ -160,7 +160,7 @@ def around(marks: Iterable[Fraction]) -> list[Fraction]:
     close = Fraction(1, 10**6)
     found = [(one + two) / 2 for one, two in pairwise(crowd)]
     found += [mark * factor for mark in crowd if mark for factor in (1 - close, 1 + close)]
-    return [*found, crowd[0] * 3 - 1, crowd[-1] * 3 + 1]
+    return [*crowd, *found, crowd[0] * 3 - 1, crowd[-1] * 3 + 1]
 
 
 def _whole_around(marks: Iterable[Fraction], domain: Domain) -> list[Fraction]:

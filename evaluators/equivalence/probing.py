@@ -15,7 +15,7 @@ from atts.evaluators.equivalence.exact import NotRational, exact
 from atts.evaluators.equivalence.numeric import Evaluator
 from atts.evaluators.equivalence.points import points
 from atts.evaluators.syntax.tree import Node, canonical, has, variables
-from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
+from atts.evaluators.verdict import Limits, Outside, TooLarge, Undecided, Undefined
 
 Value = Fraction | Approx
 _BITS = 200
@@ -80,10 +80,21 @@ class Prober:
         for env in points(left, right, self.limits):
             try:
                 found = self.compare_at(left, right, env)
+            except Outside:
+                if self.is_defined(left, env) != self.is_defined(right, env):
+                    yield True, False, False
             except (Undefined, TooLarge):
                 self.check_time()
             else:
                 yield found
+
+    def is_defined(self, node: Node, env: Mapping[str, Fraction]) -> bool:
+        """Whether an expression has a value at a point."""
+        try:
+            self.value(node, env)
+        except Undefined:
+            return False
+        return True
 
     def check_time(self) -> None:
         """Raise TooLarge when the time for this pair is over."""
@@ -119,7 +130,7 @@ class Prober:
         one, two = self.approximate(first, bits), self.approximate(second, bits)
         error = max(one.error, two.error)
         gap = magnitude(one.value - two.value)
-        if gap > error + _SLACK:
+        if gap != NOTHING and gap > error + _SLACK:
             return False
         size = max(one.magnitude, two.magnitude)
         if error + _SLACK > size - bits // 3 and not (error < -bits // 2 and size <= error + _SLACK):

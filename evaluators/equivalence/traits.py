@@ -5,10 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 from atts.evaluators.equivalence.exact import digits_in_base
-from atts.evaluators.equivalence.probing import Value
+from atts.evaluators.equivalence.probing import Prober, Value
 from atts.evaluators.equivalence.views import is_name, named, signs_expanded
-from atts.evaluators.syntax.tree import Node, has, number
-from atts.evaluators.verdict import Undefined
+from atts.evaluators.syntax.tree import Node, has, number, variables
+from atts.evaluators.syntax.units import Dimension, measure
+from atts.evaluators.verdict import Undecided, Undefined
 
 ROUNDED_DIGITS = 5  # significant digits from which a decimal may stand for a value it only rounds
 
@@ -34,26 +35,12 @@ def sign_of(value: Value) -> int:
     return (number_ > 0) - (number_ < 0)
 
 
-def is_inequality(node: Node) -> bool:
-    if node.kind == "list":
-        return bool(node.args) and all(is_inequality(arg) for arg in node.args)
-    return node.kind == "relation" and set(node.text.split()) <= {"<", ">", "<=", ">=", "!="}
-
-
 def variable_of(node: Node) -> str:
     """The one variable a set of reals is about, empty when it is not named."""
+    if has(node, "builder"):
+        return ""
     found = {side.text for each in node.walk() if each.kind == "relation" for side in each.args if is_name(side)}
     return found.pop() if len(found) == 1 else ""
-
-
-def distinctly_named(nodes: tuple[Node, ...]) -> bool:
-    """Whether members carry names, all different."""
-    found = [named(node).name for node in nodes]
-    return None not in found and len(set(found)) == len(found) > 1
-
-
-def may_name_alike(one: Node, two: Node) -> bool:
-    return one == two or one.kind != two.kind or one.kind == "call"
 
 
 def vector(grid: Node) -> tuple[Node, ...] | None:
@@ -90,6 +77,28 @@ def same_numeral(gold: Node, answer: Node) -> bool:
     return other.kind == "number" and other.text == numeral.text
 
 
+def clock(node: Node) -> str | None:
+    """The time of day, in 24 hours, when a node is one."""
+    is_time = node.kind == "clock" or (node.kind == "ratio" and is_clock(node))
+    return (node.text or ":".join(arg.text for arg in node.args)).lstrip("0") if is_time else None
+
+
+def mark(node: Node) -> str:
+    """What a value is measured in, by its sign: percent, degrees, radians, another unit, or nothing."""
+    if node.kind in ("percent", "degree"):
+        return node.kind
+    found = measure(node.text) if node.kind == "quantity" else None
+    if found is None or not found[0]:
+        return ""
+    return "rad" if found[0] == (("rad", 1),) else "unit"
+
+
+def counts_apart(nodes: tuple[Node, ...]) -> bool:
+    """Whether members count different things or carry different names."""
+    found = [named(node).name or (measure(node.text) if node.kind == "quantity" else None) for node in nodes]
+    return None not in found and len(set(found)) == len(found) > 1
+
+
 def is_clock(node: Node) -> bool:
     parts = [arg.text for arg in node.args]
     return len(parts) > 1 and len(parts[0]) <= 2 and all(len(part) == 2 and part.isdigit() for part in parts[1:])
@@ -114,3 +123,41 @@ def terminates(value: Fraction) -> bool:
         while rest % prime == 0:
             rest //= prime
     return rest == 1
+
+
+def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
+    """Whether one is a decimal of enough digits and the other a value that no decimal of its kind can be."""
+    decimal, other = (gold, answer) if decimal_digits(gold) else (answer, gold)
+    digits = decimal_digits(decimal)
+    if digits < ROUNDED_DIGITS or decimal_digits(other) or variables(other):
+        return False
+    try:
+        value = prober.constants(other)
+    except (Undecided, Undefined):
+        return False
+    if isinstance(value, Fraction) and terminates(value):
+        return False
+    unit = Fraction(10) ** -len(decimal.text.partition(".")[2])
+    assert decimal.value is not None
+    return _within(prober, value, decimal.value - unit, decimal.value + unit)
+
+
+def _within(prober: Prober, value: Value, low: Fraction, high: Fraction) -> bool:
+    if isinstance(value, Fraction):
+        return low < value < high
+    if hasattr(value.value, "_mpc_"):
+        return False
+    bounds = [prober.approximate(each, 200).value for each in (low, high)]
+    return bool(bounds[0] < value.value < bounds[1])
+
+
+def is_part(one: Dimension, two: Dimension) -> bool:
+    """Whether what is counted on one side is said more closely on the other: marbles, red marbles."""
+    return set(one) < set(two) and all(name.startswith("#") and size == 1 for name, size in two)
+
+
+def is_point_value(one: Node, two: Node) -> bool:
+    """Whether one name is a variable's and the other that of a function's value at a point."""
+    return any(
+        a.kind == "symbol" and b.kind == "call" and b.args[0].kind == "number" for a, b in ((one, two), (two, one))
+    )

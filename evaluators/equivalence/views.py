@@ -1,11 +1,12 @@
-"""Alternative views of a parsed answer: named values, both signs, intervals, matrices worked out."""
+"""Alternative views of a parsed answer: named values, both signs, labels, matrices worked out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 
-from atts.evaluators.syntax.tree import INFINITY, MINUS_ONE, REALS, Node, grid, has, negated, variables
+from atts.evaluators.syntax.tree import REALS, Node, grid, has, negated, symbol, variables
 from atts.evaluators.verdict import TooLarge, Undecided
 
 _CHAIN = frozenset({"=", "~"})
@@ -65,7 +66,7 @@ def named(node: Node) -> Named:
 def _of_chain(sides: list[Node], node: Node) -> Named:
     if is_name(sides[0]) and not _mentions(sides[-1], sides[0]):
         return Named(sides[0], sides[-1])
-    if len(sides) == 2 and is_name(sides[1]) and not _mentions(sides[0], sides[1]):
+    if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]) and not _mentions(sides[0], sides[1]):
         return Named(sides[1], sides[0])
     if not any(variables(side) for side in sides) or all(side.kind == "quantity" for side in sides):
         return Named(None, sides[-1])
@@ -100,57 +101,43 @@ def _signed(node: Node, choice: list[int]) -> Node:
     return Node(node.kind, tuple(_signed(arg, choice) for arg in node.args), node.text, node.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A stretch of the real line; a point is closed on both sides with the same ends."""
-
-    low: Node
-    high: Node
-    brackets: str
+def negated_infinity() -> Node:
+    """Minus infinity, as the reals' own left end."""
+    return REALS.args[0]
 
 
-_BELOW = Node("mul", (MINUS_ONE, INFINITY))
+def substituted(node: Node, values: Mapping[str, Node]) -> Node:
+    """The tree with variables replaced."""
+    if node.kind == "symbol":
+        return values.get(node.text, node)
+    return replace(node, args=tuple(substituted(arg, values) for arg in node.args)) if node.args else node
 
 
-def intervals(node: Node) -> tuple[Interval, ...] | None:
-    """The real set a node describes as intervals and points, None when it describes none."""
-    value = named(node).value
-    if value.kind == "tuple" and len(value.args) == 2 and value.text:
-        return (Interval(*value.args, value.text),)
-    if value.kind == "set":
-        return tuple(Interval(each, each, "[]") for each in value.args)
-    if value.kind in ("union", "list"):
-        parts = [intervals(arg) for arg in value.args]
-        found = [part for part in parts if part is not None]
-        return tuple(each for part in found for each in part) if len(found) == len(parts) else None
-    if value.kind == "setminus" and value.args[0] == REALS and value.args[1].kind == "set":
-        return _punctured(value.args[1].args)
-    return _of_inequality(value) if value.kind == "relation" else None
-
-
-def _punctured(points: tuple[Node, ...]) -> tuple[Interval, ...] | None:
-    if len(points) != 1:
+def labelled(node: Node) -> dict[Node, Node] | None:
+    """Several named values by their names: x=4, y=6 or (x,y)=(4,6); None for anything else."""
+    if node.kind == "list" and node.text != "or":
+        found = [named(arg) for arg in node.args]
+        names = [each.name for each in found if each.name is not None]
+        is_set = any(arg.text == "in" for arg in node.args)
+        return None if is_set or len({*names}) < len(found) else {name: each.value for name, each in zip(names, found, strict=True)}  # fmt: skip  # noqa: E501
+    one = named(node)
+    if one.name is None or one.name.kind != "tuple" or one.value.kind != "tuple":
         return None
-    return (Interval(_BELOW, points[0], "()"), Interval(points[0], INFINITY, "()"))
+    if len(one.name.args) != len(one.value.args) or len({*one.name.args}) < len(one.name.args):
+        return None
+    return dict(zip(one.name.args, one.value.args, strict=True))
 
 
-def _of_inequality(node: Node) -> tuple[Interval, ...] | None:
-    signs, sides = node.text.split(), list(node.args)
-    if signs == ["!="] and is_name(sides[0]) and not variables(sides[1]):
-        return _punctured((sides[1],))
-    if signs[0] in (">", ">="):
-        signs, sides = [FLIPPED.get(sign, "?") for sign in reversed(signs)], sides[::-1]
-    if not all(sign in ("<", "<=") for sign in signs):
-        return None
-    if len(sides) == 3 and is_name(sides[1]) and not (variables(sides[0]) or variables(sides[2])):
-        return (Interval(sides[0], sides[2], ("[" if signs[0] == "<=" else "(") + ("]" if signs[1] == "<=" else ")")),)
-    if len(sides) != 2:
-        return None
-    if is_name(sides[0]) and not variables(sides[1]):
-        return (Interval(_BELOW, sides[1], "(" + ("]" if signs[0] == "<=" else ")")),)
-    if is_name(sides[1]) and not variables(sides[0]):
-        return (Interval(sides[0], INFINITY, ("[" if signs[0] == "<=" else "(") + ")"),)
-    return None
+def bound_alike(node: Node) -> Node:
+    """The tree with integer parameters such as k in "k pi, k in Z" named by their order."""
+    names = [
+        each.args[0].text
+        for each in node.walk()
+        if each.text == "in" and each.args[0].kind == "symbol" and each.args[1] != REALS
+    ]
+    if not names or node.kind not in ("list", "builder"):
+        return node
+    return substituted(node, {name: symbol(f"#{index}") for index, name in enumerate(dict.fromkeys(names))})
 
 
 def matrix(node: Node) -> Node | None:
@@ -160,6 +147,12 @@ def matrix(node: Node) -> Node | None:
     """
     if node.kind == "matrix":
         return node
+    if (
+        node.kind == "tuple"
+        and node.text == "[]"
+        and all(arg.kind == "tuple" and arg.text == "[]" for arg in node.args)
+    ):
+        return grid(arg.args for arg in node.args) if len({len(arg.args) for arg in node.args}) == 1 else None
     if not has(node, "matrix") or node.kind in ("func", "list", "set", "tuple", "relation"):
         return None
     if node.kind == "add":

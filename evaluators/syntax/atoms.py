@@ -19,7 +19,7 @@ from atts.evaluators.syntax.tree import (
     quotient,
     symbol,
 )
-from atts.evaluators.verdict import Malformed, NotMaths, Prose, TooLarge
+from atts.evaluators.verdict import Malformed, NotMaths, TooLarge, UnknownWords
 
 _CALLABLE = frozenset("fghFGH")
 _MAYBE_CALLABLE = frozenset("pquPQRSTVNMIABCDEKLXYZW")
@@ -46,6 +46,9 @@ def atom(parser: Grammar) -> Node:
         return Node("plusminus", (parser.factor(),), "+" if sign == "pm" else "-")
     if token.kind == "word":
         return _word(parser)
+    if token.kind == "currency":
+        parser.currencies.add(parser.take().text)
+        return parser.factor()
     raise Malformed(f"{token.text or 'the end'!r} where a value should be")
 
 
@@ -53,7 +56,7 @@ def _word(parser: Grammar) -> Node:
     word = parser.take().text
     if word.lower() == "inf":
         return INFINITY
-    raise Prose(f"the word {word!r}")
+    raise UnknownWords(f"the word {word!r}")
 
 
 def _variable(parser: Grammar) -> Node:
@@ -63,9 +66,13 @@ def _variable(parser: Grammar) -> Node:
     if parser.is_op("_"):
         node = parser.lowered(symbol(name))
         name = node.text
-    while parser.is_op("'"):
-        parser.take()
-        name += "'"
+    while parser.is_op("'", "''"):
+        name += parser.take().text
+    return called(parser, name)
+
+
+def called(parser: Grammar, name: str) -> Node:
+    """The variable of this name, or the function applied to the bracket that follows it."""
     following = [token.text for token in parser.tokens[parser.at : parser.at + 6]]
     if name in _CALLABLE and following == ["^", "{", "-", "1", "}", "("]:
         parser.at += 5
@@ -104,12 +111,23 @@ def _command(parser: Grammar) -> Node:
         return _environment(parser, name.partition(":")[2])
     if name in ("sum", "prod"):
         return _big_operator(parser, name)
+    if name.startswith("accent:"):
+        return _accented(name.partition(":")[2], argument(parser))
     if name.startswith("mathbb:"):
         return REALS if name == "mathbb:R" else symbol(name)
     if name.startswith("based:"):
         digits, base = name[6:].split("_")
         return Node("based", text=digits, value=number(int(base)).value)
     raise NotMaths(f"the command \\{name}")
+
+
+def _accented(accent: str, node: Node) -> Node:
+    """A marked letter is a variable of its own; a bar over two points is their segment."""
+    if accent == "bar" and node.kind == "mul" and all(part.text.isupper() for part in node.args):
+        return node
+    if node.kind == "symbol" or (node.kind == "mul" and all(part.kind == "symbol" for part in node.args)):
+        return symbol(f"{accent} " + "".join(part.text for part in node.args or (node,)))
+    return Node("call", (node,), accent)
 
 
 def argument(parser: Grammar) -> Node:
@@ -238,6 +256,8 @@ def _environment(parser: Grammar, name: str) -> Node:
     rows = [row for row in rows if row]
     if not rows:
         raise Malformed(f"{name} of nothing")
+    if name.rstrip("*") in ("cases", "dcases", "rcases") and all(len(row) == 2 for row in map(_case, rows)):
+        return Node("cases", tuple(part for row in rows for part in _case(row)))
     if name.rstrip("*") in ("cases", "aligned", "align", "gathered", "split"):
         members = tuple(cell for row in rows for cell in row)
         return members[0] if len(members) == 1 else Node("list", members)
@@ -246,6 +266,12 @@ def _environment(parser: Grammar, name: str) -> Node:
     if rows == [rows[0]] and len(rows[0]) == 1:
         return rows[0][0]
     return function("det", grid(rows)) if name == "vmatrix" else grid(rows)
+
+
+def _case(row: list[Node]) -> list[Node]:
+    """The value of a case and its condition, which may stand in one cell."""
+    parts = [part for cell in row for part in (cell.args if cell.kind == "list" and len(row) == 1 else (cell,))]
+    return parts if len(parts) == 2 and parts[1].kind in ("relation", "word", "list") else []
 
 
 def _big_operator(parser: Grammar, name: str) -> Node:
@@ -302,8 +328,6 @@ _COMMANDS: dict[str, Callable[[Grammar], Node]] = {
     "frac": lambda parser: quotient(argument(parser), argument(parser)),
     "binom": lambda parser: function("binom", argument(parser), argument(parser)),
     "sqrt": _root,
-    "overline": argument,
-    "bar": argument,
     "int": _integral,
     "lim": _limit,
 }

@@ -54,7 +54,7 @@ def _plain(text: str) -> Iterator[str]:
 
 
 _NEWLINE_JOIN = re.compile(r"\\\s*\n\s*\n\s*(?=[a-z])")
-_DIGIT_JOIN = re.compile(r"(?<=\d)\n\n(?=\d)")
+_LINE_OF_NUMBERS = re.compile(r"(?<=\d)\s*\n\s*\n\s*(?=-?\d)")
 _SIZES = re.compile(
     r"\\(?:left|right|middle|big|Big|bigg|Bigg|bigl|bigr|Bigl|Bigr|biggl|biggr|Biggl|Biggr)(?![a-zA-Z])\s*\.?"
 )
@@ -70,7 +70,19 @@ _TIGHT_COMMA = re.compile(r"(?<=\d),\s*(?:\\!\s*)+(?=\d{3}(?!\d))")
 _THIN_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\\,\d{3})+(?!\d)")
 _SPACE_THOUSANDS = re.compile(r"(?<![\d.,/] )(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/]| \d)(?:\.\d+)?")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
-_REPEATING = re.compile(r"(?<![\d.])(\d{0,40})\.(\d{0,40})\\(?:overline|bar)\s*\{?\s*(\d{1,40})\s*\}?")
+_REPEATING = re.compile(
+    r"(?<![\d.])(\d{0,40})\.(\d{0,40})(?:\\(?:overline|bar|dot)\s*\{?\s*(\d{1,40})\s*\}?|\((\d{1,40})\))"
+)
+_TWO_DOTS = re.compile(r"\\dot\s*\{?\s*(\d)\s*\}?(\d{0,40})\\dot\s*\{?\s*(\d)\s*\}?")
+_GOING_ON = re.compile(r"(?<![\d.])(\d{0,40})\.(\d{0,40}?)(\d{1,20}?)(\3+)\s*(?:\.\.\.|\\[lc]?dots(?![a-z]))")
+_FRACTION_CALL = re.compile(r"\b(?:Fraction|Rational)\s*\(\s*(-?\d+)\s*,\s*(\d+)\s*\)")
+_PRICE = re.compile(r"(?<!\\)\$(?=\s*\d)")
+_TEMPERATURE = re.compile(
+    r"(?:(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\bdegrees?)\s*(?:\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}|([CF])(?![a-zA-Z])"
+    r"|(Celsius|Fahrenheit)\b))",
+    re.IGNORECASE,
+)
+_NUMERAL = re.compile(r"\\(?:text|mathrm)\s*\{([0-9A-Fa-f]+)\}(?=\s*_)")
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]])")
 _MERIDIEM = re.compile(r"\b([aApP])\.\s?[mM]\b\.?")
 _EMPHASIS = re.compile(r"\*\*(.*?)\*\*", re.DOTALL)
@@ -87,11 +99,16 @@ def cleaned(text: str, limits: Limits) -> str:
         raise TooLarge(f"{len(text)} characters")
     if "\n" in text:
         text = _NEWLINE_JOIN.sub(r"\\", text)
-        if text.count("\n\n") == 1:
-            text = _DIGIT_JOIN.sub("", text)
-        elif "\\" not in text and text.count("\n\n") > 1:
-            text = re.sub(r"\n\s*\n\s*", ", ", text.strip())
+        text = _LINE_OF_NUMBERS.sub(", ", text.strip())
+    if r"\$" in text:
+        text = re.sub(r"\\\$(?=\s*\S)", r"\\usd ", text) if text.count(r"\$") % 2 else text
+    if "$" in text and text.count("$") % 2:
+        text = _PRICE.sub(r"\\usd ", text, count=1)
     text = ascii_maths(text)
+    text = _TEMPERATURE.sub(lambda found: f" deg{(found[1] or found[2] or found[3])[0].upper()} ", text)
+    if "." in text:
+        text = _GOING_ON.sub(_going_on, _REPEATING.sub(_repeated, _TWO_DOTS.sub(r"\\dot{\1\2\3}", text)))
+    text = _FRACTION_CALL.sub(r"(\1/\2)", text) if "ational(" in text or "raction(" in text else text
     text = _MERIDIEM.sub(r" \1m ", text) if "m." in text.lower() else text
     if "{,}" in text:
         text = _BRACED_COMMA.sub("", text).replace("{,}", ",")
@@ -114,16 +131,25 @@ def _latex(text: str) -> str:
     text = _SIZES.sub("", text)
     text = _TIGHT_COMMA.sub("", text)
     text = _THIN_THOUSANDS.sub(lambda found: found[0].replace(r"\,", ""), text)
-    text = _REPEATING.sub(_repeated, _NEGATIVE_SPACE.sub("", text))
+    text = _NUMERAL.sub(r"\1", _NEGATIVE_SPACE.sub("", text))
     return _SPACES.sub(" ", text)
 
 
 def _repeated(found: re.Match[str]) -> str:
     """0.1\\overline{6} as the fraction it denotes."""
-    whole, fixed, cycle = found.groups()
+    whole, fixed, cycle = found[1], found[2], found[3] or found[4]
     scale, nines = 10 ** len(fixed), 10 ** len(cycle) - 1
     top = int(whole + fixed or "0") * nines + int(cycle)
     return f"({top}/{scale * nines})"
+
+
+def _going_on(found: re.Match[str]) -> str:
+    """0.1666... as the fraction it denotes; a cycle shows when it is there twice, one digit three times."""
+    whole, fixed, cycle, again = found.groups()
+    if len(cycle + again) < 3:
+        return found[0]
+    scale, nines = 10 ** len(fixed), 10 ** len(cycle) - 1
+    return f"({int(whole + fixed or '0') * nines + int(cycle)}/{scale * nines})"
 
 
 def joined_thousands(text: str) -> str:
@@ -136,7 +162,7 @@ def spaceless(text: str) -> str:
     return _IDLE_BLANK.sub("", text.strip())
 
 
-_IDLE_BLANK = re.compile(r"\s+(?![A-Za-z0-9.])|(?<![A-Za-z0-9.])\s+")
+_IDLE_BLANK = re.compile(r"\s++(?![A-Za-z0-9.])|(?<![A-Za-z0-9.\s])\s++")
 _PAIRS = {"(": ")", "{": "}"}
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from fractions import Fraction
 
 from atts.evaluators.syntax import vocabulary
-from atts.evaluators.syntax.atoms import atom
-from atts.evaluators.syntax.phrases import phrase_after, phrase_before
+from atts.evaluators.syntax.atoms import atom, called
+from atts.evaluators.syntax.phrases import joined_quantities, phrase_after, phrase_before, stated_property
 from atts.evaluators.syntax.stream import STARTS, Grammar
 from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, Node, function, negated, number, quotient
+from atts.evaluators.syntax.units import measure
 from atts.evaluators.verdict import Malformed, NotMaths, TooLarge
 
-RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":="})
+RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":=",
+                       "notin", "subset", "subseteq", "supset", "supseteq", "mid"})  # fmt: skip
 _SPELLED = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
-_MARKS = frozenset({"circ", "degree", "'", "''", "*", "th", "st", "nd", "rd"})
+_MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
 """What ^ may raise that is no exponent."""
 _CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",)}
 _BLOCKS = frozenset({"rfloor", "rceil"})
@@ -34,19 +36,23 @@ class Parser(Grammar):
     def items(self) -> Node:
         """Relations between separators; one alone stands for itself."""
         found: list[Node] = []
+        said: set[str] = set()
         while True:
             while self.is_kind("sep"):
-                self.take()
-            if self.is_kind("end", "close"):
+                said.add(self.take().text)
+            if self.is_kind("end", "close") or self.is_op("&", "\\\\"):
                 break
-            found.append(self.relation())
+            item = self.relation()
+            whole = joined_quantities(found[-1], item) if found and "and" in said else None
+            found[-1 if whole else len(found) :] = [whole or item]
             if len(found) > self.limits.items:
                 raise TooLarge(f"more than {self.limits.items} items")
             if not self.is_kind("sep"):
                 break
         if not found:
             raise Malformed("nothing where a value should be")
-        return found[0] if len(found) == 1 else Node("list", tuple(found))
+        link = "or" if "or" in said else "and" if "and" in said else ""
+        return found[0] if len(found) == 1 else Node("list", tuple(found), "mixed" if {"and", "or"} <= said else link)
 
     def relation(self) -> Node:
         """Sides joined by relation signs, such as 0 < x <= 1."""
@@ -59,7 +65,13 @@ class Parser(Grammar):
             signs.append(_SPELLED.get(sign, sign))
             while self.is_op("&", "="):
                 self.take()
+            if sign == "mid" and self.in_set:
+                self.at -= 1
+                signs.pop()
+                break
             sides.append(self.side())
+        if signs == ["="] and sides[1].kind == "word":
+            sides[1] = stated_property(sides[1].text)
         return sides[0] if not signs else Node("relation", tuple(sides), " ".join(signs))
 
     def side(self) -> Node:
@@ -78,16 +90,37 @@ class Parser(Grammar):
 
     def quantity(self) -> Node:
         """An expression, then perhaps its unit or a remark."""
-        if self.is_op(":"):
+        if self.is_op(":") and not self.in_set:
             self.take()
         if self.here.kind == "word":
             label = phrase_before(self)
             if label is not None:
                 return label
+        outer, self.currencies = self.currencies, set()
         node = self.expression()
-        if self.is_op(":"):
+        if self.is_op(":") and not self.in_set:
             node = self.ratio(node)
-        return phrase_after(self, node) if self.here.kind in ("word", "open") or self.is_op("mod", "==") else node
+        if self.currencies:
+            node = self.priced(node)
+        self.currencies = outer
+        return phrase_after(self, node) if self.is_kind("word", "open", "unit", "currency", "op") else node
+
+    def priced(self, node: Node) -> Node:
+        """An amount whose currency sign stood before it; what follows may be its rate, as in $8 per hour."""
+        if len(self.currencies) > 1:
+            raise NotMaths("several currencies")
+        unit = " ".join(self.currencies)
+        while self.is_kind("word") and self.here.text.lower() in vocabulary.LARGE:
+            node = Node("mul", (node, number(vocabulary.LARGE[self.take().text.lower()])))
+        if self.is_kind("word") and self.here.text == "per" and self.ahead().kind == "word":
+            self.take()
+            unit += f" per {self.take().text}"
+        elif self.is_kind("unit"):
+            other = self.take().text
+            unit = unit if measure(other) == measure(unit) else f"{unit} {other}"
+        if measure(unit) is None:
+            raise NotMaths(f"the unit {unit}")
+        return Node("quantity", (node,), unit)
 
     def ratio(self, first: Node) -> Node:
         parts = [first]
@@ -156,7 +189,7 @@ class Parser(Grammar):
 
     def remark(self) -> bool:
         """Whether a bracket holds words, such as (approximately 0.5)."""
-        return self.here.text == "(" and self.ahead().kind == "word"
+        return self.here.text == "(" and (self.ahead().kind == "word" or self.ahead().text in ("mod", "or", "~"))
 
     def beside(self, before: Node) -> tuple[Node, ...]:
         """A factor and what is written right after it: two factors, or the mixed number of an integer and a fraction.
@@ -248,7 +281,13 @@ class Parser(Grammar):
         if mark not in _MARKS or not closed:
             return Node("pow", (base, self.exponent()))
         self.at = end + 1 if braced else self.at + 1
-        return Node("degree", (base,)) if mark in ("circ", "degree") else base
+        if mark in ("circ", "degree"):
+            return Node("degree", (base,))
+        if mark[0] in "'*" and base.kind == "symbol":
+            return called(self, f"{base.text}{mark}")
+        if base.kind != "number" and mark != "'":
+            raise NotMaths(f"the mark {mark}")
+        return base
 
     def exponent(self) -> Node:
         """What stands after ^: a signed atom with its own exponents, so that towers group to the right."""
@@ -291,7 +330,12 @@ class Parser(Grammar):
             if (opening, closing) == ("\\{", "\\}"):
                 return EMPTY_SET
             raise Malformed("empty brackets")
+        outer, self.in_set = self.in_set, opening == "\\{"
         inside = self.braced_operator(self.items())
+        if self.in_set and self.is_op("mid", ":"):
+            self.take()
+            inside = Node("builder", (inside, self.items()))
+        self.in_set = outer
         token = self.take()
         if token.kind != "close" or token.text not in _CLOSING[opening]:
             raise Malformed(f"{opening!r} closed by {token.text or 'nothing'!r}")
@@ -300,7 +344,7 @@ class Parser(Grammar):
         if opening == "|":
             return function("abs", inside)
         if opening == "\\{":
-            return Node("set", members)
+            return inside if inside.kind == "builder" else Node("set", members)
         if len(members) == 1 or opening == "{":
             return inside
         return Node("tuple", members, opening + token.text)

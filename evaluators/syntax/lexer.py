@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from atts.evaluators.syntax import vocabulary
+from atts.evaluators.syntax.units import is_symbol, unit_at
 from atts.evaluators.syntax.words import spelled, table, words
 from atts.evaluators.verdict import Limits, Malformed, NotMaths, TooLarge
 
-TokenKind = Literal["number", "symbol", "command", "function", "word", "op", "open", "close", "sep", "end"]
+TokenKind = Literal[
+    "number", "symbol", "command", "function", "word", "unit", "currency", "op", "open", "close", "sep", "end"
+]  # fmt: skip
 
 
 class Token(NamedTuple):
@@ -23,7 +27,7 @@ class Token(NamedTuple):
 END = Token("end", "")
 
 _TOKEN = re.compile(
-    r"(?P<based>[0-9A-F]{2,40}\s*_\s*(?:\{\s*1[1-6]\s*\}|1[1-6](?!\d)))"
+    r"(?P<based>(?:[0-9A-F]{2,40}|[0-9a-f]{2,40}(?=\s*_\s*\{?\s*16))\s*_\s*(?:\{\s*1[1-6]\s*\}|1[1-6](?!\d)))"
     r"|(?P<number>\d+\.(?=\s*[-+*/^)\]}=])|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,6}(?![\d.]))?)"
     r"|\\(?P<command>[a-zA-Z]+)\s*\*?"
     r"|(?P<escaped>\\.)"
@@ -46,6 +50,11 @@ _COMMANDS: dict[str, tuple[TokenKind, str]] = {
         for name, text in spelled(commands).items()
     },
 }
+_FREE = re.compile(r"\s*(?:$|[,;:.)}\]=<>\d&]|\\(?:le|ge|lt|gt|ne|approx|cup|\\|text)|(?:and|or|if|for|per)\b)")
+_VALUE_AHEAD = re.compile(r"\s*[\d.(]|\s*\\(?:d?frac|sqrt|pi)")
+_LIKE_NUMBERS = frozenset({"pi", "infty", "!", "%", "degree", "circ"})
+_NEXT_WORD = re.compile(r"\s+([a-z]{3,})\b")
+_SIGN_WORDS = {"minus": "-", "negative": "-", "plus": "+"}
 _ESCAPES = table("escapes", dict[str, tuple[TokenKind, str]])
 _PLAIN = table("plain", dict[str, tuple[TokenKind, str]])
 
@@ -53,8 +62,10 @@ _PLAIN = table("plain", dict[str, tuple[TokenKind, str]])
 class _Lexer:
     """One pass over the text; text macros are entered recursively, to a bounded depth."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, loose: bool = False) -> None:
         self.limits = limits
+        self.loose = loose  # whether letters in a formula that are the symbol of a unit are taken for one
+        self.saw_loose = False
         self.tokens: list[Token] = []
         self.gap = True
 
@@ -79,18 +90,46 @@ class _Lexer:
             piece = found[kind] if kind else ""
             if kind == "blank":
                 self.gap = True
+            elif kind in ("command", "letters") and (end := self.unit(text, found.start(), mode)):
+                position = end
             elif kind == "command":
                 position = self.command(piece, text, position, depth)
             elif kind == "escaped":
                 self.escaped(piece)
             elif kind == "letters":
-                self.letters(piece, mode)
+                self.letters(piece, mode, text[position : position + 16])
             elif kind == "based":
-                self.add("command", "based:" + re.sub(r"[{}\s]", "", piece))
+                self.add("command", "based:" + re.sub(r"[{}\s]", "", piece).upper())
             elif kind == "other":
                 self.other(piece)
             else:
                 self.add(kind, piece)  # type: ignore[arg-type]  # the remaining groups are token kinds
+
+    def unit(self, text: str, start: int, mode: Literal["maths", "text"]) -> int | None:
+        """Where the unit that begins here after a value ends, added as one token; None when none does."""
+        if not self.after("number", "close") and not (
+            (self.tokens and self.tokens[-1].text in _LIKE_NUMBERS)
+            or self.after("word")
+            and self.tokens[-1].text in ("th", "st", "nd", "rd")
+            or (self.after("symbol") and text.startswith("\\text", start))
+        ):
+            return None
+        found = unit_at(text, start)
+        if found is None:
+            return None
+        phrase, end = found
+        first, _, rest = phrase.partition(" ")
+        if mode == "maths" and text[start] != "\\" and is_symbol(first):
+            if not _FREE.match(text, end):
+                return None
+            is_word = first in vocabulary.ATTACHED or (len(first) > 2 and vocabulary.is_word(first))
+            if not rest and (len(first) == 1 or (first.islower() and not is_word)):
+                self.saw_loose = self.saw_loose or (self.gap and self.after("number"))
+                if not (self.loose and self.gap and self.after("number")):
+                    return None
+                phrase = "~" + phrase
+        self.add("unit", phrase)
+        return end
 
     def other(self, char: str) -> None:
         if char in "?~@#\\":
@@ -147,22 +186,27 @@ class _Lexer:
         content, after = _group(text, position)
         inside = content.strip()
         if name in _UPRIGHT and len(inside) == 1 and inside.isalpha():
-            self.upright_letter(name, inside)
+            self.add("symbol", inside)
         else:
             self.gap = True
             self.run(content, "text" if name in _UPRIGHT else "maths", depth + 1)
         self.gap = self.gap or name in _UPRIGHT
         return after
 
-    def upright_letter(self, name: str, letter: str) -> None:
-        """A lone upright letter is a unit right after a value and a variable or choice elsewhere."""
-        is_unit = self.after("number", "close") and letter in "mgsLlhVWJNKCF" and name != "operatorname"
-        self.add("word" if is_unit else "symbol", letter)
-
-    def letters(self, run: str, mode: Literal["maths", "text"]) -> None:
+    def letters(self, run: str, mode: Literal["maths", "text"], ahead: str = "") -> None:
         lower = run.lower()
         if lower in vocabulary.SEPARATORS:
             self.add("sep", lower)
+        elif (
+            lower == "a"
+            and (follower := _NEXT_WORD.match(ahead))
+            and follower[1] in vocabulary.NEUTRAL | vocabulary.LABELS
+        ):
+            self.add("word", lower)
+        elif lower in ("is", "equals"):
+            self.add("op", "=")
+        elif lower in _SIGN_WORDS and _VALUE_AHEAD.match(ahead):
+            self.add("op", _SIGN_WORDS[lower])
         elif run in _PLAIN:
             self.add(*_PLAIN[run])
         elif len(run) > 1 and (run in FUNCTIONS or run in _ALIASES) and run.lower() not in ("re", "im", "det", "arg"):
@@ -183,7 +227,7 @@ class _Lexer:
             return True
         if run[1:] in ("sqrt", "pi"):
             return False
-        if run in ("is", "of", "be", "if", "an", "by", "at", "to", "so", "we", "it", "as", "no", "No", "on"):
+        if run in ("of", "be", "if", "an", "by", "at", "to", "so", "we", "it", "as", "no", "No", "on"):
             return True
         return vocabulary.is_word(run)
 
@@ -225,11 +269,14 @@ def _group(text: str, position: int) -> tuple[str, int]:
     raise Malformed("a brace that is never closed")
 
 
-def tokens(text: str, limits: Limits) -> list[Token]:
-    """The tokens of a cleaned answer, without an end mark.
+def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:
+    """The tokens of a cleaned answer, without an end mark; then those with letters taken for units, where some may be.
 
     Raises Malformed for unknown commands and unclosed text, TooLarge past the token limit.
     """
-    lexer = _Lexer(limits)
-    lexer.run(text, "maths", 0)
-    return lexer.tokens
+    for loose in (False, True):
+        lexer = _Lexer(limits, loose)
+        lexer.run(text, "maths", 0)
+        yield lexer.tokens
+        if not lexer.saw_loose:
+            return

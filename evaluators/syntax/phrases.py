@@ -1,57 +1,91 @@
-"""Phrases around a value: units, remarks, bases, and those that make it no value at all."""
+"""Phrases around a value: neutral words are passed over, units and counts bind to it, any other word makes it text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 from atts.evaluators.syntax import vocabulary
+from atts.evaluators.syntax.lexer import END, Token
 from atts.evaluators.syntax.stream import Grammar
-from atts.evaluators.syntax.tree import Node, number
-from atts.evaluators.verdict import Prose
+from atts.evaluators.syntax.tree import THREE, TWO, Node, number, symbol
+from atts.evaluators.syntax.units import TAILS, measure
+from atts.evaluators.verdict import Prose, UnknownWords
+
+_PROPERTIES = frozenset({"even", "odd", "prime", "rational", "irrational", "composite"})
+_RAISED = {"squared": TWO, "cubed": THREE}
+
+
+def unknown(words: Sequence[str]) -> Prose:
+    """The error for words that leave no value: denied or conditioned, or not known to us."""
+    denials = [word for word in words if word.lower() in vocabulary.NEGATIONS]
+    return Prose(f"the word {denials[0]!r}") if denials else UnknownWords(f"the words {' '.join(words)!r}")
 
 
 def phrase_after(parser: Grammar, node: Node) -> Node:
-    """The value with the words that follow it folded in; raises Prose when they deny or condition it."""
-    unit: list[str] = []
+    """The value with what follows it: its unit, its modulus or base, remarks, and words that change it."""
+    unit = ""
     while True:
         token = parser.here
-        if token.kind == "word":
-            word = parser.take().text
-            lower = word.lower()
-            if lower in vocabulary.NEGATIONS:
-                raise Prose(f"the word {word!r}")
-            if lower == "base" or (lower == "in" and parser.here.text == "base"):
-                return _in_base(parser, node)
-            if lower in vocabulary.LARGE and not unit:
-                node = Node("mul", (node, number(vocabulary.LARGE[lower])))
-            elif word != ".":
-                unit.append(lower)
-        elif token.kind == "open" and token.text == "(" and (unit or parser.remark()):
-            _skip_remark(parser)
-        elif unit and token.kind == "op" and token.text in ("^", "/", "*", "'", "-"):
-            unit.append(_unit_sign(parser))
-        elif unit and token.kind == "symbol" and token.text in ("s", "m", "h", "g", "a", "L", "N"):
-            unit.append(parser.take().text)
-        elif unit and token.kind == "number" and not _known(unit):
+        if token.kind in ("unit", "currency") and not unit:
+            unit = parser.take().text
+            node = _compound(parser, node, unit)
+        elif token.kind == "word":
+            node = _word_after(parser, node, parser.take().text)
+        elif token.kind == "op" and token.text in ("pmod", "mod"):
+            node = modulo(parser, node)
+        elif token.text == "(" and parser.ahead().text == "mod":
             parser.take()
+            node = modulo(parser, node)
+            parser.expect("close", ")")
+        elif token.text == "(" and parser.remark():
+            node = _remark(parser, node)
         else:
-            break
-    if len(unit) > 6 and not _known(unit):
-        raise Prose("many words after the value")
-    node = _compound(parser, node, unit)
-    phrase = " ".join(unit)
-    return Node("quantity", (node,), phrase) if phrase.strip() else node
+            return (
+                Node("quantity", (node,), unit.lstrip("~"), Fraction(1) if unit[0] == "~" else None) if unit else node
+            )
 
 
-def _known(unit: list[str]) -> bool:
-    return vocabulary.measure(" ".join(unit)) is not None
+def _word_after(parser: Grammar, node: Node, word: str) -> Node:
+    lower = word.lower()
+    share = vocabulary.SHARES.get("half" if lower == "halves" else lower.removesuffix("s"))
+    if lower == "base" or (lower == "in" and parser.here.text == "base"):
+        return _in_base(parser, node)
+    if lower in vocabulary.LARGE:
+        return Node("mul", (node, number(vocabulary.LARGE[lower])))
+    if lower in _RAISED:
+        return Node("pow", (node, _RAISED[lower]))
+    if share and node.kind == "number":
+        return Node("mul", (node, number(Fraction(1, share))))
+    if lower in ("am", "pm"):
+        return _clock(node, lower)
+    if lower in _PROPERTIES and node.kind == "symbol":
+        return Node("relation", (node, stated_property(lower)), "=")
+    if lower in TAILS or word == "." or (lower == "in" and parser.here.text.lower() in ("total", "all")):
+        return node
+    if lower == "all":
+        return node
+    raise unknown([word])
 
 
-def _unit_sign(parser: Grammar) -> str:
-    sign = parser.take().text
-    if sign != "^":
-        return "/" if sign == "/" else ""
-    return "^" + parser.subscript()
+def stated_property(word: str) -> Node:
+    if word in ("even", "odd"):
+        return Node("congruence", (number(int(word == "odd")), TWO))
+    return Node("word", text=word)
+
+
+def modulo(parser: Grammar, node: Node) -> Node:
+    """The class of a value by the modulus that is said after it."""
+    is_braced = parser.take().text == "pmod"
+    return Node("congruence", (node, parser.factor() if is_braced else parser.expression()))
+
+
+def _clock(node: Node, half: str) -> Node:
+    parts = [arg.text for arg in node.args] if node.kind == "ratio" else [node.text, "00"]
+    if not all(part.isdigit() for part in parts) or not 0 < int(parts[0]) < 13:
+        raise UnknownWords(f"the word {half!r}")
+    hour = int(parts[0]) % 12 + 12 * (half == "pm")
+    return Node("clock", text=":".join([str(hour), *parts[1:]]))
 
 
 def _in_base(parser: Grammar, node: Node) -> Node:
@@ -64,53 +98,107 @@ def _in_base(parser: Grammar, node: Node) -> Node:
     return Node("based", text=node.text, value=Fraction(value))
 
 
-def _skip_remark(parser: Grammar) -> None:
-    """Pass over a bracketed remark; one that denies the value counts as words after it."""
-    level = 0
-    while True:
-        token = parser.take()
-        if token.kind == "end":
-            raise Prose("a remark that is never closed")
-        if token.kind == "word" and token.text.lower() in ("not", "cannot", "no", "impossible", "or"):
-            raise Prose(f"the word {token.text!r}")
-        level += (token.kind == "open") - (token.kind == "close")
-        if level == 0:
-            return
-
-
-def _compound(parser: Grammar, node: Node, unit: list[str]) -> Node:
-    """5 feet 3 inches: the parts are summed in the unit of the first."""
-    if parser.here.kind != "number" or not unit:
+def _remark(parser: Grammar, node: Node) -> Node:
+    """A bracketed remark: an approximation is passed over, another form of the value has to be equal to it."""
+    parser.take()
+    words: list[str] = []
+    while (
+        parser.is_kind("word", "sep") or parser.is_op("~", "=") or (parser.is_op("-") and parser.ahead().kind == "word")
+    ):
+        words.append(parser.take().text.lower())
+    plain = [
+        word for word in words if word not in {"-"} | vocabulary.NEUTRAL | vocabulary.APPROXIMATE | {"=", "~", "or"}
+    ]
+    if parser.here.text == ")":
+        parser.take()
+        said = vocabulary.number_in_words(" ".join(words))
+        if said is not None:
+            return Node("aliases", (node, number(said, str(said))))
+        if plain:
+            raise unknown(words)
         return node
-    first = vocabulary.measure(" ".join(unit))
+    if plain:
+        raise unknown(words)
+    value = parser.items()
+    parser.expect("close", ")")
+    is_rounded = any(word in _ROUGH or word == "~" for word in words)
+    return node if is_rounded else Node("aliases", (node, value))
+
+
+_ROUGH = vocabulary.APPROXIMATE - {"or", "ie", "i.e", "equivalently", "also", "aka", "same", "as", "is"}
+
+
+def _compound(parser: Grammar, node: Node, unit: str) -> Node:
+    """5 feet 3 inches: the parts are summed in the unit of the first."""
+    if parser.here.kind != "number":
+        return node
     following = parser.quantity()
-    second = vocabulary.measure(following.text) if following.kind == "quantity" else None
-    if first is None or second is None or first[0] != second[0]:
-        raise Prose("words between values")
-    return Node("add", (node, Node("mul", (following.args[0], number(second[1] / first[1])))))
+    whole = joined_quantities(Node("quantity", (node,), unit.lstrip("~")), following)
+    if whole is None:
+        raise UnknownWords("words between values")
+    return whole.args[0]
+
+
+def joined_quantities(first: Node, second: Node) -> Node | None:
+    """Two amounts of one kind as one, the first in the larger unit; None when they are none."""
+    if first.kind != "quantity" or second.kind != "quantity":
+        return None
+    one, two = measure(first.text), measure(second.text)
+    if one is None or two is None or one[0] != two[0] or not one[0] or one[1] <= two[1]:
+        return None
+    return Node("quantity", (Node("add", (*first.args, Node("mul", (*second.args, number(two[1] / one[1]))))),), first.text)  # fmt: skip  # noqa: E501
 
 
 def phrase_before(parser: Grammar) -> Node | None:
-    """Words before a value are passed over; without a value after them they are the answer themselves.
-
-    Raises Prose when they deny or condition what follows.
-    """
+    """Words before a value: neutral ones are passed over, those that name it are its name, others make it text."""
     found: list[str] = []
-    while parser.here.kind == "word":
+    start = parser.at
+    while parser.here.kind in ("word", "unit"):
         found.append(parser.take().text)
-    if parser.is_op(":", "="):
-        if parser.is_op("="):
-            return Node("word", text=" ".join(found))
-        parser.take()
-    token = parser.here
-    if token.kind in ("end", "sep", "close"):
-        return Node("word", text=" ".join(found))
-    if any(word.lower() in _DENIALS or not word.isascii() for word in found) or len(found) > 12:
-        raise Prose("words before the value")
-    if any(word.lower()[:3] in _DATES for word in found):
-        raise Prose("a date")
+    end = _end_of_label(parser)
+    if end is not None:
+        names = [token.text for token in parser.tokens[parser.at : end] if token.kind != "word"]
+        found += [token.text for token in parser.tokens[parser.at : end] if token.kind == "word"]
+        return _label(parser, found, names, end)
+    if parser.here.kind in ("end", "sep", "close") or parser.here.text.startswith(("end:", "\\\\", "&")):
+        is_rest = " ".join(found).lower() in ("otherwise", "else", "elsewhere")
+        return Node("word", text="otherwise" if is_rest else " ".join(found))
+    if len(found) > 12 or any(word.lower() not in vocabulary.NEUTRAL | vocabulary.LABELS for word in found):
+        raise unknown(found)
+    if any(word.lower() not in vocabulary.NEUTRAL for word in found):
+        if found[-1].lower() in ("of", "from", "per", "for"):
+            raise UnknownWords(f"the words {' '.join(found)!r}")
+        parser.tokens.insert(parser.at, Token("op", "="))
+        return _label(parser, found, [], parser.at)
+    return None if parser.at > start else Node("word")
+
+
+def _end_of_label(parser: Grammar) -> int | None:
+    """Where the sign stands that parts a name in words from its value."""
+    at = parser.at
+    while at < len(parser.tokens) and at < parser.at + 12:
+        token = parser.tokens[at]
+        if token.kind == "op" and token.text in ("=", ":"):
+            return at
+        if token.kind not in ("word", "symbol", "command", "open", "close", "number") or token.text.startswith("frac"):
+            return None
+        at += 1
     return None
 
 
-_DENIALS = vocabulary.NEGATIONS - {"is", "are", "was", "were", "be", "only", "both"}
-_DATES = frozenset("jan feb apr jun jul aug sep oct nov dec mon tue wed thu fri sat sun".split()) | {"mar", "may"}
+def _label(parser: Grammar, words: list[str], names: list[str], end: int) -> Node | None:
+    """The name that words and symbols before a sign give to what follows; None when they only announce it."""
+    names += [word for word in words if len(word) > 1 and word.isupper()]  # of figures
+    words = [word.lower() for word in words if word not in names]
+    if any(word not in vocabulary.NEUTRAL | vocabulary.LABELS and measure(word) is None for word in words):
+        raise unknown(words)
+    telling = sorted({*words} - vocabulary.NEUTRAL)
+    parser.at = end
+    if telling:
+        parser.tokens[end] = Token("op", "=")
+        return Node("word", text=" ".join([*telling, *names]))
+    if names:
+        parser.tokens[end] = Token("op", "=")
+        return symbol("".join(names))
+    parser.take()
+    return None if parser.here is not END else Node("word")

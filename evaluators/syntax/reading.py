@@ -12,7 +12,8 @@ from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.cleaning import cleaned, joined_thousands
 from atts.evaluators.syntax.grammar import Parser
 from atts.evaluators.syntax.lexer import tokens
-from atts.evaluators.syntax.tree import Node, number
+from atts.evaluators.syntax.tree import EMPTY_SET, REALS, Node, number, symbol
+from atts.evaluators.syntax.units import unit_at
 from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided
 
 _CHOICE = re.compile(r"[({\[\s]*([A-J])[}\s]*(?:\)[)}\]]*\s*[.:]?\s*[^\s^_!]?|[.:]\s*\S|[}\]]*$)")
@@ -54,6 +55,7 @@ def _read(text: str, limits: Limits) -> Reading:
     plain = text
     try:
         plain = _ANNOUNCED.sub("", cleaned(_ANNOUNCED.sub("", unboxed(text), count=1), limits), count=1)
+        plain = plain.lstrip("= ") if plain[:1] == "=" else plain
         choice = _CHOICE.match(_MACRO.sub("", plain).replace("{", "").replace("}", ""))
         letter = choice[1] if choice else ""
         only = bool(letter) and not re.search(r"[^A-J\s(){}\[\].:]", _MACRO.sub("", plain))
@@ -70,21 +72,54 @@ _ZEROS = re.compile(r",0\d|;")  # no list is written 5,000, and one with semicol
 
 def _trees(plain: str, limits: Limits) -> list[Node]:
     """The readings of a cleaned text: thousands joined, and, where that changes it, as written."""
-    spelled = vocabulary.number_in_words(plain) if len(plain) < 120 and plain[:1].isalpha() else None
-    if spelled is not None:
-        return [number(spelled, str(spelled))]
+    said = _in_words(plain) if len(plain) < 120 else None
+    if said is not None:
+        return [said]
     joined = joined_thousands(plain)
     found: list[Node] = []
     problem: Undecided | None = None
     for spelling in (joined,) if joined == plain or _ZEROS.search(plain) else (joined, plain):
         try:
-            found.append(Parser(tokens(spelling, limits), limits).answer())
+            found.extend(Parser(each, limits).answer() for each in tokens(spelling, limits))
         except Undecided as error:
             problem = problem or error
     if not found:
         assert problem is not None
         raise problem
     return found
+
+
+def _in_words(plain: str) -> Node | None:
+    """An answer in words that has a meaning of its own: a number, a set, a quotient with its remainder."""
+    phrase = _BRACES.sub(" ", _MACRO.sub(" ", plain))
+    division = _DIVISION.fullmatch(phrase)
+    if division:
+        numbers = [number(int(part)) for part in division.groups() if part]
+        return Node("tuple", tuple(numbers), "R")
+    if not _WORD.search(phrase):
+        return None
+    fixed = vocabulary.meaning(vocabulary.squashed(phrase))
+    if fixed in _FIXED:
+        return _FIXED[fixed]
+    if fixed in vocabulary.MEANINGS:
+        return Node("word", text=fixed)
+    value = vocabulary.number_in_words(phrase) if phrase.strip(" -")[:1].isalpha() else None
+    if value is not None and _NUMERIC.search(phrase) is None:
+        return number(value, str(value))
+    first, _, rest = phrase.strip().partition(" ")
+    value = vocabulary.number_in_words(first)
+    counted = unit_at(rest, 0) if value is not None and rest else None
+    if value is None or counted is None or counted[1] < len(rest.rstrip()):
+        return None
+    return Node("quantity", (number(value, str(value)),), counted[0])
+
+
+_BRACES, _WORD, _NUMERIC = re.compile(r"[{}~]"), re.compile(r"[A-Za-z]{3}|\d\s*[Rr]\b|\bR\s?\d"), re.compile(r"\d|\\")
+_DIVISION = re.compile(
+    r"\s*(?:quotient\s*(?:=|:|is|of)?\s*)?(\d+)\s*,?\s*(?:and\s+)?(?:with\s+)?(?:an?\s+)?"
+    r"(?:[Rr]|rem|remainder)\b\.?\s*(?:=|:|is|of)?\s*(\d+)\s*|\s*(\d+)\s*R(\d+)\s*"
+)
+_FIXED = {"no solution": EMPTY_SET, "all reals": REALS, "all integers": symbol("mathbb:Z")}
 
 
 def unboxed(text: str) -> str:

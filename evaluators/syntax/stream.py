@@ -21,6 +21,8 @@ class Stream:
         self.at = 0
         self.depth = 0
         self.integrals = 0
+        self.in_set = False
+        self.currencies: set[str] = set()
 
     @property
     def here(self) -> Token:
@@ -122,6 +124,17 @@ class Grammar(Stream, ABC):
         """Whether a bracket here holds words."""
 
 
+def _parts_a_set(tokens: list[Token], index: int) -> bool:
+    """Whether a bar stands alone in its braces, as in {x | x > 0}."""
+    before = next((at for at in range(index - 1, max(index - 40, -1), -1) if tokens[at].text in ("\\{", "\\}")), None)
+    after = next(
+        (at for at in range(index + 1, min(index + 200, len(tokens))) if tokens[at].text in ("\\{", "\\}")), None
+    )
+    if before is None or after is None or tokens[before].text != "\\{":
+        return False
+    return sum(token.text == "|" for token in tokens[before:after]) % 2 == 1
+
+
 def paired_bars(tokens: list[Token]) -> list[Token]:
     """The tokens with every | turned into an opening or closing bracket.
 
@@ -134,6 +147,9 @@ def paired_bars(tokens: list[Token]) -> list[Token]:
     for index, token in enumerate(tokens):
         if token.text != "|" or token.kind != "op":
             result.append(token)
+            continue
+        if not is_open and _parts_a_set(tokens, index):
+            result.append(token._replace(text="mid"))
             continue
         before = result[-1] if result else END
         follower = tokens[index + 1] if index + 1 < len(tokens) else END

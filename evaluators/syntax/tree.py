@@ -27,13 +27,16 @@ Kind = Literal[
     "sum",  # text: sum or prod; args: body, variable, lower, upper
     "opaque",  # integrals, limits: kept to be handed to the slow path; text: which; args
     "tuple",  # text: its brackets, such as "(]"
-    "list",  # bare items between commas
+    "list",  # bare items; text: "and" or "or" where it is said
     "set",
     "union",
     "setminus",
     "matrix",  # args: rows, each a tuple node
     "relation",  # text: operators joined by a space; args: its sides
     "congruence",  # a value and its modulus
+    "builder",  # a member of a set and its conditions
+    "aliases",  # one value in several forms
+    "clock",  # text: hours and minutes of a day
     "cases",  # a value and its condition, then the next, ...
     "word",  # text
 ]
@@ -59,6 +62,7 @@ class Node:
 
 ONE = Node("number", text="1", value=Fraction(1))
 TWO = Node("number", text="2", value=Fraction(2))
+THREE = Node("number", text="3", value=Fraction(3))
 MINUS_ONE = Node("number", text="-1", value=Fraction(-1))
 INFINITY = Node("constant", text="inf")
 EMPTY_SET = Node("set")

@@ -1,9 +1,8 @@
-"""Vocabulary of answers: units, number words, separators, and words that mean there is no value."""
+"""Vocabulary of answers: number words, separators, neutral words, and phrases that have one meaning."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 from string import ascii_lowercase
 
@@ -16,15 +15,26 @@ NEGATIONS = words("negations")
 LARGE, BASES = table("large", dict[str, int]), table("bases", dict[str, int])
 _SMALL = {word: value for value, word in enumerate(table("small", str).split())}
 _VALUES = _SMALL | {word: 20 + 10 * index for index, word in enumerate(table("tens", str).split())}
+SHARES = {share: int(count) for share, count in spelled(table("shares", dict[str, str])).items()}
+"""Parts of a whole by name: a third is one in three."""
+NEUTRAL, LABELS, APPROXIMATE = words("neutral"), words("labels"), words("approximate")
+ATTACHED = words("attached")
+"""Letters that, right after a number and last in an answer, are its unit and not a product of variables."""
+MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[str, str]).items()}
 
 
-def number_in_words(text: str) -> int | None:
-    """The integer a phrase such as "twenty-seven" or "three hundred and five" spells, else None.
+def number_in_words(text: str) -> Fraction | None:
+    """The number a phrase such as "twenty-seven", "minus four" or "two thirds" spells, else None.
 
     >>> number_in_words("two thousand and twenty-five")
-    2025
+    Fraction(2025, 1)
     """
     found = [word for word in re.findall(r"[a-z]+", text.lower()) if word != "and"]
+    sign = -1 if found[:1] in (["minus"], ["negative"]) else 1
+    found = found[sign < 0 :]
+    share = SHARES.get(found[-1].removesuffix("s") if found[-1:] != ["halves"] else "half", 0) if found else 0
+    if share:
+        found = found[:-1] if found[:-1] not in ([], ["a"], ["an"]) else ["one"]
     if not found or len(found) > 12 or not all(word in _VALUES or word in LARGE for word in found):
         return None
     total = current = 0
@@ -35,57 +45,12 @@ def number_in_words(text: str) -> int | None:
             current = max(current, 1) * LARGE[word]
         else:
             total, current = total + max(current, 1) * LARGE[word], 0
-    return total + current
+    return Fraction(sign * (total + current), share or 1)
 
 
-_UNITS = {
-    word: (dimension, Fraction(scale))
-    for dimension, scales in table("units", dict[str, dict[str, str]]).items()
-    for word, scale in spelled(scales).items()
-}
-_POWERS = table("powers", dict[str, int])
-_SPELLED_OUT = table("spelled_out", dict[str, str])
-ATTACHED = words("attached")
-"""Letters that, right after a number and last in an answer, are its unit and not a product of variables."""
-
-Dimension = tuple[tuple[str, int], ...]
-
-
-def measure(unit: str) -> tuple[Dimension, Fraction] | None:
-    """Dimension and scale of a unit phrase such as "square feet" or "cm^2", None when a word is unknown.
-
-    >>> measure("hours") == measure("hour")
-    True
-    """
-    total: dict[str, int] = {}
-    scale = Fraction(1)
-    sign, power, last = 1, 1, ""
-    for word in _unit_words(unit):
-        if word in ("per", "/", "an", "a", "each"):
-            sign = -1 if word in ("per", "/") else sign
-        elif word in _UNITS:
-            dimension, factor = _UNITS[word]
-            total[dimension] = total.get(dimension, 0) + sign * power
-            scale *= factor ** (sign * power)
-            power, last = 1, word
-        elif word.isdigit() and last and len(word) < 3:
-            extra = sign * (int(word) - 1)
-            total[_UNITS[last][0]] += extra
-            scale *= _UNITS[last][1] ** extra
-        elif word in _POWERS:
-            power = _POWERS[word]
-        else:
-            return None
-    return (tuple(sorted((name, size) for name, size in total.items() if size)), scale) if last else None
-
-
-def _unit_words(unit: str) -> Iterator[str]:
-    """The words of a unit phrase; exponents as digits, rates such as mph spelled out."""
-    for token in re.findall(r"[a-z]+|\^\s*\{?\s*-?\d+|/", unit.lower()):
-        if token.startswith("^"):
-            yield re.sub(r"\D", "", token)
-        else:
-            yield from str(_SPELLED_OUT.get(token, token)).split()
+def meaning(phrase: str) -> str:
+    """What a phrase such as "there are no solutions" says in one fixed form, or the phrase itself."""
+    return next((fixed for fixed, form in MEANINGS.items() if form.fullmatch(phrase)), phrase)
 
 
 _WORDS_OF_THREE = words("words_of_three")

@@ -1,26 +1,34 @@
-"""Word lists and tables of spellings, read from the words.toml beside this module."""
+"""Word lists and tables of spellings, read from the data files beside this module."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 _Kind = TypeVar("_Kind")
-_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 
 
-def words(name: str) -> frozenset[str]:
-    """A list of words as a set."""
-    return frozenset(_TABLES[name].split())
+class Tables:
+    """One data file."""
+
+    def __init__(self, name: str) -> None:
+        self._entries = tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+    def words(self, name: str) -> frozenset[str]:
+        """A list of words as a set."""
+        return frozenset(self._entries[name].split())
+
+    def table(self, name: str, kind: type[_Kind]) -> _Kind:
+        """An entry as a value of this type."""
+        return msgspec.convert(self._entries[name], kind)
 
 
-def table(name: str, kind: type[_Kind]) -> _Kind:
-    """An entry as a value of this type."""
-    return msgspec.convert(_TABLES[name], kind)
+_WORDS = Tables("words.toml")
+words, table = _WORDS.words, _WORDS.table
 
 
 def spelled(meanings: Mapping[str, str]) -> dict[str, str]:

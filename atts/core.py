@@ -316,9 +316,14 @@ class Outcome:
     why: str = ""
     usage: Usage = Usage()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to do: neither the problem nor one of its rollouts failed."""
+        return self.status != "failed" and not any(rollout.finish == "failed" for rollout in self.rollouts)
+
 
 def is_censored(answer: object, finish: object) -> bool:
-    """Whether a rollout was stopped before it could answer: the vote no longer needed it, or the run was ended.
+    """Whether a rollout was stopped before it could answer: by a settled vote, the run's end, or the loss of an engine.
 
     What it would have answered is unknown. To count it as wrong would make the better method look worse, so it is left
     out of rates of single rollouts.
@@ -326,4 +331,4 @@ def is_censored(answer: object, finish: object) -> bool:
     >>> is_censored(None, "settled"), is_censored(None, "tokens"), is_censored("7", "settled")
     (True, False, False)
     """
-    return answer is None and finish in ("settled", "cancelled")
+    return answer is None and finish in ("settled", "cancelled", "failed")

@@ -21,7 +21,8 @@ ATTSError (1)
 │   └── StorageError            the disk refuses (full, read-only, gone)
 └── CheckFailed (5)             a check the user asked for did not pass
 
-An interrupted run exits with 130 and keeps what it has.
+An interrupted run exits with 130 and keeps what it has; one of which an engine failed a part exits with 3, and the same
+command does what is missing.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 from atts.core import Decision, Features, ScoreRequest, Usage
-from atts.errors import CalibrationInputError, EngineError, ModelLoadError, UnsupportedByEngine
+from atts.errors import (
+    CalibrationInputError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    ModelLoadError,
+    UnsupportedByEngine,
+)
 from atts.pipelines.builder import Proposal, RolloutBuilder
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.scores import evidence, first_doubt, score_of
@@ -149,10 +156,10 @@ def _forced(known: Features, why: str) -> Decision:
 
 
 def _excused(error: EngineError) -> str:
-    """The words of a failure that may be met by escalating; what would meet every chunk alike goes up.
+    """The words of an answer that is none, which is met by escalating. An engine that is not there decides nothing.
 
-    :raises UnsupportedByEngine: the engine cannot score at all.
+    :raises EngineError: the engine is lost, or cannot score at all.
     """
-    if isinstance(error, UnsupportedByEngine | ModelLoadError):
+    if isinstance(error, EngineUnavailable | EngineTimeout | UnsupportedByEngine | ModelLoadError):
         raise error
     return str(error)

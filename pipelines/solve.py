@@ -44,7 +44,7 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
         if vote.is_enough():
             break
     outcome = conclude(problem, prompt, results, vote)
-    if isinstance(judge, ChunkJudge) and isinstance(context.gate, Learning):
+    if isinstance(judge, ChunkJudge) and isinstance(context.gate, Learning) and outcome.is_complete:
         teach(context.gate, outcome, judge.judged, context.answers.group)
     return outcome
 

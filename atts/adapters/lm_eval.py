@@ -21,6 +21,7 @@ from atts.adapters.session import Reply, ReplyKind, policy_changes, question_of,
 from atts.api import build_engine, evaluate
 from atts.core import Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.engine import Engine
+from atts.errors import EngineError
 from atts.tasks import collect
 
 T = TypeVar("T")
@@ -95,6 +96,8 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         place = None if self._directory is None else Path(self._directory) / f"generate-{self._calls}"
         result = await evaluate(problems, replace(self._setup, policy=policy), directory=place)
         replies = {outcome.problem.id: Reply.of(outcome, self._reply) for outcome in result.outcomes()}
+        if result.status in ("incomplete", "failed"):
+            raise EngineError("atts", result.why, "Ask again: what is done in a directory is not done twice")
         if result.status != "finished":
             raise KeyboardInterrupt(result.why)
         return [replies[problem.id] for problem in problems]

@@ -36,10 +36,11 @@ class Reply:
     def of(cls, outcome: Outcome, kind: ReplyKind = "text") -> Reply:
         """From an outcome.
 
-        :raises EngineError: the problem failed; an empty answer would be counted as the model's.
+        :raises EngineError: it or a rollout of it failed; the answer without would be counted as the model's.
         """
-        if outcome.status == "failed":
-            raise EngineError("atts", outcome.why, "The run's engines are named in the message")
+        if not outcome.is_complete:
+            errors = (rollout.error for rollout in outcome.rollouts if rollout.error)
+            raise EngineError("atts", next(errors, outcome.why), "The run's engines are named in the message")
         text = (outcome.answer or "") if kind == "answer" else _speaker(outcome).text
         return cls(text, outcome.answer, outcome.usage, _facts(outcome))
 

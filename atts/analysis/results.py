@@ -129,7 +129,7 @@ def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
 
 def _right(row: Mapping[str, Any], path: Path) -> float | None:
     value = row.get("correct", row.get("verdict"))
-    if value in (None, "spared"):
+    if value in (None, "spared", "lost"):
         return None
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]

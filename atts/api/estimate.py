@@ -13,7 +13,7 @@ from atts.api.engines import build_engines
 from atts.api.setup import Setup, load_problems
 from atts.core import Problem, Usage
 from atts.errors import JournalError
-from atts.journal import MANIFEST, OutcomeReached, Setting, open_run
+from atts.journal import MANIFEST, OutcomeReached, RolloutFinished, Setting, open_run
 from atts.pipelines import FixedGate, Policy
 
 
@@ -72,7 +72,7 @@ def dry_run(configuration: Configuration) -> DryRun:
     build_engines(configuration["draft"], configuration["target"])  # opens nothing; refuses what names no engine
     policy = setup.run_policy
     rollouts = len(problems) * policy.samples
-    done = len({outcome.problem for outcome in _outcomes(directory) if outcome.status != "failed"})
+    done = len(_outcomes(directory))
     mean, basis = _mean_rollout(configuration, setup, problems)
     return DryRun(
         job.dataset,
@@ -169,12 +169,21 @@ def _earlier_runs(configuration: Configuration) -> Iterator[_Past]:
 
 
 def _outcomes(directory: Path) -> list[OutcomeReached]:
-    """Every outcome that a run recorded; none where there is no run, or one that cannot be read."""
+    """Every complete outcome that a run recorded; none where there is no run, or one that cannot be read."""
+    outcomes, failed = dict[str, OutcomeReached](), set[tuple[str, int]]()
     try:
-        entries = [*open_run(directory).entries((OutcomeReached,))]
+        for entry in open_run(directory).entries((RolloutFinished, OutcomeReached)):
+            match entry.event:
+                case RolloutFinished(problem, sample, finish):
+                    (failed.add if finish == "failed" else failed.discard)((problem, sample))
+                case OutcomeReached(problem) as reached:
+                    outcomes[problem] = reached
+                case _:
+                    pass
     except JournalError:
         return []
-    return [entry.event for entry in entries if isinstance(entry.event, OutcomeReached)]
+    found = (one for one in outcomes.values() if one.status != "failed")
+    return [one for one in found if not any((one.problem, sample) in failed for sample in one.samples)]
 
 
 def _without_slice(dataset: str) -> str:

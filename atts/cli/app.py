@@ -22,7 +22,7 @@ EXIT_CODES: dict[int, str] = {
     0: "done",
     1: "an error of ours: please report it",
     2: "usage, dataset or calibration input",
-    3: "engine",
+    3: "engine missing, or lost in mid-run: what it failed is left open, the same command goes on",
     4: "run directory or disk",
     5: "a requested check failed",
     130: "interrupted, work kept: the same command goes on",

@@ -10,6 +10,7 @@ import typer
 from atts.cli import options
 from atts.cli.interrupts import interrupts_ignored, run_async
 from atts.cli.output import json_line, print_result
+from atts.cli.terminal import sanitized
 from atts.errors import EngineError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from atts.api import Configuration, DryRun, Tokens
     from atts.evaluators import Estimate
-    from atts.run import RunResult
+    from atts.run import RunResult, Shard
 
 
 def evaluate(
@@ -83,6 +84,7 @@ def evaluate(
 def run_and_print(configuration: Configuration, shard: str | None, as_json: bool) -> int:
     """Run it, write its report, print the results; the exit code."""
     from atts.api import report
+    from atts.journal import JOURNAL
 
     lines, kind = result_objects if as_json else result_table, configuration.job.report
     try:
@@ -91,17 +93,16 @@ def run_and_print(configuration: Configuration, shard: str | None, as_json: bool
         print("\n".join(lines(result, configuration, page)))
     except KeyboardInterrupt:  # one that came before the run listened, or after it had ended
         return _unfinished("interrupted: everything done is kept", 130)
-    if result.status != "finished":
-        return _unfinished(f"{result.status}: {result.why}", result.exit_code)
-    if failed := [problem.why for problem in result.problems if problem.status == "failed"]:
-        text = f"{len(failed)} of {len(result.problems)} problems failed, as in {failed[0]}"
-        return _unfinished(text, EngineError.exit_code if len(failed) == len(result.problems) else 0)
-    return 0
+    except EngineError as error:
+        if not (_place(configuration, shard)[0] / JOURNAL).exists():  # nothing was begun
+            raise
+        return _unfinished(str(error), error.exit_code)
+    return 0 if result.status == "finished" else _unfinished(f"{result.status}: {result.why}", result.exit_code)
 
 
 def _unfinished(why: str, code: int) -> int:
     with interrupts_ignored():
-        print(f"atts: {why}; the same command goes on from here", file=sys.stderr)
+        print(f"atts: {sanitized(why)}; the same command goes on from here", file=sys.stderr)
     return code
 
 
@@ -110,12 +111,9 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
     from atts.api import evaluate as evaluation
     from atts.cli.progress import progress_display
     from atts.journal import JOURNAL
-    from atts.run import Progress, RunOptions, Shard
+    from atts.run import Progress, RunOptions
 
-    part = None if shard is None else Shard.parse(shard)
-    directory = configuration.directory
-    if part is not None and configuration.job.out is None:  # parts of one evaluation, side by side
-        directory = directory.with_name(f"{directory.name}-{part.number}-of-{part.of}")
+    directory, part = _place(configuration, shard)
     job, setup, progress = configuration.job, configuration.setup(), Progress()
     for text in setup.warnings:
         print(f"atts: {text}", file=sys.stderr)
@@ -130,6 +128,17 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
             )
 
     return run_async(main)
+
+
+def _place(configuration: Configuration, shard: str | None) -> tuple[Path, Shard | None]:
+    """The run directory, and the part of the dataset that is run there."""
+    from atts.run import Shard
+
+    part = None if shard is None else Shard.parse(shard)
+    directory = configuration.directory
+    if part is not None and configuration.job.out is None:  # parts of one evaluation, side by side
+        directory = directory.with_name(f"{directory.name}-{part.number}-of-{part.of}")
+    return directory, part
 
 
 def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
@@ -202,7 +211,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("", f"{summary.target_share:.1%} of them by the target; {usage.wasted_tokens:,} were thrown away"),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
         ("cut", summary.truncation.warning),
-        ("failed", f"{summary.failed} problems" if summary.failed else ""),
+        ("not complete", f"{summary.failed} problems: rollouts of theirs failed" if summary.failed else ""),
         ("without an answer", f"{summary.unanswered} problems" if summary.unanswered else ""),
     ]
     return [

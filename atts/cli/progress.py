@@ -133,7 +133,7 @@ def _bar(snapshot: ProgressSnapshot) -> Any:
 
 def _problems(snapshot: ProgressSnapshot) -> str:
     of = f"/{snapshot.problems}" if snapshot.problems is not None else ""
-    return f"{snapshot.done}{of} problems" + (f", {snapshot.failed} failed" if snapshot.failed else "")
+    return f"{snapshot.done}{of} problems" + (f", {snapshot.failed} not complete" if snapshot.failed else "")
 
 
 def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
@@ -171,7 +171,11 @@ def _models(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
 
 
 def _trouble(snapshot: ProgressSnapshot) -> str:
-    found = ((snapshot.alarms, "drift alarms"), (snapshot.failed_calls, "calls failed"))
+    found = (
+        (snapshot.alarms, "drift alarms"),
+        (snapshot.failed_calls, "calls failed"),
+        (snapshot.lost, "rollouts failed"),
+    )
     return ", ".join(f"{count:,} {what}" for count, what in found if count)
 
 

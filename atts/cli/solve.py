@@ -79,6 +79,8 @@ def solve(
         printer.end(outcomes[0])
     if cut := result.truncation.warning:
         print(f"atts: {cut}", file=sys.stderr)
+    if result.status in ("incomplete", "failed"):
+        print(f"atts: {sanitized(result.why)}", file=sys.stderr)
     raise typer.Exit(result.exit_code)
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from atts.core import Finish, Outcome, Rollout, Usage, is_censored
 from atts.journal.events import Graded, OutcomeStatus, VerdictStatus
 
-SampleVerdict = VerdictStatus | Literal["spared"]
-"""What a rollout is worth; "spared": it was stopped before it could answer, and is neither right nor wrong."""
+SampleVerdict = VerdictStatus | Literal["spared", "lost"]
+"""What a rollout is worth. "spared": it was stopped before it could answer; "lost": it failed. Neither is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,16 @@ class FinishedSample:
     answer: str | None = None
     verdict: SampleVerdict | None = None  # None: it was not graded
     rule: str = ""
+    error: str = ""  # why it failed
 
     @classmethod
     def of(cls, rollout: Rollout) -> FinishedSample:
         """From the rollout, before anything was graded."""
         finish = rollout.finish or "cancelled"
-        return cls(rollout.sample, finish, rollout.answer, "spared" if is_censored(rollout.answer, finish) else None)
+        verdict: SampleVerdict | None = None
+        if is_censored(rollout.answer, finish):
+            verdict = "lost" if finish == "failed" else "spared"
+        return cls(rollout.sample, finish, rollout.answer, verdict, error=rollout.error if finish == "failed" else "")
 
     @property
     def is_censored(self) -> bool:
@@ -101,9 +105,19 @@ class FinishedProblem:
         return self.verdict == "correct"
 
     @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to do: neither the problem nor one of its rollouts failed."""
+        return self.status != "failed" and not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Why its rollouts failed, those that did."""
+        return tuple(one.error for one in self.samples if one.finish == "failed")
+
+    @property
     def is_censored(self) -> bool:
-        """Whether it has no answer, and a rollout was stopped that could have brought one."""
-        return self.answer is None and any(one.is_censored for one in self.samples)
+        """Whether it has no answer, and it or a rollout was stopped that could have brought one."""
+        return self.answer is None and (self.status == "failed" or any(one.is_censored for one in self.samples))
 
     @property
     def complete_samples(self) -> tuple[FinishedSample, ...]:

@@ -114,6 +114,10 @@ class OpenProblem:
             case _:
                 pass
 
+    def forget_failures(self) -> None:
+        """A new session: calls whose failure nothing went on from are tried again, and counted anew."""
+        self._failures.clear()
+
     def _settle(self, hint: str) -> None:
         """The line of work went on: its failures so far stand."""
         for failure in self._failures.pop(hint, ()):
@@ -165,7 +169,8 @@ class RunState:
     """Built entry by entry with `apply`, in order; its size is that of the unfinished problems and a value per other.
 
     `finished` holds every problem that came to an outcome, in brief and in the order of finishing; whole rollouts are
-    let go, unless `keeps` says "everything". Problems that failed stay open as well: the next session tries them again.
+    let go, unless `keeps` says "everything". Problems that failed, or a rollout of which did, stay open as well: the
+    next session does what is missing.
     """
 
     keeps: Literal["open problems", "everything"] = "open problems"
@@ -185,6 +190,8 @@ class RunState:
             case SessionOpened():
                 self.killed += self.sessions > 0 and self.ended is None
                 self.sessions, self.ended = event.session, None
+                for problem in self.open.values():
+                    problem.forget_failures()
             case SessionClosed():
                 self.ended = event
             case ProblemStarted(problem):
@@ -213,13 +220,14 @@ class RunState:
 
     def is_over(self, problem: str) -> bool:
         """Whether nothing is left to do for it."""
-        return problem in self.finished and self.finished[problem].status != "failed"
+        return problem in self.finished and self.finished[problem].is_complete
 
     def _finish(self, reached: OutcomeReached) -> Outcome:
         name = reached.problem
-        stays = self.keeps == "everything" or reached.status == "failed"
-        closed = self.open[name] if stays else self.open.pop(name)
+        closed = self.open[name]
         outcome = closed.outcome(reached)
+        if self.keeps == "open problems" and outcome.is_complete:
+            del self.open[name]
         self.finished[name] = FinishedProblem.of(
             outcome, closed.graded, judged=closed.judged, escalated=closed.escalated
         )
@@ -227,21 +235,21 @@ class RunState:
 
 
 def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
-    """Every finished problem's whole outcome, once, in the order in which they finished; the failed ones last.
+    """Every finished problem's whole outcome, once, in the order in which they finished; the incomplete ones last.
 
-    Memory holds the open and the failed ones only.
+    Memory holds the open and the incomplete ones only.
     """
     state = RunState()
-    failed: dict[str, Outcome] = {}  # until a later session does better
+    incomplete: dict[str, Outcome] = {}  # until a later session does better
     for entry in entries:
         outcome = state.apply(entry)
         if outcome is None:
             continue
         name = outcome.problem.id
         del state.finished[name]
-        failed.pop(name, None)
-        if outcome.status == "failed":
-            failed[name] = outcome
-        else:
+        incomplete.pop(name, None)
+        if outcome.is_complete:
             yield outcome
-    yield from failed.values()
+        else:
+            incomplete[name] = outcome
+    yield from incomplete.values()

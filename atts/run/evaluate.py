@@ -44,7 +44,7 @@ from atts.run.conditions import check_conditions
 from atts.run.gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
 from atts.run.plan import Grade, Plan
 from atts.run.recorder import EscalationCounter, Listener, ProblemRecord, Recorder, RunBegun
-from atts.run.result import RunResult, RunStatus
+from atts.run.result import Missing, RunResult, RunStatus
 from atts.run.stopping import Signals, Stop, watch_signals
 
 Keep = Literal["lines", "nothing"]
@@ -82,8 +82,8 @@ class RunOptions:
 async def evaluate(problems: Iterable[Problem], plan: Plan, options: RunOptions | None = None) -> RunResult:
     """Solve every problem as planned; in a directory with an earlier session, go on where that one was.
 
-    Problems that failed are tried again. The first Ctrl-C lets calls in flight finish and be recorded, the second ends
-    at once; either way the result says "interrupted" and the same call goes on from there.
+    Problems and rollouts that failed are tried again. The first Ctrl-C lets calls in flight finish and be recorded, the
+    second ends at once; either way the result says "interrupted" and the same call goes on from there.
 
     :raises JournalError: the directory cannot be used, or the disk refuses; see `open_journal`.
     :raises FingerprintError: it holds another run, or the gate's stored scores were made under other conditions.
@@ -158,6 +158,7 @@ class _Run:
         self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
         self._unfinished = 0
+        self._missing = Missing()
         self._taken = 0  # problems this session had to work on
         self._seen: Literal["some", "all"] = "some"  # of the dataset
 
@@ -177,8 +178,7 @@ class _Run:
             )
         result = self._result(anyio.current_time() - began)
         if self._journal is not None:
-            is_cut = result.status == "interrupted"
-            await self._journal.close(SessionClosed("interrupted" if is_cut else "finished", result.why))
+            await self._journal.close(SessionClosed(_CLOSINGS.get(result.status, "finished"), result.why))
         return result
 
     def _short_contexts(self) -> Iterator[str]:
@@ -322,25 +322,23 @@ class _Run:
         if result.value is not None:
             self._unfinished -= 1
             self._keep(result.problem, result.value)
+            if not result.value.is_complete:
+                self._missing.add(result.value)
 
     def _keep(self, name: str, line: FinishedProblem) -> None:
-        if line.status != "failed":  # that one goes on
+        if line.is_complete:  # others go on
             self._escalations.forget(name)
         if self._options.keep == "lines":
             self._lines[name] = line
 
     def _result(self, seconds: float) -> RunResult:
         lines = sorted(self._lines.values(), key=lambda line: self._places.get(line.problem, len(self._places)))
-        status: RunStatus = "stopped"
-        why = "out of time"
-        if self._seen == "all" and not self._unfinished:
-            status, why = "finished", ""
-        elif self._options.stop.asked:
-            status, why = "interrupted", "asked to end"
+        status, why = self._status()
+        is_over = status not in ("interrupted", "stopped")
         return RunResult(
             status,
             tuple(lines),
-            replace(self._manifest, problems=len(self._places)) if status == "finished" else self._manifest,
+            replace(self._manifest, problems=len(self._places)) if is_over else self._manifest,
             seconds=self._state.seconds + (seconds if self._taken else 0.0),
             sessions=self._state.sessions + 1,
             directory=self._options.directory,
@@ -348,7 +346,19 @@ class _Run:
             kept=tuple(self._kept),
         )
 
+    def _status(self) -> tuple[RunStatus, str]:
+        """How it stands, and why it is no further."""
+        if self._seen == "all" and not self._unfinished:
+            missing, problems = self._missing, len(self._places)
+            if not missing.problems:
+                return "finished", ""
+            return "failed" if missing.whole == problems else "incomplete", missing.words(problems)
+        return ("interrupted", "asked to end") if self._options.stop.asked else ("stopped", "out of time")
 
+
+_CLOSINGS: Mapping[RunStatus, Literal["interrupted", "failed"]] = MappingProxyType(
+    {"interrupted": "interrupted", "incomplete": "failed", "failed": "failed"}
+)
 _WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
     {"equal": "correct", "different": "wrong", "unscored": "unscored"}
 )

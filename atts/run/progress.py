@@ -19,6 +19,7 @@ from atts.journal import (
     Observed,
     OutcomeReached,
     ProblemStarted,
+    RolloutFinished,
     RolloutSpan,
     Sampled,
     Scored,
@@ -48,7 +49,8 @@ class ProgressSnapshot:
     directory: Path | None
     problems: int | None  # None: they stream in
     done: int
-    failed: int
+    failed: int  # of those done: problems that are not complete
+    lost: int  # their rollouts that failed
     open: int
     stages: Mapping[Stage, int]
     rollouts_done: int
@@ -114,10 +116,11 @@ class Progress:
         self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
         self._state: Literal["running", "draining", "over"] = "running"
         self._note = ""
-        self._statuses: dict[str, str] = {}
+        self._over: dict[str, int] = {}  # problems with an outcome, and how many rollouts it holds
+        self._incomplete: set[str] = set()  # of these
+        self._lost: dict[str, set[int]] = {}  # rollouts that failed
         self._open: set[str] = set()
         self._ended: Counter[str] = Counter()  # rollouts of open problems
-        self._rollouts_before = 0  # of problems that are over
         self._stages: dict[str, Stage] = {}  # by rollout
         self._escalations = EscalationCounter()
         self._graded: dict[str, float] = {}
@@ -151,6 +154,8 @@ class Progress:
                 self._open.add(event.problem.id)
             case Graded(sample=None) if event.status != "unscored":
                 self._graded[event.problem] = float(event.status == "correct")
+            case RolloutFinished():
+                self._rollout_finished(event)
             case OutcomeReached():
                 self._problem_ended(event)
             case CallFailed():
@@ -177,11 +182,12 @@ class Progress:
             state=self._state,
             directory=begun.directory,
             problems=begun.problems,
-            done=len(self._statuses),
-            failed=sum(status == "failed" for status in self._statuses.values()),
+            done=len(self._over),
+            failed=len(self._incomplete),
+            lost=sum(map(len, self._lost.values())),
             open=len(self._open),
             stages={stage: stages[stage] for stage in get_args(Stage)},
-            rollouts_done=self._rollouts_before + sum(self._ended.values()),
+            rollouts_done=sum(self._over.values()) + sum(self._ended.values()),
             accepted=judged_chunks - escalated,
             escalated=escalated,
             forced=self._counts["forced"],
@@ -203,7 +209,7 @@ class Progress:
     def _done(self) -> float:
         """Problems, open ones by the share of their rollouts that ended."""
         samples = max(1, self._begun.samples)
-        return len(self._statuses) + sum(min(1.0, ended / samples) for ended in self._ended.values())
+        return len(self._over) + sum(min(1.0, ended / samples) for ended in self._ended.values())
 
     def _left(self, now: float) -> float | None:
         total = self._begun.problems
@@ -218,6 +224,9 @@ class Progress:
         self._flows = {flow: _Throughput(found.total) for flow, found in self._flows.items()}
         self._stages.clear()
         self._ended.clear()  # open problems are lived through again
+        self._open |= self._incomplete  # and so are these
+        while self._incomplete:
+            del self._over[self._incomplete.pop()]
         self._state, self._note = "running", ""
         self._done_at_start = self._done()
 
@@ -239,8 +248,15 @@ class Progress:
         if event.problem in self._open and event.status != "cancelled":
             self._ended[event.problem] += 1
 
+    def _rollout_finished(self, event: RolloutFinished) -> None:
+        if event.finish == "failed":
+            self._lost.setdefault(event.problem, set()).add(event.sample)
+        elif event.problem in self._lost:
+            self._lost[event.problem].discard(event.sample)
+
     def _problem_ended(self, event: OutcomeReached) -> None:
         self._open.discard(event.problem)
         self._ended.pop(event.problem, None)
-        self._rollouts_before += len(event.samples)
-        self._statuses[event.problem] = event.status
+        self._over[event.problem] = len(event.samples)
+        is_complete = event.status != "failed" and not self._lost.get(event.problem)
+        (self._incomplete.discard if is_complete else self._incomplete.add)(event.problem)

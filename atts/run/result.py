@@ -10,11 +10,35 @@ from pathlib import Path
 from typing import Literal
 
 from atts.core import Outcome, Usage
+from atts.errors import EngineError
 from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
 
-RunStatus = Literal["finished", "interrupted", "stopped"]
-"""Every problem is over; asked to end before that; out of time before that."""
+RunStatus = Literal["finished", "interrupted", "stopped", "incomplete", "failed"]
+"""Every problem is over; asked to end before that; out of time before that; over but for what failed; all failed."""
 INTERRUPTED = 130
+
+
+@dataclass(slots=True)
+class Missing:
+    """What failed of a run, for the next session to do."""
+
+    problems: int = 0
+    whole: int = 0  # of these, without any rollout that did not fail
+    rollouts: int = 0
+    first: str = ""
+
+    def add(self, line: FinishedProblem) -> None:
+        """Count a problem that is not complete."""
+        failures = line.failures
+        self.problems += 1
+        self.whole += line.status == "failed"
+        self.rollouts += len(failures)
+        self.first = self.first or next(iter(failures), line.why)
+
+    def words(self, problems: int) -> str:
+        """What is missing of so many problems, and why."""
+        rollouts = f": {self.rollouts} of their rollouts failed" if self.rollouts else ""
+        return f"{self.problems} of {problems} problems are not complete{rollouts}, first by {self.first}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +66,9 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0, or 130 for a run that was asked to end and can be resumed."""
+        """0; 130 for a run that was asked to end, 3 for one of which something failed: both can be resumed."""
+        if self.status in ("incomplete", "failed"):
+            return EngineError.exit_code
         return INTERRUPTED if self.status == "interrupted" else 0
 
     def outcomes(self) -> Iterator[Outcome]:

@@ -26,7 +26,7 @@ class Summary:
     rate: Estimate
     usage: Usage
     seconds: float
-    failed: int
+    failed: int  # problems that are not complete
     unanswered: int
     truncation: Truncation
 
@@ -55,7 +55,7 @@ def summarise(result: RunResult) -> Summary:
         rate=share_estimate((one.escalated, one.judged) for one in problems),
         usage=result.usage,
         seconds=result.seconds,
-        failed=sum(one.status == "failed" for one in problems),
+        failed=sum(not one.is_complete for one in problems),
         unanswered=sum(one.status == "unanswered" for one in problems),
         truncation=result.truncation,
     )

@@ -143,12 +143,14 @@ def _bent(journal: bytes) -> bytes:
 
 
 def test_a_run_of_which_nothing_came_says_why(atts: Atts) -> None:
-    """Every problem failed: an engine's exit code, and the reason of one; the results are printed all the same."""
+    """Every problem failed: "failed", an engine's exit code, the first reason, how to go on; results are printed."""
     engine = f"hf:{model_path('draft')}?kv_tokens=40"
     run = ("eval", "arithmetic[:2]", "--draft", engine, "--target", engine, "--report", "none", "--out", "run")
     said = atts(*run)
     assert said.code == 3
-    assert "2 of 2 problems failed, as in ContextOverflow: engine draft" in said.err
+    assert "failed: 2 of 2 problems are not complete: " in said.err
+    assert "first by ContextOverflow: engine draft" in said.err
+    assert "the same command goes on from here" in said.err
     assert "answers right" in said.out
 
 

@@ -27,7 +27,8 @@ def conformal() -> Gate:
     return ConformalGate(Calibrator(0.3, "marginal"))
 
 
-BROKEN: list[FaultKind] = ["refused", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"]
+BROKEN: list[FaultKind] = ["wrong_length", "nan", "empty", "wrong_ids"]
+LOST: list[FaultKind] = ["refused", "dropped", "timeout", "hang"]
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -44,6 +45,17 @@ def test_a_score_that_never_comes_right_is_an_escalation(attempt: Solve, kind: F
         assert turn.decision.why.startswith("forced: not scored")
         assert turn.score is None
     assert {rollout.finish for rollout in lines(outcomes)} == {"answer"}
+
+
+@pytest.mark.parametrize("kind", LOST)
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_target_that_is_not_there_decides_nothing(attempt: Solve, kind: FaultKind, backend: str) -> None:
+    """No scoring call is answered: no chunk is judged, and its rollout failed for that reason alone."""
+    target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="score"))
+    outcomes = attempt(POLICY, conformal(), target=target, retries=PATIENT, problems=2, backend=backend)
+    assert {rollout.finish for rollout in lines(outcomes)} == {"failed"}
+    assert not [turn.decision for rollout in lines(outcomes) for turn in rollout.turns if turn.decision]
+    assert {outcome.status for outcome in outcomes} == {"failed"}
 
 
 @pytest.mark.parametrize("kind", ["refused", "hang", "nan"])

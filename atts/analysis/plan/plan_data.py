@@ -86,7 +86,7 @@ def read_plan_data(directory: Path) -> PlanData:
     seconds: dict[TurnKey, float] = defaultdict(float)
     for entry in data.run.entries():
         outcome = state.apply(entry)
-        if outcome is not None and outcome.status != "failed":
+        if outcome is not None and outcome.is_complete:
             data.outcomes.append(outcome)
         match entry.event:
             case CallSpan(source="live", status="done") as node:

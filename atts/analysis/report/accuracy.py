@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial, reduce
 from operator import add
@@ -37,9 +38,10 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     if not samples:
         return (own,), f"{len(with_verdict):,} problems"
     card = score(samples)
-    censored = sum(sample.is_censored for one in with_verdict for sample in one.brief.samples)
-    note = f"; {censored:,} rollouts that settled votes spared are left out" if censored else ""
-    return (own, *_card_rates(card)), str(card.coverage) + note
+    left_out = Counter(sample.verdict for one in with_verdict for sample in one.brief.samples if sample.is_censored)
+    counts = ((left_out["spared"], "that settled votes spared"), (left_out["lost"], "that failed"))
+    notes = (f"; {count:,} rollouts {what} are left out" for count, what in counts if count)
+    return (own, *_card_rates(card)), str(card.coverage) + "".join(notes)
 
 
 def _card_rates(card: Scorecard) -> list[NamedRate]:

@@ -135,7 +135,9 @@ def _verdict(
     problems = f"{count:,} problem{'s' * (count != 1)}"
     points: list[tuple[Standing, str]] = []
     if accuracy:
-        points.append(("good", f"the vote is right on {accuracy[0].estimate.brief()} of {problems}"))
+        known = accuracy[0].estimate.n_problems
+        of = "" if known == count else f"{known:,} of "
+        points.append(("good", f"the vote is right on {accuracy[0].estimate.brief()} of {of}{problems}"))
     else:
         points.append(("care", f"{problems}, none graded: there is no reference answer"))
     if not math.isnan(cost.target_share):

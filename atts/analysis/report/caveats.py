@@ -68,7 +68,7 @@ def _grading(data: RunData) -> Iterator[Caveat]:
     belongs: dict[str, Callable[[FinishedProblem], bool]] = {
         "unscored": lambda one: one.verdict == "unscored",
         "grader failed": lambda one: "the grader failed" in one.rule,
-        "failed problems": lambda one: one.status == "failed",
+        "incomplete": lambda one: not one.is_complete,
         "unanswered": lambda one: one.status == "unanswered",
     }
     for code, told in WORDS.problems.items():

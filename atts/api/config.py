@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import msgspec
 
@@ -23,11 +23,14 @@ from atts.api.layers import CONFIG_VARIABLE, FILE, from_environment, from_file, 
 from atts.api.pairs import PairChoice, find_pair
 from atts.api.setup import Setup, setup_keys
 from atts.core import Role
-from atts.errors import OptionError
+from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Setting
 from atts.methods import preset
 from atts.pipelines import Policy
+
+if TYPE_CHECKING:
+    from atts.evaluators import Dataset
 
 ReportKind = Literal["html", "markdown", "json", "none"]
 
@@ -45,6 +48,11 @@ class Job:
         "arithmetic[:40]"
     )
     limit: Annotated[int | None, "only the first problems; none: all"] = None
+    file: Annotated[str | None, "read the benchmark from this file, not from the hub"] = None
+    column: Annotated[tuple[str, ...], "FIELD=COLUMN of the file, such as text=Question"] = ()
+    references: Annotated[Literal["required", "optional"], "whether every problem must have a reference answer"] = (
+        "required"
+    )
     out: Annotated[str | None, "run directory; none: a folder of its own under `runs`, named after what is run"] = None
     runs: Annotated[str, "where run directories without a name of their own go"] = "runs"
     report: Annotated[ReportKind, "what is written when a run ends"] = "html"
@@ -52,6 +60,23 @@ class Job:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise OptionError("limit", f"{self.limit} leaves no problem; give at least 1")
+        for pair in self.column:
+            if not all(pair.partition("=")):
+                raise OptionError("column", f"{pair!r} is not FIELD=COLUMN, such as text=Question")
+
+    def load(self) -> Dataset:
+        """The problems, and where they came from.
+
+        :raises DatasetError: they cannot be read, or there are none.
+        """
+        from atts.evaluators import LoadOptions, load_dataset
+
+        columns = dict(pair.split("=", 1) for pair in self.column)
+        file = None if self.file is None else Path(self.file)
+        found = load_dataset(self.dataset, options=LoadOptions(columns=columns, file=file, answers=self.references))
+        if not found.problems:
+            raise DatasetError(self.dataset, "it holds no problem")
+        return replace(found, problems=found.problems[: self.limit])
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 
 from atts.api.config import LENGTHS, Configuration
 from atts.api.engines import build_engines
-from atts.api.setup import Setup, load_problems
+from atts.api.setup import Setup
 from atts.core import Problem, Usage
 from atts.errors import JournalError
 from atts.journal import MANIFEST, OutcomeReached, RolloutFinished, Setting, open_run
@@ -68,7 +68,7 @@ def dry_run(configuration: Configuration) -> DryRun:
     :raises OptionError: something is impossible.
     """
     setup, job, directory = configuration.setup(), configuration.job, configuration.directory
-    problems = load_problems(job.dataset, job.limit)
+    problems = job.load().problems
     build_engines(configuration["draft"], configuration["target"])  # opens nothing; refuses what names no engine
     policy = setup.run_policy
     rollouts = len(problems) * policy.samples

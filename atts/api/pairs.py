@@ -88,7 +88,7 @@ class Pair:
         """
         model = self.model(role)
         if model == "embedded" or at == "local":
-            return model if model == "embedded" else f"hf:{model}"
+            return model if model == "embedded" else f"hf:{model}?dtype=bfloat16"
         return f"{at}:" + ",".join(f"http://127.0.0.1:{port}/{model}" for port in ports(role, servers))
 
     def size(self, role: Role) -> ModelSize:

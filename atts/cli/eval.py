@@ -41,6 +41,16 @@ def evaluate(
     draft: options.Draft = None,
     target: options.Target = None,
     limit: options.Limit = None,
+    file: Annotated[str | None, typer.Option(help="Read the benchmark from this file, not from the hub.")] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="FIELD=COLUMN of a file, such as text=Question; repeatable.")
+    ] = None,
+    references: Annotated[
+        str | None,
+        typer.Option(
+            "--answers", "--references", help="optional: problems without a reference will do.", show_default="required"
+        ),
+    ] = None,
     seed: options.Seed = None,
     rollouts: options.Rollouts = None,
     out: Annotated[
@@ -114,7 +124,8 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
     from atts.run import Progress, RunOptions
 
     directory, part = _place(configuration, shard)
-    job, setup, progress = configuration.job, configuration.setup(), Progress()
+    job, setup = configuration.job, configuration.setup()
+    problems, progress = job.load().problems, Progress(loading=(configuration["draft"], configuration["target"]))
     for text in setup.warnings:
         print(f"atts: {text}", file=sys.stderr)
     if (directory / JOURNAL).exists():
@@ -123,9 +134,7 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
 
     async def main() -> RunResult:
         async with progress_display(progress):
-            return await evaluation(
-                job.dataset, setup, limit=job.limit, directory=directory, options=listening, shard=part
-            )
+            return await evaluation(problems, setup, directory=directory, options=listening, shard=part)
 
     return run_async(main)
 
@@ -203,6 +212,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
 
     summary = summarise(result)
     usage = summary.usage
+    of = f" of {result.manifest.problems}" if result.status != "finished" and result.manifest.problems else ""
     rows = [
         ("answers right", f"{_share(summary.answers)}   the vote of each problem's rollouts"),
         ("rollouts right", f"{_share(summary.samples_right)}   each by itself"),
@@ -215,7 +225,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("without an answer", f"{summary.unanswered} problems" if summary.unanswered else ""),
     ]
     return [
-        f"{configuration['method']} on {configuration['dataset']}: {summary.problems} problems, "
+        f"{configuration['method']} on {configuration['dataset']}: {summary.problems}{of} problems, "
         f"{summary.samples} rollouts, {summary.seconds:.1f} s",
         "",
         *(f"{name:<20}{words}" for name, words in rows if words),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atts.run import Progress, ProgressSnapshot
 
 FILE = "progress.json"
-REFRESH_SECONDS, LINE_SECONDS, FILE_SECONDS = 0.25, 5.0, 1.0
+REFRESH_SECONDS, LINE_SECONDS, LOADING_SECONDS, FILE_SECONDS = 0.25, 5.0, 1.0, 1.0
 _BAR = 28
 
 
@@ -65,7 +65,7 @@ def save(snapshot: ProgressSnapshot) -> None:
 def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]]:
     """What shows the run as it stands when called: a table that is drawn over itself, or plain lines."""
     if not stream.isatty():
-        yield _Lines(progress, stream).refresh
+        yield PlainLines(progress, stream).refresh
         return
     from rich.console import Console
     from rich.live import Live
@@ -76,24 +76,29 @@ def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]
 
 
 @dataclass(slots=True)
-class _Lines:
+class PlainLines:
     """One plain line every few seconds, and at once when the state changes."""
 
     progress: Progress
     stream: TextIO
     next: float = LINE_SECONDS
-    state: str = "running"
+    state: str = ""
 
     def refresh(self) -> None:
         """Print one if it is time to."""
         snapshot = self.progress.snapshot()
-        if snapshot.seconds >= self.next or snapshot.state != self.state:
-            self.next, self.state = snapshot.seconds + LINE_SECONDS, snapshot.state
+        is_new, self.state = snapshot.state != self.state, snapshot.state
+        if is_new and self.state in ("loading", "running"):
+            self.next = snapshot.seconds + (LOADING_SECONDS if self.state == "loading" else LINE_SECONDS)
+        elif is_new or snapshot.seconds >= self.next:
+            self.next = snapshot.seconds + LINE_SECONDS
             print(line(snapshot), file=self.stream, flush=True)
 
 
 def line(snapshot: ProgressSnapshot) -> str:
     """The run in one line of plain words."""
+    if snapshot.state == "loading":
+        return f"{snapshot.note}; {duration(snapshot.seconds)}"
     parts = [_problems(snapshot), *(f"{name} {words}" for name, words in _facts(snapshot))]
     time = f"{duration(snapshot.seconds)}" + (f", about {duration(snapshot.left)} left" if snapshot.left else "")
     note = {"draining": "stopping: saving calls in flight", "over": "ended"}.get(snapshot.state)
@@ -105,6 +110,9 @@ def table(snapshot: ProgressSnapshot) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
+
+    if snapshot.state == "loading":
+        return Text(line(snapshot), style="dim")
 
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,6 +31,8 @@ from atts.run.recorder import CallBegun, EscalationCounter, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
 """What a rollout is at: its draft writes, the target judges, the target writes, or it waits for an engine."""
+RunState = Literal["loading", "running", "draining", "over"]
+"""Engines are being opened; rollouts run; calls in flight are saved; nothing more will come."""
 Flow = Literal["draft", "target", "scored"]
 """Tokens per second are counted of: what the draft writes, what the target writes, what it scores."""
 WINDOW_SECONDS = 15.0
@@ -45,7 +47,7 @@ class ProgressSnapshot:
     hold at a moment fixed beforehand, not at every look.
     """
 
-    state: Literal["running", "draining", "over"]
+    state: RunState
     directory: Path | None
     problems: int | None  # None: they stream in
     done: int
@@ -110,12 +112,13 @@ class Progress:
     Events cost it a comparison or two and an addition; intervals are computed by `snapshot`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, loading: Sequence[str] = ()) -> None:
+        """`loading` are the engines that have to be opened before anything can begin."""
         self._clock = clock
         self._began = clock()
         self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
-        self._state: Literal["running", "draining", "over"] = "running"
-        self._note = ""
+        self._state: RunState = "loading" if loading else "running"
+        self._note = f"loading {' and '.join(dict.fromkeys(loading))}" if loading else ""
         self._over: dict[str, int] = {}  # problems with an outcome, and how many rollouts it holds
         self._incomplete: set[str] = set()  # of these
         self._lost: dict[str, set[int]] = {}  # rollouts that failed

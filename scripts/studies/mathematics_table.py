@@ -10,12 +10,11 @@ from itertools import chain
 from operator import add
 from typing import Any
 
-from atts.api import answers_for
+from atts.api import Pair, answers_for
 from atts.core import Role, Usage
 from atts.evaluators import Dataset, Estimate, Samples, compare_runs, score, share_estimate
 from atts.run import RunResult, samples
 from scripts.studies.harness import Row, Spread, Table, interval
-from scripts.studies.pairs import Pair
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def _paper(dataset: Dataset, pair: Pair, rate: float, arms: Mapping[str, Measure
         rows.append(("published, any of 16", f"{known.accuracy:.3f}", "", "", *speeds, "", ""))
         notes.append(
             "The published row is the authors' own: answers judged by a model, their hardware, the first 15 problems "
-            f"of AIME, another 50 for AMC. {pair.name}: {pair.run_here}."
+            f"of AIME, another 50 for AMC. {pair.name} was not run by this project, which had no GPUs for it."
         )
     return Table.of(
         f"{dataset.name}: {pair.draft} drafts, {pair.target} is the target",

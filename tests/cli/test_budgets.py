@@ -125,3 +125,19 @@ def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, .
         atts("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "whole", "--json").out.splitlines()[-1]
     )
     assert whole["truncation"]["warning"] == ""
+
+
+def test_a_file_of_ones_own_is_evaluated_by_flags(atts: Any, scripted: tuple[str, ...]) -> None:
+    """Columns of any name, a benchmark from a file, problems without a reference."""
+    Path("mine.csv").write_text("Q,A\nStart at 4. +3. What is the result?,7\nStart at 1. +1. What is the result?,\n")
+    run = ("eval", "mine.csv", "--samples", "1", *scripted)
+    assert "--column text=NAME" in atts(*run).err
+    named = (*run, "--column", "text=Q", "--column", "answer=A")
+    assert "--answers optional" in atts(*run, "--column", "text=Q").err
+    assert atts(*named).code == 2
+    done = atts(*named, "--answers", "optional", "--json")
+    assert done.code == 0
+    assert json.loads(done.out.splitlines()[-1])["problems"] == 2
+    Path("rows.jsonl").write_text(json.dumps({"problem": "Start at 4. +3. What is the result?", "answer": "7"}) + "\n")
+    assert atts("eval", "math500", "--file", "rows.jsonl", "--samples", "1", *scripted).code == 0
+    assert "FIELD=COLUMN" in atts(*run, "--column", "text").err

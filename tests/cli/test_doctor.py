@@ -71,7 +71,7 @@ def test_what_is_said_wins_over_the_pair(tmp_path: Path) -> None:
     assert [word.split("/")[2] for word in many["draft"].split(",")] == [f"127.0.0.1:800{n}" for n in (1, 2, 3)]
     assert [word.split("/")[2] for word in many["target"].split(",")] == ["127.0.0.1:8000", "127.0.0.1:8100"]
     local = configure({"pair": "r1-8b/qwq-32b", "at": "local"}, environment={}, folder="/")
-    assert local["target"] == "hf:Qwen/QwQ-32B"
+    assert local["target"] == "hf:Qwen/QwQ-32B?dtype=bfloat16"
 
 
 @pytest.mark.parametrize("card", CARDS)

@@ -69,8 +69,10 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
     """The blocks of a page in order, in one folder and one namespace, as a reader would type them."""
+    if page.name == "two_servers.md":
+        request.getfixturevalue("two_servers")
     monkeypatch.chdir(tmp_path)
     for name, value in {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -1,0 +1,51 @@
+"""Silence is told as what it is: engines being loaded; an interrupted run says how many problems of how many are done."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from atts.api import configure
+from atts.cli.eval import result_table
+from atts.cli.progress import PlainLines, line, table
+from atts.journal import open_run
+from atts.run import Progress, RunBegun, RunResult
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        """What time it is."""
+        return self.now
+
+
+def test_loading_is_a_stage_of_its_own() -> None:
+    """The models by name from the first second on, in lines and in the table; never problems before there are any."""
+    clock, said = Clock(), io.StringIO()
+    progress = Progress(clock, loading=("hf:Qwen/Qwen3-1.7B", "hf:Qwen/Qwen3-14B"))
+    lines = PlainLines(progress, said)
+    for clock.now in (0.0, 0.5, 2.0, 3.0, 8.0):
+        lines.refresh()
+    assert said.getvalue().splitlines() == [
+        "loading hf:Qwen/Qwen3-1.7B and hf:Qwen/Qwen3-14B; 2 s",
+        "loading hf:Qwen/Qwen3-1.7B and hf:Qwen/Qwen3-14B; 8 s",
+    ]
+    assert "loading hf:Qwen/Qwen3-1.7B" in str(table(progress.snapshot()))
+    progress.notify(RunBegun(60, 0, 8, 0.0, draft="small", target="large", directory=None))
+    assert progress.snapshot().state == "running"
+    assert line(progress.snapshot()).startswith("0/60 problems; rollouts")
+    assert Progress(clock, loading=("embedded", "embedded")).snapshot().note == "loading embedded"
+
+
+def test_what_was_done_is_told_of_what_there_is(atts: Any, runs: Path) -> None:
+    """After Ctrl-C the summary says "2 of 3 problems", after the end "3 problems"."""
+    manifest = open_run(runs / "atts").manifest
+    configuration = configure({}, environment={}, folder=runs)
+    whole = RunResult("finished", (), manifest, 1.0)
+    assert " 0 problems, " in result_table(whole, configuration, None)[0]
+    assert " 0 of 3 problems, " in result_table(replace(whole, status="interrupted"), configuration, None)[0]

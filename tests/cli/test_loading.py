@@ -1,4 +1,4 @@
-"""Silence is told as what it is: engines being loaded; an interrupted run says how many problems of how many are done."""
+"""Silence is told: engines being loaded, and how many problems of how many an interrupted run has done."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from atts.engine import Engine
 from atts.errors import CheckFailed, OptionError
 from atts.testing import conformance_answers as conformance_answers  # importing them registers their checks
 from atts.testing import conformance_lifecycle as conformance_lifecycle
-from atts.testing.conformance_probe import CHECKS, Broken, CheckOptions, NotApplicable, Probe
+from atts.testing.conformance_probe import CHECKS, OPENING, Broken, CheckOptions, NotApplicable, Probe
 
 DEFAULTS = CheckOptions()
 
@@ -58,7 +58,7 @@ async def check_engine(
     options: CheckOptions = DEFAULTS,
     broken: Literal["raise", "report"] = "raise",
 ) -> ConformanceReport:
-    """Check every promise of `atts.engine.Engine` on a live engine.
+    """Check every promise of `atts.engine.Engine` on a live engine; one that cannot even be opened is reported as well.
 
     Best given a function that makes a new, unopened engine each time it is called: then closing and isolation are
     checked too, and an engine that broke a promise is replaced. An engine that is already open stays open.
@@ -70,7 +70,6 @@ async def check_engine(
 
     :raises CheckFailed: a promise was broken; the message lists all that were. Not with `broken="report"`.
     :raises OptionError: `options.skip` names a check there is not.
-    :raises ATTSError: the engine could not be opened or closed.
     """
     for name in options.skip:
         if name not in CHECKS:
@@ -84,15 +83,24 @@ async def check_engine(
 async def _check_all(engine: Engine | Callable[[], Engine], options: CheckOptions) -> ConformanceReport:
     factory = engine if callable(engine) else None
     results: list[CheckResult] = []
-    name = ""
+    name = getattr(engine, "__name__", type(engine).__name__)
     remaining = list(CHECKS)
     while remaining:
-        async with nullcontext(engine) if not callable(engine) else engine() as opened:
-            probe, name = Probe(opened, options, factory), opened.spec.name
-            while remaining:
-                results.append(await _run(remaining.pop(0), probe))
-                if factory and results[-1].status == "broken":
-                    break  # whatever it did to the engine must not count twice
+        try:
+            async with nullcontext(engine) if not callable(engine) else engine() as opened:
+                probe = Probe(opened, options, factory)
+                while remaining:
+                    results.append(await _run(remaining.pop(0), probe))
+                    if factory and results[-1].status == "broken":
+                        break  # whatever it did to the engine must not count twice
+                name = opened.spec.name
+        except Exception as error:  # noqa: BLE001  # as in `_run`
+            results.append(CheckResult(OPENING, "broken", f"raised {type(error).__name__}: {error}"))
+        if any(result.check == OPENING and result.status == "broken" for result in results):
+            results += [
+                CheckResult(each, "skipped", "it does not open, or lacks what is asked of it") for each in remaining
+            ]
+            break
     return ConformanceReport(name, tuple(results))
 
 

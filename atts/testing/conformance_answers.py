@@ -16,6 +16,20 @@ from atts.testing.conformance_probe import GREEDY, LOOSE, NotApplicable, Probe, 
 _TEXTS = ("Let x = 2.\n\nThen x + 1 = 3.\n", "  two  spaces,\ttab; \\boxed{42}", "naïve π ≤ 4 · 数 🙂")
 
 
+_ASKED = {
+    "engine": ("spec", "tokenizer", "sample", "score", "stats"),
+    "tokenizer": ("digest", "encode", "decode", "render"),
+}
+
+
+@check()
+async def check_opening(probe: Probe) -> None:
+    """It opens and closes, and it and its tokenizer have everything that is asked of them."""
+    for whose, found in (("engine", probe.engine), ("tokenizer", probe.engine.tokenizer)):
+        missing = [name for name in _ASKED[whose] if not hasattr(found, name)]
+        require(not missing, f"the {whose} lacks {', '.join(missing)}: see `atts.engine.{whose.capitalize()}`")
+
+
 @check()
 async def check_spec(probe: Probe) -> None:
     """The spec is about this engine and its tokenizer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from types import MappingProxyType
 from typing import Literal, NoReturn, TypeVar
 
@@ -63,6 +63,10 @@ CHECKS: Mapping[str, Check] = MappingProxyType(_registered)
 """Every check by name, in the order they are made; the first line of its docstring is the promise."""
 
 
+OPENING = "opening"
+"""The check without which no other can be made."""
+
+
 def check(*needs: Need) -> Callable[[Check], Check]:
     """Register a function as the check of its name; it is left out where the engine lacks what it needs."""
 
@@ -85,7 +89,11 @@ class Probe:
         self.engine = engine
         self.options = options
         self.factory = factory
-        self.prompts = tuple(engine.tokenizer.render([Message("user", text)]) for text in options.questions)
+
+    @cached_property
+    def prompts(self) -> tuple[TokenIds, ...]:
+        """The questions as the engine's tokenizer renders them."""
+        return tuple(self.engine.tokenizer.render([Message("user", text)]) for text in self.options.questions)
 
     @property
     def prompt(self) -> TokenIds:

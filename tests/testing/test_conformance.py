@@ -13,7 +13,7 @@ import pytest
 
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import Capability, Engine, EngineSpec, EngineStats, check_sample
-from atts.errors import CheckFailed, ContextOverflow, OptionError, UsageError
+from atts.errors import CheckFailed, ContextOverflow, ModelLoadError, OptionError, UsageError
 from atts.testing import (
     CHECKS,
     TARGET,
@@ -353,7 +353,43 @@ IGNORES_TOP_K = ignores(top_k=0)
 ONE_STREAM = seeded(_arrival)  # draws every request's numbers from one stream, in order of arrival
 OFF_BY_ONE = scores(lambda logprobs, _: (*logprobs[1:], logprobs[0]))  # each token with the distribution after it
 
+
+class Renderless:
+    """A tokenizer that lacks a method."""
+
+    digest = "none"
+
+    def encode(self, text: str) -> TokenIds:
+        return (1,)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+
+class Lacking(Rig):
+    """An engine with that tokenizer."""
+
+    @property
+    def tokenizer(self) -> Any:
+        return Renderless()
+
+
+class Shut(Rig):
+    """An engine that cannot be opened."""
+
+    async def __aenter__(self) -> Any:
+        raise ModelLoadError("shut", "its model is missing")
+
+
+class Stuck(Rig):
+    """An engine that cannot be closed."""
+
+    async def __aexit__(self, kind: Any, error: Any, trace: Any, /) -> bool | None:
+        raise OSError("it does not let go")
+
+
 SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
+    ("opening", "a tokenizer without render"): Lacking,
     ("spec", "wrong digest"): claims(tokenizer="of another model"),
     ("spec", "end outside the vocabulary"): claims(end_ids=(10**6,)),
     ("tokenizer", "merges spaces"): Tidy,
@@ -506,6 +542,24 @@ def test_an_engine_that_fails_or_hangs_is_reported_not_raised() -> None:
     hanging = partial(check_engine, lambda: FaultyEngine(Rig(), Faults({"hang": 1.0})), broken="report")
     report = run_virtual(partial(hanging, options=only("ids")))
     assert "did not finish within 30 s" in report.broken[0].why
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        (Lacking, "the tokenizer lacks render"),
+        (Shut, "ModelLoadError: engine shut: its model is missing"),
+        (Stuck, "OSError: it does not let go"),
+        (lambda: object(), "TypeError"),
+    ],
+)
+def test_an_engine_that_lacks_something_is_reported_not_raised(engine: Any, why: str) -> None:
+    """What it lacks, or why it does not open or close, is a line of the report; what could not be tried is skipped."""
+    report = run_virtual(partial(check_engine, engine, options=QUICK, broken="report"))
+    assert why in [result.why for result in report.broken if result.check == "opening"][0]
+    assert {result.check for result in report.results} == set(CHECKS)
+    with pytest.raises(CheckFailed, match="opening"):
+        run_virtual(partial(check_engine, engine, options=QUICK))
 
 
 def test_an_unknown_check_cannot_be_skipped() -> None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import anyio
 
@@ -167,6 +167,15 @@ class Engine(Protocol):
     ) -> bool | None: ...
 
 
+@runtime_checkable
+class Returning(Protocol):
+    """An engine that may come back after it was lost, such as a server that is restarted."""
+
+    async def comes_back(self) -> bool:
+        """Wait for it as long as its options say; whether it was gone and is there again."""
+        ...
+
+
 class EngineAround:
     """A wrapper that passes everything on to another engine; subclasses watch, record or disturb the calls.
 
@@ -198,6 +207,10 @@ class EngineAround:
     async def score(self, request: ScoreRequest) -> Scores:
         """As the inner engine, by way of `around`."""
         return await self.around(request, self._engine.score)
+
+    async def comes_back(self) -> bool:
+        """As the inner engine; see `Returning`."""
+        return isinstance(self._engine, Returning) and await self._engine.comes_back()
 
     async def around(self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
         """Every call of either kind; a subclass may do something before it, after it or instead."""
@@ -306,6 +319,10 @@ class BaseEngine(ABC):
         self._state = "closed"
         await self._close()
         return None
+
+    async def comes_back(self) -> bool:
+        """See `Returning`: most engines do not."""
+        return False
 
     async def _close(self) -> None:  # noqa: B027  # some hold nothing
         """Give back what it holds; twice is fine."""

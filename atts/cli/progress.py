@@ -163,6 +163,7 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
         ("rate", f"{snapshot.rate.brief()}{nominal}" if snapshot.rate.n_problems else ""),
         ("accuracy", snapshot.accuracy.brief() if snapshot.graded else ""),
         ("tokens", f"{share}; {speed}" if tokens["draft"] + tokens["target"] else ""),
+        ("waiting", _waiting(snapshot)),
         ("trouble", _trouble(snapshot)),
     ]
     return [(name, words) for name, words in rows if words]
@@ -176,6 +177,11 @@ def _models(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
         ("draft", f"{models['draft']}: {tokens['draft']:,} tokens"),
         ("target", f"{models['target']}: {tokens['target']:,} tokens, {tokens['scored']:,} scored"),
     ]
+
+
+def _waiting(snapshot: ProgressSnapshot) -> str:
+    words = (f"{count:,} calls for the {role} to come back" for role, count in snapshot.awaited.items())
+    return ", ".join(words)
 
 
 def _trouble(snapshot: ProgressSnapshot) -> str:

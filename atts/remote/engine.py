@@ -16,6 +16,7 @@ from atts.remote.client import Client, Traffic
 from atts.remote.dialect_client import DialectClient
 from atts.remote.dialects import Dialect, Identity
 from atts.remote.handshake import (
+    Watch,
     claimed,
     describe,
     find_dialect,
@@ -69,6 +70,7 @@ class RemoteEngine(BaseEngine):
         self._dialect_client: DialectClient | None = None
         self._identity: Identity | None = None
         self._known: Known | None = None
+        self._watch: Watch | None = None
         self._trusted_until = 0.0
         self._lost_checked = 0
         self._checking = anyio.Lock()
@@ -93,6 +95,7 @@ class RemoteEngine(BaseEngine):
         """
         self._client = client = Client(self._name, self.url, self.options)
         self._clock = clock()
+        self._watch = Watch(client)
         try:
             await wait_ready(client)
             dialect = await find_dialect(client, self._dialect_name)
@@ -109,6 +112,10 @@ class RemoteEngine(BaseEngine):
         self._state = "open"
         self._idle_since = self._clock()
         self._trust(self._client.traffic.lost)
+
+    async def comes_back(self) -> bool:
+        """Wait for a server that was lost; see `atts.engine.Returning`."""
+        return self._watch is not None and self._state == "open" and await self._watch.comes_back()
 
     async def recheck(self) -> None:
         """Ask again who is there, and compare: a server that was restarted may be another.
@@ -144,12 +151,14 @@ class RemoteEngine(BaseEngine):
 
     async def _trusted(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
         """Do it, sure before and after that the server is still the one that was opened."""
+        assert self._watch is not None, "it is open"
         now, traffic = self._clock(), self.traffic
         if self._counts.in_flight == 1 and now - self._idle_since >= self.options.idle_seconds:
             self._trusted_until = now  # it may be another by now
         if now >= self._trusted_until:
             await self._recheck(traffic.lost)
         done = await work(request)
+        self._watch.seen()
         if (lost := traffic.lost) > self._lost_checked:
             await self._recheck(lost)  # a connection broke meanwhile: who answered?
         return done

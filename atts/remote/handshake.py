@@ -12,7 +12,7 @@ from anyio import to_thread
 
 from atts.core import TokenIds
 from atts.engine import Capability, EngineSpec, Tokenizer
-from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine
+from atts.errors import EngineError, EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.remote.chat import ChatDialect
 from atts.remote.client import Client
 from atts.remote.dialects import Dialect, Identity, Rater, Scorer
@@ -25,6 +25,7 @@ from atts.tasks import clock
 
 _log = logging.getLogger("atts.remote")
 _log.addHandler(logging.NullHandler())
+_LOOK_AGAIN_SECONDS = 5.0  # at a server that did not come back in time
 _AUTO = (("/server_info", "sglang"), ("/props", "llamacpp"), ("/version", "vllm"), ("/api/version", "ollama"))
 _MAKERS: Mapping[str, Callable[[RemoteOptions], Dialect]] = {
     "vllm": lambda options: VllmDialect(priorities=options.priorities == "send"),
@@ -51,6 +52,55 @@ async def wait_ready(client: Client) -> None:
         await anyio.sleep(min(1.0, patience / 10))
     if reply.status in (401, 403):
         raise client.refusal(reply)
+
+
+class Watch:
+    """Waits for a server that was lost; of the calls that ask at once, one looks and the others hear what it saw."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._now = clock()
+        self._lost_at: float | None = None
+        self._looked_at = 0.0
+        self._one = anyio.Lock()
+
+    def seen(self) -> None:
+        """It has answered."""
+        self._lost_at = None
+
+    async def comes_back(self) -> bool:
+        """Whether it was gone and is there again, within `wait_seconds` of its loss."""
+        was_lost = self._lost_at is not None
+        async with self._one:
+            if self._lost_at is None and (was_lost or await self._is_there()):
+                return was_lost
+            if self._lost_at is None:
+                self._lost_at = self._now()
+                self._say("is lost; waiting up to %g s for it to come back", self._client.options.wait_seconds)
+            return await self._wait(self._lost_at, self._client.options.wait_seconds)
+
+    async def _wait(self, since: float, patience: float) -> bool:
+        now = self._now
+        if now() - since >= patience and now() - self._looked_at < _LOOK_AGAIN_SECONDS:
+            return False  # said before
+        while not await self._is_there():
+            if now() - since >= patience:
+                self._say("did not come back within %g s", patience)
+                return False
+            await anyio.sleep(min(1.0, patience / 10))
+        self._say("is back after %.0f s", now() - since)
+        self._lost_at = None
+        return True
+
+    def _say(self, words: str, seconds: float) -> None:
+        _log.warning(f"engine %s: %s {words}", self._client.name, self._client.url, seconds)
+
+    async def _is_there(self) -> bool:
+        self._looked_at = self._now()
+        try:
+            return (await self._client.look("/health")).status != 503
+        except EngineError:
+            return False
 
 
 async def find_dialect(client: Client, name: str) -> Dialect:

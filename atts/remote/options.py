@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -65,10 +66,10 @@ class RemoteOptions:
 
     `timeout_seconds` bounds a call with all its retries; `attempts` counts the first try. At most `in_flight` requests
     are under way at once, fewer after the server says that it is too many. `wait_seconds` is how long a server that is
-    still loading is waited for. Every `recheck_seconds`, after a lost connection and after `idle_seconds` of silence,
-    in which a server might have been replaced, the engine is asked again who it is. `proxy` "environment" goes through
-    HTTP_PROXY and its kin; otherwise they are not looked at. `priorities` "send" is for servers started with priority
-    scheduling; others refuse them.
+    still loading, or was lost in mid-run, is waited for. Every `recheck_seconds`, after a lost connection and after
+    `idle_seconds` of silence, in which a server might have been replaced, the engine is asked again who it is. `proxy`
+    "environment" goes through HTTP_PROXY and its kin; otherwise they are not looked at. `priorities` "send" is for
+    servers started with priority scheduling; others refuse them.
 
     For servers that take messages: `prefill` is how they go on with an answer, `extras` "send" says that they know
     top_k and min_p, `context` how many tokens they hold where they do not say (0: a usual number).
@@ -100,6 +101,8 @@ class RemoteOptions:
         for name in ("timeout_seconds", "connect_seconds", "cancel_seconds", "recheck_seconds"):
             if not getattr(self, name) > 0:
                 raise OptionError(name, f"{getattr(self, name)} is not positive")
+        if not 0 <= self.wait_seconds < math.inf:
+            raise OptionError("wait_seconds", f"{self.wait_seconds} is no number of seconds to wait")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionError(name, f"{getattr(self, name)!r} is unknown", known)

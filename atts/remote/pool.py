@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import Engine, EngineSpec, EngineState, EngineStats, Tokenizer, not_open, opened
+from atts.engine import Engine, EngineSpec, EngineState, EngineStats, Returning, Tokenizer, not_open, opened
 from atts.errors import (
     ATTSError,
     BadReply,
@@ -21,7 +21,7 @@ from atts.errors import (
     OptionError,
     UnsupportedByEngine,
 )
-from atts.tasks import backoff, clock
+from atts.tasks import backoff, clock, task_group
 
 T = TypeVar("T")
 State = Literal["up", "down", "refused"]
@@ -119,6 +119,25 @@ class ReplicaPool:
     async def score(self, request: ScoreRequest) -> Scores:
         """Score the suffix somewhere; see `atts.engine.Engine`."""
         return await self._anywhere(request.rollout, lambda engine: engine.score(request))
+
+    async def comes_back(self) -> bool:
+        """Wait until one replica is there again, where all are lost; see `atts.engine.Returning`."""
+        if self._state != "open" or any(member.state == "up" for member in self._members):
+            return False
+        found: list[_Member] = []
+
+        async def wait_for(member: _Member) -> None:
+            engine = member.engine
+            if member.state == "down" and isinstance(engine, Returning) and await engine.comes_back():
+                found.append(member)
+                group.cancel_scope.cancel()
+
+        async with task_group() as group:
+            for member in self._members:
+                group.start_soon(wait_for, member)
+        for member in found:
+            member.retry_at = self._clock()
+        return bool(found)
 
     async def __aenter__(self) -> Self:
         if self._state == "closed":

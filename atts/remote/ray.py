@@ -174,6 +174,17 @@ class ActorReplica(BaseEngine):
         advice = f"Has the cluster {wanted} free for each actor? See `ray status`"
         raise EngineUnavailable(self._name, f"its actor is not there after {patience:g} s", advice)
 
+    async def comes_back(self) -> bool:
+        """Wait for the actor that replaces one that died, as long as an actor may take to load."""
+        with anyio.move_on_after(self._options.open_seconds):
+            while self._state == "open":
+                try:
+                    await self.recheck()
+                    return True
+                except EngineUnavailable:
+                    await anyio.sleep(_PATIENCE / 4)
+        return False
+
     async def open(self) -> None:
         """As `recheck`."""
         await self.recheck()
@@ -193,7 +204,8 @@ class ActorReplica(BaseEngine):
             reply = await _result(self._opening if self._state == "new" else self._handle.open.remote())
         except _ray(".exceptions").RayError as error:
             self.start()
-            raise EngineUnavailable(self._name, f"its actor died ({_short(error)})", "Another is started") from error
+            advice = "Another is started and waited for"
+            raise EngineUnavailable(self._name, f"its actor died ({_short(error)})", advice) from error
         if isinstance(reply, Failure):
             raise reply.error(self._name)
         spec, tokenizer = reply

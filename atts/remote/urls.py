@@ -20,7 +20,7 @@ _DIALECTS: dict[str, DialectName | Literal["auto"]] = {
 }  # fmt: skip
 SCHEMES = tuple(_DIALECTS)
 _KNOWN = (
-    "tokenizer", "model", "in_flight", "timeout", "proxy", "priorities", "prefill", "extras", "context", "key",
+    "tokenizer", "model", "in_flight", "timeout", "wait", "proxy", "priorities", "prefill", "extras", "context", "key",
     "key_file",
 )  # fmt: skip
 _VERSION = re.compile(r"v\d+\w*")
@@ -122,6 +122,7 @@ def _options(settings: dict[str, str]) -> RemoteOptions:
     try:
         in_flight = int(settings.get("in_flight", default.in_flight))
         timeout = float(settings.get("timeout", default.timeout_seconds))
+        wait = float(settings.get("wait", default.wait_seconds))
         context = int(settings.get("context", default.context))
     except ValueError as error:
         raise OptionError("engine", f"not a number: {error}") from error
@@ -130,4 +131,6 @@ def _options(settings: dict[str, str]) -> RemoteOptions:
         name: settings[name] for name in ("proxy", "priorities", "prefill", "extras") if name in settings
     }
     key = ApiKey(settings.get("key", default.key.variable), Path(file) if file else None)
-    return RemoteOptions(in_flight=in_flight, timeout_seconds=timeout, context=context, key=key, **words)
+    return RemoteOptions(
+        in_flight=in_flight, timeout_seconds=timeout, wait_seconds=wait, context=context, key=key, **words
+    )

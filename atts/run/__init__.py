@@ -13,7 +13,7 @@ from atts.run.gates import replay_event
 from atts.run.merging import Merged, Shard, merge
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.progress import Progress, ProgressSnapshot
-from atts.run.recorder import CallBegun, ChunkWritten, Listener, Notice, Recorder, RunBegun
+from atts.run.recorder import CallBegun, ChunkWritten, EngineAwaited, Listener, Notice, Recorder, RunBegun
 from atts.run.result import INTERRUPTED, RunResult, RunStatus
 from atts.run.scoring import samples, scorecard
 from atts.run.stopping import Signals, Stop
@@ -22,6 +22,7 @@ from atts.run.summary import Summary, summarise
 __all__ = [
     "INTERRUPTED",
     "CallBegun",
+    "EngineAwaited",
     "ChunkWritten",
     "Conditions",
     "Grade",

@@ -14,8 +14,8 @@ import anyio
 
 from atts import errors
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores, request_key
-from atts.engine import Engine
-from atts.errors import EngineError
+from atts.engine import Engine, Returning
+from atts.errors import EngineError, EngineUnavailable
 from atts.graph import Caller, CallSpan
 from atts.journal import (
     CallFailed,
@@ -25,7 +25,7 @@ from atts.journal import (
     Scored,
 )
 from atts.pipelines import AdmittedEngine, Stage, check_completion, check_scores
-from atts.run.recorder import CallBegun, Recorder
+from atts.run.recorder import CallBegun, EngineAwaited, Recorder
 from atts.run.stopping import Stop
 
 RecallTiming = Literal["instant", "recorded"]
@@ -75,7 +75,7 @@ class RecordedEngine(AdmittedEngine):
     ) -> Result:
         key = request_key(self._role, request)
         if self._scope is None:
-            reply = await self._once(key, stage, ask, request)
+            reply = await self._attempt(key, stage, ask, request)
             await self._keep(None, reply)
         else:
             reply = await self._scope.call(
@@ -85,6 +85,21 @@ class RecordedEngine(AdmittedEngine):
         return reply.result
 
     async def _once(
+        self, key: str, stage: Stage, ask: Callable[[Request], Awaitable[Result]], request: Request
+    ) -> _Reply[Request, Result]:
+        """An attempt; the next one follows when an engine that was lost is there again, or will not be."""
+        try:
+            return await self._attempt(key, stage, ask, request)
+        except EngineUnavailable:
+            if isinstance(self._engine, Returning):
+                self._steps.recorder.tell(EngineAwaited(self._role, 1))
+                try:
+                    await self._engine.comes_back()
+                finally:
+                    self._steps.recorder.tell(EngineAwaited(self._role, -1))
+            raise
+
+    async def _attempt(
         self, key: str, stage: Stage, ask: Callable[[Request], Awaitable[Result]], request: Request
     ) -> _Reply[Request, Result]:
         steps = self._steps

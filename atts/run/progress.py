@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from atts.core import Role
 from atts.evaluators import Estimate, mean_estimate
 from atts.journal import (
     CallFailed,
@@ -27,7 +28,7 @@ from atts.journal import (
     Warned,
     judged,
 )
-from atts.run.recorder import CallBegun, EscalationCounter, Notice, RunBegun
+from atts.run.recorder import CallBegun, EngineAwaited, EscalationCounter, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
 """What a rollout is at: its draft writes, the target judges, the target writes, or it waits for an engine."""
@@ -71,6 +72,7 @@ class ProgressSnapshot:
     left: float | None  # seconds, once enough is done to tell
     alarms: int
     failed_calls: int
+    awaited: Mapping[Role, int]  # calls that wait for an engine that was lost
     note: str = ""
 
     @property
@@ -81,7 +83,15 @@ class ProgressSnapshot:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for machines."""
-        found = asdict(replace(self, stages=dict(self.stages), tokens=dict(self.tokens), speeds=dict(self.speeds)))
+        found = asdict(
+            replace(
+                self,
+                stages=dict(self.stages),
+                tokens=dict(self.tokens),
+                speeds=dict(self.speeds),
+                awaited=dict(self.awaited),
+            )
+        )
         rates = {"rate": self.rate.as_json(), "accuracy": self.accuracy.as_json()}
         directory = None if self.directory is None else str(self.directory)
         return {**found, **rates, "directory": directory, "target_share": self.target_share}
@@ -128,6 +138,7 @@ class Progress:
         self._escalations = EscalationCounter()
         self._graded: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
+        self._awaited: Counter[Role] = Counter()
         self._nominal: float | None = None
         self._flows: dict[Flow, _Throughput] = {flow: _Throughput() for flow in get_args(Flow)}
         self._done_at_start = 0.0
@@ -141,6 +152,8 @@ class Progress:
         match event:
             case CallBegun():
                 self._stages[event.rollout] = event.stage
+            case EngineAwaited():
+                self._awaited[event.role] += event.more
             case Sampled():
                 self._called(event.rollout, event.role, len(event.completion.ids))
             case Scored():
@@ -206,6 +219,7 @@ class Progress:
             left=self._left(now),
             alarms=self._counts["alarms"],
             failed_calls=self._counts["failed calls"],
+            awaited={role: count for role, count in self._awaited.items() if count},
             note=self._note,
         )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from atts.core import Chunk, Decision, Outcome, Rollout, Turn
+from atts.core import Chunk, Decision, Outcome, Role, Rollout, Turn
 from atts.evaluators import Estimate, share_estimate
 from atts.journal import (
     Decided,
@@ -43,6 +43,14 @@ class CallBegun:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineAwaited:
+    """One more call waits for an engine that was lost, or (`more` -1) one no longer does; told live only."""
+
+    role: Role
+    more: Literal[1, -1]
+
+
+@dataclass(frozen=True, slots=True)
 class RunBegun:
     """A session is about to work: how much there is, and how much of it earlier sessions did; told live only."""
 
@@ -55,7 +63,7 @@ class RunBegun:
     directory: Path | None
 
 
-Notice = Event | ChunkWritten | CallBegun | RunBegun
+Notice = Event | ChunkWritten | CallBegun | EngineAwaited | RunBegun
 """Everything a listener is told while a run lasts."""
 
 

@@ -133,13 +133,21 @@ async def test_a_run_that_is_stopped_leaves_servers_idle(plan: tuple[Plan, list[
 
 def test_servers_are_named_by_words() -> None:
     """SCHEME:URL/MODEL, settings after a question mark, several URLs for a pool; what is wrong is said."""
-    one = build_engine("vllm:http://h:8000/Qwen/Qwen3-8B?in_flight=7&timeout=3", "target")
+    one = build_engine("vllm:http://h:8000/Qwen/Qwen3-8B?in_flight=7&timeout=3&wait=9", "target")
     assert isinstance(one, RemoteEngine)
     assert (one.url, one.options.in_flight, one.options.timeout_seconds) == ("http://h:8000", 7, 3.0)
+    assert one.options.wait_seconds == 9.0
     pool = build_engine("server:http://a:1,http://b:2", "draft")
     assert isinstance(pool, ReplicaPool)
     assert [load.name for load in pool.load()] == ["http://a:1", "http://b:2"]
-    for words in ("vllm:h:8000", "vllm:", "vlm:http://h", "vllm:http://h?in_fligth=3", "vllm:http://h?timeout=x"):
+    for words in (
+        "vllm:h:8000",
+        "vllm:",
+        "vlm:http://h",
+        "vllm:http://h?in_fligth=3",
+        "vllm:http://h?timeout=x",
+        "vllm:http://h?wait=-1",
+    ):
         with pytest.raises(OptionError):
             build_engine(words, "draft")
 

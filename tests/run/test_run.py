@@ -40,6 +40,7 @@ from atts.pipelines import ConformalGate, Context, FixedGate, Policy
 from atts.run import (
     CallBegun,
     ChunkWritten,
+    EngineAwaited,
     Notice,
     RunBegun,
     RunResult,
@@ -74,7 +75,8 @@ class Diary:
     @property
     def events(self) -> list[Event]:
         """What was heard live and is also in the journal."""
-        return [event for event in self.live if not isinstance(event, ChunkWritten | CallBegun | RunBegun)]
+        live_only = ChunkWritten | CallBegun | EngineAwaited | RunBegun
+        return [event for event in self.live if not isinstance(event, live_only)]
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -75,8 +75,8 @@ class Diary:
     @property
     def events(self) -> list[Event]:
         """What was heard live and is also in the journal."""
-        live_only = ChunkWritten | CallBegun | EngineAwaited | RunBegun
-        return [event for event in self.live if not isinstance(event, live_only)]
+        told_live = (ChunkWritten, CallBegun, EngineAwaited, RunBegun)
+        return [event for event in self.live if not isinstance(event, told_live)]
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

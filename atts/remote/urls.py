@@ -80,10 +80,7 @@ def _parse(text: str, scheme: str) -> ServerWords:
     dialect = _DIALECTS[scheme]
     if not is_url(text):
         shown = text.rsplit("@", 1)[-1].partition("?")[0]  # without what may be a password or a key
-        raise OptionError(
-            "engine",
-            f"{shown!r} is no URL; write {scheme}:{'https://HOST/v1/MODEL' if dialect == 'chat' else 'http://HOST:PORT/MODEL'}",
-        )
+        raise OptionError("engine", f"{shown!r} is no URL; write {scheme}:http://HOST:PORT/MODEL")
     parts = urlsplit(text)
     if parts.username or parts.password:
         raise OptionError(

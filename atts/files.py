@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from secrets import token_hex
 
@@ -75,6 +76,59 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0
         raise
     if durable:
         sync_directory(path.parent)
+
+
+def write_out(path: Path, data: bytes) -> None:
+    """Write a file that a user named: through links to what they lead to, never over what is no ordinary file.
+
+    :raises StorageError: it is a device, a pipe, a socket or a directory, or the disk refuses.
+    """
+    with storage(path):
+        replace_named(path, data)
+
+
+def replace_named(path: Path, data: bytes) -> None:
+    """The same for callers with words of their own.
+
+    :raises OSError: likewise.
+    """
+    with suppress(FileNotFoundError):
+        check_ordinary(path.stat().st_mode, path)
+    replace_file(Path(os.path.realpath(path)), data)
+
+
+def read_ordinary(path: Path) -> bytes:
+    """What is in a file; a pipe is not waited for, nor a device read without end.
+
+    :raises OSError: it is no ordinary file, or cannot be read.
+    """
+    with open_ordinary(path) as file:
+        return file.read()
+
+
+def open_ordinary(path: Path) -> BufferedReader:
+    """A file, open for reading, as `read_ordinary` takes it.
+
+    :raises OSError: it is no ordinary file, or cannot be opened.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+    try:
+        check_ordinary(os.fstat(file.fileno()).st_mode, path)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def check_ordinary(mode: int, path: Path) -> None:
+    """Whether this is the mode of an ordinary file.
+
+    :raises OSError: it is that of a directory, a device, a pipe or a socket.
+    """
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory, not a file", str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, not a file", str(path))
 
 
 def sync_directory(path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Values as strict JSON holds them: dataclasses as objects, NaN as null, infinities as words."""
+"""Strict JSON: values as it holds them (NaN as null, infinities as words), and texts read as it allows."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -23,3 +24,23 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value
+
+
+def from_json(text: str) -> Any:
+    """The value of a JSON text; Infinity is read as Python writes it.
+
+    :raises ValueError: it is none, is nested too deeply, or holds NaN or half a character.
+    """
+    try:
+        found = json.loads(text, parse_constant=_constant)
+        if "\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return found
+
+
+def _constant(word: str) -> float:
+    if word == "NaN":
+        raise ValueError("it holds NaN")
+    return float(word)

@@ -31,7 +31,7 @@ from atts.calibration.rate_check import RateCheck, check_rate, coin_band
 from atts.calibration.replay import ReplayResult, replay
 from atts.calibration.risk import lost_answers
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named
-from atts.calibration.state import write_state
+from atts.calibration.state import state_text, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint, is_state, parse_lines, read_scores
 
 __all__ = [
@@ -78,5 +78,6 @@ __all__ = [
     "replay",
     "scale_named",
     "summarise",
+    "state_text",
     "write_state",
 ]

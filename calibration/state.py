@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 from atts.errors import CalibrationInputError, StorageError
-from atts.files import replace_file
+from atts.files import read_ordinary, replace_named
+from atts.jsonable import from_json
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -96,15 +97,19 @@ def _merged(mine: Any, theirs: Any) -> Any:
     return mine
 
 
+def state_text(state: Mapping[str, Any]) -> str:
+    """A state with its digest, as its file holds it."""
+    body = strict(state)
+    return json.dumps({**body, "digest": _digest(body)}, allow_nan=False) + "\n"
+
+
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Write a state with its digest, whole or not at all.
 
     :raises StorageError: if the disk refuses.
     """
-    body = strict(state)
-    text = json.dumps({**body, "digest": _digest(body)}, allow_nan=False)
     try:
-        replace_file(path, (text + "\n").encode())
+        replace_named(path, state_text(state).encode())
     except OSError as problem:
         advice = "Free space, or name another" if path.parent.is_dir() else "Make its folder first, or name another"
         raise StorageError(path, f"the calibration cannot be written ({problem.strerror})", advice) from None
@@ -116,7 +121,7 @@ def read_state(path: Path) -> dict[str, Any]:
     :raises CalibrationInputError: if the file is missing, cut short, altered or something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = from_json(read_ordinary(path).decode("utf-8"))
     except OSError as problem:
         raise CalibrationInputError(f"calibration file {path}", problem.strerror, "a file that can be read") from None
     except ValueError as problem:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta, Struct, ValidationError, convert
 
 from atts.calibration.scale import PERPLEXITY, SCALES, Scale
 from atts.calibration.state import read_state, strict
 from atts.errors import CalibrationInputError, FingerprintError
+from atts.files import read_ordinary
+from atts.jsonable import from_json
+
+_HEADER = re.compile(
+    rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)"
+    rb"\{'descr': '([<>|][fiu][1248])', 'fortran_order': (?:False|True), 'shape': \((\d{1,15}),\), \} *\n",
+    re.DOTALL,
+)
+
+
+class _State(Struct):
+    scale: str
+    fingerprint: dict[str, Any]
+    scores: tuple[float | Literal["inf", "-inf"], ...]
+    questions: tuple[str, ...]
+    turns: tuple[Annotated[int, Meta(ge=0)], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +121,13 @@ class StoredScores:
     def restore(cls, state: Mapping[str, Any]) -> StoredScores:
         """The inverse of `state`."""
         names = {scale.name: scale for scale in SCALES.values()}
-        scale = names.get(str(state["scale"]))
-        if scale is None:
-            raise CalibrationInputError("scale", state["scale"], f"one of {', '.join(sorted(names))}")
-        scores = tuple(float(score) for score in state["scores"])
-        return cls(scores, tuple(state["questions"]), tuple(state["turns"]), scale, dict(state["fingerprint"]))
+        try:
+            found = convert(dict(state), _State)
+        except ValidationError as error:
+            raise CalibrationInputError("stored scores", str(error), "what `atts calibration import` writes") from None
+        if found.scale not in names:
+            raise CalibrationInputError("scale", found.scale, f"one of {', '.join(sorted(names))}")
+        return cls(tuple(map(float, found.scores)), found.questions, found.turns, names[found.scale], found.fingerprint)
 
 
 def whole_number(what: str, value: object) -> int:
@@ -148,7 +167,7 @@ def read_scores(
     if path.suffix == ".npy":
         return StoredScores.of(_read_array(path), per_question, scale, fingerprint)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_ordinary(path).decode("utf-8")
     except UnicodeDecodeError:
         raise CalibrationInputError(str(path), "not text", "JSON Lines, a .npy array or JSON") from None
     if path.suffix == ".json" or is_state(text):
@@ -171,9 +190,9 @@ def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
+            record = from_json(line)
+        except ValueError as error:
+            raise CalibrationInputError(f"{source}, line {number}", line[:60], f"one JSON object ({error})") from None
         if not isinstance(record, dict):
             raise CalibrationInputError(f"{source}, line {number}", line[:60], "one JSON object")
         records.append(record)
@@ -181,18 +200,20 @@ def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
 
 
 def _read_array(path: Path) -> Sequence[float]:
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError):
-        raise CalibrationInputError(str(path), "no array of plain numbers", "one row of numbers") from None
-    if array.ndim != 1 or array.dtype.kind not in "fiu":
-        raise CalibrationInputError(str(path), f"{array.dtype} of shape {array.shape}", "one row of numbers")
-    return [float(value) for value in array]
+    """The numbers of an .npy file of one row, whose header must say so and promise as many as there are."""
+    data = read_ordinary(path)
+    header = _HEADER.match(data)
+    if header is None:
+        raise CalibrationInputError(str(path), "no array of plain numbers", "one row of numbers")
+    kind, count, numbers = np.dtype(header[1].decode()), int(header[2]), data[header.end() :]
+    if len(numbers) != count * kind.itemsize:
+        raise CalibrationInputError(str(path), f"{len(numbers)} bytes", f"{count} numbers of {kind.itemsize} bytes")
+    return [float(value) for value in np.frombuffer(numbers, kind)]
 
 
 def _read_mapping(path: Path, text: str, scale: Scale, fingerprint: Mapping[str, object] | None) -> StoredScores:
     try:
-        table = json.loads(text)
+        table = from_json(text)
     except ValueError as problem:
         raise CalibrationInputError(str(path), str(problem), "JSON {question: [scores]}") from None
     if isinstance(table, dict) and table.get("kind") == "atts scores":

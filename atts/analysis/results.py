@@ -12,6 +12,7 @@ from typing import Any
 from atts.core import is_censored
 from atts.errors import DatasetError
 from atts.evaluators import json_lines
+from atts.files import read_ordinary
 from atts.journal import FinishedProblem, open_run
 
 _NAMES = ("problem", "id", "problem_id")
@@ -74,7 +75,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _file(path: Path) -> GradedRun:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_ordinary(path).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise DatasetError(str(path), f"is not UTF-8 text (byte {error.start})") from error
     except OSError as error:
@@ -122,8 +123,9 @@ def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
         usage = row.get("usage")
         held = {**(usage if isinstance(usage, Mapping) else {}), **row}
         for name in COSTS:
-            if isinstance(held.get(name), int | float):
-                costs[name] = costs.get(name, 0.0) + float(held[name])
+            value = held.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+                costs[name] = costs.get(name, 0.0) + value
     return GradedProblem(mean, share, len(known) or len(votes), costs)
 
 

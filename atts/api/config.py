@@ -123,6 +123,8 @@ class Configuration:
     def directory(self) -> Path:
         """Where the run is kept: as said, or a folder that belongs to this configuration alone."""
         job = self.job
+        if job.out in ("", "-"):
+            raise OptionError("--out", f"{job.out!r} names no directory, and a run is kept in one")
         if job.out is not None:
             return Path(job.out)
         name = re.sub(r"[^\w.]+", "-", f"{Path(job.dataset).name}-{self['method']}").strip("-")

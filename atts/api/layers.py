@@ -10,6 +10,7 @@ from typing import Any
 
 from atts.api.keys import KINDS, PREFIX, Key, flat
 from atts.errors import OptionError
+from atts.files import read_ordinary
 
 FILE = "atts.toml"
 """Read from the working directory when it is there and no other file is named."""
@@ -65,10 +66,10 @@ def from_flags(flags: Mapping[str, object], pairs: Sequence[str], keys: Mapping[
 
 def _tables(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8"))
+        return tomllib.loads(read_ordinary(path).decode("utf-8"))
     except UnicodeDecodeError as error:
         raise OptionError(str(path), f"is not UTF-8 text (byte {error.start})") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise OptionError(str(path), f"is not TOML: {error}") from error
     except OSError as error:
         raise OptionError(str(path), f"cannot be read: {error.strerror}") from error

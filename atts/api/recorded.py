@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from atts.api.setup import CalibrationMode, Setup
 from atts.errors import UsageError
-from atts.files import write_atomic
+from atts.files import write_atomic, write_out
 from atts.graph import write_trace
 from atts.journal import open_run
 from atts.pipelines import Gate, RoundGate, VoteKind
@@ -65,8 +65,8 @@ def trace(run: Run, out: str | Path | None = None) -> Path:
     """
     directory, text = directory_of(run), StringIO()
     write_trace(open_run(directory).nodes(), text)
-    path = directory / "trace.json" if out is None else Path(out)
-    write_atomic(path, text.getvalue().encode())
+    path, write = (directory / "trace.json", write_atomic) if out is None else (Path(out), write_out)
+    write(path, text.getvalue().encode())
     return path
 
 

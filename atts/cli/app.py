@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from atts.cli.registry import COMMANDS
-from atts.cli.terminal import sanitized, warnings_on_stderr
+from atts.cli.terminal import say, tell, warnings_on_stderr
 from atts.errors import ATTSError
 
 EXIT_CODES: dict[int, str] = {
@@ -100,14 +100,14 @@ def _misunderstood(error: Any) -> int:
         return int(error.exit_code)
     context = getattr(error, "ctx", None)
     code = _failed(text[:1].lower() + text[1:].rstrip("."), int(error.exit_code))
-    print(f"Try: {context.command_path if context is not None else 'atts'} --help", file=sys.stderr)
+    tell(f"Try: {context.command_path if context is not None else 'atts'} --help")
     return code
 
 
 def _failed(text: str, code: int) -> int:
     """Print the message on stderr, if that can still be written; the code."""
     with suppress(OSError):
-        print(f"atts: {sanitized(text)}", file=sys.stderr, flush=True)
+        tell(f"atts: {text}")
     return code
 
 
@@ -161,7 +161,7 @@ def _version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
-        print(f"atts {version('atts')}")
+        say(f"atts {version('atts')}")
         raise typer.Exit
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atts.cli.options import Json, named_values
-from atts.cli.output import print_json, print_result
+from atts.cli.output import json_line, print_json, write_scores
+from atts.cli.terminal import say
 from atts.errors import CalibrationInputError, CheckFailed
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def replay(
 @app.command("import")
 def import_scores(
     file: Source,
-    out: Annotated[Path, typer.Option(help="Where to write the scores.")],
+    out: Annotated[Path, typer.Option(help="Where to write the scores; - is stdout.")],
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
     condition: Condition = None,
@@ -73,18 +74,16 @@ def import_scores(
 
     Example: atts calibration import ppls_math500.npy --per-question 16 --condition model=QwQ-32B --out scores.json
     """
-    from atts.calibration import write_state
-
     found = _scores(file, per_question, scale, condition)
-    write_state(out, found.state())
+    told = write_scores(out, found.state())
     facts = {"scores": len(found), "questions": len(set(found.questions)), "out": str(out)}
-    print_result(facts, as_json, lambda _: [f"{facts['scores']} scores of {facts['questions']} questions: {out}"])
+    told(json_line(facts) if as_json else f"{facts['scores']} scores of {facts['questions']} questions: {out}")
 
 
 @app.command("fit")
 def fit(
     file: Source,
-    out: Annotated[Path, typer.Option(help="Where to write the calibrator.")],
+    out: Annotated[Path, typer.Option(help="Where to write the calibrator; - is stdout.")],
     rate: Rate = 0.4,
     mode: Mode = "question-turn",
     per_question: PerQuestion = None,
@@ -101,13 +100,13 @@ def fit(
 
     found = _scores(file, per_question, scale, condition)
     made = Calibrator(rate, mode, seed=seed, stored=found)  # type: ignore[arg-type]  # checked there
-    made.save(out)
+    told = write_scores(out, made.state())
     if as_json:
         facts = {"out": str(out), "rate": rate, "mode": mode, "scores": len(found)}
-        print_json({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by})
+        told(json_line({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by}))
         return
-    print(f"{out}: {len(found)} scores, mode {mode}, rate {rate:g}")
-    print(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
+    told(f"{out}: {len(found)} scores, mode {mode}, rate {rate:g}")
+    told(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
 
 
 @app.command("report")
@@ -164,7 +163,7 @@ def check(
         raise CheckFailed(f"{file}: {events[0]['message']}{noticed}")
     if not as_json:
         watched = f", {len(other)} live scores watched" if live is not None else ""
-        print(f"{file}: nothing found against it ({len(stored)} scores{watched})")
+        say(f"{file}: nothing found against it ({len(stored)} scores{watched})")
 
 
 def check_run(directory: Path, as_json: bool) -> None:
@@ -191,7 +190,7 @@ def check_run(directory: Path, as_json: bool) -> None:
     if problems:
         raise CheckFailed(f"{directory}: " + "; ".join(problems))
     if not as_json:
-        print(f"{directory}: {said}; no alarm")
+        say(f"{directory}: {said}; no alarm")
 
 
 def _scores(file: str, per_question: int | None, scale: str, conditions: list[str] | None) -> StoredScores:
@@ -209,11 +208,12 @@ def _scores(file: str, per_question: int | None, scale: str, conditions: list[st
 
 def _records(file: str, per_question: int | None, scale: str) -> list[dict[str, Any]]:
     from atts.calibration import is_state, parse_lines
+    from atts.files import read_ordinary
 
     if file != "-" and (Path(file).is_dir() or Path(file).suffix in (".npy", ".json")):
         return _rows(_scores(file, per_question, scale, None))
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == "-" else read_ordinary(Path(file)).decode("utf-8")
     except OSError as problem:
         raise CalibrationInputError("records", file, f"a file that can be read ({problem.strerror})") from None
     except UnicodeDecodeError:
@@ -243,32 +243,32 @@ def _print_decisions(done: ReplayResult) -> None:
 
 def _print_replay(done: ReplayResult) -> None:
     count = sum(decision.escalate for decision in done.decisions)
-    print(f"{count} of {len(done.decisions)} decisions escalated: {done.escalated:.4f} (nominal {done.rate:g})")
+    say(f"{count} of {len(done.decisions)} decisions escalated: {done.escalated:.4f} (nominal {done.rate:g})")
     for name, value in done.metrics.items():
-        print(f"  {name.replace('_', ' '):<28}{'-' if math.isnan(value) else f'{value:.4f}'}")
+        say(f"  {name.replace('_', ' '):<28}{'-' if math.isnan(value) else f'{value:.4f}'}")
     for event in done.events:
-        print(f"drift      after {event.scores} scores: {event.message} ({event.action})")
-    print(f"guarantee  {done.guarantee}\nvoided by  {done.voided_by}")
+        say(f"drift      after {event.scores} scores: {event.message} ({event.action})")
+    say(f"guarantee  {done.guarantee}\nvoided by  {done.voided_by}")
 
 
 def _print_health(health: Health) -> None:
-    print(health.clusters if health.repeats.clustered else f"{health.scores} scores whose questions are not known")
-    print(f"  {'repeats in their question' if health.repeats.clustered else 'repeats':<28}{health.repeats.within:.1%}")
-    print(f"  repeats in another one      {health.repeats.across:.1%}")
-    print(f"  escalate above              {_threshold(health.threshold)} (rate {health.rate:g})")
-    print(f"  ... at most, 90 % sure      {_threshold(health.careful_threshold)} (were scores independent)")
+    say(health.clusters if health.repeats.clustered else f"{health.scores} scores whose questions are not known")
+    say(f"  {'repeats in their question' if health.repeats.clustered else 'repeats':<28}{health.repeats.within:.1%}")
+    say(f"  repeats in another one      {health.repeats.across:.1%}")
+    say(f"  escalate above              {_threshold(health.threshold)} (rate {health.rate:g})")
+    say(f"  ... at most, 90 % sure      {_threshold(health.careful_threshold)} (were scores independent)")
     for words, (low, high) in (
         ("long-run rate, independent", health.long_run),
         ("long-run rate, clustered", health.long_run_clustered),
     ):
-        print(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
+        say(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
     if not math.isnan(health.half_split):
-        print(f"  half of the questions       SD of the rate on the other half {health.half_split:.3f}")
+        say(f"  half of the questions       SD of the rate on the other half {health.half_split:.3f}")
     for row in health.turns:
         facts = f"{row.scores:>6} scores, median {_threshold(row.median)}, escalate above {_threshold(row.threshold)}"
-        print(f"  turn {row.turn:<4}{facts}")
+        say(f"  turn {row.turn:<4}{facts}")
     for warning in health.warnings:
-        print(f"warning: {warning}")
+        say(f"warning: {warning}")
 
 
 def _threshold(value: float) -> str:

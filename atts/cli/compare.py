@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from atts.cli.options import Json
 from atts.cli.output import print_result
+from atts.cli.terminal import tell
 
 if TYPE_CHECKING:
     from atts.analysis import Compared
@@ -32,10 +32,9 @@ def compare(first: Run, second: Run, as_json: Json = False) -> None:
     found = compared(first, second)
     left_out = found.only_first + found.only_second
     if left_out:
-        print(
+        tell(
             f"atts: {found.only_first} problems are only in {found.first}, {found.only_second} only in {found.second}: "
             "left out",
-            file=sys.stderr,
         )
     print_result(found, as_json, _table)
 

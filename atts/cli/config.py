@@ -9,6 +9,7 @@ import typer
 
 from atts.cli.options import ConfigFile, Json, Pairs, configured
 from atts.cli.output import print_json
+from atts.cli.terminal import say
 from atts.jsonable import jsonable
 
 app = typer.Typer(no_args_is_help=True)
@@ -48,7 +49,7 @@ def show(
             facts = {"key": name, "value": value, "origin": origin, "default": known.default}
             print_json({**facts, "variable": known.variable, "help": known.help})
         else:
-            print(f"{name:<28}{_word(value):<34}{origin}")
+            say(f"{name:<28}{_word(value):<34}{origin}")
 
 
 def _word(value: Any) -> str:

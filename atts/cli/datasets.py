@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +10,7 @@ import typer
 
 from atts.cli.options import Json, named_values
 from atts.cli.output import print_json
-from atts.cli.terminal import sanitized
+from atts.cli.terminal import say, tell
 
 if TYPE_CHECKING:
     from atts.core import Problem
@@ -45,9 +44,9 @@ def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
         if as_json:
             print_json(facts)
         else:
-            print(f"{benchmark.name:<14}{benchmark.size:>6}  {facts['here']:<11}{benchmark.title}")
+            say(f"{benchmark.name:<14}{benchmark.size:>6}  {facts['here']:<11}{benchmark.title}")
     if not as_json:
-        print("A file (.jsonl .json .csv .tsv .parquet) or hub:owner/name will do as well.", file=sys.stderr)
+        tell("A file (.jsonl .json .csv .tsv .parquet) or hub:owner/name will do as well.")
 
 
 @app.command("show")
@@ -124,17 +123,17 @@ def _print_json(found: Dataset) -> None:
 
 
 def _print_words(found: Dataset, limit: int) -> None:
-    print(f"{found.name}: {len(found)} problems")
-    print(f"  source    {found.source}")
-    print(f"  revision  {found.revision}")
-    print(f"  digest    {found.digest}")
+    say(f"{found.name}: {len(found)} problems")
+    say(f"  source    {found.source}")
+    say(f"  revision  {found.revision}")
+    say(f"  digest    {found.digest}")
     for note in found.notes:
-        print(f"  note      {note}")
+        say(f"  note      {note}")
     for problem in found.problems[: max(0, limit)]:
         told = f"{_heading(problem)}\n{problem.text}\n→ {problem.answer or 'no reference answer'}"
-        print(f"\n{sanitized(told)}")
+        say(f"\n{told}")
     if len(found) > limit:
-        print(f"({len(found) - limit} more; --limit or --json shows them)", file=sys.stderr)
+        tell(f"({len(found) - limit} more; --limit or --json shows them)")
 
 
 def _heading(problem: Problem) -> str:

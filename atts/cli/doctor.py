@@ -10,7 +10,7 @@ import typer
 from atts.cli import options
 from atts.cli.interrupts import run_async
 from atts.cli.output import print_json
-from atts.cli.terminal import sanitized
+from atts.cli.terminal import say
 from atts.errors import CheckFailed
 
 
@@ -54,7 +54,7 @@ def doctor(
         if as_json:
             print_json({**found.as_json(), "out": None if out is None else str(out)})
         else:
-            print("\n".join(sanitized(str(check)) for check in found.checks))
+            say("\n".join(map(str, found.checks)))
         if found.failed:
             raise CheckFailed(f"{found.failed} of {len(found.checks)} checks failed")
 

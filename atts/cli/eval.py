@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from atts.cli import options
 from atts.cli.interrupts import interrupts_ignored, run_async
 from atts.cli.output import json_line, print_result
-from atts.cli.terminal import sanitized
+from atts.cli.terminal import say, tell
 from atts.errors import EngineError
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def run_and_print(configuration: Configuration, shard: str | None, as_json: bool
     try:
         result = run(configuration, shard)
         page = None if kind == "none" else report(result, format=kind)
-        print("\n".join(lines(result, configuration, page)))
+        say("\n".join(lines(result, configuration, page)))
     except KeyboardInterrupt:  # one that came before the run listened, or after it had ended
         return _unfinished("interrupted: everything done is kept", 130)
     except EngineError as error:
@@ -112,7 +111,7 @@ def run_and_print(configuration: Configuration, shard: str | None, as_json: bool
 
 def _unfinished(why: str, code: int) -> int:
     with interrupts_ignored():
-        print(f"atts: {sanitized(why)}; the same command goes on from here", file=sys.stderr)
+        tell(f"atts: {why}; the same command goes on from here")
     return code
 
 
@@ -127,9 +126,9 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
     job, setup = configuration.job, configuration.setup()
     problems, progress = job.load().problems, Progress(loading=(configuration["draft"], configuration["target"]))
     for text in setup.warnings:
-        print(f"atts: {text}", file=sys.stderr)
+        tell(f"atts: {text}")
     if (directory / JOURNAL).exists():
-        print(f"atts: going on where {directory} was; what is done there is not run again", file=sys.stderr)
+        tell(f"atts: going on where {directory} was; what is done there is not run again")
     listening = RunOptions(listeners=(progress,))
 
     async def main() -> RunResult:

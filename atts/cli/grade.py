@@ -10,7 +10,7 @@ from typing import IO, Annotated, Any, Literal
 import typer
 
 from atts.cli.output import print_json, print_result
-from atts.cli.terminal import sanitized
+from atts.cli.terminal import say
 from atts.errors import DatasetError
 
 
@@ -51,7 +51,7 @@ def grade(
                 print_json(each.as_json())
             else:
                 detail = f" ({each.verdict.detail})" if each.verdict.detail else ""
-                print(sanitized(f"{each.id:<16}{each.verdict.status:<11}{each.verdict.rule}{detail}"))
+                say(f"{each.id:<16}{each.verdict.status:<11}{each.verdict.rule}{detail}")
     summary = tally.as_json()
     print_result(summary, as_json, lambda counted: [_words(counted)])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from atts.cli.options import Json
 from atts.cli.output import print_json
+from atts.cli.terminal import say, tell
 
 CALIBRATOR = "calibrator.json"
 
@@ -28,8 +28,10 @@ def merge(
     """
     from atts.api import calibrator_of
     from atts.api import merge as merge_runs
-    from atts.errors import CalibrationInputError
+    from atts.errors import CalibrationInputError, OptionError
 
+    if str(out) == "-":
+        raise OptionError("--out", "'-' names no directory, and a run is kept in one")
     made = merge_runs(directories, out)
     facts: dict[str, object] = {"run": str(out), "runs": len(made.parts), "problems": made.problems, "calibrator": None}
     try:
@@ -43,9 +45,9 @@ def merge(
     if as_json:
         print_json(facts)
         return
-    print(out)
-    print(f"{made.problems} problems of {len(made.parts)} runs. Next: atts report {out}", file=sys.stderr)
+    say(out)
+    tell(f"{made.problems} problems of {len(made.parts)} runs. Next: atts report {out}")
     if facts["calibrator"] is None:
-        print(f"No calibrator: {facts['why']}", file=sys.stderr)
+        tell(f"No calibrator: {facts['why']}")
     else:
-        print(f"Their calibrators together: {facts['calibrator']}", file=sys.stderr)
+        tell(f"Their calibrators together: {facts['calibrator']}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atts.cli.output import json_line
+from atts.cli.terminal import say
 
 if TYPE_CHECKING:
     from atts.api import Pair, Placement
@@ -34,11 +35,11 @@ def pairs(
     chosen = [find_pair(name)] if name else list(known_pairs().values())
     placed = {pair.name: {kind: _placed(pair, kind) for kind in ([card] if card else _CARDS)} for pair in chosen}
     if as_json:
-        print("\n".join(json_line(_facts(pair, placed[pair.name])) for pair in chosen))
+        say("\n".join(json_line(_facts(pair, placed[pair.name])) for pair in chosen))
     elif name:
-        print("\n".join(_details(chosen[0], placed[name], card)))
+        say("\n".join(_details(chosen[0], placed[name], card)))
     else:
-        print("\n".join(_table(chosen, placed)))
+        say("\n".join(_table(chosen, placed)))
 
 
 def _placed(pair: Pair, card: str) -> Placement | None:

@@ -10,6 +10,7 @@ import typer
 
 from atts.cli.interrupts import run_async
 from atts.cli.output import json_line
+from atts.cli.terminal import say
 from atts.errors import CheckFailed
 
 Dialect = Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "chat"]
@@ -52,7 +53,7 @@ def probe(
             tokenizer=tokenizer or server.tokenizer,
             options=options,
         )
-        print(json_line(report.as_json()) if as_json else report)
+        say(json_line(report.as_json()) if as_json else report)
         if need != "nothing" and need not in report.can:
             raise CheckFailed(f"{url} cannot {need}")
 

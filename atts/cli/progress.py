@@ -13,6 +13,7 @@ import anyio
 
 from atts import tasks
 from atts.cli.output import json_line
+from atts.cli.terminal import sanitized
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -92,7 +93,7 @@ class PlainLines:
             self.next = snapshot.seconds + (LOADING_SECONDS if self.state == "loading" else LINE_SECONDS)
         elif is_new or snapshot.seconds >= self.next:
             self.next = snapshot.seconds + LINE_SECONDS
-            print(line(snapshot), file=self.stream, flush=True)
+            print(sanitized(line(snapshot)), file=self.stream, flush=True)
 
 
 def line(snapshot: ProgressSnapshot) -> str:
@@ -119,10 +120,10 @@ def table(snapshot: ProgressSnapshot) -> RenderableType:
     rows.add_column(overflow="fold")
     rows.add_row("problems", _bar(snapshot))
     for name, words in (*_facts(snapshot), *_models(snapshot)):
-        rows.add_row(name, words)
+        rows.add_row(name, Text(sanitized(words)))  # a model may be called "[/]": that is no markup
     parts: list[Any] = [rows]
     if snapshot.note and snapshot.state != "over":
-        parts.append(Text(snapshot.note, style="bold yellow"))
+        parts.append(Text(sanitized(snapshot.note), style="bold yellow"))
     return Group(*parts)
 
 

@@ -10,6 +10,7 @@ import typer
 
 from atts.cli.options import Json, RunDirectory
 from atts.cli.output import json_line
+from atts.cli.terminal import say
 
 if TYPE_CHECKING:
     from atts.analysis import Replay, ReplaySide
@@ -41,7 +42,7 @@ def replay(
 
     words: Any = {"mode": mode, "vote": vote}  # checked there
     found = again(directory, method=method, rate=rate, samples=samples, turns=turns, budget=budget, seed=seed, **words)
-    print("\n".join(as_lines(found) if as_json else as_table(found)))
+    say("\n".join(as_lines(found) if as_json else as_table(found)))
 
 
 def as_lines(found: Replay) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from atts.cli.options import RunDirectory
 from atts.cli.output import print_json
+from atts.cli.terminal import hand_out, say, tell
 
 _SHORT = {"md": "markdown"}
 
@@ -35,12 +35,12 @@ def report(
     named = as_format(_SHORT.get(format, format))
     built = build_report(directory, against or ())
     if out is not None and str(out) == "-":
-        sys.stdout.write(render(built, named))
+        hand_out(render(built, named))
         return
     path = save_report(built, named, out)
     verdict = built.report.verdict
     if as_json:
         print_json({"report": str(path), "standing": verdict.standing, "verdict": verdict.line})
     else:
-        print(path)
-        print(f"{verdict.line}", file=sys.stderr)
+        say(path)
+        tell(f"{verdict.line}")

@@ -13,7 +13,7 @@ import typer
 from atts.cli import options
 from atts.cli.interrupts import run_async
 from atts.cli.output import print_json
-from atts.cli.terminal import sanitized
+from atts.cli.terminal import sanitized, tell
 from atts.errors import OptionError, UsageError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def solve(
     asked = Problem("problem", text_of(problem), kind=kind)  # type: ignore[arg-type]  # checked above
     setup = options.configured(context.params, config, pairs).setup()
     for text in setup.warnings:
-        print(f"atts: {text}", file=sys.stderr)
+        tell(f"atts: {text}")
     printer: StoryPrinter | EventPrinter = EventPrinter() if as_json else StoryPrinter(follow, setup.policy.samples)
 
     async def main() -> RunResult:
@@ -78,9 +78,9 @@ def solve(
     if outcomes:
         printer.end(outcomes[0])
     if cut := result.truncation.warning:
-        print(f"atts: {cut}", file=sys.stderr)
+        tell(f"atts: {cut}")
     if result.status in ("incomplete", "failed"):
-        print(f"atts: {sanitized(result.why)}", file=sys.stderr)
+        tell(f"atts: {result.why}")
     raise typer.Exit(result.exit_code)
 
 

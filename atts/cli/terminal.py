@@ -1,4 +1,4 @@
-"""Terminal output: control characters of model text made visible, the package's log warnings on standard error."""
+"""Terminal output: everything printed passes one escaping function, the package's log warnings too."""
 
 from __future__ import annotations
 
@@ -21,6 +21,21 @@ def sanitized(text: str) -> str:
     return _CONTROLS.sub(_picture, text)
 
 
+def say(text: object, *, flush: bool = False) -> None:
+    """Print on standard output what a command found, through the one escaping function."""
+    print(sanitized(str(text)), flush=flush)
+
+
+def tell(text: object) -> None:
+    """Print on standard error what people should know besides, through the same."""
+    print(sanitized(str(text)), file=sys.stderr, flush=True)
+
+
+def hand_out(document: str) -> None:
+    """Write a whole document on standard output: as it is, unless a terminal would obey it."""
+    sys.stdout.write(sanitized(document) if sys.stdout.isatty() else document)
+
+
 def _picture(found: re.Match[str]) -> str:
     code = ord(found[0])
     return chr(0x2400 + code) if code < 32 else f"\\u{code:04x}"
@@ -31,7 +46,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            print(f"atts: {record.getMessage()}", file=sys.stderr, flush=True)
+            tell(f"atts: {record.getMessage()}")
         except OSError:
             return  # the reader of standard error is gone
 

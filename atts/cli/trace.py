@@ -10,6 +10,7 @@ import typer
 
 from atts.cli.options import Json, RunDirectory
 from atts.cli.output import json_line
+from atts.cli.terminal import say, tell
 
 
 def trace(
@@ -34,6 +35,6 @@ def trace(
     from atts.api import trace as write
 
     path = write(directory, out)
-    print(json_line({"trace": str(path), "bytes": path.stat().st_size}) if as_json else path)
+    say(json_line({"trace": str(path), "bytes": path.stat().st_size}) if as_json else path)
     if not as_json:
-        print("Open it at https://ui.perfetto.dev or chrome://tracing.", file=sys.stderr)
+        tell("Open it at https://ui.perfetto.dev or chrome://tracing.")

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from atts.errors import JournalCorrupt, JournalVersion
-from atts.files import storage
+from atts.files import open_ordinary, storage
 from atts.journal.codec import TAG_FIELD, dataclass_form
 from atts.journal.events import KINDS, SCHEMA, Decided, Entry, Event, Observed, Sampled, Scored, SessionOpened
 from atts.journal.migration import ORIGINS, with_origin
@@ -127,7 +127,7 @@ class JournalReader:
         :raises JournalVersion: a newer version wrote it.
         :raises StorageError: the file cannot be read.
         """
-        with storage(self.path), self.path.open("rb") as file:
+        with storage(self.path), open_ordinary(self.path) as file:
             for line in file:
                 try:
                     check(line)

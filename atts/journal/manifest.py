@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from atts.core import Problem
 from atts.errors import FingerprintError, JournalCorrupt
-from atts.files import storage, write_atomic
+from atts.files import read_ordinary, storage, write_atomic
 from atts.journal.events import SCHEMA
 from atts.journal.lines import newer
 
@@ -117,14 +117,14 @@ def load_manifest(path: Path) -> Manifest | None:
     with storage(path):
         if not path.exists():
             return None
-        text = path.read_bytes()
+        text = read_ordinary(path)
     try:
         data = json.loads(text)
         if isinstance(data["schema"], int) and data["schema"] > SCHEMA:
             raise newer(path, data["schema"])
         deciding, given = _settings(data.pop("configuration")), _settings(data.pop("settings", {}))
         return Manifest(configuration=deciding, settings=given, **data)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise JournalCorrupt(
             path, f"it is not a manifest ({error})", "Nothing was overwritten; restore a copy"
         ) from error

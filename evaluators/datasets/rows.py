@@ -6,7 +6,7 @@ import csv
 import gzip
 import importlib
 import io
-import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import cast
 
 from atts.errors import DatasetError
+from atts.files import open_ordinary
+from atts.jsonable import from_json
 
 Row = Mapping[str, object]
+_MOST_BYTES = 1 << 30  # inflated: the largest benchmark has a hundredth of that
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
@@ -68,8 +71,8 @@ def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[t
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            value = from_json(line)
+        except ValueError as error:
             problem = f"{place}line {number} is not JSON ({error})"
             raise DatasetError(source, problem, "Each line must be one JSON object") from None
         yield number, _row(value, f"{place}line {number}", source)
@@ -77,14 +80,18 @@ def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[t
 
 def _bytes(path: Path, source: str) -> bytes:
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if path.suffix == ".gz" else data
+        with open_ordinary(path) as file:
+            data = (gzip.open(file) if path.suffix == ".gz" else file).read(_MOST_BYTES + 1)
     except FileNotFoundError:
         near = sorted(other.name for other in path.parent.glob("*") if kind_of(other)) if path.parent.is_dir() else []
         hint = f"Its folder holds {', '.join(near[:8])}" if near else "Check the path"
         raise DatasetError(source, f"there is no file {path}", hint) from None
-    except (OSError, EOFError, gzip.BadGzipFile) as error:
-        raise DatasetError(source, f"{path} cannot be read: {error}", "Check the path and its permissions") from error
+    except (OSError, EOFError, zlib.error) as error:
+        problem = f"{path} cannot be read: {error.strerror if isinstance(error, OSError) and error.strerror else error}"
+        raise DatasetError(source, problem, "Check the path and its permissions") from error
+    if len(data) > _MOST_BYTES:
+        raise DatasetError(source, f"{path} holds more than {_MOST_BYTES >> 20:,} MiB", "Split it, or filter it before")
+    return data
 
 
 def _parse(path: Path, data: bytes, source: str) -> Iterator[tuple[str, Row]]:
@@ -115,8 +122,8 @@ def _text(path: Path, data: bytes, source: str) -> str:
 
 def _json_list(text: str, path: Path, source: str) -> Iterator[tuple[str, Row]]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = from_json(text)
+    except ValueError as error:
         raise DatasetError(source, f"{path.name} is not JSON ({error})", "Or name it .jsonl if it is one") from None
     if isinstance(value, dict):  # {"data": [...]} is a common wrapping
         lists = [part for part in cast(dict[str, object], value).values() if isinstance(part, list)]
@@ -154,7 +161,7 @@ def _parquet(path: Path, data: bytes, source: str) -> Iterator[tuple[str, Row]]:
         raise DatasetError(source, f"{path.name} needs pyarrow to be read, which is not installed", advice) from None
     try:
         rows = parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DatasetError(source, f"{path.name} is not a Parquet file ({error})", "Fetch it again") from None
     for number, row in enumerate(cast(list[dict[str, object]], rows), 1):
         yield f"row {number}", row

@@ -17,7 +17,7 @@ from atts.analysis.report.build import BuiltReport
 from atts.analysis.report.frontier_chart import frontier_chart
 from atts.analysis.report.svg import Axis
 from atts.errors import OptionError
-from atts.files import write_atomic
+from atts.files import write_atomic, write_out
 from atts.jsonable import jsonable
 
 Format = Literal["html", "markdown", "json"]
@@ -44,8 +44,12 @@ def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> 
 
     :raises StorageError: the disk refuses.
     """
-    path = out or Path(built.report.run.directory) / FILE_NAMES[format]
-    write_atomic(path, render(built, format).encode("utf-8", "replace"))
+    data = render(built, format).encode("utf-8", "replace")
+    if out is not None:
+        write_out(out, data)
+        return out
+    path = Path(built.report.run.directory) / FILE_NAMES[format]
+    write_atomic(path, data)  # whoever made the directory may have put a link there: it is replaced
     return path
 
 

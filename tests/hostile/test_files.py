@@ -1,0 +1,287 @@
+"""Hostile places for output and input: devices, pipes, sockets, directories, links; bombs and lies in data files."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from atts.calibration import StoredScores, read_scores
+from atts.cli.app import run
+from atts.errors import ATTSError, CalibrationInputError, DatasetError, StorageError
+from atts.evaluators import load_dataset
+from atts.files import write_out
+
+Said = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+SCRIPTED = ("--draft", "scripted", "--target", "scripted", "--report", "none", "--samples", "2")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, and scores beside it."""
+    place = tmp_path_factory.mktemp("recorded")
+    assert run(("eval", "arithmetic[:1]", *SCRIPTED, "--out", str(place / "run"))) == 0
+    (place / "scores.jsonl").write_text("\n".join(json.dumps({"score": 1.5 + number / 8}) for number in range(9)))
+    return place
+
+
+WRITERS: dict[str, tuple[str, ...]] = {
+    "report": ("report", "{}/run"),
+    "trace": ("trace", "{}/run"),
+    "import": ("calibration", "import", "{}/scores.jsonl"),
+    "fit": ("calibration", "fit", "{}/scores.jsonl"),
+}
+
+
+def writes(name: str, recorded: Path, out: str) -> int:
+    """Run a command that writes a file."""
+    return run([*(word.replace("{}", str(recorded)) for word in WRITERS[name]), "--out", out])
+
+
+def make_socket(path: Path) -> None:
+    """A socket's name in the file system."""
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(path))
+
+
+PLACES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "socket": make_socket,
+    "directory": os.mkdir,
+    "link to a device": lambda path: path.symlink_to(os.devnull),
+    "link to a directory": lambda path: path.symlink_to(path.parent),
+    "link in a circle": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("place", PLACES)
+def test_no_output_replaces_what_is_no_file(
+    name: str,
+    place: str,
+    recorded: Path,
+    tmp_path: Path,
+    capsys: Said,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line that names it, the code of the disk, and it is what it was."""
+    monkeypatch.chdir(tmp_path)
+    PLACES[place](tmp_path / "out")
+    before = os.lstat("out")
+    for out in ("out", str(tmp_path / "out")):
+        assert writes(name, recorded, out) == 4
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == 1
+        assert "out" in said
+    after = os.lstat("out")
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert sorted(os.listdir()) == ["out"]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_here_is_no_file(name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch) -> None:
+    """`.` and nothing at all are refused in words; /dev/null stays a device."""
+    monkeypatch.chdir(tmp_path)
+    for out in (".", "", "..", "/dev/null", "/dev/full"):
+        assert writes(name, recorded, out) == 4
+        assert "not a file" in capsys.readouterr().err
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_link_stays_and_its_target_is_written(name: str, recorded: Path, tmp_path: Path) -> None:
+    """Through several links, also to what does not exist yet."""
+    (tmp_path / "first").symlink_to("second")
+    (tmp_path / "second").symlink_to(tmp_path / "inner" / "file")
+    (tmp_path / "inner").mkdir()
+    for _ in range(2):
+        assert writes(name, recorded, str(tmp_path / "first")) == 0
+        assert (tmp_path / "first").is_symlink()
+        assert (tmp_path / "second").is_symlink()
+        assert (tmp_path / "inner" / "file").stat().st_size > 20
+        assert os.listdir(tmp_path / "inner") == ["file"]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_dash_is_standard_output(name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch) -> None:
+    """The same bytes as in a file, and nothing but them."""
+    monkeypatch.chdir(tmp_path)
+    assert writes(name, recorded, "file") == 0
+    capsys.readouterr()
+    assert writes(name, recorded, "-") == 0
+    assert capsys.readouterr().out == Path("file").read_text(encoding="utf-8")
+    assert os.listdir() == ["file"]
+
+
+def test_a_run_is_kept_in_a_directory(recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch) -> None:
+    """Neither standard output nor nothing is one."""
+    monkeypatch.chdir(tmp_path)
+    for out in ("-", ""):
+        assert run(["eval", "arithmetic[:1]", *SCRIPTED, "--out", out]) == 2
+        assert "names no directory" in capsys.readouterr().err
+    assert run(["merge", str(recorded / "run"), "--out", "-"]) == 2
+    assert not os.listdir()
+
+
+def test_a_link_in_a_run_directory_is_not_followed(recorded: Path, tmp_path: Path) -> None:
+    """Whoever made the directory may have put it there: what it leads to is not ours to write."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("report.html", "trace.json"):
+        (recorded / "run" / name).unlink(missing_ok=True)
+        (recorded / "run" / name).symlink_to(precious)
+    assert run(["report", str(recorded / "run")]) == 0
+    assert run(["trace", str(recorded / "run")]) == 0
+    assert precious.read_text() == "mine"
+
+
+def test_a_file_named_by_a_user_is_written_whole(tmp_path: Path) -> None:
+    """Who may read it stays as it was."""
+    (tmp_path / "f").write_text("old")
+    (tmp_path / "f").chmod(0o600)
+    write_out(tmp_path / "f", b"new")
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(StorageError, match="not a file"):
+        write_out(tmp_path, b"new")
+
+
+READERS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "dataset": (2, ("datasets", "show", "{}/in.jsonl")),
+    "graded": (2, ("grade", "{}/in.jsonl")),
+    "results": (2, ("compare", "{}/in.jsonl", "{}/in.jsonl")),
+    "scores": (2, ("calibration", "report", "{}/in.json")),
+    "array": (2, ("calibration", "report", "{}/in.npy")),
+    "records": (2, ("calibration", "replay", "{}/in.jsonl", "--rate", "0.3")),
+    "configuration": (2, ("eval", "--config", "{}/in.toml")),
+    "journal": (4, ("report", "{}")),
+    "manifest": (4, ("report", "{}/half")),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path, recorded: Path, capsys: Said) -> None:
+    """A pipe that is never written to, where a file should be, is refused at once and by its name."""
+    manifest = (recorded / "run" / "manifest.json").read_bytes()
+    (tmp_path / "manifest.json").write_bytes(manifest)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "journal.jsonl").write_bytes((recorded / "run" / "journal.jsonl").read_bytes())
+    for pipe in ("in.jsonl", "in.json", "in.npy", "in.toml", "journal.jsonl", "half/manifest.json"):
+        os.mkfifo(tmp_path / pipe)
+    code, words = READERS[name]
+    assert run([word.replace("{}", str(tmp_path)) for word in words]) == code
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert str(tmp_path) in said
+
+
+LIES = (
+    "[" * 100_000, '{"score": NaN}', '{"score": true}', '{"score": "1.5"}', '{"score": -1}', '{"score": [[2]]}',
+    '{"score": null}', '{"score": 1e999, "turn": true}', '{"score": 2, "turn": 1e400}', '{"score": 2, "turn": -1}',
+    '{"score": 2, "question": "\\ud800"}', "9" * 5000, '{"score": ' + "9" * 5000 + "}", '{"a": ["2"]}', '{"a": [true]}',
+    '{"a": {"b": [2]}}', "\x00", "{}" * 3, '{"kind": "atts scores"}', '{"kind": "atts scores", "digest": 1}',
+    '{"kind": "atts calibrator", "digest": []}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_scores_that_are_none_are_refused(suffix: str, tmp_path: Path) -> None:
+    """True is no 1, a word is no number, NaN is none: whatever stands where."""
+    for lie in LIES:
+        (tmp_path / f"in{suffix}").write_text(lie)
+        with pytest.raises(CalibrationInputError):
+            read_scores(tmp_path / f"in{suffix}")
+
+
+def test_a_state_is_read_by_type(tmp_path: Path) -> None:
+    """Every field of saved scores replaced by another type, and left out."""
+    state = StoredScores.of([1.5, 2.0], 2).state()
+    assert StoredScores.restore(state).scores == (1.5, 2.0)
+    for name in ("scale", "fingerprint", "scores", "questions", "turns"):
+        for wrong in (None, True, 3, "x", [True, True], ["1.5", "2"], [[1], [2]], {"a": 1}, [-1, 2], [1.5]):
+            if (name, type(wrong)) in (("fingerprint", dict), ("questions", list)) and wrong != [1.5]:
+                continue
+            with pytest.raises(CalibrationInputError):
+                StoredScores.restore({**state, name: wrong})
+        with pytest.raises(CalibrationInputError):
+            StoredScores.restore({key: value for key, value in state.items() if key != name})
+
+
+def header(text: str, data: bytes = b"") -> bytes:
+    """An .npy file with this header."""
+    padded = text.encode("latin-1") + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + data
+
+
+ARRAYS = (
+    b"", b"\x93NUMPY", b"PK\x03\x04", b"\x80\x04N.", header("{"), header("(" * 4000), header("[" * 9000),
+    header("{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000,), }"),
+    header("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,), }", bytes(8)),
+    header("{'descr': '<f8', 'fortran_order': False, 'shape': (18446744073709551617,), }", bytes(8)),
+    header("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", bytes(8)),
+    header("{'descr': '<c16', 'fortran_order': False, 'shape': (1,), }", bytes(16)),
+    header("{'descr': '<U2', 'fortran_order': False, 'shape': (1,), }", bytes(8)),
+    header("{'descr': '|b1', 'fortran_order': False, 'shape': (1,), }", b"\x01"),
+    header("{'descr': '<f8', 'fortran_order': False, 'shape': (), }", bytes(8)),
+    header("{'descr': [('a', '<f8')], 'fortran_order': False, 'shape': (1,), }", bytes(8)),
+    header("{'descr': '<f8', 'fortran_order': 3, 'shape': 'x', }", bytes(8)),
+)  # fmt: skip
+
+
+def test_arrays_that_lie_are_refused_and_never_allocated(tmp_path: Path) -> None:
+    """A header promises what is not there, or another kind of thing; an honest one is read."""
+    for data in ARRAYS:
+        (tmp_path / "in.npy").write_bytes(data)
+        with pytest.raises(CalibrationInputError):
+            read_scores(tmp_path / "in.npy")
+    honest = io.BytesIO()
+    np.save(honest, np.array([1.5, 2.0]))
+    (tmp_path / "in.npy").write_bytes(honest.getvalue())
+    assert read_scores(tmp_path / "in.npy").scores == (1.5, 2.0)
+
+
+def test_a_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inflation stops at a limit; a damaged archive is said to be one."""
+    monkeypatch.setattr("atts.evaluators.datasets.rows._MOST_BYTES", 1 << 20)
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b" " * (4 << 20)))
+    with pytest.raises(DatasetError, match="more than 1 MiB"):
+        load_dataset(str(tmp_path / "in.jsonl.gz"))
+    whole = gzip.compress(b'{"problem": "1 + 1?", "answer": "2"}')
+    for damaged in (whole[:-9], whole[:12] + b"\xff" * 8 + whole[20:], b"x" + whole):
+        (tmp_path / "in.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(DatasetError):
+            load_dataset(str(tmp_path / "in.jsonl.gz"))
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"problem": NaN}', '{"problem": "\\ud800", "answer": "1"}', "9" * 5000, "\x00", "true"]
+)
+def test_rows_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
+    """Too deep, half a character, no object."""
+    for suffix in (".json", ".jsonl", ".csv", ".parquet"):
+        (tmp_path / f"in{suffix}").write_text(text)
+        with pytest.raises(ATTSError):
+            load_dataset(str(tmp_path / f"in{suffix}"))
+
+
+CONFIGURATIONS = (
+    'rate = "0.2"', "rate = true", "samples = 1.5", f"samples = {10**30}", 'samples = "8"', "rate = nan",
+    "samples = [1]", "rate = 2020-01-01", "draft = 3", "a = " + "[" * 9000, "\x00",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CONFIGURATIONS)
+def test_a_configuration_is_read_by_type(text: str, tmp_path: Path, capsys: Said) -> None:
+    """A text is no number, true neither; the file and the key are named."""
+    (tmp_path / "c.toml").write_text(text)
+    assert run(["config", "show", "--config", str(tmp_path / "c.toml")]) == 2
+    assert "c.toml" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 import anyio
@@ -17,6 +18,7 @@ from atts.cli.terminal import sanitized
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.live import Live
 
     from atts.run import Progress, ProgressSnapshot
 
@@ -73,7 +75,15 @@ def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]
 
     console = Console(file=stream, highlight=False)
     with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-        yield lambda: live.update(table(progress.snapshot()), refresh=True)
+        yield partial(_redraw, live, progress, list[str]())
+
+
+def _redraw(live: Live, progress: Progress, told: list[str]) -> None:
+    """The table as it is now, warnings that are new above it."""
+    for text in progress.warnings[len(told) :]:
+        live.console.print(f"atts: {text}", markup=False)
+        told.append(text)
+    live.update(table(progress.snapshot()), refresh=True)
 
 
 @dataclass(slots=True)
@@ -84,9 +94,13 @@ class PlainLines:
     stream: TextIO
     next: float = LINE_SECONDS
     state: str = ""
+    told: int = 0  # warnings
 
     def refresh(self) -> None:
         """Print one if it is time to."""
+        for text in self.progress.warnings[self.told :]:
+            print(f"atts: {text}", file=self.stream, flush=True)
+        self.told = len(self.progress.warnings)
         snapshot = self.progress.snapshot()
         is_new, self.state = snapshot.state != self.state, snapshot.state
         if is_new and self.state in ("loading", "running"):

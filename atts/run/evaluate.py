@@ -41,6 +41,7 @@ from atts.journal import (
 from atts.pipelines import Context, Learning, RoundGate, needed_logprobs
 from atts.run.calls import RecordedEngine, RecordedSteps
 from atts.run.conditions import check_conditions
+from atts.run.forewarning import forewarnings
 from atts.run.gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
 from atts.run.plan import Grade, Plan
 from atts.run.recorder import EscalationCounter, Listener, ProblemRecord, Recorder, RunBegun
@@ -168,7 +169,8 @@ class _Run:
         self._recorder.tell(self._begun())
         if not self._state.sessions:
             told = [("conditions", doubt)] if doubt else []
-            for code, text in (*told, *(("budget", text) for text in (*self._plan.warnings, *self._short_contexts()))):
+            told += [("budget", text) for text in self._plan.warnings]
+            for code, text in (*told, *forewarnings(self._plan, self._manifest.problems or 1)):
                 self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
             self._keep(name, problem)
@@ -180,16 +182,6 @@ class _Run:
         if self._journal is not None:
             await self._journal.close(SessionClosed(_CLOSINGS.get(result.status, "finished"), result.why))
         return result
-
-    def _short_contexts(self) -> Iterator[str]:
-        """Models that hold less than a rollout may take, known since they are open."""
-        most = self._plan.policy.bounds().max_tokens
-        for spec in dict.fromkeys((self._plan.draft.spec, self._plan.target.spec)):
-            if spec.context_length <= most:
-                yield (
-                    f"the context of {spec.model} holds {spec.context_length:,} tokens, the problem among them: "
-                    f"rollouts end there, not at max_tokens {most:,}"
-                )
 
     def _begun(self) -> RunBegun:
         plan, state = self._plan, self._state

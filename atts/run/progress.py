@@ -125,6 +125,7 @@ class Progress:
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, loading: Sequence[str] = ()) -> None:
         """`loading` are the engines that have to be opened before anything can begin."""
         self._clock = clock
+        self.warnings: list[str] = []  # what was found once the engines were open
         self._began = clock()
         self._begun = RunBegun(None, 0, 1, 0.0, draft="", target="", directory=None)
         self._state: RunState = "loading" if loading else "running"
@@ -177,6 +178,8 @@ class Progress:
             case CallFailed():
                 self._counts["failed calls"] += 1
                 self._called(event.rollout)
+            case Warned(code="context" | "speed"):
+                self.warnings.append(event.text)
             case Warned(code="interrupted"):
                 self._state, self._note = "draining", event.text
             case Drifted():

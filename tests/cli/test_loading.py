@@ -7,11 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from atts.api import configure
+import pytest
+
+from atts.api import Setup, configure, evaluate
 from atts.cli.eval import result_table
-from atts.cli.progress import PlainLines, line, table
+from atts.cli.progress import PlainLines, line, progress_display, table
+from atts.engine import EngineSpec
 from atts.journal import open_run
-from atts.run import Progress, RunBegun, RunResult
+from atts.pipelines import Policy
+from atts.run import Progress, RunBegun, RunOptions, RunResult
+from atts.testing import ScriptedEngine, toy_problems
 
 
 class Clock:
@@ -49,3 +54,28 @@ def test_what_was_done_is_told_of_what_there_is(atts: Any, runs: Path) -> None:
     whole = RunResult("finished", (), manifest, 1.0)
     assert " 0 problems, " in result_table(whole, configuration, None)[0]
     assert " 0 of 3 problems, " in result_table(replace(whole, status="interrupted"), configuration, None)[0]
+
+
+class Heavy(ScriptedEngine):
+    """A toy that says it is as heavy as a model of 0.3 billion weights, computed here."""
+
+    kernel = "native, 2 threads"
+
+    @property
+    def spec(self) -> EngineSpec:
+        """Its own, with the price of a token."""
+        return replace(super().spec, flops_per_token=6e8)
+
+
+@pytest.mark.anyio
+async def test_a_model_that_would_take_hours_here_says_so(tmp_path: Path) -> None:
+    """Before anything is written, in words that name what to do; a run of minutes says nothing."""
+    said = io.StringIO()
+    for policy, told in ((Policy(samples=8, max_tokens=16_000, turns=1), True), (Policy(samples=1, turns=1), False)):
+        setup = Setup(draft=Heavy("draft"), target=ScriptedEngine("target"), policy=policy)
+        progress = Progress()
+        async with progress_display(progress, said):
+            await evaluate(toy_problems(40 if told else 1), setup, options=RunOptions(listeners=(progress,)))
+        assert ("some" in "".join(progress.warnings) and "--limit" in "".join(progress.warnings)) == told
+    assert "atts: " in said.getvalue()
+    assert "computes on this machine's processor" in said.getvalue()

@@ -7,7 +7,9 @@ from atts.importing import import_lock
 
 if TYPE_CHECKING:
     from atts.api import (
+        Session,
         Setup,
+        SyncSession,
         calibrate,
         calibrate_sync,
         compare,
@@ -45,7 +47,9 @@ __all__ = [
     "ScoreRequest",
     "Scores",
     "Seed",
+    "Session",
     "Setup",
+    "SyncSession",
     "calibrate",
     "calibrate_sync",
     "compare",
@@ -62,8 +66,8 @@ __all__ = [
 ]
 
 _NAMES = {
-    "atts.api": "Setup calibrate calibrate_sync compare configure evaluate evaluate_sync merge plan replay report "
-    "solve solve_sync trace",
+    "atts.api": "Session Setup SyncSession calibrate calibrate_sync compare configure evaluate evaluate_sync merge "
+    "plan replay report solve solve_sync trace",
     "atts.core": "Completion Decision Outcome Problem Rollout SampleRequest Sampling ScoreRequest Scores",
     "atts.engine": "Engine EngineSpec",
     "atts.errors": "ATTSError",

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -53,3 +54,14 @@ def test_the_glossary_names_what_is_there() -> None:
     for *_, name in rows:
         package, _, last = name.strip("`").rpartition(".")
         assert hasattr(import_module(package), last) or import_module(f"{package}.{last}"), name
+
+
+def test_the_table_of_events_is_complete() -> None:
+    """docs/api.md names every type that a listener may be told, where it can be imported from, once."""
+    from atts.run import Notice
+
+    rows = [line for line in (ROOT / "docs" / "api.md").read_text().splitlines() if line.startswith("| `atts.")]
+    named = [row.split("`")[1].rpartition(".") for row in rows]
+    found = [getattr(import_module(module), name) for module, _, name in named]
+    assert len(found) == len(set(found))
+    assert set(found) == set(get_args(Notice))

@@ -1,5 +1,5 @@
 """Adapters for other evaluation harnesses: inspect_ai and lm_eval."""
 
-from atts.adapters.session import Reply, ReplyKind, SolverSession
+from atts.adapters.replies import Reply, ReplyKind
 
-__all__ = ["SolverSession", "Reply", "ReplyKind"]
+__all__ = ["Reply", "ReplyKind"]

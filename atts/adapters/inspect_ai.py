@@ -10,7 +10,8 @@ from typing import Any
 from inspect_ai.model import GenerateConfig, ModelAPI, ModelOutput, ModelUsage, get_model, modelapi
 from inspect_ai.solver import solver
 
-from atts.adapters.session import Reply, SolverSession, policy_changes, question_of, setup_of
+from atts.adapters.replies import Reply, policy_changes, question_of, reply_kind, setup_of
+from atts.api import Session
 from atts.errors import UsageError
 
 
@@ -33,7 +34,8 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
         self._setup = setup_of(model_name, options)
-        self._session = SolverSession(self._setup, reply)
+        self._reply = reply_kind(reply)
+        self._session = Session(self._setup)
 
     async def generate(self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any) -> Any:
         """Solve what the conversation asks; the facts of it are the output's metadata.
@@ -47,7 +49,8 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
             raise UsageError("atts votes by itself and gives one choice; use --epochs for more")
         system, question = question_of([(message.role, message.text) for message in input])
         changes = policy_changes(self._setup.policy, system, config.temperature, config.max_tokens)
-        return _output(self.model_name, await self._session.ask(question, policy=changes))
+        outcome = await self._session.solve(question, policy=changes)
+        return _output(self.model_name, Reply.of(outcome, self._reply))
 
     async def aclose(self) -> None:
         """Close the engines."""

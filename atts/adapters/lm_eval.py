@@ -17,7 +17,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from atts.adapters.session import Reply, ReplyKind, policy_changes, question_of, setup_of
+from atts.adapters.replies import Reply, ReplyKind, policy_changes, question_of, reply_kind, setup_of
 from atts.api import build_engine, evaluate
 from atts.core import Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.engine import Engine
@@ -50,7 +50,7 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         super().__init__()
         self._setup = setup_of(pretrained, options)
         self._name = pretrained
-        self._reply: ReplyKind = reply
+        self._reply = reply_kind(reply)
         self._directory = directory
         self._calls = 0
 

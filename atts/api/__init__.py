@@ -5,7 +5,7 @@ from atts.api.config import Configuration, Job, config_keys, configure
 from atts.api.doctor import Check, Diagnosis, diagnose, write_settings
 from atts.api.engines import SCHEMES, build_engine, build_engines
 from atts.api.estimate import DryRun, Tokens, dry_run
-from atts.api.evaluation import evaluate, evaluate_sync, solve, solve_sync
+from atts.api.evaluation import Session, SyncSession, evaluate, evaluate_sync, solve, solve_sync
 from atts.api.pairs import Pair, find_pair, known_pairs
 from atts.api.placement import CARDS, Placement, place
 from atts.api.recorded import compare, merge, plan, replay, report, trace
@@ -21,7 +21,9 @@ __all__ = [
     "Job",
     "Pair",
     "Placement",
+    "Session",
     "Setup",
+    "SyncSession",
     "Tokens",
     "answers_for",
     "build_engine",

@@ -1,27 +1,31 @@
-"""The verbs `solve` and `evaluate`: one problem, a dataset, and the events of a run as it happens."""
+"""Solving and evaluating: the verbs `solve` and `evaluate`, and `Session`, which keeps engines and gate for many."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import update_wrapper
+from functools import partial, update_wrapper
+from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.lowlevel import current_token
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from atts import tasks
 from atts.api.engines import build_engines
-from atts.api.setup import Setup, load_problems
-from atts.core import Outcome, Problem
-from atts.errors import OptionError, UsageError
+from atts.api.setup import Setup, answers_for, load_problems
+from atts.core import AnswerKind, Outcome, Problem
+from atts.errors import EngineUnavailable, OptionError, UsageError
+from atts.graph import Graph
 from atts.journal import Event, Setting
-from atts.run import Notice, RunOptions, RunResult, Shard
+from atts.run import Notice, Plan, RunOptions, RunResult, Shard
 from atts.run import evaluate as run_evaluation
 
 P = ParamSpec("P")
@@ -54,9 +58,11 @@ class evaluate:
         directory: str | Path | None = None,
         options: RunOptions | None = None,
         shard: str | Shard | None = None,
+        within: Session | None = None,
     ) -> None:
         self._dataset = dataset
         self._setup = setup or Setup()
+        self._within = within
         self._limit = limit
         self._shard = Shard.parse(shard) if isinstance(shard, str) else shard
         self._options = replace(options or RunOptions(), directory=Path(directory) if directory else None)
@@ -115,12 +121,15 @@ class evaluate:
             problems = self._shard.take(whole := problems)
             if not problems:
                 raise OptionError("shard", f"{self._shard} of {len(whole)} problems is empty; take fewer shards")
-        setup = self._setup
-        plan = setup.plan(*build_engines(setup.draft, setup.target), problems[0].kind)
+        setup, options = self._setup, self._options
+        if self._within is None:
+            plan = setup.plan(*build_engines(setup.draft, setup.target), problems[0].kind)
+        else:
+            plan, options = await self._within.plan(problems[0].kind, options)
         if self._shard is not None:
             held = {"shard": Setting(str(self._shard), "--shard")}
             plan = replace(plan, configuration={**plan.configuration, **held})
-        return await run_evaluation(problems, plan, self._options)
+        return await run_evaluation(problems, plan, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +145,158 @@ class _Stream:
         """Queue it; dropped once the reader has left."""
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             self.send.send_nowait(event)
+
+
+class Session:
+    """Engines that stay open, a gate that goes on learning, one set of limits: for any number of questions at once.
+
+    It opens with `async with`, or with the first question. What is cancelled ends alone; closing waits for nothing.
+
+    >>> import anyio
+    >>> async def main() -> str | None:
+    ...     async with Session(Setup(draft="scripted", target="scripted", method="draft-only")) as session:
+    ...         return (await session.solve("What is 1 + 1?")).status
+    >>> anyio.run(main)
+    'answered'
+    """
+
+    def __init__(self, setup: Setup | None = None) -> None:
+        self.setup = setup or Setup()
+        self._stack = AsyncExitStack()
+        self._opening = anyio.Lock()
+        self._plan: Plan | None = None
+        self._shared: Graph | None = None
+        self._is_closed = False
+        self._asked = Counter[str]()
+
+    async def solve(self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None) -> Outcome:
+        """Solve one problem; `policy` changes fields of the setup's policy for it.
+
+        Text asked again is solved anew, by other random numbers; a `Problem` of the same id by the same.
+
+        :raises EngineError: an engine cannot be opened or is lost.
+        :raises OptionError: an impossible policy.
+        """
+        one = problem if isinstance(problem, Problem) else self._named(problem)
+        plan, options = await self.plan(one.kind, RunOptions(signals="ignore"))
+        if policy:
+            changed = replace(self.setup, policy=replace(self.setup.policy, **policy))
+            plan = replace(plan, policy=changed.run_policy)
+        return next((await run_evaluation([one], plan, options)).outcomes())
+
+    def evaluate(
+        self,
+        dataset: str | Path | Sequence[Problem] = "arithmetic",
+        *,
+        limit: int | None = None,
+        directory: str | Path | None = None,
+        options: RunOptions | None = None,
+    ) -> evaluate:
+        """As `atts.evaluate`, on this session's engines and within its limits.
+
+        A run in a directory has a gate of its own: its journal must tell everything that its gate has learnt from.
+        """
+        options = options or RunOptions(signals="ignore")
+        return evaluate(dataset, self.setup, limit=limit, directory=directory, options=options, within=self)
+
+    async def plan(self, kind: AnswerKind, options: RunOptions) -> tuple[Plan, RunOptions]:
+        """The plan of one run within this session, and its options; opens the engines if they are not.
+
+        :raises EngineUnavailable: the session is closed.
+        """
+        async with self._opening:
+            if self._is_closed:
+                raise EngineUnavailable("atts", "the session is closed", "Make a new one")
+            if self._plan is None or self._shared is None:
+                engines = build_engines(self.setup.draft, self.setup.target)
+                async with AsyncExitStack() as stack:
+                    for engine in dict.fromkeys(engines):
+                        await stack.enter_async_context(engine)
+                    self._stack = stack.pop_all()
+                self._plan = plan = self.setup.plan(*engines)
+                self._shared = Graph(rollouts=plan.rollouts, limits=plan.limits)
+        plan = self._plan
+        if options.directory is not None:
+            plan = self.setup.plan(plan.draft, plan.target)
+        return replace(plan, answers=answers_for(kind)), replace(options, engines="are open", beside=self._shared)
+
+    async def __aenter__(self) -> Self:
+        await self.plan("math", RunOptions())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the engines; twice is fine."""
+        self._is_closed = True
+        await self._stack.aclose()
+
+    def _named(self, text: str) -> Problem:
+        digest = blake2b(text.encode(), digest_size=6).hexdigest()
+        self._asked[digest] += 1
+        return Problem(f"{digest}-{self._asked[digest]}", text)
+
+
+class SyncSession:
+    """`Session` for code without an event loop: its loop runs in a thread, and any thread may ask.
+
+    >>> with SyncSession(Setup(draft="scripted", target="scripted", method="draft-only")) as session:
+    ...     session.solve("What is 1 + 1?").status
+    'answered'
+    """
+
+    def __init__(self, setup: Setup | None = None) -> None:
+        self._setup = setup
+        self._stack = ExitStack()
+        self._open: tuple[BlockingPortal, Session] | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            portal = stack.enter_context(start_blocking_portal())
+            session = portal.call(Session, self._setup)
+            stack.enter_context(portal.wrap_async_context_manager(session))
+            self._open, self._stack = (portal, session), stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        self._open = None
+        self._stack.__exit__(kind, error, trace)
+
+    def solve(self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None) -> Outcome:
+        """As `Session.solve`.
+
+        :raises EngineError: an engine is lost, or the session is not open.
+        """
+        portal, session = self._opened()
+        return portal.call(partial(session.solve, problem, policy=policy))
+
+    def evaluate(
+        self,
+        dataset: str | Path | Sequence[Problem] = "arithmetic",
+        *,
+        limit: int | None = None,
+        directory: str | Path | None = None,
+    ) -> RunResult:
+        """As `Session.evaluate`, to its end.
+
+        :raises EngineError: an engine is lost, or the session is not open.
+        """
+        portal, session = self._opened()
+
+        async def main() -> RunResult:
+            return await session.evaluate(dataset, limit=limit, directory=directory)
+
+        return portal.call(main)
+
+    def _opened(self) -> tuple[BlockingPortal, Session]:
+        if self._open is None:
+            raise EngineUnavailable("atts", "the session is not open", "Use it inside `with`")
+        return self._open
 
 
 async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:

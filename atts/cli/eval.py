@@ -190,8 +190,6 @@ def _tokens(sums: Tokens) -> str:
 
 def result_objects(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
     """One JSON object per problem, then the summary: what `atts compare` reads."""
-    from atts.run import summarise
-
     summary = {
         "type": "summary",
         "status": result.status,
@@ -199,7 +197,7 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
         "nominal_rate": configuration["rate"],
         "directory": str(result.directory),
         "report": None if page is None else str(page),
-        **summarise(result).as_json(),
+        **result.summary.as_json(),
     }
     problems = ({"type": "problem", **problem.as_json()} for problem in result.problems)
     return [json_line(each) for each in (*problems, summary)]
@@ -207,9 +205,7 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
 
 def result_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
     """The summary in lines for people, then where to read on."""
-    from atts.run import summarise
-
-    summary = summarise(result)
+    summary = result.summary
     usage = summary.usage
     of = f" of {result.manifest.problems}" if result.status != "finished" and result.manifest.problems else ""
     rows = [

@@ -53,6 +53,7 @@ class Admission:
     opening: int = 0  # of these, how many have not submitted a rollout yet: each counts as one rollout
     _queue: list[tuple[int, int, int, Gang]] = field(default_factory=list[tuple[int, int, int, Gang]])
     _submitted: int = 0
+    _opened: int = 0
     _rooms: list[anyio.Event] = field(default_factory=list[anyio.Event])
 
     def __post_init__(self) -> None:
@@ -63,6 +64,13 @@ class Admission:
     def waiting(self) -> int:
         """Rollouts submitted and not started."""
         return sum(gang.unstarted for *_, gang in self._queue)
+
+    def opened(self) -> int:
+        """Count one more open problem, which has submitted nothing yet; its place in the order of opening."""
+        self.open += 1
+        self.opening += 1
+        self._opened += 1
+        return self._opened
 
     def submit(self, gang: Gang, priority: int, problem: int) -> None:
         """Queue a gang and start what fits.

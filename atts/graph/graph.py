@@ -55,6 +55,7 @@ class Graph:
 
     `rollouts` bounds how many are in flight over all problems, `limits` what each engine takes at once. `sink` gets
     every `CallSpan`, `RolloutSpan` and `ProblemSpan` as it ends. A graph may run again, and runs may share it.
+    `beside` another graph it uses that one's places and limits, and keeps its own sink, node numbers and ending.
 
     :raises OptionError: a limit below 1.
     """
@@ -67,12 +68,13 @@ class Graph:
         policy: RetryPolicy | None = None,
         sink: Sink | None = None,
         first_node: int = 0,
+        beside: Graph | None = None,
     ) -> None:
-        pools = {name: Pool(name, limit) for name, limit in (limits or {}).items()}
-        self._ledger = Ledger(pools, bool(pools), policy or RetryPolicy(), sink, first_node - 1)
-        self._admission = Admission(rollouts)
+        pools = beside._ledger.pools if beside else {name: Pool(name, limit) for name, limit in (limits or {}).items()}
+        is_strict = beside._ledger.strict if beside else bool(pools)
+        self._ledger = Ledger(pools, is_strict, policy or RetryPolicy(), sink, first_node - 1)
+        self._admission = beside._admission if beside else Admission(rollouts)
         self._runs: list[Run] = []
-        self._opened = 0
         self._seconds = 0.0
         self._began = 0.0
 
@@ -162,10 +164,7 @@ class Graph:
         """Open problems one by one, each when there is room and the one before has shown what it wants."""
         for index, problem in enumerate(problems):
             await self._admission.room()
-            self._opened += 1
-            scope = ProblemScope(run, problem.id, index, self._opened)
-            self._admission.open += 1
-            self._admission.opening += 1
+            scope = ProblemScope(run, problem.id, index, self._admission.opened())
             tasks.start_soon(_solve, scope, problem, solve, finished)
             with anyio.move_on_after(OPENING_SECONDS):
                 await scope.declared.wait()

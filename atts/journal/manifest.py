@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -83,8 +84,11 @@ def versions(packages: Sequence[str] = ("atts", "anyio", "numpy", "scipy", "torc
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in packages:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
+            found[name] = _version(name)
     return found
+
+
+_version = cache(version)  # a session makes a manifest for every question
 
 
 def dataset_digest(problems: Iterable[Problem]) -> str:

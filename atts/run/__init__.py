@@ -17,7 +17,7 @@ from atts.run.recorder import CallBegun, ChunkWritten, EngineAwaited, Listener, 
 from atts.run.result import INTERRUPTED, RunResult, RunStatus
 from atts.run.scoring import samples, scorecard
 from atts.run.stopping import Signals, Stop
-from atts.run.summary import Summary, summarise
+from atts.run.summary import Summary
 
 __all__ = [
     "INTERRUPTED",
@@ -52,5 +52,4 @@ __all__ = [
     "replay_event",
     "samples",
     "scorecard",
-    "summarise",
 ]

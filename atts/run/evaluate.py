@@ -73,6 +73,7 @@ class RunOptions:
     stop: Stop = field(default_factory=Stop)
     keep: Keep = "lines"
     dataset: str | None = None  # the digest of problems that stream in
+    beside: Graph | None = None  # whose places and engine limits this run shares with others
 
     def __post_init__(self) -> None:
         for name, kinds in _CHOICES.items():
@@ -153,6 +154,7 @@ class _Run:
             policy=plan.retries,
             sink=self._recorder.on_graph,
             first_node=state.last_node + 1,
+            beside=options.beside,
         )
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
         self._places: dict[str, int] = {}  # of the problems in the dataset

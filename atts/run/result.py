@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
+from functools import cached_property
+from html import escape
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from atts.core import Outcome, Usage
-from atts.errors import EngineError
+from atts.errors import EngineError, UsageError
+from atts.evaluators import Estimate
 from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
+from atts.run.summary import Summary, summarise
+
+if TYPE_CHECKING:
+    import pandas
 
 RunStatus = Literal["finished", "interrupted", "stopped", "incomplete", "failed"]
 """Every problem is over; asked to end before that; out of time before that; over but for what failed; all failed."""
@@ -41,7 +46,7 @@ class Missing:
         return f"{self.problems} of {problems} problems are not complete{rollouts}, first by {self.first}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunResult:
     """A run as it stands; `problems` are the finished ones, in the order of the dataset."""
 
@@ -54,10 +59,56 @@ class RunResult:
     why: str = ""
     kept: tuple[Outcome, ...] = field(default=(), repr=False)  # whole, for a run without a directory
 
+    @cached_property
+    def summary(self) -> Summary:
+        """All its numbers."""
+        return summarise(self.problems, self.seconds, self.truncation)
+
+    @property
+    def accuracy(self) -> Estimate:
+        """The share of problems whose voted answer is right, with its interval over problems."""
+        return self.summary.answers
+
+    @property
+    def rate(self) -> Estimate:
+        """The share of judged chunks that the target continued, clustered by problem."""
+        return self.summary.rate
+
     @property
     def usage(self) -> Usage:
         """What all finished problems cost."""
-        return reduce(add, (problem.usage for problem in self.problems), Usage())
+        return self.summary.usage
+
+    def to_dict(self) -> dict[str, Any]:
+        """Strict JSON: what `atts eval --json` prints, the summary and every problem."""
+        problems = [problem.as_json() for problem in self.problems]
+        place = None if self.directory is None else str(self.directory)
+        return {"status": self.status, "directory": place, **self.summary.as_json(), "by_problem": problems}
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row per problem.
+
+        :raises UsageError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise UsageError("to_pandas needs pandas: pip install pandas") from error
+        return pandas.DataFrame([_row(problem) for problem in self.problems])
+
+    def _repr_html_(self) -> str:
+        """A notebook's view: the numbers with their intervals."""
+        summary = self.summary
+        rows = [
+            ("status", f"{self.status}{f': {self.why}' if self.why else ''}"),
+            ("problems", f"{summary.problems:,} with {summary.samples:,} rollouts"),
+            ("answers right", str(summary.answers)),
+            ("chunks handed over", str(summary.rate)),
+            ("tokens", f"{summary.usage.draft_tokens:,} by the draft, {summary.usage.target_tokens:,} by the target"),
+            ("kept in", "memory" if self.directory is None else str(self.directory)),
+        ]
+        cells = (f"<tr><th scope=row>{escape(name)}</th><td>{escape(words)}</td></tr>" for name, words in rows)
+        return f"<table>{''.join(cells)}</table>"
 
     @property
     def truncation(self) -> Truncation:
@@ -80,3 +131,11 @@ class RunResult:
             yield from self.kept
         else:
             yield from open_run(self.directory).outcomes()
+
+
+def _row(problem: FinishedProblem) -> dict[str, Any]:
+    """One problem in flat columns."""
+    plain = problem.as_json()
+    counted = {"samples": len(problem.samples), "votes": problem.votes.get(problem.answer or "", 0.0)}
+    kept = {name: value for name, value in plain.items() if name not in ("usage", "handed")}
+    return {**kept, **counted, **plain["usage"]}

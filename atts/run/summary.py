@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 from atts.core import Usage
 from atts.evaluators import Estimate, mean_estimate, share_estimate
 from atts.journal import FinishedProblem, Truncation
-from atts.run.result import RunResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,8 @@ class Summary:
         return {**asdict(self), **estimates, "target_share": self.target_share, "truncation": cut}
 
 
-def summarise(result: RunResult) -> Summary:
+def summarise(problems: Sequence[FinishedProblem], seconds: float, truncation: Truncation) -> Summary:
     """Add up a run's problems."""
-    problems = result.problems
     graded = [one for one in problems if one.verdict is not None]
     return Summary(
         problems=len(problems),
@@ -53,11 +53,11 @@ def summarise(result: RunResult) -> Summary:
         answers=mean_estimate([float(one.is_correct) for one in graded], len(graded)),
         samples_right=_of_samples(graded),
         rate=share_estimate((one.escalated, one.judged) for one in problems),
-        usage=result.usage,
-        seconds=result.seconds,
+        usage=reduce(add, (problem.usage for problem in problems), Usage()),
+        seconds=seconds,
         failed=sum(not one.is_complete for one in problems),
         unanswered=sum(one.status == "unanswered" for one in problems),
-        truncation=result.truncation,
+        truncation=truncation,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 
 from atts.api import Setup, evaluate, report
-from atts.run import RunResult, Summary, summarise
+from atts.run import RunResult, Summary
 from scripts.studies.harness import interval, say
 
 METHODS = {
@@ -36,7 +36,7 @@ def main() -> None:
     for method, what in METHODS.items():
         say(f"demo: {method}: {what}, {asked.problems} problems x {asked.samples} rollouts")
         setup = replace(base, method=method, policy=policy)
-        found[method] = summarise(anyio.run(_evaluate, setup, asked.problems, folder / method))
+        found[method] = anyio.run(_evaluate, setup, asked.problems, folder / method).summary
     page = report(folder / "atts", against=[folder / "target-only", folder / "draft-only"])
     print("\n".join([*table(found, asked.rate), "", f"report  {page}"]))
 

@@ -13,7 +13,7 @@ from atts.api import Setup, compare, evaluate_sync, plan, replay
 from atts.core import Outcome, Prompt, Rollout
 from atts.journal import FinishedProblem, Graded, open_run
 from atts.pipelines import Policy
-from atts.run import RunResult, summarise
+from atts.run import RunResult
 from atts.testing import toy_problems
 
 SETUP = Setup(draft="scripted", target="scripted", policy=Policy(samples=6))
@@ -92,7 +92,7 @@ def test_a_problem_that_was_cut_before_any_answer_is_not_graded(world: Any, name
     cut = [one for one in result.problems if one.answer is None]
     assert 0 < len(cut) < len(result.problems)
     assert {(one.status, one.verdict) for one in cut} == {("cancelled", None)}
-    assert summarise(result).answers.n_problems == len(result.problems) - len(cut)
+    assert result.summary.answers.n_problems == len(result.problems) - len(cut)
     if result.directory is not None:
         found, judged = replay(result), len(result.problems) - len(cut)
         assert found.censored == len(cut)

@@ -10,7 +10,6 @@ from atts.graph import ProblemScope
 from atts.journal import Observed
 from atts.pipelines import Context, Policy, solve
 from atts.run import Stop
-from atts.run.summary import summarise
 
 pytestmark = pytest.mark.once
 
@@ -50,20 +49,20 @@ def test_the_summary_counts_what_the_gate_was_told(world: Any) -> None:
     told = [event for event in world.events() if isinstance(event, Observed)]
     turns = [turn for outcome in result.outcomes() for rollout in outcome.rollouts for turn in rollout.turns]
     assert len(told) > sum(turn.decision is not None for turn in turns), "some judged chunk never became a turn"
-    rate = summarise(result).rate
+    rate = result.summary.rate
     assert rate.n_samples == len(told)
     assert rate.value == pytest.approx(sum(event.escalated for event in told) / len(told))
 
 
 def test_it_is_the_same_in_memory_and_after_an_interruption(world: Any) -> None:
     """Earlier sessions count, once."""
-    whole = summarise(world.run(_plan(world), world.session(None), problems=12)).rate
+    whole = world.run(_plan(world), world.session(None), problems=12).summary.rate
     stop = Stop()
     world.run(_plan(world), world.session("cut", stop=stop, listeners=[Counts(stop, 60)]), problems=12)
     resumed = world.run(_plan(world), world.session("cut"), problems=12)
     told = [event for event in world.events("cut") if isinstance(event, Observed)]
     assert resumed.sessions == 2
-    assert summarise(resumed).rate.n_samples == len(told)
+    assert resumed.summary.rate.n_samples == len(told)
     assert whole.n_samples > 60
 
 
@@ -74,7 +73,7 @@ def test_a_problem_that_failed_and_goes_on_keeps_its_count(world: Any) -> None:
     resumed = world.run(_plan(world), world.session(), problems=3)
     told = [event for event in world.events() if isinstance(event, Observed)]
     assert [line.status for line in resumed.problems] == ["answered"] * 3
-    assert summarise(resumed).rate.n_samples == len(told) > 0
+    assert resumed.summary.rate.n_samples == len(told) > 0
 
 
 def test_problems_without_a_judged_chunk_do_not_count() -> None:

@@ -1,23 +1,16 @@
-"""A solver session: questions answered one by one by engines that stay open and a gate that goes on learning."""
+"""What harnesses ask and are told: conversations as questions, outcomes as replies, options by their names."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from hashlib import blake2b
-from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
-import anyio
-
-from atts.api import Setup, build_engines, configure
-from atts.core import Outcome, Problem, Rollout, Usage
-from atts.errors import EngineError, EngineUnavailable, OptionError, UsageError
+from atts.api import Setup, configure
+from atts.core import Outcome, Rollout, Usage
+from atts.errors import EngineError, OptionError, UsageError
 from atts.pipelines import Policy
-from atts.run import Plan, RunOptions, evaluate
 
 ReplyKind = Literal["text", "answer"]
 """What is handed back: the reasoning of a rollout that voted for the answer, or the answer alone."""
@@ -45,74 +38,16 @@ class Reply:
         return cls(text, outcome.answer, outcome.usage, _facts(outcome))
 
 
-class SolverSession:
-    """Open it once, ask as often as wanted, from many tasks at once; opened by the first question if not before.
+def reply_kind(word: str) -> ReplyKind:
+    """The kind of reply that a harness was asked for.
 
-    The same question asked again is answered anew, by other random numbers. `kind` says what a reply's text is.
-
-    >>> from atts.testing import run_virtual, toy_problems
-    >>> async def main() -> str | None:
-    ...     async with SolverSession(Setup(draft="scripted", target="scripted")) as session:
-    ...         return (await session.ask(toy_problems(1)[0].text)).answer
-    >>> run_virtual(main) == toy_problems(1)[0].answer
-    True
-
-    :raises OptionError: an unknown kind.
+    :raises OptionError: an unknown one.
     """
-
-    def __init__(self, setup: Setup, kind: ReplyKind = "text") -> None:
-        if kind not in get_args(ReplyKind):
-            raise OptionError("reply", f"unknown value {kind!r}", get_args(ReplyKind), kind)
-        self._setup = setup
-        self._kind: ReplyKind = kind
-        self._stack = AsyncExitStack()
-        self._opening = anyio.Lock()
-        self._plan: Plan | None = None
-        self._is_closed = False
-        self._asked = Counter[str]()
-
-    async def ask(self, question: str, *, policy: Mapping[str, Any] | None = None) -> Reply:
-        """Solve it; `policy` changes fields of the setup's policy for this question.
-
-        :raises EngineError: an engine cannot be opened, is lost, or failed at this question.
-        :raises OptionError: an impossible policy.
-        """
-        plan = await self._ready()
-        if policy:
-            changed = replace(self._setup, policy=replace(self._setup.policy, **policy))
-            plan = replace(plan, policy=changed.run_policy)
-        digest = blake2b(question.encode(), digest_size=6).hexdigest()
-        self._asked[digest] += 1
-        problem = Problem(f"{digest}-{self._asked[digest]}", question)
-        result = await evaluate([problem], plan, RunOptions(engines="are open", signals="ignore"))
-        return Reply.of(next(result.outcomes()), self._kind)
-
-    async def __aenter__(self) -> Self:
-        await self._ready()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Close the engines; twice is fine."""
-        self._is_closed = True
-        await self._stack.aclose()
-
-    async def _ready(self) -> Plan:
-        async with self._opening:
-            if self._is_closed:
-                raise EngineUnavailable("atts", "it is closed", "Make a new one")
-            if self._plan is None:
-                engines = build_engines(self._setup.draft, self._setup.target)
-                async with AsyncExitStack() as stack:
-                    for engine in dict.fromkeys(engines):
-                        await stack.enter_async_context(engine)
-                    self._stack = stack.pop_all()
-                self._plan = self._setup.plan(*engines)
-            return self._plan
+    kinds: tuple[ReplyKind, ...] = get_args(ReplyKind)
+    for kind in kinds:
+        if kind == word:
+            return kind
+    raise OptionError("reply", f"unknown value {word!r}", kinds, word)
 
 
 def setup_of(model: str, options: Mapping[str, object]) -> Setup:

@@ -1,0 +1,206 @@
+"""Sessions: engines kept open, one gate and one set of limits for everything that is asked, at once or one by one."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+import atts
+from atts.api import Session, Setup, SyncSession
+from atts.core import Completion, Outcome, SampleRequest
+from atts.errors import ATTSError, EngineUnavailable, UsageError
+from atts.graph import Limit
+from atts.journal import Decided
+from atts.pipelines import Policy
+from atts.tasks import collect, task_group
+from atts.testing import Faults, ScriptedEngine, run_virtual, toy_problems
+
+SMALL = Policy(samples=3, turns=10, early_stop="none")
+SCRIPTED = Setup(draft="scripted", target="scripted", policy=SMALL)
+
+
+class Watched(ScriptedEngine):
+    """A scripted engine that knows the most calls it ever had at once."""
+
+    most = 0
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """As it is, counted."""
+        self.most = max(self.most, self.stats().in_flight + 1)
+        return await super().sample(request)
+
+
+@pytest.mark.anyio
+async def test_questions_asked_at_once_share_engines_and_gate() -> None:
+    """Many tasks ask one opened pair; answers are right more often than not, and what they cost is said."""
+    draft, target = ScriptedEngine("draft"), ScriptedEngine("target")
+    problems = toy_problems(12)
+    async with Session(Setup(draft=draft, target=target, policy=SMALL, rate=0.4)) as session:
+        found = await collect([lambda text=it.text: session.solve(text) for it in problems])  # type: ignore[misc]
+        assert draft.stats().in_flight == target.stats().in_flight == 0
+    right = sum(outcome.answer == it.answer for outcome, it in zip(found, problems, strict=True))
+    assert right > len(problems) / 2
+    judged = [turn.decision for outcome in found for one in outcome.rollouts for turn in one.turns if turn.decision]
+    assert 0 < sum(decision.escalate for decision in judged) < len(judged)  # one gate, neither fresh nor stuck
+    assert sum(outcome.usage.draft_tokens for outcome in found) == draft.stats().sampled_tokens
+
+
+@pytest.mark.once
+def test_a_thousand_questions_at_once_stay_within_the_limits_and_leave_nothing() -> None:
+    """Limits are of the session, not of a question: no more calls at once than slots; memory goes with what is open."""
+    draft, target = Watched("draft"), Watched("target")
+    limits = {"draft": Limit(slots=2), "target": Limit(slots=1)}
+    policy = Policy(samples=1, turns=2, early_stop="none")
+    setup = Setup(draft=draft, target=target, policy=policy, limits=limits, rollouts=16, rate=0.4)
+    problem = toy_problems(1)[0]
+    blocks: list[int] = []
+
+    async def main() -> None:
+        async with Session(setup) as session:
+
+            async def ask() -> None:
+                assert (await session.solve(problem.text)).status != "failed"
+
+            for _ in range(2):
+                await collect([ask for _ in range(500)])
+                gc.collect()
+                blocks.append(sys.getallocatedblocks())
+
+    run_virtual(main)
+    assert (draft.most, target.most) == (2, 1)
+    assert draft.stats().in_flight == target.stats().in_flight == 0
+    assert blocks[1] - blocks[0] < 500 * 40, "what is kept of a question: its scores and its decision, at most"
+
+
+def test_cancelled_questions_end_alone() -> None:
+    """Half of many are cancelled in the middle; the others come to their ends, and every call is given back."""
+    draft, target = ScriptedEngine("draft"), ScriptedEngine("target")
+    setup = Setup(draft=draft, target=target, policy=SMALL, rollouts=24)
+    ended: list[Outcome] = []
+
+    async def main() -> None:
+        async with Session(setup) as session:
+
+            async def ask(number: int) -> None:
+                with anyio.move_on_after(0.5 * (number // 2) if number % 2 else 1e9):
+                    ended.append(await session.solve(toy_problems(40)[number].text))
+
+            async with task_group() as tasks:
+                for number in range(40):
+                    tasks.start_soon(ask, number)
+            assert (await session.solve("and 1 + 1?")).status != "failed"
+
+    run_virtual(main)
+    assert 20 <= len(ended) < 40
+    assert draft.stats().in_flight == target.stats().in_flight == 0
+
+
+@pytest.mark.anyio
+async def test_a_question_asked_again_is_answered_anew() -> None:
+    """Epochs are repeats, not copies."""
+    async with Session(SCRIPTED) as session:
+        found = [await session.solve(toy_problems(1)[0].text) for _ in range(4)]
+    assert len({outcome.rollouts[0].text for outcome in found}) > 1
+
+
+@pytest.mark.anyio
+async def test_changes_of_the_policy_are_of_one_question() -> None:
+    """A token limit cuts its rollouts, and the next question has its own again."""
+    question = toy_problems(1)[0]
+    async with Session(SCRIPTED) as session:
+        cut = await session.solve(question, policy={"max_tokens": 3})
+        assert (await session.solve(question)).answer == question.answer
+    assert cut.answer is None
+    assert cut.usage.draft_tokens <= 3 * SMALL.samples
+
+
+@pytest.mark.anyio
+async def test_it_opens_by_itself_and_ends_for_good() -> None:
+    """The first question opens the engines; closing twice is fine, asking after it is not."""
+    session = Session(SCRIPTED)
+    assert (await session.solve(toy_problems(1)[0].text)).answer
+    await session.aclose()
+    await session.aclose()
+    with pytest.raises(EngineUnavailable, match="closed"):
+        await session.solve("again")
+
+
+@pytest.mark.anyio
+async def test_engines_are_closed_when_the_second_cannot_open() -> None:
+    """Nothing is left open behind an error."""
+    draft, target = ScriptedEngine("draft"), ScriptedEngine("target")
+    async with target:
+        pass  # a closed engine refuses to open again
+    with pytest.raises(EngineUnavailable):
+        async with Session(Setup(draft=draft, target=target)):
+            pass
+    with pytest.raises(EngineUnavailable, match="closed"):
+        await draft.__aenter__()
+
+
+def test_a_lost_engine_fails_the_question_alone() -> None:
+    """Its outcome says so, after as much patience as in any run; the next question is asked all the same."""
+    broken = ScriptedEngine("draft", faults=Faults({"refused": 1.0}))
+
+    async def main() -> None:
+        async with Session(Setup(draft=broken, target="scripted", policy=SMALL)) as session:
+            for problem in toy_problems(2):
+                outcome = await session.solve(problem)
+                assert (outcome.status, outcome.answer) == ("failed", None)
+                assert "refused" in outcome.why
+
+    run_virtual(main)
+
+
+@pytest.mark.anyio
+async def test_runs_within_a_session(tmp_path: Path) -> None:
+    """Evaluations beside questions, on the same engines; one in a directory has a gate of its own and resumes."""
+    problems = toy_problems(6)
+    async with Session(SCRIPTED) as session:
+        await session.solve(problems[0])
+        async with session.evaluate(problems[:3]) as run:
+            events = [event async for event in run]
+            assert (await run.result()).status == "finished"
+        kept = await session.evaluate(problems, directory=tmp_path / "run", limit=2)
+        again = await session.evaluate(problems, directory=tmp_path / "run", limit=2)
+    assert any(isinstance(event, Decided) for event in events)
+    assert (len(kept.problems), again.sessions) == (2, 2)
+    alone = await atts.evaluate(problems, SCRIPTED, limit=2)
+    assert [one.answer for one in alone.problems] == [one.answer for one in kept.problems]
+
+
+def test_the_twin_without_a_loop() -> None:
+    """Any thread may ask; outside `with` it says so, and its engines are closed behind it."""
+    draft = ScriptedEngine("draft")
+    question = toy_problems(1)[0]
+    with SyncSession(Setup(draft=draft, target="scripted", policy=SMALL)) as session:
+        assert session.solve(question).answer == question.answer
+        result = session.evaluate([question])
+    assert result.accuracy.value == 1
+    with pytest.raises(EngineUnavailable, match="inside `with`"):
+        session.solve(question)
+    with pytest.raises(ATTSError), SyncSession(Setup(draft=draft, target="scripted")):
+        pass  # a closed engine refuses to open again
+
+
+def test_a_result_for_programs_and_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers with their intervals, as plain data, as a table, as a page; pandas may be missing."""
+    result = atts.evaluate_sync(toy_problems(5), SCRIPTED)
+    plain = result.to_dict()
+    assert plain["answers"]["value"] == result.accuracy.value
+    assert plain["rate"]["n_samples"] == result.rate.n_samples > 0
+    assert [row["problem"] for row in plain["by_problem"]] == [one.problem for one in result.problems]
+    page = result._repr_html_()  # pyright: ignore[reportPrivateUsage]  # the name that notebooks ask for
+    assert str(result.accuracy) in page
+    assert "<script" not in page
+    pandas = pytest.importorskip("pandas")
+    table = result.to_pandas()
+    assert list(table["verdict"]) == [one.verdict for one in result.problems]
+    assert table["draft_tokens"].sum() == result.usage.draft_tokens
+    monkeypatch.setitem(__import__("sys").modules, pandas.__name__, None)
+    with pytest.raises(UsageError, match="pip install pandas"):
+        result.to_pandas()

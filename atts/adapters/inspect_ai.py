@@ -10,7 +10,7 @@ from typing import Any
 from inspect_ai.model import GenerateConfig, ModelAPI, ModelOutput, ModelUsage, get_model, modelapi
 from inspect_ai.solver import solver
 
-from atts.adapters.replies import Reply, policy_changes, question_of, reply_kind, setup_of
+from atts.adapters.replies import Reply, ReplyKind, policy_changes, question_of, reply_kind, setup_of
 from atts.api import Session
 from atts.errors import UsageError
 
@@ -34,7 +34,7 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
         self._setup = setup_of(model_name, options)
-        self._reply = reply_kind(reply)
+        self._reply: ReplyKind = reply_kind(reply)
         self._session = Session(self._setup)
 
     async def generate(self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any) -> Any:

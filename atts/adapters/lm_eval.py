@@ -50,7 +50,7 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         super().__init__()
         self._setup = setup_of(pretrained, options)
         self._name = pretrained
-        self._reply = reply_kind(reply)
+        self._reply: ReplyKind = reply_kind(reply)
         self._directory = directory
         self._calls = 0
 

@@ -72,8 +72,8 @@ class Graph:
     ) -> None:
         pools = beside._ledger.pools if beside else {name: Pool(name, limit) for name, limit in (limits or {}).items()}
         is_strict = beside._ledger.strict if beside else bool(pools)
-        self._ledger = Ledger(pools, is_strict, policy or RetryPolicy(), sink, first_node - 1)
-        self._admission = beside._admission if beside else Admission(rollouts)
+        self._ledger: Ledger = Ledger(pools, is_strict, policy or RetryPolicy(), sink, first_node - 1)
+        self._admission: Admission = beside._admission if beside else Admission(rollouts)
         self._runs: list[Run] = []
         self._seconds = 0.0
         self._began = 0.0

@@ -54,6 +54,8 @@ class Manifest:
     def check(self, stored: Manifest, directory: Path) -> None:
         """Refuse to go on with a run that was started under other settings.
 
+        A setting that did not exist then is no other one while it is empty.
+
         :raises FingerprintError: naming every field that differs.
         """
         old, new = dict(stored._decisive()), dict(self._decisive())
@@ -61,7 +63,7 @@ class Manifest:
         differences = [
             (name, old.get(name), new.get(name))
             for name in old | new
-            if old.get(name, missing) != new.get(name, missing)
+            if old.get(name, missing) != new.get(name, missing) and (name in old or new[name])
         ]
         if differences:
             raise FingerprintError(f"the run in {directory}", differences, _ADVICE)

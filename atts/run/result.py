@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from atts.core import Outcome, Usage
 from atts.errors import EngineError, UsageError
 from atts.evaluators import Estimate
 from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
 from atts.run.summary import Summary, summarise
-
-if TYPE_CHECKING:
-    import pandas
 
 RunStatus = Literal["finished", "interrupted", "stopped", "incomplete", "failed"]
 """Every problem is over; asked to end before that; out of time before that; over but for what failed; all failed."""
@@ -85,13 +83,13 @@ class RunResult:
         place = None if self.directory is None else str(self.directory)
         return {"status": self.status, "directory": place, **self.summary.as_json(), "by_problem": problems}
 
-    def to_pandas(self) -> pandas.DataFrame:
-        """One row per problem.
+    def to_pandas(self) -> Any:
+        """A data frame with one row per problem.
 
         :raises UsageError: pandas is not installed.
         """
         try:
-            import pandas
+            pandas: Any = import_module("pandas")
         except ImportError as error:
             raise UsageError("to_pandas needs pandas: pip install pandas") from error
         return pandas.DataFrame([_row(problem) for problem in self.problems])

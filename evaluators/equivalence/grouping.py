@@ -92,8 +92,12 @@ class _Classes:
 
 
 def _pairs(loose: dict[str, list[int]]) -> set[tuple[int, int]]:
+    """Answers to compare: those of one key; decimals with what they may round."""
     found: set[tuple[int, int]] = set()
-    for indices in loose.values():
-        hubs = indices if len(indices) <= _CROWD else indices[:4]
-        found |= {(min(a, b), max(a, b)) for a in hubs for b in indices if a != b}
+    for token, indices in loose.items():
+        if token.endswith(">"):
+            continue
+        others = loose.get(f"{token[:-1]}>", []) if token.endswith("<") else indices
+        hubs = indices if len(indices) * len(others) <= _CROWD**2 else indices[:4]
+        found |= {(min(a, b), max(a, b)) for a in hubs for b in others if a != b}
     return found

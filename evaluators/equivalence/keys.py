@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from contextlib import suppress
 from fractions import Fraction
-from typing import Any
 
 import mpmath
 
 from atts.evaluators.equivalence.exact import NotRational, digits_in_base, exact
 from atts.evaluators.equivalence.points import Point, generic
-from atts.evaluators.equivalence.probing import Prober, is_real, written
-from atts.evaluators.equivalence.sets import Line
-from atts.evaluators.equivalence.traits import difference, is_decimal, members, terminates
-from atts.evaluators.equivalence.views import named
+from atts.evaluators.equivalence.probing import Prober, Value, is_real, written
+from atts.evaluators.equivalence.sets import Line, speaks_of_reals
+from atts.evaluators.equivalence.traits import clock, difference, is_decimal, members, terminates
+from atts.evaluators.equivalence.views import labelled, named
 from atts.evaluators.syntax.reading import Reading
 from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
 from atts.evaluators.syntax.units import measure
 from atts.evaluators.verdict import Limits, Undecided, Undefined
 
-_COLLECTIONS = ("list", "set", "tuple", "union", "matrix", "setminus")
-_NOT_VALUES = (*_COLLECTIONS, "word", "relation", "plusminus", "opaque", "huge", "ratio", "based", "quantity")
+_COLLECTIONS = ("list", "set", "tuple", "union", "matrix", "setminus", "builder")
+_NOT_VALUES = (*_COLLECTIONS, "word", "relation", "plusminus", "opaque", "huge", "ratio", "based", "quantity",
+               "clock", "congruence", "cases", "aliases")  # fmt: skip
 
 
 class Keys:
@@ -28,6 +28,15 @@ class Keys:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.values: dict[int, tuple[Node, Value]] = {}
+
+    def value(self, node: Node) -> Value:
+        """The value at a whole point, computed once for each of the last few trees."""
+        if id(node) not in self.values:
+            if len(self.values) > 60:
+                self.values.clear()
+            self.values[id(node)] = node, Prober(self.limits).value(node, _at(variables(node), 0))
+        return self.values[id(node)][1]
 
     def strong(self, reading: Reading) -> str:
         """Answers with the same strong key are equal under the policy."""
@@ -44,16 +53,19 @@ class Keys:
         return repr(node)
 
     def loose(self, reading: Reading) -> frozenset[str]:
-        """Answers that are equal under the policy share a loose key, or are both texts."""
+        """Answers that are equal under the policy share a loose key, or are both texts.
+
+        A key with "<" at its end belongs to a decimal that may be the rounding of what has the same key with ">".
+        """
         found = {"text:" + reading.squashed} if reading.squashed else set[str]()
         if reading.choice:
             found.add("letter:" + reading.choice)
         for tree in reading.trees:
-            found |= self.tokens(tree)
+            found |= self.tokens(tree) | self.near(tree)
         return frozenset(found)
 
     def tokens(self, node: Node) -> set[str]:
-        """The loose keys of one tree."""
+        """The loose keys of one tree, save those of roundings."""
         try:
             return self._tokens(node)
         except (Undecided, Undefined):
@@ -72,23 +84,65 @@ class Keys:
             return self._tokens(node.args[0]) | self.unit_tokens(node)
         if node.kind == "ratio":
             inside = self.collected(list(node.args))
-            return {inside} | (self.number_tokens(quotient(*node.args)) if len(node.args) == 2 else set())
+            value = self.number_tokens(quotient(*node.args)) if len(node.args) == 2 else set[str]()
+            return {inside, f"clock:{clock(node)}"} | value
         if node.kind == "based":
             plain = self.number_tokens(number(int(node.text))) if node.text.isdigit() else set[str]()
             return {f"value:{digits_in_base(node):x}/1"} | plain
-        if node.kind in ("word", "huge", "opaque"):
-            return set()
-        return self.number_tokens(node)
+        if node.kind == "cases":
+            with suppress(Undecided, Undefined):
+                return {"cases"} | self.number_tokens(node)
+        if node.kind in ("cases", "congruence", "clock"):
+            return {f"{node.kind}:{clock(node)}" if node.kind == "clock" else node.kind}
+        if node.kind == "aliases":
+            return self.tokens(node.args[0]) | self.tokens(node.args[1])
+        return set() if node.kind in ("word", "huge", "opaque") else self.number_tokens(node)
 
     def number_tokens(self, node: Node) -> set[str]:
-        """The value at a whole point; and four digits of it where a decimal may be its rounding."""
-        names, prober = variables(node), Prober(self.limits)
-        value = prober.value(node, _at(names, 0))
-        found = {"value:" + written(value)}
-        terminating = isinstance(value, Fraction) and terminates(value) and not is_decimal(node)
-        if not names and not terminating and is_real(value):
-            found |= _near(prober.approximate(value, 200).value)
-        return found
+        """The value at a whole point."""
+        return {"value:" + written(self.value(node))}
+
+    def near(self, node: Node) -> set[str]:
+        """Five digits of a decimal and of its neighbours, or of a value that decimals may round."""
+        value = named(node).value
+        if value.kind in _COLLECTIONS and value.args:
+            return self.nearly_all(_entries(value))
+        five = None if value.kind in _NOT_VALUES else self.five_digits(value)
+        if five is None:
+            return set()
+        sign, digits, power, role = five
+        if role == ">":
+            return {f"near:{sign}{digits}e{power}>"}
+        around = [(digits + step, power) for step in (-1, 0, 1)]
+        around = [(99_999, power - 1) if d < 10_000 else (10_000, power + 1) if d > 99_999 else (d, power) for d, power in around]  # fmt: skip  # noqa: E501
+        return {f"near:{sign}{digits}e{power}<" for digits, power in around}
+
+    def five_digits(self, node: Node) -> tuple[str, int, int, str] | None:
+        """Sign, five digits and their power of ten, and whether it is a decimal; None for what is neither."""
+        if variables(node):
+            return None
+        try:
+            value = self.value(node)
+        except (Undecided, Undefined):
+            return None
+        role = "<" if is_decimal(node) else ">"
+        if not is_real(value) or not value or (isinstance(value, Fraction) and terminates(value) and role == ">"):
+            return None
+        approximate = Prober(self.limits).approximate(value, 200).value
+        text = str(mpmath.nstr(getattr(approximate, "real", approximate), 12, min_fixed=0, max_fixed=0))
+        mantissa, _, exponent = text.lstrip("-").partition("e")
+        return text[:1].strip("0123456789."), int(float(mantissa) * 10_000), int(exponent or 0), role  # fmt: skip
+
+    def nearly_all(self, nodes: list[Node]) -> set[str]:
+        """Three digits of each entry, where some entry may be a rounding or have one."""
+        found = [self.five_digits(node) for node in nodes[:_MANY]]
+        if not any(found):
+            return set()
+        shown = sorted(
+            f"{five[0]}{round(five[1] / 100)}e{five[2]}" if five else min(self.tokens(named(node).value), default="?")
+            for five, node in zip(found, nodes, strict=False)
+        )
+        return {"near:" + ";".join(shown) + ("<" if any(five and five[3] == "<" for five in found) else ">")}
 
     def unit_tokens(self, node: Node) -> set[str]:
         known = measure(node.text)
@@ -99,14 +153,17 @@ class Keys:
     def relation_tokens(self, node: Node) -> set[str]:
         view = named(node)
         found = self._tokens(view.value) if view.value.kind != "relation" else set[str]()
-        stretches = Line(Prober(self.limits)).region(node)
-        if stretches:
-            found.add(self.collected([end for each in stretches for end in (each.low, each.high)]))
+        found |= self.region_tokens(node)
         if len(node.args) == 2:
             found |= self.difference_tokens(node)
         elif view.value.kind == "relation":
             found.add(self.collected(list(node.args)))
         return found
+
+    def region_tokens(self, node: Node) -> set[str]:
+        """The ends of the set of reals that an answer describes."""
+        stretches = Line(Prober(self.limits)).region(node)
+        return {self.collected([end for each in stretches for end in (each.low, each.high)])} if stretches else set()
 
     def difference_tokens(self, node: Node) -> set[str]:
         """An equation up to a factor: the ratio of its two sides' difference at two points."""
@@ -120,36 +177,28 @@ class Keys:
 
     def collection_tokens(self, node: Node) -> set[str]:
         inside = list(members(node)) if node.kind in ("list", "set") else _entries(node)
+        labels = labelled(node)
         found = {self.collected(inside)}
-        if len(inside) == 1:
-            found |= self._tokens(inside[0])
+        if labels:
+            found.add(self.collected(list(labels.values())))
+        if speaks_of_reals(node):
+            found |= self.region_tokens(node)
+        if len(inside) == 1 or node.text == "or":
+            found |= {token for each in inside for token in self.tokens(each)}
         return found
 
     def collected(self, nodes: list[Node]) -> str:
         """One token for members in any order: the least token of each."""
-        return "all:" + ";".join(sorted({min(self.tokens(node), key=_rank, default="?") for node in nodes}))
+        return "all:" + ";".join(sorted({min(self.tokens(named(node).value), default="?") for node in nodes}))
+
+
+_MANY = 40  # entries of a collection that are looked at for roundings
 
 
 def _entries(node: Node) -> list[Node]:
     if node.kind in _COLLECTIONS:
         return [entry for arg in node.args for entry in _entries(arg)]
     return [node]
-
-
-def _rank(token: str) -> tuple[bool, str]:
-    return (not token.startswith("near"), token)  # a rounding and its value must choose alike
-
-
-def _near(value: Any) -> set[str]:
-    """Four digits of a real number, cut off and rounded, so that a long decimal and what it rounds share one."""
-    text = str(mpmath.nstr(getattr(value, "real", value), 12, min_fixed=0, max_fixed=0))
-    mantissa, _, exponent = text.partition("e")
-    scaled = abs(float(mantissa)) * 1000
-    sign = "-" if mantissa.startswith("-") else ""
-    found = {(int(scaled), int(exponent or 0)), (int(scaled + 0.5), int(exponent or 0))}
-    return {
-        f"near:{sign}{1000 if digits == 10_000 else digits}e{power + (digits == 10_000)}" for digits, power in found
-    }
 
 
 def _at(names: frozenset[str], index: int) -> Point:

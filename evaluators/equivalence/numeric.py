@@ -19,7 +19,7 @@ from atts.evaluators.equivalence.approx import (
 )
 from atts.evaluators.equivalence.exact import Environment, NotRational, digits_in_base, exact
 from atts.evaluators.equivalence.functions import FUNCTIONS
-from atts.evaluators.syntax.tree import MINUS_ONE, Node, variables
+from atts.evaluators.syntax.tree import MINUS_ONE, OTHERWISE, Node, variables
 from atts.evaluators.verdict import Enormous, Limits, Outside, TooLarge, Undecided, Undefined
 
 
@@ -165,7 +165,7 @@ class Evaluator(Arithmetic):
         """Whether a condition is true here; raises Undecided for what is not one in numbers."""
         if condition.kind == "list" and condition.text != "mixed":
             return (any if condition.text == "or" else all)(self.holds(part) for part in condition.args)
-        if condition == _OTHERWISE:
+        if condition == OTHERWISE:
             return True
         if condition.kind != "relation":
             raise Undecided("a condition in words")
@@ -245,7 +245,6 @@ class Evaluator(Arithmetic):
         return Approx((self.mp.floor if name == "floor" else self.mp.ceil)(item.value), NOTHING)
 
 
-_OTHERWISE = Node("word", text="otherwise")
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
     "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
 }  # fmt: skip

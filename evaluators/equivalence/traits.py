@@ -18,7 +18,7 @@ def members(node: Node) -> tuple[Node, ...]:
     """What an unordered answer holds, both signs written out."""
     inner = named(node).value if node.kind == "relation" else node
     if inner.kind in ("list", "set"):
-        return tuple(each for arg in inner.args for each in members(arg))
+        return tuple(each for arg in inner.args for each in ((arg,) if arg.kind == "set" else members(arg)))
     if inner is not node and not has(inner, "plusminus"):
         return (node,)
     return signs_expanded(inner) if has(inner, "plusminus") else (node,)

@@ -55,6 +55,8 @@ def named(node: Node) -> Named:
     if not _CHAIN.issuperset(signs):
         return Named(None, node)
     sides = list(node.args)
+    if len(sides) == 2 and has(sides[0], "call") and not has(sides[1], "call", "symbol"):
+        return Named(sides[0], sides[1])
     while signs[-1] == "~" and len(sides) > 2 or (signs[-1] == "~" and not is_name(sides[0])):
         signs.pop()
         sides.pop()

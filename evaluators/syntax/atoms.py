@@ -270,6 +270,7 @@ def _environment(parser: Grammar, name: str) -> Node:
 
 def _case(row: list[Node]) -> list[Node]:
     """The value of a case and its condition, which may stand in one cell."""
+    row = list(row[0].args) if len(row) == 1 and row[0].kind == "cases" else row
     parts = [part for cell in row for part in (cell.args if cell.kind == "list" and len(row) == 1 else (cell,))]
     return parts if len(parts) == 2 and parts[1].kind in ("relation", "word", "list") else []
 

@@ -105,7 +105,8 @@ def cleaned(text: str, limits: Limits) -> str:
     if "$" in text and text.count("$") % 2:
         text = _PRICE.sub(r"\\usd ", text, count=1)
     text = ascii_maths(text)
-    text = _TEMPERATURE.sub(lambda found: f" deg{(found[1] or found[2] or found[3])[0].upper()} ", text)
+    if "circ" in text or "egree" in text:
+        text = _TEMPERATURE.sub(lambda found: f" deg{(found[1] or found[2] or found[3])[0].upper()} ", text)
     if "." in text:
         text = _GOING_ON.sub(_going_on, _REPEATING.sub(_repeated, _TWO_DOTS.sub(r"\\dot{\1\2\3}", text)))
     text = _FRACTION_CALL.sub(r"(\1/\2)", text) if "ational(" in text or "raction(" in text else text
@@ -129,10 +130,11 @@ def _latex(text: str) -> str:
         text = _DOUBLED.sub(r"\\", text)
     text = text.replace(r"\[", " ").replace(r"\]", " ") if r"\[" in text and r"\\[" not in text else text
     text = _SIZES.sub("", text)
-    text = _TIGHT_COMMA.sub("", text)
-    text = _THIN_THOUSANDS.sub(lambda found: found[0].replace(r"\,", ""), text)
-    text = _NUMERAL.sub(r"\1", _NEGATIVE_SPACE.sub("", text))
-    return _SPACES.sub(" ", text)
+    if r"\," in text or r"\!" in text or r"\neg" in text:
+        text = _TIGHT_COMMA.sub("", text)
+        text = _THIN_THOUSANDS.sub(lambda found: found[0].replace(r"\,", ""), text)
+        text = _NEGATIVE_SPACE.sub("", text)
+    return _SPACES.sub(" ", _NUMERAL.sub(r"\1", text) if "_" in text else text)
 
 
 def _repeated(found: re.Match[str]) -> str:

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.atoms import atom, called
-from atts.evaluators.syntax.phrases import joined_quantities, phrase_after, phrase_before, stated_property
+from atts.evaluators.syntax.phrases import joined, phrase_after, phrase_before, stated_property
 from atts.evaluators.syntax.stream import STARTS, Grammar
 from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, Node, function, negated, number, quotient
 from atts.evaluators.syntax.units import measure
@@ -38,12 +38,18 @@ class Parser(Grammar):
         found: list[Node] = []
         said: set[str] = set()
         while True:
+            link = ""
             while self.is_kind("sep"):
-                said.add(self.take().text)
+                link = self.take().text
+                said.add(link)
             if self.is_kind("end", "close") or self.is_op("&", "\\\\"):
                 break
             item = self.relation()
-            whole = joined_quantities(found[-1], item) if found and "and" in said else None
+            *value, condition = item.args or (item,)
+            if item.kind == "mul" and condition.kind == "relation":  # its condition in brackets
+                found.append(Node("mul", tuple(value)) if len(value) > 1 else value[0])
+                item = condition
+            whole = joined(self, found[-1], link, item) if found else None
             found[-1 if whole else len(found) :] = [whole or item]
             if len(found) > self.limits.items:
                 raise TooLarge(f"more than {self.limits.items} items")
@@ -51,6 +57,8 @@ class Parser(Grammar):
                 break
         if not found:
             raise Malformed("nothing where a value should be")
+        if len(found) > 1 and all(item.kind == "cases" for item in found):
+            return Node("cases", tuple(part for item in found for part in item.args))
         link = "or" if "or" in said else "and" if "and" in said else ""
         return found[0] if len(found) == 1 else Node("list", tuple(found), "mixed" if {"and", "or"} <= said else link)
 

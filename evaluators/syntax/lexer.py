@@ -54,6 +54,7 @@ _FREE = re.compile(r"\s*(?:$|[,;:.)}\]=<>\d&]|\\(?:le|ge|lt|gt|ne|approx|cup|\\|
 _VALUE_AHEAD = re.compile(r"\s*[\d.(]|\s*\\(?:d?frac|sqrt|pi)")
 _LIKE_NUMBERS = frozenset({"pi", "infty", "!", "%", "degree", "circ"})
 _NEXT_WORD = re.compile(r"\s+([a-z]{3,})\b")
+_WORDS_OF_TWO = words("words_of_two")
 _SIGN_WORDS = {"minus": "-", "negative": "-", "plus": "+"}
 _ESCAPES = table("escapes", dict[str, tuple[TokenKind, str]])
 _PLAIN = table("plain", dict[str, tuple[TokenKind, str]])
@@ -66,6 +67,7 @@ class _Lexer:
         self.limits = limits
         self.loose = loose  # whether letters in a formula that are the symbol of a unit are taken for one
         self.saw_loose = False
+        self.has_ended = False  # what follows is a reason
         self.tokens: list[Token] = []
         self.gap = True
 
@@ -82,7 +84,7 @@ class _Lexer:
         if depth > 8:
             raise TooLarge("text macros nested too deeply")
         position, length = 0, len(text)
-        while position < length:
+        while position < length and not self.has_ended:
             found = _TOKEN.match(text, position)
             assert found is not None
             position = found.end()
@@ -132,7 +134,7 @@ class _Lexer:
         return end
 
     def other(self, char: str) -> None:
-        if char in "?~@#\\":
+        if char in "~@#\\":
             if char == "\\":
                 raise Malformed("a backslash with nothing after it")
             self.gap = True
@@ -197,6 +199,8 @@ class _Lexer:
         lower = run.lower()
         if lower in vocabulary.SEPARATORS:
             self.add("sep", lower)
+        elif lower in ("since", "because"):
+            self.has_ended = bool(self.tokens)
         elif (
             lower == "a"
             and (follower := _NEXT_WORD.match(ahead))
@@ -227,7 +231,7 @@ class _Lexer:
             return True
         if run[1:] in ("sqrt", "pi"):
             return False
-        if run in ("of", "be", "if", "an", "by", "at", "to", "so", "we", "it", "as", "no", "No", "on"):
+        if run[:1].lower() + run[1:] in _WORDS_OF_TWO:
             return True
         return vocabulary.is_word(run)
 

@@ -8,11 +8,13 @@ from fractions import Fraction
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.lexer import END, Token
 from atts.evaluators.syntax.stream import Grammar
-from atts.evaluators.syntax.tree import THREE, TWO, Node, number, symbol
+from atts.evaluators.syntax.tree import OTHERWISE, THREE, TWO, Node, number, symbol
 from atts.evaluators.syntax.units import TAILS, measure
 from atts.evaluators.verdict import Prose, UnknownWords
 
 _PROPERTIES = frozenset({"even", "odd", "prime", "rational", "irrational", "composite"})
+_CONDITIONS = frozenset({"if", "when", "for", "where"})
+REST = frozenset({"otherwise", "else", "elsewhere"})
 _RAISED = {"squared": TWO, "cubed": THREE}
 
 
@@ -53,6 +55,8 @@ def _word_after(parser: Grammar, node: Node, word: str) -> Node:
         return _in_base(parser, node)
     if lower in vocabulary.LARGE:
         return Node("mul", (node, number(vocabulary.LARGE[lower])))
+    if lower in REST:
+        return Node("cases", (node, OTHERWISE))
     if lower in _RAISED:
         return Node("pow", (node, _RAISED[lower]))
     if share and node.kind == "number":
@@ -149,6 +153,15 @@ def joined_quantities(first: Node, second: Node) -> Node | None:
     return Node("quantity", (Node("add", (*first.args, Node("mul", (*second.args, number(two[1] / one[1]))))),), first.text)  # fmt: skip  # noqa: E501
 
 
+def joined(parser: Grammar, before: Node, link: str, item: Node) -> Node | None:
+    """Two amounts as one, a value with its condition, or a case with one condition more; None for two items."""
+    if link in _CONDITIONS and item.kind in ("relation", "word") and item.text != "in":
+        return Node("cases", (before, item))
+    if link == "and" and before.kind == "cases" and item.kind == "relation" and parser.here.text not in _CONDITIONS:
+        return Node("cases", (before.args[0], Node("list", (before.args[1], item), "and")))
+    return joined_quantities(before, item) if link == "and" else None
+
+
 def phrase_before(parser: Grammar) -> Node | None:
     """Words before a value: neutral ones are passed over, those that name it are its name, others make it text."""
     found: list[str] = []
@@ -161,8 +174,7 @@ def phrase_before(parser: Grammar) -> Node | None:
         found += [token.text for token in parser.tokens[parser.at : end] if token.kind == "word"]
         return _label(parser, found, names, end)
     if parser.here.kind in ("end", "sep", "close") or parser.here.text.startswith(("end:", "\\\\", "&")):
-        is_rest = " ".join(found).lower() in ("otherwise", "else", "elsewhere")
-        return Node("word", text="otherwise" if is_rest else " ".join(found))
+        return OTHERWISE if " ".join(found).lower() in REST else Node("word", text=" ".join(found))
     if len(found) > 12 or any(word.lower() not in vocabulary.NEUTRAL | vocabulary.LABELS for word in found):
         raise unknown(found)
     if any(word.lower() not in vocabulary.NEUTRAL for word in found):

@@ -55,7 +55,7 @@ def _read(text: str, limits: Limits) -> Reading:
     plain = text
     try:
         plain = _ANNOUNCED.sub("", cleaned(_ANNOUNCED.sub("", unboxed(text), count=1), limits), count=1)
-        plain = plain.lstrip("= ") if plain[:1] == "=" else plain
+        plain = _LEADING.sub("", plain)
         choice = _CHOICE.match(_MACRO.sub("", plain).replace("{", "").replace("}", ""))
         letter = choice[1] if choice else ""
         only = bool(letter) and not re.search(r"[^A-J\s(){}\[\].:]", _MACRO.sub("", plain))
@@ -96,7 +96,7 @@ def _in_words(plain: str) -> Node | None:
     if division:
         numbers = [number(int(part)) for part in division.groups() if part]
         return Node("tuple", tuple(numbers), "R")
-    if not _WORD.search(phrase):
+    if "\\" in phrase or not _WORD.search(phrase):
         return None
     fixed = vocabulary.meaning(vocabulary.squashed(phrase))
     if fixed in _FIXED:
@@ -143,4 +143,5 @@ _ANNOUNCED = re.compile(
 )
 
 
+_LEADING = re.compile(r"\A\s*(?:=|\\approx(?![a-z]))\s*(?=\S)")
 _EMPTY_BOX = re.compile(r"\\?(?:boxed|fbox)\s*\{\s*\}")

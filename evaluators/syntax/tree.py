@@ -66,6 +66,7 @@ THREE = Node("number", text="3", value=Fraction(3))
 MINUS_ONE = Node("number", text="-1", value=Fraction(-1))
 INFINITY = Node("constant", text="inf")
 EMPTY_SET = Node("set")
+OTHERWISE = Node("word", text="otherwise")
 REALS = Node("tuple", (Node("mul", (MINUS_ONE, INFINITY)), INFINITY), "()")
 
 

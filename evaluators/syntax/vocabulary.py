@@ -68,7 +68,7 @@ def is_word(letters: str) -> bool:
     return True
 
 
-_PIECE = re.compile(r"[^\W_]+|[-+*/^=<>!%|\\]")
+_PIECE = re.compile(r"[^\W_]+|[-+*/^=<>!?%|\\]")
 _HYPHEN = re.compile(r"(?<=[^\W\d_])-(?=[^\W\d_])")
 
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atts.evaluators import equivalent, group
+from atts.evaluators import Verdict, equivalent, group
+from atts.evaluators.equivalence import grouping
 
 POOL = [
     "1/2", "0.5", r"\frac{2}{4}", r"50\%", "x=1/2", "2", "2.0", "x = 2", "(1,2)", "1,2", "2,1", r"\{1,2\}",
@@ -19,7 +21,11 @@ POOL = [
     "x<3", r"(-\infty,3)", r"\text{Evelyn}", "Evelyn", "B", "(B)", "204_5", "204", "10", r"10\%", "0.1", "5 cm",
     "5", "5 m",
     "not an answer at all", r"\frac{1", "", None, r"\binom{n}{2}", r"\frac{n(n-1)}{2}", "1:2", "2:4", "11:30",
-    "7,000", "7000",
+    "7,000", "7000", "9:15 pm", "21:15", "|x|<3", "(-3,3)", r"x\equiv 5\pmod{11}", r"16\pmod{11}", "8 kJ", "8000 J",
+    "3 boys and 4 girls", "4 girls, 3 boys", r"\$5", "5 dollars", "no solution", r"\emptyset",
+    "(x,y)=(1,2)", "y=2, x=1", r"\begin{cases} x & x>0 \\ -x & x\le 0\end{cases}", "|x|", "x=2 or x=-2",
+    r"\{x \mid -3<x<3\}", "1.73205", r"\sqrt3",
+    r"(1.73205, \frac13)", r"(\sqrt{3}, \frac{1}{3})",
 ]  # fmt: skip
 
 
@@ -90,6 +96,27 @@ def test_many_answers() -> None:
     answers = [spelling.format(n, 2 * n) for n in range(600) for spelling in spellings]
     random.Random(5).shuffle(answers)
     assert set(Counter(group(answers)).values()) == {10}
+
+
+def test_distinct_answers_are_hardly_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Radicals, fractions, decimals and tuples with many digits in common are told apart by their keys alone."""
+    compared: list[str] = []
+
+    def counted(gold: str, answer: str, *args: Any, **options: Any) -> Verdict:
+        compared.append(gold)
+        return equivalent(gold, answer, *args, **options)
+
+    monkeypatch.setattr(grouping, "equivalent", counted)
+    forms = (
+        r"\sqrt{{{0}}}",
+        r"\frac{{{0}}}{{7}}",
+        r"{0}.00007",
+        r"(\frac{{{0}}}{{7}}, \sqrt{{{0}}})",
+        r"\sqrt{{{0}}}+2",
+    )
+    answers = [form.format(10**9 + 7 * n + 1) for form in forms for n in range(60)]
+    assert len(set(group(answers))) == len(answers)
+    assert len(compared) < len(answers)
 
 
 def test_shared_model_answers(shared_data: Path) -> None:

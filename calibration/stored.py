@@ -219,7 +219,7 @@ def _read_mapping(path: Path, text: str, scale: Scale, fingerprint: Mapping[str,
     if isinstance(table, dict) and table.get("kind") == "atts scores":
         return StoredScores.restore(read_state(path))
     if isinstance(table, dict) and table.get("kind") == "atts calibrator":
-        raise CalibrationInputError(str(path), "a fitted calibrator", "scores, as those it was fitted from")
+        return StoredScores.restore(read_state(path)["stored"])  # what it started from
     if not isinstance(table, dict) or not all(isinstance(scores, list) for scores in table.values()):
         raise CalibrationInputError(str(path), type(table).__name__, "JSON {question: [scores]}")
     records = [{"question": name, "score": score} for name, scores in table.items() for score in scores]

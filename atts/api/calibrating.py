@@ -76,7 +76,10 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
 
 
 def stored_scores(
-    path: Path, per_question: int | None = None, scale: Scale = PERPLEXITY, conditions: Mapping[str, str] | None = None
+    path: Path,
+    per_question: int | None = None,
+    scale: Scale = PERPLEXITY,
+    conditions: Mapping[str, object] | None = None,
 ) -> StoredScores:
     """Calibration scores from before a run: of a file, or of the directory of a run.
 

@@ -21,10 +21,19 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True)
 
 Rate = Annotated[float, typer.Option(help="The fraction of chunks the target takes over.")]
+OwnRate = Annotated[
+    float | None,
+    typer.Option(help="The fraction of chunks the target takes over. By default the run's own; of a file 0.4."),
+]
 Mode = Annotated[str, typer.Option(help="split, marginal, aci, tracking, turn, question or question-turn.")]
 Scale = Annotated[str, typer.Option(help="What the scores are: perplexity, logprob or real.")]
 PerQuestion = Annotated[int | None, typer.Option(help="This many consecutive scores of an array are one question.")]
-Condition = Annotated[list[str] | None, typer.Option(help="NAME=VALUE the scores were made under; repeatable.")]
+Condition = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=VALUE the scores were made under: target.model=QwQ-32B, sampling.temperature=0.7; repeatable."
+    ),
+]
 Source = Annotated[
     str, typer.Argument(help="A run directory; JSON Lines of {score, question, turn}, or - for stdin; .json; .npy.")
 ]
@@ -72,7 +81,7 @@ def import_scores(
 ) -> None:
     """Read scores of any supported kind and write them as one file with their conditions.
 
-    Example: atts calibration import ppls_math500.npy --per-question 16 --condition model=QwQ-32B --out scores.json
+    Example: atts calibration import ppls.npy --per-question 16 --condition target.model=QwQ-32B --out scores.json
     """
     found = _scores(file, per_question, scale, condition)
     told = write_scores(out, found.state())
@@ -84,7 +93,7 @@ def import_scores(
 def fit(
     file: Source,
     out: Annotated[Path, typer.Option(help="Where to write the calibrator; - is stdout.")],
-    rate: Rate = 0.4,
+    rate: OwnRate = None,
     mode: Mode = "question-turn",
     per_question: PerQuestion = None,
     seed: Annotated[int, typer.Option(help="Of the coin that breaks ties.")] = 0,
@@ -94,10 +103,13 @@ def fit(
 ) -> None:
     """Make a calibrator that starts from these scores.
 
-    Example: atts calibration fit scores.jsonl --rate 0.4 --mode turn --condition model=QwQ-32B --out calibrator.json
+    `atts eval --scores` starts from it as from the scores themselves.
+
+    Example: atts calibration fit scores.jsonl --mode turn --condition target.model=QwQ-32B --out calibrator.json
     """
     from atts.calibration import Calibrator
 
+    rate = _rate(rate, file)
     found = _scores(file, per_question, scale, condition)
     made = Calibrator(rate, mode, seed=seed, stored=found)  # type: ignore[arg-type]  # checked there
     told = write_scores(out, made.state())
@@ -111,7 +123,11 @@ def fit(
 
 @app.command("report")
 def report(
-    file: Source, rate: Rate = 0.4, per_question: PerQuestion = None, scale: Scale = "perplexity", as_json: Json = False
+    file: Source,
+    rate: OwnRate = None,
+    per_question: PerQuestion = None,
+    scale: Scale = "perplexity",
+    as_json: Json = False,
 ) -> None:
     """Say what stored scores can promise: size, clustering, repeats, thresholds, and how certain those are.
 
@@ -119,7 +135,7 @@ def report(
     """
     from atts.calibration import examine
 
-    health = examine(_scores(file, per_question, scale, None), rate)
+    health = examine(_scores(file, per_question, scale, None), _rate(rate, file))
     if as_json:
         print_json({**asdict(health), "warnings": health.warnings})
     else:
@@ -130,7 +146,7 @@ def report(
 def check(
     file: Source,
     live: Annotated[Path | None, typer.Option(help="Scores of the run these are meant for, in arrival order.")] = None,
-    rate: Rate = 0.4,
+    rate: OwnRate = None,
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
     as_json: Json = False,
@@ -150,7 +166,7 @@ def check(
     if file != "-" and Path(file).is_dir() and live is None:
         return check_run(Path(file), as_json)
     stored = _scores(file, per_question, scale, None)
-    health = examine(stored, rate)
+    health = examine(stored, _rate(rate, file))
     other = stored if live is None else _scores(str(live), None, scale, None)
     if live is not None and stored.fingerprint and other.fingerprint:
         check_fingerprint(file, stored.fingerprint, other.fingerprint)
@@ -193,11 +209,22 @@ def check_run(directory: Path, as_json: bool) -> None:
         say(f"{directory}: {said}; no alarm")
 
 
+def _rate(given: float | None, file: str) -> float:
+    """What was given, else the rate that the run was made at, else 0.4."""
+    if given is not None or file == "-" or not Path(file).is_dir():
+        return 0.4 if given is None else given
+    from atts.journal import open_run
+
+    held = open_run(Path(file)).manifest.configuration.get("rate")
+    return float(held.value) if held is not None and isinstance(held.value, int | float) else 0.4
+
+
 def _scores(file: str, per_question: int | None, scale: str, conditions: list[str] | None) -> StoredScores:
     from atts.api import stored_scores
     from atts.calibration import StoredScores, scale_named
+    from atts.run import read_conditions
 
-    fingerprint = named_values(conditions or (), "condition", "NAME=VALUE")
+    fingerprint = read_conditions(named_values(conditions or (), "condition", "NAME=VALUE"))
     if file == "-":
         return StoredScores.from_records(_records(file, None, scale), scale_named(scale), fingerprint)
     stored = stored_scores(Path(file), per_question, scale_named(scale), fingerprint)

@@ -7,7 +7,7 @@ Call it again with the same directory and it goes on where it was, whatever ende
 """
 
 from atts.run.calls import RecallTiming
-from atts.run.conditions import Conditions, check_conditions, conditions_of
+from atts.run.conditions import Conditions, check_conditions, conditions_of, read_conditions
 from atts.run.evaluate import Keep, RunOptions, evaluate
 from atts.run.gates import replay_event
 from atts.run.merging import Merged, Shard, merge
@@ -49,6 +49,7 @@ __all__ = [
     "conditions_of",
     "evaluate",
     "merge",
+    "read_conditions",
     "replay_event",
     "samples",
     "scorecard",

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from contextlib import suppress
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from atts.calibration import check_fingerprint
-from atts.errors import FingerprintError
+from atts.core import Role, Sampling
+from atts.errors import FingerprintError, OptionError
 from atts.journal import Manifest
+from atts.jsonable import from_json
+from atts.pipelines import Chunking, ScoreRule
 
 Conditions = Literal["match", "ignore"]
 """Scores made under other conditions than the run's end it, or are taken as they are, with a warning."""
 _SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs")
-_POLICY = ("sampling", "target_sampling", "chunking", "score")
+_POLICY: Mapping[str, type] = MappingProxyType(
+    {"sampling": Sampling, "target_sampling": Sampling, "chunking": Chunking, "score": ScoreRule}
+)
 _ADVICE = "Make them anew under these conditions, or take them as they are with --set conditions=ignore"
 
 
@@ -32,6 +40,27 @@ def conditions_of(manifest: Manifest) -> dict[str, object]:
             found |= {
                 f"{name}.{key}": list(value) if isinstance(value, tuple) else value for key, value in part.items()
             }
+    return found
+
+
+def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
+    """Conditions in words, as a run would record them: the names of `conditions_of`, numbers as numbers.
+
+    >>> read_conditions({"target.model": "QwQ-32B", "sampling.temperature": "0.7"})
+    {'target.model': 'QwQ-32B', 'sampling.temperature': 0.7}
+
+    :raises OptionError: a name that no run records.
+    """
+    of_models = [f"{role}.{name}" for role in get_args(Role) for name in _SPEC]
+    of_policy = [f"{part}.{field.name}" for part, kind in _POLICY.items() for field in fields(kind)]
+    found = dict[str, object]()
+    for name, text in given.items():
+        if name not in of_models + of_policy and name.partition(".")[2][:6] != "probe.":
+            raise OptionError("condition", f"no run records {name!r}", [*of_models, *of_policy], name)
+        found[name] = text
+        if name in of_policy:
+            with suppress(ValueError):
+                found[name] = from_json(text)
     return found
 
 

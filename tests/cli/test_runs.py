@@ -15,7 +15,7 @@ from atts.analysis import build_report
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
 from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
-from atts.journal import JOURNAL, MANIFEST, CallSpan, Decided, Observed, Sampled, Scored, read_entries
+from atts.journal import JOURNAL, MANIFEST, CallSpan, Decided, Observed, Sampled, Scored, open_run, read_entries
 from atts.jsonable import jsonable
 from atts.models import path as model_path
 from atts.pipelines import Policy
@@ -177,6 +177,35 @@ def test_a_run_starts_from_scores_of_its_own_conditions_only(atts: Atts, runs: P
     assert atts(*words, "s.json", "--out", "other", "--set", "conditions=ignore").code == 0
     warned = {caveat.code: caveat.text for caveat in build_report(Path("other")).report.caveats}
     assert "target.model" in warned["conditions"]
+
+
+def test_a_fitted_calibrator_starts_a_run(atts: Atts, runs: Path, scripted: tuple[str, ...]) -> None:
+    """What `calibration fit` writes is read where scores are; the rate is the run's own unless another is given."""
+    assert atts("calibration", "fit", str(runs / "atts"), "--out", "fitted.json").code == 0
+    made = Calibrator.load(Path("fitted.json"))
+    assert (
+        float(made.rate) == json.loads(atts("calibration", "report", str(runs / "atts"), "--json").out)["rate"] != 0.4
+    )
+    words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "own", "--scores", "fitted.json")
+    assert atts(*words).code == 0
+    assert open_run(Path("own")).manifest.configuration["stored"].value == list(made.stored.scores)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("model", "draft.model"),
+        ("target.modle", "target.model"),
+        ("temperature", "sampling.temperature"),
+        ("chunking", "chunking.stop"),
+    ],
+)
+def test_a_condition_that_no_run_records_is_refused_at_once(atts: Atts, runs: Path, name: str, near: str) -> None:
+    """Not after the models were loaded; the nearest one there is is named."""
+    said = atts("calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", f"{name}=x")
+    assert said.code == 2
+    assert f"did you mean '{near}'" in said.err
+    assert not Path("s.json").exists()
 
 
 def test_scores_without_conditions_are_taken_with_a_warning(atts: Atts, runs: Path, scripted: tuple[str, ...]) -> None:

@@ -186,7 +186,7 @@ def _both(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
         yield Check("abilities", "ok", f"both can do what the method {setup.method} asks")
     except ATTSError as error:
         yield Check("abilities", "fail", str(error))
-    for role, engine in (("draft", draft), ("target", target)):
+    for role, engine in _roles(draft, target):
         is_hot = "processed" in dict(engine.spec.findings).get("convention", "")
         if is_hot and role in needed_logprobs(policy, gate, draft.spec, target.spec):
             advice = "Start SGLang with SGLANG_RETURN_ORIGINAL_LOGPROB=1"
@@ -207,7 +207,8 @@ def _both(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
 def _templates(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
     """Whether both chat templates take the prompt, and how each opens the answer."""
     messages = prompt_of(_PROBLEM, setup.run_policy)
-    for role, engine in (("draft", draft), ("target", target)):
+    thinks = dict[Role, bool]()
+    for role, engine in _roles(draft, target):
         try:
             ids = engine.tokenizer.render(messages)
         except ATTSError as error:
@@ -218,7 +219,16 @@ def _templates(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
         seen = (
             f"{role}: {len(ids)} tokens for a short problem, {how} a system prompt ({len(plain)} for the problem alone)"
         )
+        thinks[role] = engine.tokenizer.decode(ids).rstrip().endswith("<think>")
         yield Check("templates", "ok", seen)
+    if len(set(thinks.values())) == 2:
+        opens = next(role for role, opened in thinks.items() if opened)
+        advice = "Its first chunks look odd to the other model: expect more of them to be handed over"
+        yield Check("templates", "warn", f"the template of the {opens} alone opens the answer with <think>", advice)
+
+
+def _roles(draft: Engine, target: Engine) -> tuple[tuple[Role, Engine], ...]:
+    return ("draft", draft), ("target", target)
 
 
 async def _trial(setup: Setup, draft: Engine, target: Engine) -> Check:

@@ -132,6 +132,18 @@ def test_two_good_servers_pass_and_the_settings_are_kept(atts: Any, serve: Serve
     assert Path("mine.toml").read_text() == "rate = 0.5\n"
 
 
+def thinking(folder: Path) -> Path:
+    """The draft's tokenizer with a template that opens every answer with `<think>`."""
+    copy = Path(shutil.copytree(path("draft"), folder / "thinking", ignore=shutil.ignore_patterns("*.safetensors")))
+    config = copy / "tokenizer_config.json"
+    told = json.loads(config.read_text())
+    for file in copy.glob("*.jinja"):
+        file.write_text(file.read_text() + "<think>\n")
+    if "chat_template" in told:
+        config.write_text(json.dumps({**told, "chat_template": told["chat_template"] + "<think>\n"}))
+    return copy
+
+
 @pytest.mark.parametrize(
     ("case", "code", "name", "status", "told"),
     [
@@ -142,6 +154,7 @@ def test_two_good_servers_pass_and_the_settings_are_kept(atts: Any, serve: Serve
         ("template", 5, "draft", "fail", "chat template"),
         ("nowhere", 5, "target", "fail", "cannot reach"),
         ("small", 0, "lengths", "warn", "looks too small"),
+        ("think", 0, "templates", "warn", "the template of the draft alone opens"),
     ],
 )
 def test_what_is_wrong_is_one_line_that_says_what_to_do(
@@ -157,6 +170,8 @@ def test_what_is_wrong_is_one_line_that_says_what_to_do(
         words["--pair"] = "r1-1.5b/r1-7b"
     elif case == "small":
         words["--max-tokens"] = "300"
+    elif case == "think":
+        words["--draft"] = words["--draft"].partition("?")[0] + f"?tokenizer={thinking(tmp_path)}"
     elif case == "nowhere":
         words["--target"] = "vllm:http://127.0.0.1:9/m"
     elif case == "template":

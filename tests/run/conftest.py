@@ -16,7 +16,7 @@ from atts.calibration import Calibrator
 from atts.core import Outcome, Problem, Rollout, Usage
 from atts.graph import Limit
 from atts.journal import JOURNAL, Event, JournalOptions, read_entries
-from atts.pipelines import Answers, Chunking, ConformalGate, Gate, Policy, ThresholdGate
+from atts.pipelines import Answers, Chunking, ConformalGate, Gate, Policy, ScoreRule, ThresholdGate
 from atts.run import Plan, RunOptions, RunResult, evaluate
 from atts.testing import Backend, Latency, ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
 
@@ -34,7 +34,7 @@ def grade(answer: str, problem: Problem) -> Said:
     return Said("equal" if answer == problem.answer else "different")
 
 
-POLICY = Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
+POLICY = Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none", score=ScoreRule("mean"))
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
 
 

@@ -1,0 +1,23 @@
+"""The page on other harnesses gives things their places, whether or not the harness is installed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.checkout
+PAGE = Path(__file__).resolve().parents[2] / "docs/harnesses.md"
+
+
+def test_the_solver_is_given_as_a_solver() -> None:
+    """The second place of an inspect_ai Task is its set-up: the page names the solver by keyword."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
+    [block] = [text for text in blocks if "atts_solver" in text]
+    calls = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
+    [task] = [call for call in calls if ast.unparse(call.func) == "Task"]
+    assert len(task.args) == 1
+    given = {word.arg: ast.unparse(word.value).split("(")[0] for word in task.keywords}
+    assert given == {"solver": "atts_solver", "scorer": "match"}

@@ -10,6 +10,8 @@ from atts.calibration.ranks import Ranks
 from atts.calibration.state import GroupTable, Part, StateTable
 from atts.errors import CalibrationInputError
 
+_HASTE = 2.0  # what is owed is paid as if so many times fewer decisions were left
+
 
 class Controller(Part):
     """Turns a p-value into a decision and learns what was really done; this one gives every decision its rate."""
@@ -19,8 +21,11 @@ class Controller(Part):
     def __init__(self, rate: float) -> None:
         self._rate = rate
 
-    def allowance(self, nonconformity: float, question: str, turn: int) -> float:
-        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - allowance."""
+    def allowance(self, nonconformity: float, question: str, turn: int, left: float = math.inf) -> float:
+        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - allowance.
+
+        About so many decisions are `left`, this one included; infinite where that is not known.
+        """
         return self._rate
 
     def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
@@ -33,6 +38,10 @@ class Adaptive(Controller):
     After a decision the allowance moves by step * (rate - escalated), unclamped: at or below 0 nothing escalates, at or
     above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1 - rate) + step) / (step * T); with
     d decisions in flight between deciding and observing, (max(rate, 1 - rate) + (d + 1) step) / (step * T).
+
+    Where it is known how many decisions are left, what is owed is made up for over half of them, however small the
+    step. So wherever the truth is at least that half, the sum of errors ends within one decision, for any sequence;
+    every decision it is short of that adds at most max(rate, 1 - rate).
     """
 
     __slots__ = ("_allowances", "_by_turn", "_step")
@@ -45,8 +54,11 @@ class Adaptive(Controller):
         self._step, self._by_turn = step, by_turn
         self._allowances = StateTable(int, float)
 
-    def allowance(self, nonconformity: float, question: str, turn: int) -> float:
-        return self._allowances.get(turn if self._by_turn else 0, self._rate)
+    def allowance(self, nonconformity: float, question: str, turn: int, left: float = math.inf) -> float:
+        level = self._allowances.get(turn if self._by_turn else 0, self._rate)
+        if self._by_turn or left * self._step >= _HASTE:
+            return level
+        return self._rate + (level - self._rate) * _HASTE / (self._step * max(_HASTE, left))
 
     def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         group = turn if self._by_turn else 0
@@ -86,7 +98,7 @@ class Tracking(Controller):
         self._middle = self._distance = 0.0  # the first median, and the sum of all distances from it
         self._seen = 0
 
-    def allowance(self, nonconformity: float, question: str, turn: int) -> float:
+    def allowance(self, nonconformity: float, question: str, turn: int, left: float = math.inf) -> float:
         if not self._scale or not 0 < self._rate < 1:
             return self._rate
         lean = self._integral * self._scale * math.tanh(self._owed / 25) if self._integral else 0.0
@@ -157,7 +169,7 @@ class Feedback(Controller):
         self._owed = 0.0
         self._siblings = GroupTable(lambda: (Ranks(), Ranks()))  # kept, escalated
 
-    def allowance(self, nonconformity: float, question: str, turn: int) -> float:
+    def allowance(self, nonconformity: float, question: str, turn: int, left: float = math.inf) -> float:
         if not 0 < self._rate < 1:
             return self._rate
         owed = self._owed_question.get(question, 0.0)

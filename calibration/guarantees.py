@@ -32,6 +32,7 @@ class Facts:
     escalated: int
     tuning: Tuning
     events: Sequence[DriftEvent]
+    left: float = math.inf  # decisions expected before the run ends; infinite where that is not known
 
     @property
     def count(self) -> int:
@@ -55,11 +56,19 @@ class Facts:
 
     @property
     def aci_now(self) -> str:
-        """What that comes to for the decisions so far."""
-        bound = self.aci_bound
+        """What that comes to for the decisions so far, or for all of a run whose size is known."""
+        bound, side = self.aci_bound, max(self.rate, 1 - self.rate)
+        if math.isfinite(self.left):
+            whole = self.decided + self.left
+            return (
+                f"(1 + {side:g} E) / T of {self.rate:g} when the run ends, E being the most decisions by which half of "
+                f"those expected to be left ever exceeded those that were left; of the {whole:,.0f} expected here that "
+                f"is {1 / whole:.4f} where E is 0, {(1 + 20 * side) / whole:.4f} where it is 20"
+            )
+        start = f"{bound:.2f} / T of {self.rate:g}, "
         if self.decided > bound:
-            return f", so here within {bound / self.decided:.4f}"
-        return f", a promise from decision {math.ceil(bound):,} on"
+            return f"{start}so here within {bound / self.decided:.4f}"
+        return f"{start}a promise from decision {math.ceil(bound):,} on"
 
     @property
     def turn_bound(self) -> float:

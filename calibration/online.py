@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
@@ -89,21 +90,34 @@ class Calibrator(Part):
         self._monitor = DriftMonitor(self.stored, policy=drift)
         self._alert: DriftPolicy | None = None
         self._widened = 0
+        self._expected = math.inf  # decisions to come, were the rollouts that have not ended like those that have
         for event in self._monitor.events:
             self._act(event)
 
     def decide(
-        self, score: float, question: str = "", turn: int = 0, sample: int | None = None, issue: int | None = None
+        self,
+        score: float,
+        question: str = "",
+        turn: int = 0,
+        sample: int | None = None,
+        issue: int | None = None,
+        left: float | None = None,
     ) -> Decision:
         """What to do with a chunk of this score, from stored scores and decisions only; nothing is stored.
 
-        :raises CalibrationInputError: if it is not a score of the declared domain, or a turn or sample below 0.
+        `left` is the share of the run's rollouts that have not ended, this one among them; None where it is not known.
+
+        :raises CalibrationInputError: if it is not a score of the declared domain, a turn or sample is below 0, or
+            `left` is no share.
         """
         if turn < 0 or (sample is not None and sample < 0):
             raise CalibrationInputError("turn and sample", (turn, sample), "numbers from 0")
+        if left is not None and not 0 <= left <= 1:
+            raise CalibrationInputError("left", left, "a share in [0, 1]")
         nonconformity = self.scale.nonconformity(score)
+        self._expected = math.inf if left is None or left >= 1 else self.decided * left / (1 - left)
         p = self._pool.rank(nonconformity, question, turn).p(self._theta(nonconformity, question, turn, sample))
-        allowance = self._controller.allowance(nonconformity, question, turn)
+        allowance = self._controller.allowance(nonconformity, question, turn, self._expected)
         if self._alert:
             allowance = 1.0 if self._alert == "escalate" else allowance * _WIDER if self._widened else allowance
         up = allowance >= 1 or (allowance > 0 and p > 1 - allowance)
@@ -204,7 +218,8 @@ class Calibrator(Part):
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") * 2.0**-56
 
     def _facts(self) -> Facts:
-        return Facts(self._nominal, self.stored, self.decided, self.escalated, self.tuning, self.events)
+        facts = Facts(self._nominal, self.stored, self.decided, self.escalated, self.tuning, self.events)
+        return replace(facts, left=self._expected)
 
     def state(self) -> dict[str, Any]:
         """Everything that decides what comes next, as JSON: restored, the same stream gets the same decisions."""

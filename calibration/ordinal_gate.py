@@ -150,7 +150,8 @@ class OrdinalGate:
 
         :raises CalibrationInputError: if it is not a score.
         """
-        said = self.calibrator.decide(score, features.question, features.turn, features.sample, features.issue)
+        place = (features.question, features.turn, features.sample, features.issue)
+        said = self.calibrator.decide(score, *place, features.left)
         levels = self.learner.levels(feature_row(features, said.p))
         if levels in (("accept",), ("escalate",)):
             return replace(said, action=levels[0], level=levels[0], levels=levels, why=_why(levels))

@@ -50,8 +50,9 @@ def replay(
 ) -> ReplayResult:
     """Decide on records {"question", "turn", "score"} one by one in arrival order, each from those before it.
 
-    "sample" is optional, and "issue" (the place in the order of asking, from 0 without gaps) makes scores join the
-    pools in that order instead of the order of arrival. The options are those of `Calibrator`.
+    "sample" is optional, "left" (the share of rollouts that have not ended) too, and "issue" (the place in the order
+    of asking, from 0 without gaps) makes scores join the pools in that order instead of the order of arrival. The
+    options are those of `Calibrator`.
 
     :raises CalibrationInputError: if a record lacks a field, or its score is none.
     :raises OptionError: for an unknown mode or drift policy.
@@ -88,7 +89,7 @@ def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> D
     for name, value in {"turn": turn, **counts}.items():
         whole_number(f"{name} of record {number}", value)
     try:
-        return calibrator.decide(score, str(question), int(turn), **counts)
+        return calibrator.decide(score, str(question), int(turn), **counts, left=record.get("left"))
     except CalibrationInputError as problem:
         if problem.what != "score":
             raise

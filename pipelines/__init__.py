@@ -5,7 +5,7 @@ from atts.pipelines.builder import FORCING
 from atts.pipelines.calls import AdmittedEngine, Stage, check_completion, check_scores
 from atts.pipelines.capabilities import check_engines, needed_logprobs
 from atts.pipelines.chunks import prompt_of
-from atts.pipelines.context import Answers, Context, RolloutListener, Silent
+from atts.pipelines.context import Answers, Context, Remaining, RolloutListener, Silent
 from atts.pipelines.gates import (
     Calibrating,
     ConformalGate,
@@ -56,6 +56,7 @@ __all__ = [
     "Gate",
     "Grouper",
     "Learning",
+    "Remaining",
     "RolloutListener",
     "Meanwhile",
     "Policy",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from atts.core import Chunk, Role, Rollout, Turn
@@ -44,6 +44,13 @@ class Silent:
         """Ignore it."""
 
 
+@dataclass(slots=True)
+class Remaining:
+    """What is left of a run: the share of its rollouts that have not ended; None where their number is not known."""
+
+    share: float | None = None
+
+
 EngineBinder = Callable[[Engine, Role, Caller, float], Engine]
 """Makes the engine that one rollout (or problem) calls, with a deadline in seconds for every call."""
 
@@ -60,6 +67,7 @@ class Context:
     listener: RolloutListener = Silent()
     bind: EngineBinder = AdmittedEngine
     logprobs: frozenset[Role] = frozenset({"draft", "target"})  # whose own are used: see `needed_logprobs`
+    left: Remaining = field(default_factory=Remaining)
 
     def at(self, scope: Caller, timeout_seconds: float) -> Context:
         """The same with engines whose calls belong to this rollout: admitted, timed, validated and tried again."""

@@ -72,8 +72,9 @@ class Calibrating(Protocol):
         ...
 
     def decide(
-        self, score: float, question: str = "", turn: int = 0, sample: int | None = None, issue: int | None = None
-    ) -> Decision:
+        self, score: float, question: str = "", turn: int = 0, sample: int | None = None, issue: int | None = None,
+        left: float | None = None,
+    ) -> Decision:  # fmt: skip
         """A decision from stored scores and decisions only."""
         ...
 
@@ -101,7 +102,8 @@ class ConformalGate:
 
     def decide(self, features: Features, score: float) -> Decision:
         """As the calibrator says."""
-        return self.calibrator.decide(score, features.question, features.turn, features.sample, features.issue)
+        place = (features.question, features.turn, features.sample, features.issue)
+        return self.calibrator.decide(score, *place, features.left)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Feed the calibrator; an escalation that was forced without a score counts for the rate alone."""

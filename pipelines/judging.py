@@ -140,6 +140,7 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
         turn=builder.turn,
         sample=rollout.sample,
         attempt=proposal.attempt,
+        left=builder.context.left.share,
         tokens=chunk.tokens,
         draft_logprob=evidence(builder.score, chunk),
         has_answer=proposal.answer is not None,

@@ -226,6 +226,7 @@ def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy
         turn.index,
         rollout.sample,
         issue=turn.decision.issue if turn.decision else None,
+        left=told.get("left"),
         attempt=int(told.get("attempt", 0)),
         tokens=chunk.tokens,
         draft_logprob=told.get("draft_logprob", evidence(policy.score, chunk)),

@@ -44,7 +44,7 @@ from atts.run.conditions import check_conditions
 from atts.run.forewarning import forewarnings
 from atts.run.gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
 from atts.run.plan import Grade, Plan
-from atts.run.recorder import EscalationCounter, Listener, ProblemRecord, Recorder, RunBegun
+from atts.run.recorder import EscalationCounter, Listener, ProblemRecord, Recorder, RolloutsLeft, RunBegun
 from atts.run.result import Missing, RunResult, RunStatus
 from atts.run.stopping import Signals, Stop, watch_signals
 
@@ -103,14 +103,19 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, options: RunOptions 
         manifest = plan.manifest(problems, options.dataset)
         doubt = "" if plan.stored_under is None else check_conditions(manifest, plan.stored_under, plan.conditions)
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
-        escalations = EscalationCounter()
-        async with _journal(options, manifest, plan, state, escalations) as journal:
-            return await _Run(plan, options, manifest, state, journal, escalations).drive(problems, doubt)
+        counts = EscalationCounter(), RolloutsLeft(manifest.problems, plan.policy.samples)
+        async with _journal(options, manifest, plan, state, *counts) as journal:
+            return await _Run(plan, options, manifest, state, journal, *counts).drive(problems, doubt)
 
 
 @asynccontextmanager
 async def _journal(
-    options: RunOptions, manifest: Manifest, plan: Plan, state: RunState, escalations: EscalationCounter
+    options: RunOptions,
+    manifest: Manifest,
+    plan: Plan,
+    state: RunState,
+    escalations: EscalationCounter,
+    left: RolloutsLeft,
 ) -> AsyncGenerator[Journal | None, None]:
     """The journal, what it holds applied to the state, the gate and the listeners."""
     if options.directory is None:
@@ -124,6 +129,7 @@ async def _journal(
             replay_event(plan.gate, event)
         for decision, is_escalated in judged(event):
             escalations.count(decision, is_escalated)
+        left.recall(event)
         for listener in options.listeners:
             listener.recalled(event)
 
@@ -140,6 +146,7 @@ class _Run:
         state: RunState,
         journal: Journal | None,
         escalations: EscalationCounter,
+        left: RolloutsLeft,
     ) -> None:
         self._plan = plan
         self._options = options
@@ -147,7 +154,7 @@ class _Run:
         self._state = state
         self._journal = journal
         self._escalations = escalations
-        self._recorder = Recorder(journal, options.listeners, escalations)
+        self._recorder = Recorder(journal, options.listeners, escalations, left)
         self._graph = Graph(
             rollouts=plan.rollouts,
             limits=plan.limits,
@@ -156,6 +163,10 @@ class _Run:
             first_node=state.last_node + 1,
             beside=options.beside,
         )
+        self._left = left
+        if plan.recall == "instant":
+            for problem in filter(state.is_over, state.finished):
+                left.conclude(problem)
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
         self._places: dict[str, int] = {}  # of the problems in the dataset
         self._lines: dict[str, FinishedProblem] = {}
@@ -178,7 +189,7 @@ class _Run:
             self._keep(name, problem)
         async with tasks.background(self._end_when_asked):
             await self._graph.drive(
-                self._left(problems), self._solve, self._finished, timeout_seconds=self._plan.timeout_seconds
+                self._left_over(problems), self._solve, self._finished, timeout_seconds=self._plan.timeout_seconds
             )
         result = self._result(anyio.current_time() - began)
         if self._journal is not None:
@@ -197,7 +208,7 @@ class _Run:
             directory=self._options.directory,
         )
 
-    def _left(self, problems: Iterable[Problem]) -> Iterator[Problem]:
+    def _left_over(self, problems: Iterable[Problem]) -> Iterator[Problem]:
         """The problems that are not over, seen one by one."""
         for place, problem in enumerate(problems):
             if problem.id in self._places:
@@ -268,7 +279,15 @@ class _Run:
         draft, target = bind(plan.draft, "draft", None, seconds), bind(plan.target, "target", None, seconds)
         needed = needed_logprobs(plan.policy, plan.gate, plan.draft.spec, plan.target.spec)
         return Context(
-            draft, target, gate, answers=plan.answers, seed=plan.seed, listener=record, bind=bind, logprobs=needed
+            draft,
+            target,
+            gate,
+            answers=plan.answers,
+            seed=plan.seed,
+            listener=record,
+            bind=bind,
+            logprobs=needed,
+            left=self._left,
         )
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:
@@ -315,6 +334,7 @@ class _Run:
             raise result.error
         if result.value is not None:
             self._unfinished -= 1
+            self._left.conclude(result.problem)
             self._keep(result.problem, result.value)
             if not result.value.is_complete:
                 self._missing.add(result.value)

@@ -141,8 +141,10 @@ def _features(question: str, turn: int, sample: int, recorded: Mapping[str, floa
         answered=int(told["answered"]),
         agreement=told["agreement"],
         agrees=bool(told["agrees"]),
+        left=recorded.get("left"),
     )
 
 
 def _told(features: Features) -> dict[str, float]:
-    return {name: float(getattr(features, name)) for name in _TOLD}
+    told = {name: float(getattr(features, name)) for name in _TOLD}
+    return told if features.left is None else {**told, "left": features.left}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from atts.journal import (
     TurnFinished,
     Warned,
 )
-from atts.pipelines import Stage
+from atts.pipelines import Remaining, Stage
+from atts.spans import RolloutSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +115,51 @@ class EscalationCounter:
         return share_estimate(self._counts.values())
 
 
+class RolloutsLeft(Remaining):
+    """Kept up to date: rollouts that a concluded problem never began have ended with it.
+
+    A run whose gate was not told of it, as those of older versions, goes on as it began.
+    """
+
+    __slots__ = ("_all", "_ended", "_of", "_samples")
+
+    def __init__(self, problems: int | None, samples: int) -> None:
+        self._all, self._samples = (problems or 0) * samples, samples
+        self._ended = 0
+        self._of = Counter[str]()  # ended, of each open problem
+        super().__init__(1.0 if self._all else None)
+
+    def recall(self, event: Event) -> None:
+        """Look at an event of an earlier session."""
+        if isinstance(event, Decided) and "left" not in event.features:
+            self._all, self.share = 0, None
+
+    def end(self, problem: str) -> None:
+        """One of this problem's has ended."""
+        self._of[problem] += 1
+        self._count(1)
+
+    def conclude(self, problem: str) -> None:
+        """All of this problem's have."""
+        self._count(self._samples - self._of.pop(problem, 0))
+
+    def _count(self, ended: int) -> None:
+        self._ended += ended
+        if self._all:
+            self.share = max(1, self._all - self._ended) / self._all
+
+
 class Recorder:
     """The one way into the journal and to the listeners, in the same order for both."""
 
-    def __init__(self, journal: Journal | None, listeners: Sequence[Listener], escalations: EscalationCounter) -> None:
-        self._journal = journal
+    def __init__(
+        self,
+        journal: Journal | None,
+        listeners: Sequence[Listener],
+        escalations: EscalationCounter,
+        left: RolloutsLeft,
+    ) -> None:
+        self._journal, self._left = journal, left
         self._tells = [listener.notify for listener in listeners]
         self._escalations = escalations
         self.saved = _nothing_to_save if journal is None else journal.saved  # waits until all noted is in the file
@@ -165,6 +207,8 @@ class Recorder:
 
     def on_graph(self, event: object) -> None:
         """The sink of the task graph."""
+        if isinstance(event, RolloutSpan):
+            self._left.end(event.problem)
         if isinstance(event, Event):
             self.record(event)
 

@@ -101,7 +101,7 @@ def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float,
                 calibrator.observe(decision, step.escalated)
             elif place < audit and decision.score is not None and decision.p is not None:
                 again = calibrator.decide(
-                    decision.score, decision.question, decision.turn, decision.sample, decision.issue
+                    decision.score, decision.question, decision.turn, decision.sample, decision.issue, step.left
                 )
                 checked += 1
                 same += again.action == decision.action and math.isclose(again.p or 0.0, decision.p, abs_tol=1e-9)

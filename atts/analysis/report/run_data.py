@@ -48,6 +48,7 @@ class GateStep:
     kind: Literal["decided", "observed"]
     decision: Decision
     escalated: bool
+    left: float | None = None  # the share of rollouts that had not ended, as the gate was told
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ class RunData:
         match entry.event:
             case SessionOpened(session=session) if session in self.run.part_starts:
                 self.parts.append(len(self.steps))
-            case Decided(decision) if decision.action != "verify":
-                self.steps.append(GateStep("decided", decision, decision.escalate))
+            case Decided(decision, features) if decision.action != "verify":
+                self.steps.append(GateStep("decided", decision, decision.escalate, features.get("left")))
             case Observed(decision, escalated):
                 self.steps.append(GateStep("observed", decision, escalated))
             case CallSpan(source="live", status="done" | "failed") as node:

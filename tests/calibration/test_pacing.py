@@ -1,0 +1,118 @@
+"""Runs of known size land on their rate, however small they are and however their problems are sorted."""
+
+import heapq
+import math
+import random
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atts.calibration import Calibrator, Tuning, replay
+from atts.calibration.controllers import Adaptive
+from atts.errors import CalibrationInputError
+
+pytestmark = pytest.mark.once
+Records = list[dict[str, Any]]
+
+
+def arrivals(problems: int, samples: int, order: str, seed: int, in_flight: int = 64) -> Records:
+    """A made-up run: hard problems have longer rollouts and worse scores; what is written sooner comes sooner."""
+    draw = random.Random(seed)
+    levels = [draw.gauss(0, 1) for _ in range(problems)]
+    levels.sort(reverse=order == "hard first") if order != "random" else None
+    waiting = [(problem, sample) for problem in range(problems) for sample in range(samples)][::-1]
+    unended, found, going = len(waiting), Records(), list[tuple[float, int, int, int]]()
+
+    def begin(now: float) -> None:
+        while waiting and len(going) < in_flight:
+            heapq.heappush(going, (now + draw.expovariate(1), *waiting.pop(), 0))
+
+    begin(0.0)
+    while going:
+        now, problem, sample, turn = heapq.heappop(going)
+        score = math.exp(abs(draw.gauss(0.5 + 0.15 * levels[problem] + 0.03 * turn, 0.15)))
+        left = unended / (problems * samples)
+        found.append({"question": problem, "sample": sample, "turn": turn, "score": score, "left": left})
+        if turn < 14 and draw.random() < 0.62 + 0.1 * math.tanh(levels[problem]):
+            heapq.heappush(going, (now + draw.expovariate(1), problem, sample, turn + 1))
+        else:
+            unended -= 1
+        begin(now)
+    return found
+
+
+def error(records: Records, rate: float, samples: int, seed: int) -> float:
+    """How far the realised rate of the default mode is from the nominal one."""
+    done = replay(records, rate=rate, mode="aci", seed=seed, tuning=Tuning.for_rollouts(samples))
+    return done.escalated - rate
+
+
+@pytest.mark.parametrize("order", ["random", "hard first", "easy first"])
+@pytest.mark.parametrize(("problems", "samples", "bar"), [(20, 8, 0.010), (30, 16, 0.010), (40, 8, 0.008)])
+def test_a_small_run_lands_on_its_rate(problems: int, samples: int, bar: float, order: str) -> None:
+    """Root mean square over runs at three rates: within the bar, which the same runs of unknown size are not."""
+    runs = [arrivals(problems, samples, order, seed) for seed in range(2)]
+    unknown = [[{**record, "left": None} for record in run] for run in runs]
+    paced, free = (
+        math.sqrt(fmean(error(run, rate, samples, 1) ** 2 for run in each for rate in (0.1, 0.4)))
+        for each in (runs, unknown)
+    )
+    assert paced <= bar
+    assert free > bar
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.booleans(), min_size=10, max_size=300), st.sampled_from([0.1, 0.4, 0.8]), st.data())
+def test_any_sequence_ends_within_a_decision_if_what_is_left_is_known_to_a_factor_of_two(
+    wishes: list[bool], rate: float, data: st.DataObject
+) -> None:
+    """An adversary answers as it likes wherever the level is between 0 and 1, and errs about what is left."""
+    controller, total = Adaptive(rate, 0.002), 0
+    for place, wish in enumerate(wishes):
+        left = (len(wishes) - place) * data.draw(st.floats(0.3, 2.0))
+        level = controller.allowance(0.0, "", 0, left)
+        escalated = level >= 1 or (level > 0 and wish)
+        controller.account(0.0, "", 0, escalated)
+        total += escalated
+    assert abs(total - rate * len(wishes)) <= 1 + 1e-6
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.booleans(), min_size=10, max_size=300), st.sampled_from([0.1, 0.4]), st.integers(0, 40))
+def test_every_decision_that_was_expected_in_vain_adds_at_most_one(wishes: list[bool], rate: float, extra: int) -> None:
+    """With `extra` decisions expected beyond twice the truth, the sum of errors ends within 1 + (1 - rate) extra."""
+    controller, total = Adaptive(rate, 0.002), 0
+    for place, wish in enumerate(wishes):
+        level = controller.allowance(0.0, "", 0, 2 * (len(wishes) - place + extra))
+        escalated = level >= 1 or (level > 0 and wish)
+        controller.account(0.0, "", 0, escalated)
+        total += escalated
+    assert abs(total - rate * len(wishes)) <= 1 + max(rate, 1 - rate) * extra + 1e-6
+
+
+def steps(calibrator: Calibrator, records: Records) -> Iterator[bool]:
+    """Decide and observe one after the other."""
+    for record in records:
+        decision = calibrator.decide(record["score"], str(record["question"]), record["turn"], left=record["left"])
+        calibrator.observe(decision)
+        yield decision.escalate
+
+
+def test_a_restored_calibrator_paces_on() -> None:
+    """The pace comes from what was decided and the share that is left: nothing else needs to be kept."""
+    records = arrivals(12, 8, "random", 4)
+    whole, half = Calibrator(0.2, "aci"), Calibrator(0.2, "aci")
+    expected = list(steps(whole, records))
+    assert list(steps(half, records[:200])) == expected[:200]
+    again = Calibrator.restored(half.state())
+    assert list(steps(again, records[200:])) == expected[200:]
+
+
+def test_a_share_that_is_none_is_refused() -> None:
+    """Named, with its value."""
+    with pytest.raises(CalibrationInputError, match="left"):
+        Calibrator(0.2, "aci").decide(1.5, left=1.5)

@@ -11,7 +11,7 @@
 #   examine(stored, rate)                           what stored scores can promise
 
 from atts.calibration.budget import GroupBudget, TokenBucket, capped
-from atts.calibration.certificate import Candidate, Certificate, certify
+from atts.calibration.certificate import Candidate, Certificate, certify, certify_net
 from atts.calibration.clusters import (
     ClusterSummary,
     by_cluster,
@@ -29,7 +29,7 @@ from atts.calibration.order import HOLD
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row
 from atts.calibration.rate_check import RateCheck, check_rate, coin_band
 from atts.calibration.replay import ReplayResult, replay
-from atts.calibration.risk import lost_answers
+from atts.calibration.risk import lost_answers, net_losses
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named
 from atts.calibration.state import state_text, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint, is_state, parse_lines, read_scores
@@ -62,6 +62,7 @@ __all__ = [
     "by_cluster",
     "capped",
     "certify",
+    "certify_net",
     "check_fingerprint",
     "check_rate",
     "coin_band",
@@ -71,6 +72,7 @@ __all__ = [
     "hierarchical_p_value",
     "hierarchical_threshold",
     "lost_answers",
+    "net_losses",
     "is_state",
     "parse_lines",
     "rate_metrics",

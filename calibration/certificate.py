@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
+
+import numpy as np
+import scipy
 
 from atts.calibration.guarantees import TEXTS
 from atts.calibration.rates import check_fraction
-from atts.calibration.risk import RiskTest, checked_losses, fewest_problems, problems_needed, rejected, risk_p_value
+from atts.calibration.risk import (
+    RiskTest,
+    checked_losses,
+    fewest_problems,
+    net_p_value,
+    problems_needed,
+    rejected,
+    risk_p_value,
+)
 from atts.errors import CalibrationInputError
+
+PValue = Callable[[Sequence[float]], float]
+"""Of "the true mean loss is too large"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +56,11 @@ class Tested:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The outcome: `chosen` is the cheapest certified policy, None when none is."""
+    """The outcome: `chosen` is the cheapest certified policy, None when none is.
+
+    Of net losses also `superior`: the cheapest policy that is right more often than the target alone, None when none
+    was found to be; that is a statement of its own, with the same probability.
+    """
 
     epsilon: float
     delta: float
@@ -49,17 +68,20 @@ class Certificate:
     chosen: Tested | None
     tested: tuple[Tested, ...]
     needed: int | None  # about how many problems would certify the safest candidate; None if no number would
+    superior: Tested | None = None
+    kind: Literal["certificate", "net-certificate"] = "certificate"
 
     @property
     def guarantee(self) -> str:
         """What is promised, in words."""
         outcome = "certified" if self.chosen else "needs more" if self.needed is not None else "hopeless"
-        return TEXTS["certificate"][outcome].format(certificate=self, kept=1 - self.delta)
+        superior = TEXTS["net-certificate"]["superior"] if self.superior else ""
+        return (TEXTS[self.kind][outcome] + superior).format(certificate=self, kept=1 - self.delta)
 
     @property
     def voided_by(self) -> str:
         """What makes the promise empty, in words."""
-        return TEXTS["certificate"]["voided_by"]
+        return TEXTS[self.kind]["voided_by"]
 
 
 def certify(
@@ -74,24 +96,64 @@ def certify(
         epsilon or delta outside (0, 1).
     """
     _check(candidates, epsilon, delta)
-    ordered = sorted(candidates, key=lambda candidate: (candidate.gate, -candidate.rate))
-    chains = [list(chain) for _, chain in groupby(ordered, key=lambda candidate: candidate.gate)]
+    chains = _chains(candidates)
     share = delta / len(chains)
-    tested = [row for chain in chains for row in _walk(chain, epsilon, share, test)]
-    certified = [row for row in tested if row.certified]
-    chosen = min(certified, key=lambda row: (row.cost, row.loss)) if certified else None
+    tested = _tested(chains, share, lambda losses: risk_p_value(losses, epsilon, test))
+    chosen = _cheapest(tested)
     safest = min(float(checked_losses(chain[0].losses).mean()) for chain in chains)
     needed = problems_needed(safest, epsilon, share)
     problems = len(candidates[0].losses)
     if needed is not None and chosen is None:
         needed = max(needed, problems + 1, fewest_problems(epsilon, share))
-    return Certificate(epsilon, delta, problems, chosen, tuple(tested), needed)
+    return Certificate(epsilon, delta, problems, chosen, tested, needed)
 
 
-def _walk(chain: list[Candidate], epsilon: float, share: float, test: RiskTest | None) -> list[Tested]:
+def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1) -> Certificate:
+    """The same of net losses (`net_losses`): the cheapest policy right at most epsilon less often than the target.
+
+    Sampling noise is in both runs and cancels, so that a policy as good as the target can be certified. Whether one is
+    better is tested by a walk of its own.
+
+    :raises CalibrationInputError: as `certify`, with net losses in [-1, 1].
+    """
+    _check(candidates, epsilon, delta)
+    chains = _chains(candidates)
+    share = delta / len(chains)
+    tested = _tested(chains, share, lambda losses: net_p_value(losses, epsilon))
+    chosen, superior = _cheapest(tested), _cheapest(_tested(chains, share, lambda losses: net_p_value(losses, 0.0)))
+    needed = min((n for chain in chains if (n := _net_problems(chain[0].losses, epsilon, share))), default=None)
+    problems = len(candidates[0].losses)
+    if needed is not None and chosen is None:
+        needed = max(needed, problems + 1)
+    return Certificate(epsilon, delta, problems, chosen, tested, needed, superior=superior, kind="net-certificate")
+
+
+def _net_problems(losses: Sequence[float], epsilon: float, share: float) -> int | None:
+    """About how many problems like these would certify epsilon, by the normal law; None if no number would."""
+    array = np.asarray(losses, float)
+    gap = epsilon - float(array.mean())
+    reach = float(scipy.stats.norm.isf(share))
+    return math.ceil(float(array.var()) * (reach / gap) ** 2) if gap > 0 else None
+
+
+def _chains(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
+    """The candidates of each gate from the highest rate down."""
+    ordered = sorted(candidates, key=lambda candidate: (candidate.gate, -candidate.rate))
+    return [list(chain) for _, chain in groupby(ordered, key=lambda candidate: candidate.gate)]
+
+
+def _cheapest(tested: Sequence[Tested]) -> Tested | None:
+    return min((row for row in tested if row.certified), key=lambda row: (row.cost, row.loss), default=None)
+
+
+def _tested(chains: list[list[Candidate]], share: float, p_value: PValue) -> tuple[Tested, ...]:
+    return tuple(row for chain in chains for row in _walk(chain, share, p_value))
+
+
+def _walk(chain: list[Candidate], share: float, p_value: PValue) -> list[Tested]:
     p_values = list[float]()
     for candidate in chain:
-        p_values.append(risk_p_value(candidate.losses, epsilon, test))
+        p_values.append(p_value(candidate.losses))
         if p_values[-1] > share:
             break
     passed = len(rejected(p_values, share))
@@ -100,7 +162,7 @@ def _walk(chain: list[Candidate], epsilon: float, share: float, test: RiskTest |
             candidate.gate,
             candidate.rate,
             candidate.cost,
-            float(checked_losses(candidate.losses).mean()),
+            float(np.mean(candidate.losses)),
             p_values[place] if place < len(p_values) else None,
             place < passed,
         )

@@ -18,16 +18,17 @@ RiskTest = Literal["binomial", "hoeffding-bentkus", "betting"]
 Losses = NDArray[np.float64]
 
 
-def checked_losses(losses: ArrayLike) -> Losses:
-    """One loss in [0, 1] per problem, as an array.
+def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
+    """One loss in [low, 1] per problem, as an array.
 
-    :raises CalibrationInputError: if there is none, or one is outside [0, 1].
+    :raises CalibrationInputError: if there is none, or one is outside [low, 1].
     """
     array = np.asarray(losses, float)
     if array.ndim != 1 or not len(array):
         raise CalibrationInputError("losses", array.shape, "one number per problem, at least one problem")
-    if not ((array >= 0) & (array <= 1)).all():
-        raise CalibrationInputError("loss", float(array[~((array >= 0) & (array <= 1))][0]), "a number in [0, 1]")
+    outside = ~((array >= low) & (array <= 1))
+    if outside.any():
+        raise CalibrationInputError("loss", float(array[outside][0]), f"a number in [{low:g}, 1]")
     return array
 
 
@@ -40,11 +41,31 @@ def lost_answers(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
     >>> lost_answers([[1, 1], [0, 1]], [[1, 0], [0, 1]]).tolist()
     [0.5, 0.0]
     """
+    target, policy = _answers(target_right, policy_right)
+    return _by_problem((target & ~policy).astype(float))
+
+
+def net_losses(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
+    """The net loss of each problem, in [-1, 1]: how much more often the target alone is right than the policy.
+
+    Two runs of the same models differ in single answers by sampling alone; what one wins and loses so cancels here.
+
+    >>> net_losses([[1, 1], [0, 1]], [[1, 0], [1, 1]]).tolist()
+    [0.5, -0.5]
+    """
+    target, policy = _answers(target_right, policy_right)
+    return _by_problem(target.astype(float) - policy.astype(float))
+
+
+def _answers(target_right: ArrayLike, policy_right: ArrayLike) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     target, policy = np.asarray(target_right, bool), np.asarray(policy_right, bool)
     if target.shape != policy.shape or target.ndim not in (1, 2):
         raise CalibrationInputError("answers", (target.shape, policy.shape), "two equal shapes, a row per problem")
-    lost = (target & ~policy).astype(float)
-    return lost if lost.ndim == 1 else np.asarray(lost.mean(axis=1), float)
+    return target, policy
+
+
+def _by_problem(values: Losses) -> Losses:
+    return values if values.ndim == 1 else np.asarray(values.mean(axis=1), float)
 
 
 def binomial_p_value(losses: ArrayLike, epsilon: float) -> float:
@@ -87,6 +108,35 @@ def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
         best = max(best, log_capital)
         total, square, seen = total + loss, square + (loss - mean) ** 2, seen + 1
     return math.exp(-best)
+
+
+def net_p_value(losses: ArrayLike, epsilon: float) -> float:
+    """The p-value of "the mean net loss is at least epsilon", from one net loss in [-1, 1] per problem.
+
+    Where all are -1, 0 or 1 it is exact: the chance of so few problems lost more than won, at the worst share of
+    problems that differ within its 99.9 % interval, and .001 for that interval (Berger and Boos). Else it is that of
+    betting on the losses moved into [0, 1]; the order of problems must then not depend on them.
+    """
+    array = checked_losses(losses, -1.0)
+    if not np.isin(array, (-1.0, 0.0, 1.0)).all():
+        return betting_p_value((array + 1) / 2, (epsilon + 1) / 2)
+    n, differing, net = len(array), int(np.count_nonzero(array)), round(float(array.sum()))
+    low = scipy.stats.beta.ppf(_APART / 2, differing, n - differing + 1) if differing else 0.0
+    high = scipy.stats.beta.isf(_APART / 2, differing + 1, n - differing) if differing < n else 1.0
+    shares = np.linspace(max(low, epsilon), max(high, epsilon), 65)
+    return min(1.0, _APART + max(_chance_of_at_most(net, n, float(share), epsilon) for share in shares))
+
+
+_APART = 0.001
+
+
+def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> float:
+    """P(lost - won <= net) of n problems of which a share differs, and epsilon more of them are lost than won."""
+    size = 2 * n + 1
+    turn = np.exp(-2j * np.pi * np.arange(n + 1) / size)
+    lost, won = (differing + epsilon) / 2, (differing - epsilon) / 2
+    law = np.fft.irfft((1 - differing + lost * turn + won * turn.conj()) ** n, size)  # places count modulo `size`
+    return float(np.clip(np.roll(law, n)[: net + n + 1].sum(), 0.0, 1.0))
 
 
 _TESTS = {

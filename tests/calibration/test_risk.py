@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations_with_replacement, product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atts.calibration.certificate import Candidate, Certificate, certify
+from atts.calibration.certificate import Candidate, Certificate, certify, certify_net
 from atts.calibration.risk import (
     betting_p_value,
     binomial_p_value,
     fewest_problems,
     hoeffding_bentkus_p_value,
     lost_answers,
+    net_losses,
+    net_p_value,
     problems_needed,
     rejected,
     risk_p_value,
@@ -200,3 +202,59 @@ def test_unknown_tests_are_refused() -> None:
         risk_p_value([0.0], 0.1, "binomal")  # type: ignore[arg-type]  # the mistake under test
     with pytest.raises(CalibrationInputError, match="fraction"):
         risk_p_value([0.5], 0.1, "binomial")
+
+
+@pytest.mark.parametrize(("n", "epsilon"), [(5, 0.1), (5, 0.0), (4, 0.3)])
+@pytest.mark.parametrize("differing", [0.3, 1.0])
+def test_the_net_p_value_is_super_uniform_by_enumeration(n: int, epsilon: float, differing: float) -> None:
+    """Over all outcomes of n problems whose mean net loss is exactly epsilon, P(p <= a) <= a; so for fractions."""
+    law = {1.0: (differing + epsilon) / 2, 0.0: 1 - differing, -1.0: (differing - epsilon) / 2}
+    fractions = {0.5: 0.4 + epsilon, -0.5: 0.4 - epsilon, 0.0: 0.2}
+    exact: list[tuple[float, float]] = []
+    for losses in combinations_with_replacement(law, n):  # the order does not matter
+        orders = math.factorial(n) / math.prod(math.factorial(losses.count(loss)) for loss in law)
+        exact.append((net_p_value(losses, epsilon), orders * math.prod(law[loss] for loss in losses)))
+    drawn = product(fractions, repeat=n)
+    betting = [(net_p_value(losses, epsilon), math.prod(fractions[loss] for loss in losses)) for losses in drawn]
+    for found in (exact, betting):
+        for level in (0.01, 0.05, 0.1, 0.4, 0.8):
+            assert sum(weight for p, weight in found if p <= level) <= level + 1e-9
+
+
+def noisy(rate: float, draw: np.random.Generator, problems: int = 2000) -> tuple[list[bool], list[bool]]:
+    """The votes of the target and of a policy as good plus `rate`: each errs by itself on one problem in twelve."""
+    known = draw.random(problems) < 0.75
+    target, policy = (np.where(draw.random(problems) < 1 / 12, ~known, known) for _ in range(2))
+    mended = draw.random(problems) < abs(rate)
+    return target.tolist(), np.where(mended, rate > 0, policy).tolist()
+
+
+def test_sampling_noise_is_not_a_loss() -> None:
+    """Two runs of the same models lose single answers to each other: only the net certificate says they are alike."""
+    certified, old = 0, 0
+    for seed in range(10):
+        target, policy = noisy(0.0, np.random.default_rng(seed))
+        candidate = [Candidate("split", 0.3, net_losses(target, policy).tolist(), 1.0)]
+        certified += certify_net(candidate, 0.03).chosen is not None
+        old += certify([Candidate("split", 0.3, lost_answers(target, policy).tolist(), 1.0)], 0.03).chosen is not None
+    assert certified >= 8
+    assert not old
+
+
+def test_a_worse_policy_is_hardly_ever_certified_and_a_better_one_is_superior() -> None:
+    """Errors of the certificate stay under delta; superiority is said in words where it is there."""
+    wrong = sum(
+        certify_net(
+            [Candidate("a", 0.3, net_losses(*noisy(-0.05, np.random.default_rng(seed), 600)).tolist(), 1)], 0.02
+        ).chosen
+        is not None
+        for seed in range(60)
+    )
+    assert wrong <= 6
+    better = certify_net([Candidate("a", 0.3, net_losses(*noisy(0.2, np.random.default_rng(1))).tolist(), 1.0)], 0.02)
+    assert better.superior is not None
+    assert "right more often than the target alone" in better.guarantee
+    assert "at most 2.0% less often" in better.guarantee
+    few = certify_net([Candidate("a", 0.3, [0.0] * 20 + [1.0, -1.0] * 5, 1.0)], 0.02)
+    assert few.chosen is None
+    assert "you need about" in few.guarantee

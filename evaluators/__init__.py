@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from atts.evaluators.datasets.selection import select as select
     from atts.evaluators.datasets.sources import BENCHMARKS as BENCHMARKS
     from atts.evaluators.datasets.sources import Benchmark as Benchmark
-    from atts.evaluators.equivalence.fast import SecondOpinion as SecondOpinion
     from atts.evaluators.equivalence.fast import equivalent as equivalent
     from atts.evaluators.equivalence.grouping import group as group
     from atts.evaluators.grading import GradedRecord as GradedRecord
@@ -57,9 +56,6 @@ if TYPE_CHECKING:
     from atts.evaluators.metrics.scorecard import samples_of as samples_of
     from atts.evaluators.metrics.scorecard import score as score
     from atts.evaluators.metrics.scorecard import status_of as status_of
-    from atts.evaluators.symbolic.pool import SlowPath as SlowPath
-    from atts.evaluators.symbolic.pool import aequivalent as aequivalent
-    from atts.evaluators.symbolic.process import SlowLimits as SlowLimits
     from atts.evaluators.verdict import Limits as Limits
     from atts.evaluators.verdict import Status as Status
     from atts.evaluators.verdict import Verdict as Verdict
@@ -73,7 +69,7 @@ _NAMES = {
     "datasets.rows": "json_lines",
     "datasets.selection": "Selection select",
     "datasets.sources": "BENCHMARKS Benchmark",
-    "equivalence.fast": "SecondOpinion equivalent",
+    "equivalence.fast": "equivalent",
     "equivalence.grouping": "group",
     "grading": "GradeTally GradedRecord grade reference",
     "metrics.intervals": "Estimate mean_estimate share_estimate",
@@ -81,8 +77,6 @@ _NAMES = {
     "metrics.paired": "Comparison McNemar compare_runs mcnemar problems_needed",
     "metrics.rates": "Counts avg_at_n count g_pass_at_k pass_at_k pass_hat_k rate",
     "metrics.scorecard": "Coverage SampleStatus Samples Scorecard answer_classes coverage samples_of score status_of",
-    "symbolic.pool": "SlowPath aequivalent",
-    "symbolic.process": "SlowLimits",
     "verdict": "Limits Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

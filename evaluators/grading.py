@@ -10,7 +10,7 @@ from typing import Any
 from atts.core import AnswerKind
 from atts.errors import DatasetError
 from atts.evaluators.answers.extraction import Extraction, Fallback, extraction
-from atts.evaluators.equivalence.fast import SecondOpinion, equivalent
+from atts.evaluators.equivalence.fast import equivalent
 from atts.evaluators.metrics.wilson import wilson_interval
 from atts.evaluators.verdict import Limits, Verdict
 
@@ -46,7 +46,6 @@ def grade(
     kind: AnswerKind = "math",
     *,
     fallback: Fallback = "statement",
-    slow: SecondOpinion | None = None,
     limits: Limits | None = None,
     source: str = "records",
 ) -> Iterator[GradedRecord]:
@@ -65,7 +64,7 @@ def grade(
         if "text" in record:
             own = "math" if own == "text" else own
             gold = reference(gold, own)
-        verdict = _verdict(gold, found, own, bounds, slow)
+        verdict = _verdict(gold, found, own, bounds)
         expected = record["expected"] if isinstance(record.get("expected"), bool) else None
         yield GradedRecord(index, str(record.get("id", index)), verdict, found.answer, found.rule, expected)
 
@@ -98,7 +97,6 @@ class GradeTally:
             "interval": wilson_interval(self.status["equal"] / n, n) if n else None,
             "no_answer": self.rules["no answer"],
             "cut": self.rules["cut"],
-            "timeout": self.rules["timeout"],
             "rules": dict(sorted(self.rules.items())),
         }
         if self.agreed:
@@ -117,10 +115,10 @@ def reference(gold: str, kind: AnswerKind = "math") -> str:
     return extraction(gold, kind).answer or gold
 
 
-def _verdict(gold: str, found: Extraction, kind: AnswerKind, limits: Limits, slow: SecondOpinion | None) -> Verdict:
+def _verdict(gold: str, found: Extraction, kind: AnswerKind, limits: Limits) -> Verdict:
     if found.answer is None:
         return Verdict("different", "cut" if found.rule == "cut" else "no answer")
-    return equivalent(gold, found.answer, kind, limits=limits, slow=slow)
+    return equivalent(gold, found.answer, kind, limits=limits)
 
 
 def _answer(record: Mapping[str, Any], kind: AnswerKind, fallback: Fallback, where: str) -> Extraction:

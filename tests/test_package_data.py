@@ -11,6 +11,7 @@ FILES = [
     ("atts.calibration", "guarantees.toml"),
     ("atts.evaluators.datasets", "benchmarks.toml"),
     ("atts.evaluators.syntax", "words.toml"),
+    ("atts.evaluators.syntax", "units.toml"),
     ("atts.local", "kernels/step.c"),
     ("atts.testing", "language.toml"),
     *(

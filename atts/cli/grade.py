@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -24,10 +24,6 @@ def grade(
         Literal["none", "statement", "number"],
         typer.Option(help="Without a box or mark: nothing, a value the last sentence states, or the last number."),
     ] = "statement",
-    slow: Annotated[
-        Literal["off", "sympy", "math-verify"], typer.Option(help="Who decides what the fast path cannot.")
-    ] = "off",
-    seconds: Annotated[float, typer.Option(help="For each question to the slow path.", min=0.01)] = 0.75,
 ) -> None:
     """Grade answers against references: equal, different or unscored, with the rule that decided.
 
@@ -35,17 +31,13 @@ def grade(
 
     Example: echo '{"gold": "1/2", "answer": "0.5"}' | atts grade -
     """
-    from atts.evaluators import GradeTally, SlowLimits, SlowPath, json_lines
+    from atts.evaluators import GradeTally, json_lines
     from atts.evaluators import grade as graded
 
     tally = GradeTally()
-    with ExitStack() as stack:
-        lines = stack.enter_context(_opened(file))
-        pool = None
-        if slow != "off":
-            pool = stack.enter_context(SlowPath(backend=slow, limits=SlowLimits(seconds=seconds)))
+    with _opened(file) as lines:
         records = (record for _, record in json_lines(lines, file))
-        for each in graded(records, kind, fallback=fallback, slow=pool, source=file):
+        for each in graded(records, kind, fallback=fallback, source=file):
             tally.add(each)
             if as_json:
                 print_json(each.as_json())
@@ -73,4 +65,4 @@ def _words(summary: dict[str, Any]) -> str:
     return f"{summary['n']} records: {counts}; equal {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson)"
 
 
-_COUNTS = ("equal", "different", "unscored", "no_answer", "cut", "timeout")
+_COUNTS = ("equal", "different", "unscored", "no_answer", "cut")

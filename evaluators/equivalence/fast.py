@@ -1,9 +1,8 @@
-"""Fast path of equivalence: decides in bounded time, or hands the pair to a second opinion."""
+"""Verdict on two answer texts, in bounded time: by their spelling, then by their trees."""
 
 from __future__ import annotations
 
 from itertools import product
-from typing import Protocol
 
 from atts.core import AnswerKind
 from atts.errors import OptionError
@@ -12,7 +11,6 @@ from atts.evaluators.syntax.cleaning import spaceless
 from atts.evaluators.syntax.reading import Reading, read
 from atts.evaluators.syntax.vocabulary import squashed
 from atts.evaluators.verdict import (
-    Enormous,
     Limits,
     Malformed,
     Prose,
@@ -28,26 +26,16 @@ _PHRASE = 4  # words
 _KINDS = ("math", "choice", "text")
 
 
-class SecondOpinion(Protocol):
-    """What decides pairs the fast path cannot: a pool of worker processes."""
-
-    def judge(self, gold: Reading, answer: Reading) -> Verdict:
-        """A verdict within the opinion's own limits; never raises for what the texts hold."""
-        ...
-
-
 def equivalent(
     gold: str,
     answer: str,
     kind: AnswerKind = "math",
     *,
     limits: Limits = _DEFAULT,
-    slow: SecondOpinion | None = None,
 ) -> Verdict:
     """Whether `answer` is the reference answer `gold`; symmetric, thread-safe, bounded in time and memory.
 
-    The fast path never evaluates text as code. What it cannot decide goes to `slow` if there is one and is
-    "unscored" otherwise. Raises OptionError for an unknown kind.
+    No text is evaluated as code. What cannot be decided is "unscored". Raises OptionError for an unknown kind.
 
     >>> equivalent(r"\\frac{1}{2}", "0.5").status
     'equal'
@@ -71,9 +59,7 @@ def equivalent(
     try:
         return _by_trees(one, two, limits)
     except Undecided as error:
-        if slow is None or isinstance(error, Enormous) or TooLarge in (type(one.problem), type(two.problem)):
-            return Verdict("unscored", "limits" if isinstance(error, TooLarge) else "undecided", str(error))
-        return slow.judge(one, two)
+        return Verdict("unscored", "limits" if isinstance(error, TooLarge) else "undecided", str(error))
 
 
 def _verdict(same: bool, rule: str) -> Verdict:

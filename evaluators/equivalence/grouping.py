@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from atts.core import AnswerKind
-from atts.evaluators.equivalence.fast import SecondOpinion, equivalent
+from atts.evaluators.equivalence.fast import equivalent
 from atts.evaluators.equivalence.keys import Keys
 from atts.evaluators.syntax.reading import read
 from atts.evaluators.syntax.vocabulary import squashed
@@ -21,7 +21,6 @@ def group(
     kind: AnswerKind = "math",
     *,
     limits: Limits = _DEFAULT,
-    slow: SecondOpinion | None = None,
 ) -> list[int]:
     """The class of each answer, numbered by first appearance; -1 for None and for empty answers, which abstain.
 
@@ -33,7 +32,7 @@ def group(
     [0, 0, 1, -1, 0]
     """
     texts = sorted({answer for answer in answers if answer is not None and answer.strip()})
-    classes = _Classes(kind, limits, slow).of(texts)
+    classes = _Classes(kind, limits).of(texts)
     numbers: dict[int, int] = {}
     return [
         numbers.setdefault(classes[answer], len(numbers)) if answer is not None and answer.strip() else -1
@@ -44,10 +43,9 @@ def group(
 class _Classes:
     """One grouping: strong keys first, then comparisons in an order fixed by the texts alone."""
 
-    def __init__(self, kind: AnswerKind, limits: Limits, slow: SecondOpinion | None) -> None:
+    def __init__(self, kind: AnswerKind, limits: Limits) -> None:
         self.kind: AnswerKind = kind
         self.limits = limits
-        self.slow = slow
         self.keys = Keys(limits)
         self.verdicts: dict[tuple[int, int], str] = {}
         self.texts: list[str] = []  # one representative of each strong key, its least text
@@ -87,7 +85,7 @@ class _Classes:
         pair = (min(left, right), max(left, right))
         if pair not in self.verdicts:
             one, two = self.texts[pair[0]], self.texts[pair[1]]
-            self.verdicts[pair] = equivalent(one, two, self.kind, limits=self.limits, slow=self.slow).status
+            self.verdicts[pair] = equivalent(one, two, self.kind, limits=self.limits).status
         return self.verdicts[pair]
 
 

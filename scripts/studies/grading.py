@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from atts.evaluators import SlowPath, equivalent, group
+from atts.evaluators import equivalent, group
 from scripts.studies.harness import Options, Row, Table, say
 from scripts.studies.machine import shared_data
 
@@ -154,25 +154,20 @@ def beside(name: str, pairs: Sequence[Pair]) -> Table:
 
 
 def hostile_answers(pairs: Sequence[Pair]) -> Table:
-    """Our own paths only: the slowest pair, what was wrongly called equal, memory at the end."""
-    rows: list[Row] = []
-    with SlowPath() as pool:
-        pool.warm()
-        for name, slow in (("fast path", None), ("with the slow path", pool)):
-            seconds, busy, false_equal = [0.0], [0.0], 0
-            counts = Counter({"equal": 0, "different": 0, "unscored": 0})
-            for pair in pairs:
-                start, spent = time.perf_counter(), time.thread_time()
-                verdict = equivalent(pair.gold, pair.answer, slow=slow)
-                seconds.append(time.perf_counter() - start)
-                busy.append(time.thread_time() - spent)
-                counts[verdict.status] += 1
-                false_equal += verdict.is_equal and not pair.expected
-            rows.append((name, *counts.values(), false_equal, max(seconds), max(busy), _megabytes()))
+    """Our own path only: the slowest pair, what was wrongly called equal, memory at the end."""
+    seconds, busy, false_equal = [0.0], [0.0], 0
+    counts = Counter({"equal": 0, "different": 0, "unscored": 0})
+    for pair in pairs:
+        start, spent = time.perf_counter(), time.thread_time()
+        verdict = equivalent(pair.gold, pair.answer)
+        seconds.append(time.perf_counter() - start)
+        busy.append(time.thread_time() - spent)
+        counts[verdict.status] += 1
+        false_equal += verdict.is_equal and not pair.expected
     return Table.of(
         f"Hostile answers: {len(pairs)}",
-        "path | equal | different | unscored | false equal | slowest wall s | CPU s | resident MB",
-        rows,
+        "equal | different | unscored | false equal | slowest wall s | CPU s | resident MB",
+        [(*counts.values(), false_equal, max(seconds), max(busy), _megabytes())],
     )
 
 

@@ -37,7 +37,7 @@ def test_no_name_is_hidden_by_a_folder() -> None:
 def test_grading_opens_no_statistics() -> None:
     """A command that only grades does not wait for numpy, scipy or sympy."""
     code = (
-        "import sys; from atts.evaluators import SlowPath, GradeTally, equivalent, extract, grade, group;"
+        "import sys; from atts.evaluators import GradeTally, equivalent, extract, grade, group;"
         "assert equivalent('1/2', '0.5').status == 'equal';"
         "print([name for name in ('numpy', 'scipy', 'sympy', 'anyio', 'torch') if name in sys.modules])"
     )

@@ -78,12 +78,6 @@ def test_stdin_and_words(atts: Callable[..., Done]) -> None:
     assert "1 records: 1 equal" in done.stdout
 
 
-def test_the_slow_path_can_be_asked_for(atts: Callable[..., Done]) -> None:
-    """What the fast path leaves is decided when --slow is given."""
-    done = atts("-", "--slow", "sympy", "--seconds", "60", "--json", stdin=lines([RECORDS[6]]))
-    assert json.loads(done.stdout.splitlines()[0])["status"] == "equal"
-
-
 @pytest.mark.parametrize(
     ("stdin", "word"),
     [

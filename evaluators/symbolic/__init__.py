@@ -1,1 +1,0 @@
-"""Symbolic equivalence by sympy or math-verify, in processes that can be killed."""

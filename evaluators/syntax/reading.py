@@ -14,7 +14,7 @@ from atts.evaluators.syntax.grammar import Parser
 from atts.evaluators.syntax.lexer import tokens
 from atts.evaluators.syntax.tree import EMPTY_SET, REALS, Node, number, symbol
 from atts.evaluators.syntax.units import unit_at
-from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided
+from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided, UnknownWords
 
 _CHOICE = re.compile(r"[({\[\s]*([A-J])[}\s]*(?:\)[)}\]]*\s*[.:]?\s*[^\s^_!]?|[.:]\s*\S|[}\]]*$)")
 _MACRO = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|textit|mbox|rm|bf|boxed)(?![a-zA-Z])\s*")
@@ -75,6 +75,8 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
     said = _in_words(plain) if len(plain) < 120 else None
     if said is not None:
         return [said]
+    if _DATE.fullmatch(plain):
+        raise UnknownWords("a date")
     joined = joined_thousands(plain)
     found: list[Node] = []
     problem: Undecided | None = None
@@ -143,5 +145,6 @@ _ANNOUNCED = re.compile(
 )
 
 
+_DATE = re.compile(r"\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}")
 _LEADING = re.compile(r"\A\s*(?:=|\\approx(?![a-z]))\s*(?=\S)")
 _EMPTY_BOX = re.compile(r"\\?(?:boxed|fbox)\s*\{\s*\}")

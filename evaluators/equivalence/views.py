@@ -135,7 +135,7 @@ def bound_alike(node: Node) -> Node:
     names = [
         each.args[0].text
         for each in node.walk()
-        if each.text == "in" and each.args[0].kind == "symbol" and each.args[1] != REALS
+        if each.kind == "relation" and each.text == "in" and each.args[0].kind == "symbol" and each.args[1] != REALS
     ]
     if not names or node.kind not in ("list", "builder"):
         return node

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
@@ -17,6 +19,7 @@ from atts.tasks import clock
 _Request = TypeVar("_Request", SampleRequest, ScoreRequest)
 _Answer = TypeVar("_Answer", Completion, Scores)
 _Value = TypeVar("_Value")
+_MOST_IDS = 1 << 31
 EngineState = Literal["new", "open", "closed"]
 Capability = Literal["sample", "score", "rate"]
 """rate: scores a suffix of one token only, of a few likely ones: enough for a rating of one digit."""
@@ -236,10 +239,16 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
     sampling = request.sampling
     if request.max_tokens < 1:
         raise UsageError(f"max_tokens is {request.max_tokens}, expected at least 1")
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1 or sampling.top_k < 0:
+    shares = 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1
+    if not (0 <= sampling.temperature < math.inf and shares and 0 <= sampling.top_k < _MOST_IDS):
         raise UsageError(f"{sampling}: expected temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0")
-    if "" in request.stop:
-        raise UsageError("an empty stop string would stop everywhere")
+    for stop in request.stop:
+        if not stop:
+            raise UsageError("an empty stop string would stop everywhere")
+        try:
+            stop.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"the stop string {stop!r} holds half a character (a lone surrogate)") from None
     _check_ids(spec, len(request.ids) + request.max_tokens, (request.ids, "the prompt"))
 
 
@@ -253,6 +262,9 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
     for ids, what in parts:
         if not ids:
             raise UsageError(f"{what} is empty: there is nothing to condition on or to score")
+        kinds = set[type](map(type, ids))
+        if bool in kinds or not all(issubclass(kind, Integral) for kind in kinds):
+            raise UsageError(f"{what} holds ids that are no whole numbers")
         if min(ids) < 0 or max(ids) >= spec.vocabulary:
             raise UsageError(f"{what} holds an id outside 0..{spec.vocabulary - 1}: ids of another tokenizer?")
     if needed > spec.context_length:

@@ -100,7 +100,12 @@ class StepLoop:
             match command:
                 case Submit(request_id, request):
                     self._stats.requests += 1
-                    self._scheduler.add(new_sequence(request_id, request, perf_counter()))
+                    try:
+                        self._scheduler.add(new_sequence(request_id, request, perf_counter()))
+                    except Exception as error:  # noqa: BLE001  it is this request's, and told to its caller alone
+                        problem = f"it cannot take this request ({type(error).__name__}: {error})"
+                        self._replies.append(FailureReply(request_id, "broken", problem, "The others go on"))
+                        self._stats.failed += 1
                 case Cancel(request_id):
                     self._stats.cancelled += self._scheduler.cancel(request_id)
                 case Close():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -28,6 +29,8 @@ from atts.errors import (
     OutOfMemory,
 )
 from atts.local import LocalEngine, LocalOptions
+from atts.local.sequence import new_sequence
+from atts.tasks import task_group
 from atts.testing import check_engine
 from atts.tokenizing import ModelTokenizer
 
@@ -277,6 +280,44 @@ async def test_logits_that_are_not_numbers_fail_the_request_alone(
             await engine.sample(SampleRequest((5, 7, 8), 3))
         assert len((await engine.score(ScoreRequest((5, 6, 8), (9, 10)))).logprobs) == 2
         assert engine.stats().failed == 2
+
+
+GOOD = SampleRequest((5, 6, 8), 6, Sampling(1.0))
+HALF: Any = (5.5, 6)
+WORDS: Any = ("5", 6)
+NOTHING: Any = (5, None)
+WRONG = (
+    replace(GOOD, stop=("\ud800",)), replace(GOOD, stop=("fine", "")), replace(GOOD, sampling=Sampling(math.nan)),
+    replace(GOOD, sampling=Sampling(math.inf)), replace(GOOD, sampling=Sampling(1.0, 10**30)),
+    replace(GOOD, sampling=Sampling(1.0, 0, math.nan)), replace(GOOD, sampling=Sampling(1.0, 0, 1.0, math.nan)),
+    replace(GOOD, ids=HALF), replace(GOOD, ids=(True, 6)), replace(GOOD, ids=WORDS), replace(GOOD, ids=(10**30,)),
+    replace(GOOD, ids=(-1,)), replace(GOOD, max_tokens=10**30), replace(GOOD, max_tokens=0),
+    ScoreRequest((5, 6), HALF), ScoreRequest(NOTHING, (6,)), ScoreRequest((), (6,)),
+)  # fmt: skip
+
+
+@pytest.mark.anyio
+async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told to who asked; what is in flight beside it, and what comes after, is answered as if it were not."""
+
+    def failing(request_id: int, request: SampleRequest | ScoreRequest, arrived: float) -> Any:
+        if request.rollout == "unforeseen":
+            raise OverflowError("nothing foresaw this")
+        return new_sequence(request_id, request, arrived)
+
+    monkeypatch.setattr("atts.local.loop.new_sequence", failing)
+    async with LocalEngine(make_model("llama"), options=HERE) as engine:
+        expected, answers = await engine.sample(GOOD), list[Any]()
+
+        async def ask() -> None:
+            answers.append(await engine.sample(GOOD))
+
+        for wrong in (*WRONG, replace(GOOD, rollout="unforeseen")):
+            async with task_group() as group:
+                group.start_soon(ask)
+                with pytest.raises(ATTSError):
+                    await (engine.sample(wrong) if isinstance(wrong, SampleRequest) else engine.score(wrong))
+        assert [answer.ids for answer in answers] == [expected.ids] * (len(WRONG) + 1)
 
 
 def test_a_cache_that_does_not_fit_shrinks_or_says_so(make_model: Make) -> None:

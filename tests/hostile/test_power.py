@@ -1,0 +1,172 @@
+"""Power losses: a disk that keeps only what was synced, looked at after every call that touches it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.errors import StorageError
+from atts.files import write_atomic
+from atts.journal import JOURNAL, Event, JournalOptions, ProblemSpan, read_entries, read_outcomes
+from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
+from atts.run import Notice, Plan, RunOptions, evaluate
+from atts.testing import ScriptedEngine, toy_answer, toy_groups, toy_problems
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no directory is synced there")
+
+
+class Disk:
+    """What would be left of a folder: contents as of each file's last sync, names as of each directory's."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.contents: dict[int, bytes] = {}  # by inode
+        self.names: dict[int, dict[str, int]] = {}  # of a directory, by its inode
+        self.after_each: Callable[[], None] = lambda: None
+        self.crash_at, self.calls = -1, 0
+        patch.setattr("os.fsync", self.fsync)
+        for name in ("replace", "truncate"):
+            patch.setattr(f"os.{name}", self._watched(getattr(os, name)))
+
+    def fsync(self, handle: int) -> None:
+        """Keep what the file holds now, or what the directory lists."""
+        self._count()
+        found = os.fstat(handle)
+        if stat.S_ISDIR(found.st_mode):
+            self.names[found.st_ino] = {entry.name: entry.inode() for entry in os.scandir(f"/proc/self/fd/{handle}")}
+        else:
+            self.contents[found.st_ino] = Path(f"/proc/self/fd/{handle}").read_bytes()
+        self.after_each()
+
+    def left_of(self, folder: Path) -> dict[str, bytes]:
+        """The files that the folder would have after a loss of power."""
+        names = self.names.get(folder.stat().st_ino, {})
+        return {name: self.contents.get(inode, b"") for name, inode in names.items() if name != "lock"}
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **settings: Any) -> Any:
+            self._count()
+            done = call(*args, **settings)
+            self.after_each()
+            return done
+
+        return watched
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls == self.crash_at:
+            raise OSError(5, "Input/output error")
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk under everything."""
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("needs /proc to see what an open file holds")
+    return Disk(monkeypatch)
+
+
+def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(tmp_path: Path, disk: Disk) -> None:
+    """After it returns it is the new one: its bytes, and the name that leads to them."""
+    write_atomic(tmp_path / "f", b"old")
+    assert disk.left_of(tmp_path) == {"f": b"old"}
+    seen = list[bytes]()
+    disk.after_each = lambda: seen.append(disk.left_of(tmp_path)["f"])
+    write_atomic(tmp_path / "f", b"new")
+    assert set(seen) == {b"old", b"new"}
+    assert disk.left_of(tmp_path) == {"f": b"new"}
+
+
+def test_a_replacement_that_fails_leaves_the_old_file(tmp_path: Path, disk: Disk) -> None:
+    """At whichever of its calls the disk refuses; no litter stays."""
+    write_atomic(tmp_path / "f", b"old")
+    for call in (1, 2):
+        disk.calls, disk.crash_at = 0, call
+        with pytest.raises(StorageError, match="Input/output"):
+            write_atomic(tmp_path / "f", b"new")
+        assert disk.left_of(tmp_path) == {"f": b"old"}
+        assert os.listdir(tmp_path) == ["f"]
+
+
+class Watch:
+    """Notes which problems were reported as over, and what of the journal would be left at that moment."""
+
+    def __init__(self, left: Callable[[], bytes]) -> None:
+        self.reported: dict[str, bytes] = {}
+        self._left = left
+
+    def recalled(self, event: Event) -> None:
+        """There is no earlier session."""
+
+    def notify(self, event: Notice) -> None:
+        """A problem's span ends when it is over."""
+        if isinstance(event, ProblemSpan):
+            self.reported[event.problem] = self._left()
+
+
+def _plan() -> Plan:
+    policy = Policy(samples=2, turns=4, chunking=Chunking(12, 12, ()), early_stop="none")
+    return Plan(
+        ScriptedEngine("draft"), ScriptedEngine("target"), policy, ThresholdGate(1.3), Answers(toy_answer, toy_groups)
+    )
+
+
+def _finished(journal: bytes, folder: Path) -> set[str]:
+    """The problems with an outcome in what is left."""
+    (folder / JOURNAL).write_bytes(journal)
+    return {outcome.problem.id for outcome in read_outcomes(read_entries(folder / JOURNAL))}
+
+
+def test_a_problem_is_over_when_its_outcome_is_on_the_disk(tmp_path: Path, disk: Disk) -> None:
+    """With every event synced, a loss of power right after the report of a problem loses nothing of it."""
+    run, problems = tmp_path / "run", toy_problems(4)
+    watch = Watch(lambda: disk.left_of(run).get(JOURNAL, b""))
+    options = RunOptions(run, journal=JournalOptions(durability="always"), signals="ignore", listeners=(watch,))
+    anyio.run(evaluate, problems, _plan(), options)
+    assert set(watch.reported) == {problem.id for problem in problems}
+    (tmp_path / "left").mkdir()
+    for name, journal in watch.reported.items():
+        assert name in _finished(journal, tmp_path / "left")
+
+
+def test_a_new_run_directory_survives_from_its_first_event(tmp_path: Path, disk: Disk) -> None:
+    """The journal's name and the manifest are on the disk before anything is asked of an engine."""
+    run = tmp_path / "run"
+    left = list[set[str]]()
+
+    class Begun(Watch):
+        def notify(self, event: Notice) -> None:
+            left.append(set(disk.left_of(run)))
+
+    options = RunOptions(run, signals="ignore", listeners=(Begun(lambda: b""),))
+    anyio.run(evaluate, toy_problems(1), _plan(), options)
+    assert left
+    assert all({JOURNAL, "manifest.json"} <= names for names in left)
+
+
+@pytest.mark.parametrize("durability", ["always", "close"])
+def test_what_is_left_after_any_sync_goes_on(durability: Any, tmp_path: Path, disk: Disk) -> None:
+    """Whenever the power goes: what is left resumes, and comes to what an undisturbed run comes to."""
+    run, lefts = tmp_path / "run", list[dict[str, bytes]]()
+    disk.after_each = lambda: lefts.append(disk.left_of(run)) if run.is_dir() else None
+    journal = JournalOptions(durability=durability)
+    whole = anyio.run(evaluate, toy_problems(2), _plan(), RunOptions(run, journal=journal, signals="ignore"))
+    disk.after_each = lambda: None
+    expected = {line.problem: line.answer for line in whole.problems}
+    distinct = {tuple(sorted(left.items())) for left in lefts}
+    for number, left in enumerate(sorted(distinct)[:: max(1, len(distinct) // 8)]):
+        again = tmp_path / f"again {number}"
+        again.mkdir()
+        for name, data in left:
+            if not name.startswith("."):
+                (again / name).write_bytes(data)
+        if "manifest.json" not in dict(left):
+            assert not dict(left).get(JOURNAL)
+        result = anyio.run(evaluate, toy_problems(2), _plan(), RunOptions(again, signals="ignore"))
+        assert {line.problem: line.answer for line in result.problems} == expected

@@ -81,7 +81,7 @@ def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]
 def _redraw(live: Live, progress: Progress, told: list[str]) -> None:
     """The table as it is now, warnings that are new above it."""
     for text in progress.warnings[len(told) :]:
-        live.console.print(f"atts: {text}", markup=False)
+        live.console.print(sanitized(f"atts: {text}"), markup=False)
         told.append(text)
     live.update(table(progress.snapshot()), refresh=True)
 
@@ -99,7 +99,7 @@ class PlainLines:
     def refresh(self) -> None:
         """Print one if it is time to."""
         for text in self.progress.warnings[self.told :]:
-            print(f"atts: {text}", file=self.stream, flush=True)
+            print(sanitized(f"atts: {text}"), file=self.stream, flush=True)
         self.told = len(self.progress.warnings)
         snapshot = self.progress.snapshot()
         is_new, self.state = snapshot.state != self.state, snapshot.state

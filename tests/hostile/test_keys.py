@@ -10,6 +10,7 @@ from atts.cli.app import run
 from atts.errors import OptionError
 from atts.remote import ApiKey
 
+pytestmark = pytest.mark.once
 KEYS = (
     "openai:https://h/v1/m?key=sk-canary1234567890abcdef", "vllm:http://h/m?key=hf_canaryCANARYcanary",
     "chat:http://h/v1/m?key=canary", "sglang:http://h,http://h:2/m?key=CANARY1X2Y3Z4W5Q6",
@@ -23,7 +24,7 @@ def test_a_key_in_the_place_of_a_name_is_refused_and_not_shown(
 ) -> None:
     """No run begins, no directory is made, nothing printed has it: also where it looks much like a name."""
     monkeypatch.chdir(tmp_path)
-    for words in (["--dry-run"], ["--out", "run"]):
+    for words in (["--dry-run"], ["--out", "run"])[: 2 if engine == KEYS[0] else 1]:
         assert run(["eval", "arithmetic[:1]", "--target", engine, *words]) == 2
         said = "".join(capfd.readouterr())
         assert "canary" not in said.lower()
@@ -69,7 +70,7 @@ URLS = (
 @pytest.mark.parametrize("url", URLS)
 def test_what_is_no_url_is_said_in_words(url: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Before anything is asked, and without its control codes."""
-    for command in (["eval", "arithmetic[:1]", "--draft", f"vllm:{url}"], ["probe", url]):
+    for command in (["probe", url], ["eval", "arithmetic[:1]", "--draft", f"vllm:{url}"])[: 2 if url == URLS[0] else 1]:
         assert run(command) == 2
         said = capfd.readouterr().err
         assert "URL" in said

@@ -134,8 +134,16 @@ def read_end_ids(folder: Path, name: str, default: object) -> tuple[int, ...]:
     ends = default if found is None else found
     ids: tuple[Any, ...] = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
     if any(type(end) is not int or end < 0 for end in ids):
-        raise ModelLoadError(name, f"eos_token_id in {folder} is {ends!r}, expected ids", "Check the model's files")
+        raise ModelLoadError(
+            name, f"eos_token_id in {folder} is {shown(ends)}, expected ids", "Check the model's files"
+        )
     return ids
+
+
+def shown(value: object) -> str:
+    """The beginning of what a file holds, for a message."""
+    words = repr(value)
+    return words if len(words) <= 60 else f"{words[:57]}..."
 
 
 def _named_code(folder: Path, name: str) -> Iterator[tuple[str, str]]:
@@ -144,7 +152,7 @@ def _named_code(folder: Path, name: str) -> Iterator[tuple[str, str]]:
         for found in _below(read_object(path, name), "auto_map"):
             entries = found.values() if isinstance(found, dict) else [found]
             flat = [part for entry in entries for part in (entry if isinstance(entry, list) else [entry])]
-            yield from ((path.name, str(entry)) for entry in flat if entry)
+            yield from ((path.name, shown(entry).strip("'")) for entry in flat if entry)
 
 
 def _below(value: object, key: str) -> Iterator[Any]:

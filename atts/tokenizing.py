@@ -52,7 +52,14 @@ class ModelTokenizer:
             raise UnsupportedByEngine(self._name, "the tokenizer has no chat template", advice)
         rows = [{"role": message.role, "content": message.content} for message in messages]
         is_open = bool(rows) and rows[-1]["role"] == "assistant"
-        text = self._template(rows, is_open)
+        try:
+            text = self._template(rows, is_open)
+        except UnsupportedByEngine:
+            if [row["role"] for row in rows[:2]] != ["system", "user"]:
+                raise
+            # a template without system messages, such as Gemma 2's: what they say goes before the question
+            first = {"role": "user", "content": f"{rows[0]['content']}\n\n{rows[1]['content']}"}
+            text = self._template([first, *rows[2:]], is_open)
         return self.encode(text)
 
     def _template(self, rows: list[dict[str, str]], is_open: bool) -> str:

@@ -57,7 +57,7 @@ class StepBatch:
     """
 
     tokens: Ints  # [tokens]
-    positions: Ints  # [tokens]
+    positions: Ints  # [tokens] as rows of the tables of angles
     slots: Ints  # [tokens] where each token's keys and values go
     table_rows: Ints  # [sequences] row of the slot table
     query_starts: Ints  # [sequences + 1] first token of each sequence
@@ -103,8 +103,8 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     decoding = [PrefillChunk(s, s.num_computed, len(s.ids), s.num_computed) for s in plan.decoding]
     chunks = [*decoding, *plan.prefills]
     ids = chain.from_iterable([s.ids[start:stop] for s, start, stop, _ in chunks])
-    numbers = [(s.row, start, stop, first, s.is_scoring) for s, start, stop, first in chunks]
-    rows, begins, lengths, logits_from, is_scoring = np.array(numbers, dtype=np.int64).T.copy()
+    numbers = [(s.row, start, stop, first, s.is_scoring, s.rope_row) for s, start, stop, first in chunks]
+    rows, begins, lengths, logits_from, is_scoring, ropes = np.array(numbers, dtype=np.int64).T.copy()
     counts, num_logits = lengths - begins, lengths - logits_from
     starts = np.zeros(len(chunks) + 1, dtype=np.int64)
     counts.cumsum(out=starts[1:])
@@ -115,7 +115,7 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     scored = np.arange(num_scored.sum()) + (starts[1:] - num_scored.cumsum()).repeat(num_scored)
     return StepBatch(
         tokens=tokens,
-        positions=positions,
+        positions=positions + ropes.repeat(counts),
         slots=table.take((rows * table.shape[1]).repeat(counts) + positions).astype(np.int64),
         table_rows=rows,
         query_starts=starts,
@@ -130,11 +130,11 @@ def _decoding_batch(sequences: list[Sequence], table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
     count = len(sequences)
     positions = np.array([sequence.num_computed for sequence in sequences], dtype=np.int64)
-    rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
+    rows, ropes = np.array([(sequence.row, sequence.rope_row) for sequence in sequences], dtype=np.int64).T.copy()
     starts = np.arange(count + 1)
     return StepBatch(
         tokens=np.array([sequence.ids[-1] for sequence in sequences], dtype=np.int64),
-        positions=positions,
+        positions=positions + ropes,
         slots=table[rows, positions].astype(np.int64),
         table_rows=rows,
         query_starts=starts,

@@ -14,8 +14,8 @@ from atts.local.compiling import native_library
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop, TokenTable
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
-from atts.local.model_config import ModelConfig
-from atts.local.native_model import NativeModel
+from atts.local.model_config import ModelConfig, rope_rows
+from atts.local.native_model import NativeModel, unknown_parts
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.torch_model import TorchModel
@@ -45,7 +45,14 @@ def build_loop(
     model, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
     kv_tokens = cache.shape[2] - 1
     options = config.options
-    limits = SchedulerConfig(kv_tokens, options.max_batch, options.chunk_tokens, config.model.context_length)
+    limits = SchedulerConfig(
+        kv_tokens,
+        options.max_batch,
+        options.chunk_tokens,
+        config.model.context_length,
+        config.model.long_after,
+        rope_rows(config.model, cache.shape[2]),
+    )
     tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * config.model.vocabulary))))
     token_table = TokenTable(config.pieces, frozenset(config.model.end_ids))
     loop = StepLoop(model, Scheduler(limits, tree), token_table, send)
@@ -70,6 +77,8 @@ def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> tuple[Model
     trouble = ""
     if config.options.kernel != "torch" and is_fit:
         try:
+            if unknown := unknown_parts(config.model):
+                raise UnsupportedByEngine(config.name, f"the native kernels do not know {unknown}", "Use torch")
             library, trouble = native_library(config.name, config.model)
         except UnsupportedByEngine as error:
             if config.options.kernel == "native":

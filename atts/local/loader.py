@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory
 from atts.importing import import_lock
-from atts.local.model_config import ModelConfig, read_hf_config
+from atts.local.model_config import NO_ROPE, UNREADABLE, ModelConfig, read_hf_config
 from atts.model_folder import weight_files
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -24,18 +27,33 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 class LayerWeights:
     """One decoder layer; matrices are [out, in], query, key and value rows in one, gate and up rows in one."""
 
-    norm: Tensor
+    norm: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
-    query_norm: Tensor | None  # [head_dim], Qwen3
+    query_norm: Tensor | None  # [head_dim], or of all heads side by side
     key_norm: Tensor | None
     out: Tensor
     out_bias: Tensor | None
-    mlp_norm: Tensor
+    out_norm: Tensor | None
+    mlp_norm: Tensor | None
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    down_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A rotary embedding; feature i of a head turns with feature i + head_dim / 2, those that stay with frequency 0."""
+
+    frequencies: Tensor  # [1 or 2, head_dim / 2] float32, on the CPU; the second row is for long requests
+    scales: Tensor  # [head_dim / 2], multiply cosines and sines
+
+    def angles(self, rows: int) -> Tensor:
+        """The angles at the first positions, [variants * rows, head_dim / 2]: those of long requests follow."""
+        positions = torch.arange(rows, dtype=torch.float32)
+        return torch.cat([torch.outer(positions, frequencies) for frequencies in self.frequencies])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +64,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor  # [vocabulary, hidden_size]; the embedding itself when tied
-    rope_frequencies: Tensor  # [head_dim / 2] float32, on the CPU
-    rope_scale: float  # multiplies cosines and sines
+    ropes: Mapping[str, Rope]  # by the names that the configuration gives its layers' ropes
 
 
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, name: str) -> Weights:
@@ -58,52 +75,91 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
     """
     try:
         with ExitStack() as stack:
-            reader = _TensorReader(folder, dtype, device, name, stack)
-            return _fuse(reader, config, *_rope_frequencies(folder, config, name))
+            return _fuse(_TensorReader(folder, dtype, device, name, stack), config, load_ropes(folder, config, name))
     except (torch.OutOfMemoryError, MemoryError) as error:
         advice = "Use a smaller model, bfloat16, or another device"
         raise OutOfMemory(name, f"the weights do not fit into memory on {device}", advice) from error
 
 
-def _fuse(read: _TensorReader, config: ModelConfig, frequencies: Tensor, scale: float) -> Weights:
+def _fuse(read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope]) -> Weights:
     embedding = read("embed_tokens.weight", config.vocabulary, config.hidden_size)
     layers = tuple(_layer(read, config, f"layers.{index}.") for index in range(config.num_layers))
-    norm = read("norm.weight", config.hidden_size)
+    norm = read.norm(config, "norm", config.hidden_size)
+    assert norm is not None, "every model norms its last states"
     head = embedding if config.ties_embeddings else read("lm_head.weight", config.vocabulary, config.hidden_size)
-    return Weights(embedding, layers, norm, head, frequencies, scale)
+    return Weights(embedding, layers, norm, head, ropes)
 
 
-def _rope_frequencies(folder: Path, config: ModelConfig, name: str) -> tuple[Tensor, float]:
-    if config.rope_type == "default":
-        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        frequencies, scale = 1.0 / (config.rope_theta**exponent), 1.0
-    else:
-        with import_lock:
-            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
+    """The rotary embeddings of a model's layers.
 
-        frequencies, scale = ROPE_INIT_FUNCTIONS[config.rope_type](read_hf_config(folder, name), torch.device("cpu"))
-    return frequencies.float(), float(scale)
+    :raises ModelLoadError: the configuration's values make none.
+    """
+    half, turned = config.head_dim // 2, config.rotary_dim // 2
+    ropes = {NO_ROPE: Rope(torch.zeros(1, half), torch.ones(half))}
+    hf = read_hf_config(folder, name)
+    for kind in set(config.ropes) - {NO_ROPE}:
+        try:
+            rows, scale = _frequencies(hf, config, kind)
+        except UNREADABLE as error:
+            raise ModelLoadError(name, f"its rotary embedding cannot be computed ({error})") from error
+        if not (rows.isfinite().all() and (rows >= 0).all() and math.isfinite(scale)):
+            raise ModelLoadError(name, "its rotary embedding has frequencies that are not numbers", "Check config.json")
+        scales = F.pad(torch.full((turned,), scale), (0, half - turned), value=1.0)
+        ropes[kind] = Rope(F.pad(rows, (0, half - turned)), scales)
+    return {kind: ropes[kind] for kind in dict.fromkeys(config.ropes)}
+
+
+def _frequencies(hf: Any, config: ModelConfig, kind: str) -> tuple[Tensor, float]:
+    """The frequencies of what turns, [1 or 2, rotary_dim / 2], and what multiplies cosines and sines."""
+    rope = hf.rope_parameters[kind] if kind else hf.rope_parameters
+    if rope["rope_type"] == "default":
+        exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+        return 1.0 / (rope["rope_theta"] ** exponent).unsqueeze(0), 1.0
+    with import_lock:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    lengths = [None] if config.long_after is None else [None, config.long_after + 1]
+    compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    found = [compute(hf, torch.device("cpu"), seq_len=length, layer_type=kind or None) for length in lengths]
+    return torch.stack([frequencies.float() for frequencies, _ in found]), float(found[0][1])
 
 
 def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
-    query, key, width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
-    rows = {f"{at}self_attn.q_proj": query, f"{at}self_attn.k_proj": key, f"{at}self_attn.v_proj": key}
-    mlp = {f"{at}mlp.gate_proj": config.intermediate_size, f"{at}mlp.up_proj": config.intermediate_size}
-    is_normed = config.family == "qwen3"
+    heads, kv, dim, width = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+    attention, mlp, inner, rules = f"{at}self_attn", f"{at}mlp", config.intermediate_size, config.rules
+    parts = {f"{attention}.q_proj": heads * dim, f"{attention}.k_proj": kv * dim, f"{attention}.v_proj": kv * dim}
+    gates = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+    if rules.is_fused:
+        parts, gates = {f"{attention}.qkv_proj": (heads + 2 * kv) * dim}, {f"{mlp}.gate_up_proj": 2 * inner}
+    order = head_order(config)
+    turning = (torch.arange(heads + kv)[:, None] * dim + order).flatten()
+    rows = torch.cat([turning, torch.arange(len(turning), (heads + 2 * kv) * dim)])
+    normed = {"none": (0, 0), "each head": (1, 1), "all heads": (heads, kv)}[rules.head_norms]
+    before, after, mlp_before, mlp_after = (f"{at}{norm}" if norm else "" for norm in rules.norms)
     return LayerWeights(
-        norm=read(f"{at}input_layernorm.weight", width),
-        qkv=torch.cat([read(f"{part}.weight", count, width) for part, count in rows.items()]),
-        qkv_bias=read.biases(rows),
-        query_norm=read(f"{at}self_attn.q_norm.weight", config.head_dim) if is_normed else None,
-        key_norm=read(f"{at}self_attn.k_norm.weight", config.head_dim) if is_normed else None,
-        out=read(f"{at}self_attn.o_proj.weight", width, query),
-        out_bias=read.biases({f"{at}self_attn.o_proj": width}),
-        mlp_norm=read(f"{at}post_attention_layernorm.weight", width),
-        gate_up=torch.cat([read(f"{part}.weight", count, width) for part, count in mlp.items()]),
-        gate_up_bias=read.biases(mlp),
-        down=read(f"{at}mlp.down_proj.weight", width, config.intermediate_size),
-        down_bias=read.biases({f"{at}mlp.down_proj": width}),
+        norm=read.norm(config, before, width),
+        qkv=read.matrix(parts, width, rows),
+        qkv_bias=read.biases(parts, rows),
+        query_norm=read.norm(config, f"{attention}.q_norm", normed[0] * dim, order),
+        key_norm=read.norm(config, f"{attention}.k_norm", normed[1] * dim, order),
+        out=read(f"{attention}.o_proj.weight", width, heads * dim),
+        out_bias=read.biases({f"{attention}.o_proj": width}),
+        out_norm=read.norm(config, after, width),
+        mlp_norm=read.norm(config, mlp_before, width),
+        gate_up=read.matrix(gates, width),
+        gate_up_bias=read.biases(gates),
+        down=read(f"{mlp}.down_proj.weight", width, inner),
+        down_bias=read.biases({f"{mlp}.down_proj": width}),
+        down_norm=read.norm(config, mlp_after, width),
     )
+
+
+def head_order(config: ModelConfig) -> Tensor:
+    """The features of a head so that the two that turn together lie half a head apart, those that stay among them."""
+    half, turned = config.head_dim // 2, config.rotary_dim // 2
+    turning, staying = torch.arange(2 * turned).view(2, turned), torch.arange(2 * turned, config.head_dim)
+    return torch.cat([turning, staying.view(2, half - turned)], dim=1).flatten()
 
 
 class _TensorReader:
@@ -134,11 +190,23 @@ class _TensorReader:
             raise ModelLoadError(self._name, problem, "Configuration and weights belong to different models")
         return tensor.to(device=self._device, dtype=self._dtype)
 
-    def biases(self, parts: Mapping[str, int]) -> Tensor | None:
+    def norm(self, config: ModelConfig, key: str, size: int, order: Tensor | None = None) -> Tensor | None:
+        """The weights of a norm, ready to multiply with, those of heads as heads are ordered; None where none are."""
+        if not key or not size:
+            return None
+        weight = self(f"{key}.weight", size) + float(config.rules.is_gemma)
+        return weight if order is None else weight.view(-1, len(order))[:, order.to(self._device)].flatten()
+
+    def matrix(self, parts: Mapping[str, int], width: int, rows: Tensor | None = None) -> Tensor:
+        """The weights of these projections below each other, their rows in this order."""
+        whole = torch.cat([self(f"{part}.weight", count, width) for part, count in parts.items()])
+        return _in_order(whole, rows)
+
+    def biases(self, parts: Mapping[str, int], rows: Tensor | None = None) -> Tensor | None:
         """The biases of these projections in a row, zeros for those without one; None when none has any."""
         if not any(f"{part}.bias" in self._where for part in parts):
             return None
-        return torch.cat(
+        whole = torch.cat(
             [
                 self(f"{part}.bias", size)
                 if f"{part}.bias" in self._where
@@ -146,3 +214,9 @@ class _TensorReader:
                 for part, size in parts.items()
             ]
         )
+        return _in_order(whole, rows)
+
+
+def _in_order(whole: Tensor, rows: Tensor | None) -> Tensor:
+    is_plain = rows is None or bool((rows == torch.arange(len(rows))).all())
+    return whole if is_plain or rows is None else whole[rows.to(whole.device)]

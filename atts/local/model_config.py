@@ -1,28 +1,52 @@
-"""The configuration of a supported model, read from config.json; models the engine cannot compute are refused."""
+"""The configuration of a supported model, read from config.json: each value checked for type and range, by its name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from atts.core import TokenIds
 from atts.errors import ModelLoadError
 from atts.importing import import_lock
-from atts.model_folder import read_end_ids, refuse_code
+from atts.model_folder import read_end_ids, read_object, refuse_code, shown
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-_ROPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on the length at hand
+NO_ROPE = "none"
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What libraries raise when they meet a configuration that nobody foresaw."""
+_ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # those whose frequencies are known when a request comes
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_LONGEST = 1 << 48
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How models of one type differ from Llama's."""
+
+    norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
+    """Those before and after attention, before and after the feed-forward block; "" where there is none."""
+    head_norms: Literal["none", "each head", "all heads"] = "none"  # over what queries and keys are normed
+    is_fused: bool = False  # query, key and value, gate and up are stored as one matrix
+    is_gemma: bool = False  # norms add one to their weights, embeddings are scaled, gates are gelu
+    may_turn_parts: bool = False  # of each head
+    has_windows: bool = True  # where its configuration names one
+    may_skip_ropes: bool = False  # in some layers
+
+
+_AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(has_windows=False),
+    "mistral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(head_norms="each head"),
+    "smollm3": Family(may_skip_ropes=True),
+    "phi3": Family(is_fused=True, may_turn_parts=True),
+    "olmo2": Family(("", "post_attention_layernorm", "", "post_feedforward_layernorm"), "all heads", has_windows=False),
+    "gemma2": Family(_AROUND, is_gemma=True),
+    "gemma3_text": Family(_AROUND, "each head", is_gemma=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +63,13 @@ class ModelConfig:
     vocabulary: int
     context_length: int
     norm_eps: float
-    rope_type: str
-    rope_theta: float
+    rotary_dim: int  # features of each head that rotary embeddings turn
+    ropes: tuple[str, ...]  # of each layer, the kind of layer whose rotary embedding it has, or NO_ROPE
+    windows: tuple[int, ...]  # of each layer, how many tokens back it sees; 0: all
+    query_scale: float  # multiplies attention scores
+    attention_cap: float  # soft limit of attention scores; 0: none
+    logit_cap: float
+    long_after: int | None  # tokens beyond which a request is computed with frequencies of its own
     ties_embeddings: bool
     end_ids: TokenIds
 
@@ -56,6 +85,106 @@ class ModelConfig:
         """Numbers the cache keeps per token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    @property
+    def rules(self) -> Family:
+        """How its family differs."""
+        return FAMILIES[self.family]
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied with."""
+        return math.sqrt(self.hidden_size) if self.rules.is_gemma else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What a key of config.json may hold; null where `optional`."""
+
+    kind: Literal["whole number", "number", "true or false", "text", "list", "object"]
+    low: float = -math.inf
+    high: float = math.inf
+    optional: bool = False
+    parts: _Value | None = None  # of a list
+    choices: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        limits = f" from {self.low:g} to {self.high:g}" if math.isfinite(self.high) else ""
+        inside = f" of {self.parts}" if self.parts else ""
+        return f"one of {', '.join(self.choices)}" if self.choices else f"a {self.kind}{inside}{limits}"
+
+    def accepts(self, value: object) -> bool:
+        """Whether it may be this."""
+        if value is None or self.kind in ("true or false", "text", "object"):
+            kinds = {"true or false": bool, "text": str, "object": dict}
+            fits = self.optional if value is None else isinstance(value, kinds[self.kind])
+            return fits and (value is None or not self.choices or value in self.choices)
+        if self.kind == "list":
+            parts = self.parts
+            return isinstance(value, list) and (parts is None or all(parts.accepts(part) for part in value))
+        kinds_of_number = (int,) if self.kind == "whole number" else (int, float)
+        return type(value) in kinds_of_number and self.low <= value <= self.high  # type: ignore[operator]
+
+
+def _whole(low: float, high: float, *, optional: bool = False) -> _Value:
+    return _Value("whole number", low, high, optional)
+
+
+def _number(low: float, high: float, *, optional: bool = False) -> _Value:
+    return _Value("number", low, high, optional)
+
+
+_FLAG, _TEXT, _FACTOR = _Value("true or false", optional=True), _Value("text", optional=True), _number(1e-6, 1e6)
+_FACTORS = _Value("list", parts=_FACTOR, optional=True)
+_ROPE_KEYS: Mapping[str, _Value] = {
+    "rope_type": _TEXT,
+    "type": _TEXT,
+    "rope_theta": _number(1e-3, 1e15),
+    "partial_rotary_factor": _number(1e-3, 1.0),
+    "original_max_position_embeddings": _whole(1, _LONGEST),
+    "short_factor": _FACTORS,
+    "long_factor": _FACTORS,
+    "truncate": _FLAG,
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), _FACTOR),
+    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), _number(0.0, 1e6, optional=True)),
+}
+_ROPE = _Value("object", optional=True)
+_KEYS: Mapping[str, _Value] = {
+    "hidden_size": _whole(1, 1 << 20),
+    "intermediate_size": _whole(1, 1 << 24),
+    "num_hidden_layers": _whole(1, 4096),
+    "num_attention_heads": _whole(1, 1 << 14),
+    "num_key_value_heads": _whole(1, 1 << 14, optional=True),
+    "head_dim": _whole(1, 1 << 14, optional=True),
+    "vocab_size": _whole(1, 1 << 24),
+    "max_position_embeddings": _whole(1, _LONGEST),
+    "original_max_position_embeddings": _whole(1, _LONGEST),
+    "sliding_window": _whole(1, _LONGEST, optional=True),
+    "sliding_window_pattern": _whole(1, 4096),
+    "max_window_layers": _whole(0, 1 << 20),
+    "no_rope_layer_interval": _whole(1, 4096),
+    "no_rope_layers": _Value("list", parts=_whole(0, 1), optional=True),
+    "layer_types": _Value("list", parts=_Value("text"), optional=True),
+    "rms_norm_eps": _number(0.0, 1.0),
+    "query_pre_attn_scalar": _number(1e-3, 1e6),
+    "hidden_act": _TEXT,
+    "hidden_activation": _TEXT,
+    "rope_scaling": _ROPE,
+    "rope_parameters": _ROPE,
+    "dtype": _Value("text", optional=True, choices=_FLOATS),
+    "torch_dtype": _Value("text", optional=True, choices=_FLOATS),
+    **{key: _ROPE_KEYS[key] for key in ("rope_theta", "partial_rotary_factor")},
+    "rope_local_base_freq": _ROPE_KEYS["rope_theta"],
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _number(1e-3, 1e6, optional=True)),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), _FLAG),
+    **dict.fromkeys(("use_sliding_window", "use_bidirectional_attention"), _FLAG),
+}
+"""Every key that is read; what a configuration says besides is not looked at."""
+
+
+def rope_rows(config: ModelConfig, slots: int) -> int:
+    """Positions that a table of angles covers: no sequence is longer than the context or the cache."""
+    return min(config.context_length, slots)
+
 
 def read_model_config(folder: Path, name: str) -> ModelConfig:
     """The configuration of the model in `folder`, checked.
@@ -63,86 +192,164 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
     :raises ModelLoadError: no readable configuration, a family or an attention we do not compute.
     """
     config = read_hf_config(folder, name)
-    for problem, advice in _problems(config):
-        raise ModelLoadError(name, problem, advice)
-    heads = config.num_attention_heads
+    layers, rules = range(config.num_hidden_layers), FAMILIES[config.model_type]
+    window = (getattr(config, "sliding_window", None) or 0) if rules.has_windows else 0
+    only_kind = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [only_kind] * len(layers)
+    turned = config.no_rope_layers if rules.may_skip_ropes else [1] * len(layers)
+    longest = next((rope.get("original_max_position_embeddings") for rope in _ropes(config) if _is_long(rope)), None)
+    head = _head_dim(config)
     return ModelConfig(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=_head_dim(config),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head,
         intermediate_size=config.intermediate_size,
         vocabulary=config.vocab_size,
-        context_length=_context(config),
+        context_length=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
-        rope_type=_rope_type(config),
-        rope_theta=config.rope_parameters["rope_theta"],
+        rotary_dim=_rotary_dim(config),
+        ropes=tuple((kinds[at] if _has_many_ropes(config) else "") if turned[at] else NO_ROPE for at in layers),
+        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        query_scale=float(config.query_pre_attn_scalar if rules.is_gemma else head) ** -0.5,
+        attention_cap=getattr(config, "attn_logit_softcapping", None) or 0.0 if config.model_type == "gemma2" else 0.0,
+        logit_cap=config.final_logit_softcapping or 0.0 if rules.is_gemma else 0.0,
+        long_after=longest if longest is not None and longest < config.max_position_embeddings else None,
         ties_embeddings=bool(config.tie_word_embeddings),
         end_ids=read_end_ids(folder, name, config.eos_token_id),
     )
 
 
 def read_hf_config(folder: Path, name: str) -> Any:
-    """The configuration of the model in `folder`, as transformers has it.
+    """The configuration of the model in `folder`, as transformers has it, made of the values this engine reads.
 
-    :raises ModelLoadError: there is none that can be read, or the folder brings code.
+    :raises ModelLoadError: there is none, a value cannot be, the folder brings code, or such models are not computed.
     """
     from huggingface_hub.errors import StrictDataclassError
 
-    if not (folder / "config.json").is_file():
+    path = folder / "config.json"
+    if not path.is_file():
         raise ModelLoadError(name, f"{folder} holds no config.json", "Name a folder written by save_pretrained")
     refuse_code(folder, name)
+    values = read_object(path, name)
+    family = _family(values, name)
+    known = {key: values[key] for key in _KEYS if key in values and key not in ("dtype", "torch_dtype")}
+    for key, value in values.items():
+        _check(key, value, _KEYS, name)
+    for key in ("rope_scaling", "rope_parameters"):
+        if known.get(key):
+            known[key] = _known_rope(known[key], key, name)
+    if "eos_token_id" in values:
+        known["eos_token_id"] = list(read_end_ids(folder, name, values["eos_token_id"])) or None
     try:
         with import_lock:
             from transformers import AutoConfig
 
-            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (*_UNREADABLE, StrictDataclassError) as error:
-        raise ModelLoadError(name, f"config.json cannot be read as a model configuration ({error})") from error
+            config = AutoConfig.for_model(family, **{k: v for k, v in known.items() if (k, v) != ("head_dim", None)})
+            problems = list(_problems(config))
+    except (*UNREADABLE, StrictDataclassError) as error:
+        raise ModelLoadError(
+            name, f"config.json cannot be read as a model configuration ({str(error)[:300]})"
+        ) from error
+    for problem, advice in problems:
+        raise ModelLoadError(name, problem, advice)
+    return config
+
+
+def _family(values: Mapping[str, Any], name: str) -> str:
+    family = values.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        advice = f"The local engine computes {', '.join(FAMILIES)}; serve other families with vLLM or SGLang"
+        problem = f"models of type {shown(family)} are not supported"
+        raise ModelLoadError(name, problem, f"{advice} and use the remote engine")
+    if values.get("quantization_config"):
+        raise ModelLoadError(name, "its weights are quantised", "Use the unquantised checkpoint, or serve it with vLLM")
+    return family
+
+
+def _check(key: str, value: object, keys: Mapping[str, _Value], name: str) -> None:
+    expected = keys.get(key.rpartition(".")[2])
+    if expected is not None and not expected.accepts(value):
+        raise ModelLoadError(name, f"{key} is {shown(value)}, expected {expected}", "Check config.json")
+
+
+def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
+    """The values of a rotary embedding that are read, checked; of several, one for each kind of layer, in turn."""
+    known = dict[str, Any]()
+    for key, value in rope.items():
+        if isinstance(value, dict) and key not in _ROPE_KEYS:
+            known[key] = _known_rope(value, f"{at}.{key}", name)
+        elif key in _ROPE_KEYS:
+            _check(f"{at}.{key}", value, _ROPE_KEYS, name)
+            known[key] = value
+    return known
 
 
 def _problems(config: Any) -> Iterator[tuple[str, str]]:
     """What keeps the local engine from computing such a model, and what to do about it."""
     check, serve = "Check config.json", "Serve this model with vLLM"
-    if config.model_type not in FAMILIES:
-        advice = f"The local engine computes {', '.join(FAMILIES)}; serve other families with vLLM or SGLang"
-        yield f"models of type {config.model_type!r} are not supported", f"{advice} and use the remote engine"
-    if getattr(config, "quantization_config", None):
-        yield "its weights are quantised", "Use the unquantised checkpoint, or serve it with vLLM"
-    if config.hidden_act != "silu":
-        yield f"its activation {config.hidden_act!r} is not supported (only silu)", serve
-    for size in _SIZES:
-        if getattr(config, size) < 1:
-            yield f"its {size} is {getattr(config, size)}, expected at least 1", check
+    rules, layers, heads = FAMILIES[config.model_type], config.num_hidden_layers, config.num_attention_heads
+    activation, only = getattr(config, "hidden_activation", None) or config.hidden_act, "silu"
+    if rules.is_gemma:
+        only = "gelu_pytorch_tanh"
+    if activation != only:
+        yield f"its activation {shown(activation)} is not supported (only {only})", serve
+    if getattr(config, "use_bidirectional_attention", False):
+        yield "its attention looks ahead (use_bidirectional_attention)", serve
+    for key in ("layer_types", "no_rope_layers"):
+        found = getattr(config, key, None)
+        if found is not None and len(found) != layers:
+            yield f"{key} names {len(found)} layers of {layers}", check
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if strange:
-        advice = "The local engine computes full and sliding-window attention; serve this model with vLLM"
-        yield f"its attention {', '.join(strange)} is not supported", advice
-    rotated = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    if rotated != 1.0:
-        yield f"its rotary embedding turns {rotated:g} of each head, not all of it", serve
-    heads = config.num_attention_heads
+        yield (
+            f"its attention {', '.join(strange)[:60]} is not supported (only full and sliding-window attention)",
+            serve,
+        )
     shared = getattr(config, "num_key_value_heads", None) or heads
     if heads % shared:
         yield f"{shared} key-value heads cannot serve {heads} query heads", check
-    if _head_dim(config) % 2:
+    if _head_dim(config) % 2 or _head_dim(config) < 2:
         yield f"its head dimension {_head_dim(config)} is odd", serve
-    kind = _rope_type(config)
+    for rope in _ropes(config):
+        yield from _rope_problems(config, rope)
+
+
+def _rope_problems(config: Any, rope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kind, part, turned = rope.get("rope_type"), rope.get("partial_rotary_factor", 1.0), _rotary_dim(config)
     if kind not in _ROPES:
-        yield f"its rotary embedding of type {kind!r} is not supported", f"Supported: {', '.join(_ROPES)}"
+        yield f"its rotary embedding of type {shown(kind)} is not supported", f"Supported: {', '.join(_ROPES)}"
+    if part != 1.0 and not FAMILIES[config.model_type].may_turn_parts:
+        yield f"its rotary embedding turns {part:g} of each head, not all of it", "Serve this model with vLLM"
+    if turned % 2 or turned < 2:
+        yield f"its rotary embedding turns {turned} features of each head (partial_rotary_factor)", "Check config.json"
+    if kind == "longrope":
+        for key in ("short_factor", "long_factor"):
+            if len(rope.get(key) or ()) != turned // 2:
+                found = len(rope.get(key) or ())
+                yield f"{key} has {found} factors, its rotary embedding needs {turned // 2}", "Check config.json"
 
 
 def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def _context(config: Any) -> int:
-    """Within its window, sliding attention equals full attention; so the window is the context we offer."""
-    window = getattr(config, "sliding_window", None)
-    return int(min(config.max_position_embeddings, window or config.max_position_embeddings))
+def _rotary_dim(config: Any) -> int:
+    part = 1.0 if _has_many_ropes(config) else (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    return int(_head_dim(config) * part)
 
 
-def _rope_type(config: Any) -> str:
-    return str((config.rope_parameters or {}).get("rope_type", "default"))
+def _has_many_ropes(config: Any) -> bool:
+    return any(isinstance(value, dict) for value in (config.rope_parameters or {}).values())
+
+
+def _ropes(config: Any) -> list[Mapping[str, Any]]:
+    """The rotary embeddings of the model: one for each kind of layer, or one for all."""
+    parameters = config.rope_parameters or {}
+    return [rope for rope in parameters.values() if rope] if _has_many_ropes(config) else [parameters]
+
+
+def _is_long(rope: Mapping[str, Any]) -> bool:
+    return rope.get("rope_type") == "longrope"

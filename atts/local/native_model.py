@@ -15,8 +15,8 @@ from torch import Tensor
 from atts.decode import SampledTokens, SamplingBatch, sample
 from atts.local.allocator import SlotIds
 from atts.local.batch import StepBatch
-from atts.local.loader import LayerWeights, Weights
-from atts.local.model_config import ModelConfig
+from atts.local.loader import LayerWeights, Rope, Weights
+from atts.local.model_config import ModelConfig, rope_rows
 
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]
@@ -40,18 +40,24 @@ def _members(names: str, kind: Any) -> list[tuple[str, Any]]:
 _SIZES = "num_layers hidden_size num_heads num_kv_heads head_dim intermediate_size vocabulary"
 
 
+_PLAIN = "norm qkv_bias query_norm key_norm out_bias mlp_norm gate_up_bias down_bias"
+_PACKED = "qkv out gate_up down"
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *_members("norm qkv_bias query_norm key_norm out_bias mlp_norm gate_up_bias down_bias", _POINTER),
-        *_members("qkv out gate_up down", _POINTER),
+        *_members(_PLAIN, _POINTER),
+        *_members(_PACKED, _POINTER),
+        *_members("cosines sines", _POINTER),
+        ("window", _INT),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
         *_members(f"{_SIZES} is_bf16", _INT),
-        ("eps", ctypes.c_float),
-        *_members("embedding norm cosines sines head layers cache", _POINTER),
+        *_members("eps query_scale", ctypes.c_float),
+        *_members("embedding norm head layers cache", _POINTER),
         ("slots", _INT),
     ]
 
@@ -218,30 +224,37 @@ class NativeModel:
 
     def _describe(self, weights: Weights, cache: Tensor) -> _Model:
         config = self._config
-        angles = torch.outer(torch.arange(config.context_length, dtype=torch.float32), weights.rope_frequencies)
-        layers = (_Layer * config.num_layers)(*[self._layer(layer) for layer in weights.layers])
+        tables = {kind: self._table(rope, rope_rows(config, cache.shape[2])) for kind, rope in weights.ropes.items()}
+        places = zip(weights.layers, config.ropes, config.windows, strict=True)
+        layers = (_Layer * config.num_layers)(
+            *[self._layer(each, tables[kind], window) for each, kind, window in places]
+        )
         self._pinned.append(layers)
         return _Model(
             **{name: getattr(config, name) for name in _SIZES.split()},
             is_bf16=int(self._is_bf16),
             eps=config.norm_eps,
+            query_scale=config.query_scale,
             embedding=self._pin(weights.embedding),
             norm=self._pin(weights.norm),
-            cosines=self._pin(angles.cos() * weights.rope_scale),
-            sines=self._pin(angles.sin() * weights.rope_scale),
             head=self._pack(weights.head),
             layers=ctypes.addressof(layers),
             cache=cache.data_ptr(),
             slots=cache.shape[2],
         )
 
-    def _layer(self, layer: LayerWeights) -> _Layer:
-        packed = ("qkv", "out", "gate_up", "down")
-        plain = [field.name for field in fields(layer) if field.name not in packed]
+    def _layer(self, layer: LayerWeights, table: tuple[int | None, int | None], window: int) -> _Layer:
         return _Layer(
-            **{name: self._pack(getattr(layer, name)) for name in packed},
-            **{name: self._pin(getattr(layer, name)) for name in plain},
+            **{name: self._pack(getattr(layer, name)) for name in _PACKED.split()},
+            **{name: self._pin(getattr(layer, name)) for name in _PLAIN.split()},
+            cosines=table[0],
+            sines=table[1],
+            window=window,
         )
+
+    def _table(self, rope: Rope, rows: int) -> tuple[int | None, int | None]:
+        angles = rope.angles(rows)
+        return self._pin(angles.cos() * rope.scales), self._pin(angles.sin() * rope.scales)
 
     def _pin(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -257,6 +270,17 @@ class NativeModel:
         self._library.atts_pack(matrix.data_ptr(), rows, columns, int(self._is_bf16), packed.data_ptr())
         self._pinned.append(packed)
         return packed.data_ptr()
+
+
+def unknown_parts(config: ModelConfig) -> str:
+    """What such a model has that the kernels do not know, in words; nothing when they know all of it."""
+    parts = {
+        "soft limits of scores and logits": config.attention_cap or config.logit_cap,
+        "gelu gates": config.rules.is_gemma,
+        "norms after a block": config.rules.norms[1],
+        "norms over all heads": config.rules.head_norms == "all heads",
+    }
+    return ", ".join(part for part, is_there in parts.items() if is_there)
 
 
 def _matrices(weights: Weights) -> list[Tensor]:

@@ -55,6 +55,12 @@ class PrefixTree:
         self._logits: OrderedDict[int, tuple[PrefixNode, Tensor]] = OrderedDict()
         self._max_logits = max_logits
 
+    def root(self, kind: int) -> PrefixNode:
+        """Where sequences of a kind begin, which share nothing with those of another."""
+        if not kind:
+            return self._root
+        return self._root.children.setdefault(-kind, PrefixNode((-kind,), _NO_SLOTS, self._root, 0, locks=1))
+
     @property
     def num_evictable(self) -> int:
         """Slots of the tree that no running sequence reads."""

@@ -28,6 +28,8 @@ class SchedulerConfig:
     max_batch: int
     chunk_tokens: int
     context_length: int
+    long_after: int | None = None  # tokens beyond which a request is computed with frequencies of its own
+    rope_rows: int = 0  # where those begin in the tables of angles
 
 
 class Scheduler:
@@ -61,6 +63,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
         self._unfinished[sequence.request_id] = sequence
+        if self._config.long_after is not None and sequence.max_slots > self._config.long_after:
+            sequence.rope_row = self._config.rope_rows
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def cancel(self, request_id: int) -> bool:
@@ -134,7 +138,7 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             ids = tuple(sequence.ids)
-            found = self.tree.match(ids, min(len(ids), sequence.first_scored))
+            found = self.tree.match(ids, min(len(ids), sequence.first_scored), self.tree.root(sequence.rope_row))
             if self._should_wait(sequence, found):
                 deferred.append(sequence)
             elif not self._try_admit(sequence, found):

@@ -32,6 +32,7 @@ class Sequence:
     stop: StopMatcher | None = None
     logprobs: list[float] = field(default_factory=list[float])
     # set by the scheduler
+    rope_row: int = 0  # of the tables of angles, where position 0 is
     row: int = -1  # in the slot table; -1 while waiting
     node: PrefixNode | None = None  # deepest node it holds a lock on
     num_computed: int = 0  # tokens whose keys and values are cached

@@ -27,6 +27,7 @@ from atts.errors import (
     ModelLoadError,
     OptionError,
     OutOfMemory,
+    UnsupportedByEngine,
 )
 from atts.local import LocalEngine, LocalOptions
 from atts.local.sequence import new_sequence
@@ -161,6 +162,19 @@ async def test_texts_join_and_templates_render(make_model: Make) -> None:
     user, partial = Message("user", "the step"), Message("assistant", "is")
     assert tokenizer.render([user]) == tokenizer.encode("<|user|>the step<|end|><|assistant|>")
     assert tokenizer.render([user, partial])[-1:] == tokenizer.encode("is")[-1:]
+
+
+def test_a_template_without_system_messages_gets_them_before_the_question(make_model: Make, tmp_path: Path) -> None:
+    """As Gemma 2's; one that refuses more than that is still refused."""
+    folder = shutil.copytree(make_model("llama"), tmp_path / "model")
+    path = folder / "chat_template.jinja"
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    path.write_text(refuses + path.read_text())
+    tokenizer = ModelTokenizer(folder, "tiny")
+    system, user = Message("system", "is done"), Message("user", "the step")
+    assert tokenizer.render([system, user]) == tokenizer.render([Message("user", "is done\n\nthe step")])
+    with pytest.raises(UnsupportedByEngine, match="no system"):
+        tokenizer.render([system, Message("assistant", "the step")])
 
 
 def _broken(folder: Path, source: Path, change: Callable[[Path], object]) -> Path:

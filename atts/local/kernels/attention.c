@@ -10,6 +10,7 @@ typedef struct {
   int64_t stride, dim;  // floats from slot to slot
   const int32_t *slots;
   int64_t length;  // how many of them there are
+  int64_t window;  // how many tokens back a query sees, itself included; 0: all
 } View;
 
 // ------------------------------------------------------------------------------------------------ one query
@@ -177,16 +178,19 @@ INLINE void fetch(const float *row, int64_t dim) {
   for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(row + d);
 }
 
-// out[dim, pairs] of query[dim, pairs], pair i reading the keys up to positions[i]; `length` covers all of them
+// out[dim, pairs] of query[dim, pairs], pair i reading the keys up to positions[i] in its window; `length` covers all
 INLINE void attend_lanes(const int vectors, const View *view, int64_t dim, const float *query, const int32_t *positions,
                          int64_t length, float *weights /* [KEYS, pairs] */, float *out) {
   const int64_t pairs = vectors * LANES;
   vf most[VECTORS], total[VECTORS];
-  int64_t least = positions[0];
+  int64_t least = positions[0], last = positions[0];
   for (int64_t i = 1; i < pairs; i++) least = positions[i] < least ? positions[i] : least;
-  UNROLL for (int v = 0; v < vectors; v++) most[v] = splat(-INFINITY), total[v] = (vf){0};
+  for (int64_t i = 1; i < pairs; i++) last = positions[i] > last ? positions[i] : last;
+  const int32_t back = (int32_t)(view->window && view->window < length ? view->window : length);
+  // not minus infinity: a query may see no key of the first block, and infinities have no difference
+  UNROLL for (int v = 0; v < vectors; v++) most[v] = splat(-1e30f), total[v] = (vf){0};
   for (int64_t at = 0; at < dim * pairs; at += LANES) store(out + at, (vf){0});
-  for (int64_t from = 0; from < length; from += KEYS) {
+  for (int64_t from = least >= back ? least - back + 1 : 0; from < length; from += KEYS) {
     int64_t count = length - from < KEYS ? length - from : KEYS;
     const int32_t *slots = view->slots + from;
     vf top[VECTORS], shrink[VECTORS];
@@ -212,7 +216,9 @@ INLINE void attend_lanes(const int vectors, const View *view, int64_t dim, const
         int32_t at = (int32_t)(from + j + i);
         UNROLL for (int v = 0; v < vectors; v++) {
           vf score = s[i * vectors + v];
-          if (at > least) score = vselect(at - (vi){0} > *(const vi *)(positions + v * LANES), splat(-INFINITY), score);
+          vi place = *(const vi *)(positions + v * LANES);
+          if (at > least) score = vselect(at - (vi){0} > place, splat(-INFINITY), score);
+          if (at <= last - back) score = vselect(at - (vi){0} <= place - back, splat(-INFINITY), score);
           store(weights + (j + i) * pairs + v * LANES, score);
           top[v] = vmax(score, top[v]);
         }
@@ -333,7 +339,7 @@ static void attend(const Model *model, const Step *step, const View *all, int64_
   int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads, attn_size = model->num_heads * dim;
   int64_t first = step->query_starts[sequence + 1] - count, length = step->context_lens[sequence];
   View view = *all;
-  view.slots = step->table + step->table_rows[sequence] * step->table_width;
+  const int32_t *slots = view.slots = step->table + step->table_rows[sequence] * step->table_width;
   if (count > 1 && count * group * 4 >= LANES) {
     view.length = length;
     for (int64_t head = heads.head; heads.within == 0 && head < heads.head + heads.kv; head++) {
@@ -345,7 +351,8 @@ static void attend(const Model *model, const Step *step, const View *all, int64_
   view.keys += heads.head * dim, view.values += heads.head * dim;
   int64_t at = (heads.head * group + heads.within) * dim;
   for (int64_t i = 0; i < count; i++) {
-    view.length = length - count + 1 + i;
+    view.length = length - count + 1 + i, view.slots = slots;
+    if (view.window && view.length > view.window) view.slots += view.length - view.window, view.length = view.window;
     heads.one(&view, step->qkv + (first + i) * (attn_size + 2 * all->stride) + at, scratch,
               step->attended + (first + i) * attn_size + at);
   }
@@ -354,7 +361,7 @@ static void attend(const Model *model, const Step *step, const View *all, int64_
 void attention(const Model *model, const Step *step, int64_t layer, int64_t threads, float *scratch) {
   int64_t kv = model->num_kv_heads, group = model->num_heads / kv, stride = kv * model->head_dim;
   const float *keys = model->cache + 2 * layer * model->slots * stride;
-  View all = {keys, keys + model->slots * stride, stride, model->head_dim, 0, 0};
+  View all = {keys, keys + model->slots * stride, stride, model->head_dim, 0, 0, model->layers[layer].window};
   const Kind *kind = kinds;
   while (kind->dim != model->head_dim) kind++;
   int64_t groups = num_head_groups(kv, group), parts = step->num_sequences >= 2 * threads ? 1 : groups;

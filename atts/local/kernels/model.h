@@ -19,13 +19,15 @@
 typedef struct {
   const float *norm, *qkv_bias, *query_norm, *key_norm, *out_bias, *mlp_norm, *gate_up_bias, *down_bias;
   const void *qkv, *out, *gate_up, *down;  // packed panels, float32 or bfloat16
+  const float *cosines, *sines;  // [positions, head_dim / 2]
+  int64_t window;  // how many tokens back it sees, itself included; 0: all
 } Layer;
 
 typedef struct {
   int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocabulary;
   int64_t is_bf16;  // whether packed panels are bfloat16
-  float eps;
-  const float *embedding, *norm, *cosines, *sines;  // [positions, head_dim / 2]
+  float eps, query_scale;
+  const float *embedding, *norm;
   const void *head;
   const Layer *layers;
   float *cache;  // [layers, 2, slots, kv_heads, head_dim]

@@ -64,11 +64,11 @@ static void silu_mul(const float *gate_up, int64_t inner, float *out) {
 
 static void store_kv(const Model *model, const Step *step, int64_t index, const Layer *layer, int64_t from, int64_t to) {
   int64_t dim = model->head_dim, heads = model->num_heads, kv = model->num_kv_heads, half = dim / 2;
-  float factor = 1.0f / sqrtf((float)dim);
+  float factor = model->query_scale;
   float *keys = model->cache + 2 * index * model->slots * kv * dim, *values = keys + model->slots * kv * dim;
   for (int64_t t = from; t < to; t++) {
     float *row = step->qkv + t * (heads + 2 * kv) * dim;
-    const float *cosines = model->cosines + step->positions[t] * half, *sines = model->sines + step->positions[t] * half;
+    const float *cosines = layer->cosines + step->positions[t] * half, *sines = layer->sines + step->positions[t] * half;
     for (int64_t h = 0; h < heads; h++)
       apply_rope(row + h * dim, layer->query_norm, cosines, sines, dim, model->eps, factor, row + h * dim);
     float *key = keys + step->slots[t] * kv * dim;

@@ -61,6 +61,7 @@ class EngineSpec:
     logprobs: Literal["raw", "processed", "none"] = "raw"  # none: completions come without
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
     flops_per_token: float = 0.0  # of one decoded token; 0 when unknown
+    weights: str = ""  # digest of the weights' files, where they are at hand
     findings: tuple[tuple[str, str], ...] = ()  # what a probe saw: ("scores", "yes: 12 finite scores, ...")
 
     def fingerprint(self) -> dict[str, object]:
@@ -70,7 +71,7 @@ class EngineSpec:
             f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING
         }
         own: dict[str, object] = {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")}
-        return own | found
+        return own | found | ({"weights": self.weights} if self.weights else {})
 
 
 _LASTING = ("tokenizer", "scores", "planted", "convention", "rating")  # findings that time and load do not change

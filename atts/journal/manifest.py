@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,8 @@ from atts.journal.lines import newer
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
+_LATER = re.compile(r"engines\.[^.]+\.weights")
+"""What older manifests do not say, which is no difference."""
 _ADVICE = "Choose another run directory, or restore those settings"
 
 
@@ -63,7 +66,8 @@ class Manifest:
         differences = [
             (name, old.get(name), new.get(name))
             for name in old | new
-            if old.get(name, missing) != new.get(name, missing) and (name in old or new[name])
+            if old.get(name, missing) != new.get(name, missing)
+            if (name in old or new[name]) and not (name not in old and _LATER.fullmatch(name))
         ]
         if differences:
             raise FingerprintError(f"the run in {directory}", differences, _ADVICE)

@@ -177,14 +177,14 @@ class _OpenEngine:
     async def load(self, model: str, options: LocalOptions, is_chat: bool) -> None:
         """Find, check and load the model, away from the event loop."""
         try:
-            config, tokenizer, label = await anyio.to_thread.run_sync(_prepare, model, self._name, options, is_chat)
+            config, tokenizer, marks = await anyio.to_thread.run_sync(_prepare, model, self._name, options, is_chat)
             ready = await anyio.to_thread.run_sync(self._worker.open, config, self._hand_over)
         except BaseException:
             self._worker.close()
             raise
         warn_once(ready.trouble)
         self.tokenizer, self.kv_tokens, self.kernel = tokenizer, ready.kv_tokens, ready.kernel
-        self.spec = _spec(label, config, ready, tokenizer.digest)
+        self.spec = _spec(marks, config, ready, tokenizer.digest)
         self._context = config.model.context_length
 
     async def ask(self, request: SampleRequest | ScoreRequest) -> Reply:
@@ -247,7 +247,10 @@ class _OpenEngine:
                 waiter.event.set()
 
 
-def _prepare(model: str, name: str, options: LocalOptions, is_chat: bool) -> tuple[WorkerConfig, ModelTokenizer, str]:
+def _prepare(
+    model: str, name: str, options: LocalOptions, is_chat: bool
+) -> tuple[WorkerConfig, ModelTokenizer, tuple[str, str]]:
+    """All that is known of a model before it is loaded; last, the name of its weights and their digest."""
     folder = find_folder(model, name, (*TEXT_FILES, *WEIGHT_FILES))
     if is_chat:
         require_template(folder, name)
@@ -257,8 +260,8 @@ def _prepare(model: str, name: str, options: LocalOptions, is_chat: bool) -> tup
     if tokenizer.vocabulary > config.vocabulary:
         problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {config.vocabulary}"
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
-    label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_weights_mark(weights)}"
-    return WorkerConfig(name, folder, config, tokenizer.pieces, options), tokenizer, label
+    label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_digest(weights, 4, 16)}"
+    return WorkerConfig(name, folder, config, tokenizer.pieces, options), tokenizer, (label, _digest(weights, 16, 256))
 
 
 @cache
@@ -268,24 +271,25 @@ def warn_once(trouble: str) -> None:
         _log.warning("%s", trouble)
 
 
-def _weights_mark(files: Sequence[Path]) -> str:
-    """Eight characters that tell weights apart without reading gigabytes: sizes and sixteen pieces of each file."""
-    mark = blake2b(digest_size=4)
+def _digest(files: Sequence[Path], digest_size: int, pieces: int) -> str:
+    """What tells weights apart without reading gigabytes: sizes, and so many pieces of 64 KiB spread over each file."""
+    mark = blake2b(digest_size=digest_size)
     for path in files:
         size = path.stat().st_size
         mark.update(str(size).encode())
         with path.open("rb") as file:
-            for piece in range(16):
-                file.seek(size * piece // 16)
+            for piece in range(pieces):
+                file.seek(size * piece // pieces)
                 mark.update(file.read(65536))
     return mark.hexdigest()
 
 
-def _spec(label: str, config: WorkerConfig, ready: WorkerReady, digest: str) -> EngineSpec:
+def _spec(marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, digest: str) -> EngineSpec:
     model = config.model
     return EngineSpec(
         name=config.name,
-        model=label,
+        model=marks[0],
+        weights=marks[1],
         tokenizer=digest,
         context_length=min(model.context_length, ready.kv_tokens),
         end_ids=model.end_ids,

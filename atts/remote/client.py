@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,6 +26,9 @@ _OVERFLOW = ("context length", "maximum context", "context size", "longer than t
 _LOOK_SECONDS = 10.0  # for a question about the server, which takes it no work
 _LOOK_BYTES = 16 << 20
 _BASE_BYTES, _TOKEN_BYTES = 1 << 18, 1 << 10  # of a reply to a call: in all, and for each token of it
+_MARK = re.compile(rb'"(?:model|system_fingerprint|weight_version)"\s*:\s*(?:"[^"\\]*"|\d+)')
+_MARK_BYTES = 2048  # of a reply's beginning and end, where servers put these
+_MOST_MARKS = 64  # a server that says another name each time says nothing
 _LONGEST_WAIT = 30.0  # a Retry-After beyond this is for people, not for a call
 SHRINK = 0.8
 GROW = 1.05
@@ -51,14 +55,23 @@ class Refused(EngineUnavailable):
 
 @dataclass(slots=True)
 class Traffic:
-    """What went over the wire, failures included; `uncached` scores had to be asked for again past the cache."""
+    """What went over the wire, failures included; `uncached` scores had to be asked for again past the cache.
+
+    `renamed` replies bore another model or fingerprint than any before them.
+    """
 
     attempts: int = 0
     retries: int = 0
     lost: int = 0
+    renamed: int = 0
     aborts: int = 0
     aborts_failed: int = 0
     uncached: int = 0
+
+    @property
+    def doubts(self) -> int:
+        """How often there was reason to ask who answers."""
+        return self.lost + self.renamed
 
 
 class AdaptiveLimit(SlotQueue):
@@ -112,6 +125,7 @@ class Client:
         self._prefix = uuid.uuid4().hex[:16]  # of every request id of this client
         self._made = 0
         key = options.key.read()
+        self._marks = set[bytes]()
         self._hide = redactor(key, options)
         self._transport = open_transport(options)
         head = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -214,11 +228,20 @@ class Client:
         """The reply's body, or the error its status stands for."""
         if reply.status == 200:
             self.limit.answered()
+            self._recognise(reply.body)
             return reply.body
         if reply.status in _RETRIED:
             (self.limit.refused if reply.status in (429, 503, 529) else self.limit.erred)()
             raise Refused(self.name, f"status {reply.status}: {said(reply.body)}", _seconds(reply.retry_after))
         raise self.refusal(reply)
+
+    def _recognise(self, body: bytes) -> None:
+        """Count a reply under another name: the server may be another, though no connection broke."""
+        ends = body if len(body) <= 2 * _MARK_BYTES else body[:_MARK_BYTES] + b"\n" + body[-_MARK_BYTES:]
+        marks = b",".join(_MARK.findall(ends))
+        if marks not in self._marks and len(self._marks) < _MOST_MARKS:
+            self.traffic.renamed += bool(self._marks)
+            self._marks.add(marks)
 
     def refusal(self, reply: HttpReply) -> EngineError:
         """The error of a status that another attempt would meet again."""

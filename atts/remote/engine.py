@@ -72,7 +72,7 @@ class RemoteEngine(BaseEngine):
         self._known: Known | None = None
         self._watch: Watch | None = None
         self._trusted_until = 0.0
-        self._lost_checked = 0
+        self._doubts_checked = 0
         self._checking = anyio.Lock()
         self._changed: UnsupportedByEngine | None = None
 
@@ -111,7 +111,7 @@ class RemoteEngine(BaseEngine):
             raise
         self._state = "open"
         self._idle_since = self._clock()
-        self._trust(self._client.traffic.lost)
+        self._trust(self._client.traffic.doubts)
 
     async def comes_back(self) -> bool:
         """Wait for a server that was lost; see `atts.engine.Returning`."""
@@ -130,7 +130,7 @@ class RemoteEngine(BaseEngine):
         assert self._known is not None, "an open engine was probed"
         assert self._identity is not None, "an open engine was identified"
         client, requests = self._opened(), self._requests()
-        lost = client.traffic.lost
+        doubts = client.traffic.doubts
         await wait_ready(client)
         now = await identify(client, requests.dialect, self._model)
         fresh = await ServerProbe(requests).again(self._known)
@@ -139,7 +139,7 @@ class RemoteEngine(BaseEngine):
         except UnsupportedByEngine as changed:
             self._changed = changed  # for good: what it would answer belongs to another run
             raise
-        self._trust(lost)
+        self._trust(doubts)
         self._idle_since = self._clock()
         return None
 
@@ -156,22 +156,22 @@ class RemoteEngine(BaseEngine):
         if self._counts.in_flight == 1 and now - self._idle_since >= self.options.idle_seconds:
             self._trusted_until = now  # it may be another by now
         if now >= self._trusted_until:
-            await self._recheck(traffic.lost)
+            await self._recheck(traffic.doubts)
         done = await work(request)
         self._watch.seen()
-        if (lost := traffic.lost) > self._lost_checked:
-            await self._recheck(lost)  # a connection broke meanwhile: who answered?
+        if (doubts := traffic.doubts) > self._doubts_checked:
+            await self._recheck(doubts)  # a connection broke, or a reply bore another name: who answered?
         return done
 
-    async def _recheck(self, lost: int) -> None:
-        """One task checks, and its answer holds for all who waited for it and for the connections lost before it."""
+    async def _recheck(self, doubts: int) -> None:
+        """One task checks, and its answer holds for all who waited for it and for the doubts before it."""
         async with self._checking:
-            if self._clock() >= self._trusted_until or self._lost_checked < lost:
+            if self._clock() >= self._trusted_until or self._doubts_checked < doubts:
                 await self.recheck()
 
-    def _trust(self, lost: int) -> None:
+    def _trust(self, doubts: int) -> None:
         self._trusted_until = self._clock() + self.options.recheck_seconds
-        self._lost_checked = lost
+        self._doubts_checked = doubts
 
     def _admit(self, verb: Capability) -> None:
         super()._admit(verb)

@@ -66,10 +66,10 @@ class RemoteOptions:
 
     `timeout_seconds` bounds a call with all its retries; `attempts` counts the first try. At most `in_flight` requests
     are under way at once, fewer after the server says that it is too many. `wait_seconds` is how long a server that is
-    still loading, or was lost in mid-run, is waited for. Every `recheck_seconds`, after a lost connection and after
-    `idle_seconds` of silence, in which a server might have been replaced, the engine is asked again who it is. `proxy`
-    "environment" goes through HTTP_PROXY and its kin; otherwise they are not looked at. `priorities` "send" is for
-    servers started with priority scheduling; others refuse them.
+    still loading, or was lost in mid-run, is waited for. Every `recheck_seconds`, after a lost connection or a reply
+    under another model's name or fingerprint, and after `idle_seconds` of silence, in which a server might have been
+    replaced, the engine is asked again who it is. `proxy` "environment" goes through HTTP_PROXY and its kin; otherwise
+    they are not looked at. `priorities` "send" is for servers started with priority scheduling; others refuse them.
 
     For servers that take messages: `prefill` is how they go on with an answer, `extras` "send" says that they know
     top_k and min_p, `context` how many tokens they hold where they do not say (0: a usual number).
@@ -84,7 +84,7 @@ class RemoteOptions:
     connect_seconds: float = 10.0  # thousands of connections at once take a busy machine some seconds
     wait_seconds: float = 600.0
     cancel_seconds: float = 2.0  # for telling the server to free a request
-    recheck_seconds: float = 60.0
+    recheck_seconds: float = 15.0
     idle_seconds: float = 2.0
     proxy: Literal["never", "environment"] = "never"
     priorities: Literal["ignore", "send"] = "ignore"

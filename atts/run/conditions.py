@@ -17,7 +17,7 @@ from atts.pipelines import Chunking, ScoreRule
 
 Conditions = Literal["match", "ignore"]
 """Scores made under other conditions than the run's end it, or are taken as they are, with a warning."""
-_SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs")
+_SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs", "weights")
 _POLICY: Mapping[str, type] = MappingProxyType(
     {"sampling": Sampling, "target_sampling": Sampling, "chunking": Chunking, "score": ScoreRule}
 )

@@ -119,7 +119,8 @@ def _identity(spec: EngineSpec) -> dict[str, Json]:
     """What makes an engine's results its own; where it runs does not."""
     names = ("engine", "model", "tokenizer", "dtype", "logprobs", "context_length", "end_ids", "vocabulary")
     probed = {name: str(seen) for name, seen in spec.fingerprint().items() if name.startswith("probe.")}
-    return {**{name: getattr(spec, name) for name in names}, **probed}
+    own: dict[str, Json] = {name: getattr(spec, name) for name in names}
+    return own | probed | ({"weights": spec.weights} if spec.weights else {})
 
 
 def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:

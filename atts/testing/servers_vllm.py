@@ -37,7 +37,8 @@ async def completions(call: ServerCall) -> Any:
         choice["logprobs"] = {"token_logprobs": values, "tokens": [f"token_id:{token}" for token in done.ids]}
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(done.ids)}
     details = {"prompt_tokens_details": {"cached_tokens": 0 if wants_scores else done.cached_tokens}}
-    return {"id": rid, "object": "text_completion", "choices": [choice], "usage": usage | details}
+    names = {"model": body["model"], "system_fingerprint": f"vllm-{state.quirks.version}"}
+    return {"id": rid, "object": "text_completion", **names, "choices": [choice], "usage": usage | details}
 
 
 async def generate(call: ServerCall) -> Any:

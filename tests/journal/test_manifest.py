@@ -60,6 +60,18 @@ def test_every_difference_is_named(tmp_path: Path, changes: dict[str, Any], name
     assert caught.value.exit_code == 2
 
 
+def test_a_digest_of_the_weights_decides_where_it_was_written_down(tmp_path: Path) -> None:
+    """A run from before there was one goes on; one of other weights does not, nor does one that lost it."""
+    marked = replace(MANIFEST, engines={**MANIFEST.engines, "target": {"model": "big", "weights": "ab" * 16}})
+    marked.check(MANIFEST, tmp_path)
+    for other in (
+        MANIFEST,
+        replace(MANIFEST, engines={**MANIFEST.engines, "target": {"model": "big", "weights": "c"}}),
+    ):
+        with pytest.raises(FingerprintError, match=r"engines\.target\.weights"):
+            other.check(marked, tmp_path)
+
+
 def test_what_does_not_decide_may_differ(tmp_path: Path) -> None:
     """Origins, versions and dates are for people."""
     save_manifest(tmp_path / "m", MANIFEST)

@@ -164,6 +164,26 @@ async def test_texts_join_and_templates_render(make_model: Make) -> None:
     assert tokenizer.render([user, partial])[-1:] == tokenizer.encode("is")[-1:]
 
 
+@pytest.mark.anyio
+async def test_any_byte_of_the_weights_changes_their_digest(make_model: Make, tmp_path: Path) -> None:
+    """128 bits of all of a small file; the short mark in the model's name is what it was, for older runs."""
+    folder = shutil.copytree(make_model("llama"), tmp_path / "model")
+    path, seen = folder / "model.safetensors", set[str]()
+    size = path.stat().st_size
+    for place in (None, size - 1, size // 2, size // 3):
+        if place is not None:
+            with path.open("r+b") as file:
+                file.seek(place)
+                byte = file.read(1)[0]
+                file.seek(place)
+                file.write(bytes([byte ^ 1]))
+        async with LocalEngine(folder, options=replace(HERE, kernel="torch")) as engine:
+            assert len(engine.spec.weights) == 32
+            assert len(engine.spec.model.rpartition("@")[2]) == 8
+            seen.add(engine.spec.weights)
+    assert len(seen) == 4
+
+
 def test_a_template_without_system_messages_gets_them_before_the_question(make_model: Make, tmp_path: Path) -> None:
     """As Gemma 2's; one that refuses more than that is still refused."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")

@@ -205,6 +205,24 @@ async def test_an_upgrade_that_changes_the_convention_is_refused(serve: Serve, c
 
 
 @pytest.mark.anyio
+async def test_a_model_swapped_behind_a_url_is_noticed_with_its_first_reply(serve: Serve, client: Connect) -> None:
+    """No connection breaks and no time passes: what it said under another name is not used, nor anything after."""
+    server = serve("vllm")
+    options = RemoteOptions(idle_seconds=1e9, recheck_seconds=1e9)
+    async with client(server.url, options=options) as remote:
+        for _ in range(3):
+            await remote.sample(REQUEST)
+        checks = len(server.calls)
+        await remote.sample(REQUEST)
+        assert len(server.calls) == checks + 1, "steady replies under one name ask for no check"
+        assert server._state is not None  # pyright: ignore[reportPrivateUsage]
+        server._state.quirks = ServerQuirks(version="0.99.0")  # pyright: ignore[reportPrivateUsage]
+        for _ in range(2):
+            with pytest.raises(UnsupportedByEngine, match="changed while in use"):
+                await remote.sample(REQUEST)
+
+
+@pytest.mark.anyio
 async def test_the_same_server_may_come_back(serve: Serve, client: Connect) -> None:
     """A restart that changes nothing costs a check, not the run."""
     server = serve("vllm")

@@ -21,6 +21,8 @@ ADVICE: dict[int, str] = {
     errno.EACCES: "You may not write here: choose another run directory",
     errno.EPERM: "You may not write here: choose another run directory",
     errno.ENOTDIR: "A file is in the way: choose another run directory",
+    errno.ESTALE: "What was recorded since is lost: leave a run alone while it is written, and run it again",
+    errno.ELOOP: "It is a link, and links are not followed here: remove it, or choose another run directory",
     errno.EEXIST: "A file is in the way: choose another run directory",
 }
 
@@ -40,6 +42,14 @@ def storage(path: Path) -> Generator[None, None, None]:
         yield
     except OSError as error:
         raise refused(path, error) from error
+
+
+def is_same_file(handle: int, path: Path) -> bool:
+    """Whether the open file is still what its path names, no link followed."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:

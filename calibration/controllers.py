@@ -31,6 +31,9 @@ class Controller(Part):
     def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         """Record what was really done with a chunk; it has no nonconformity if it was decided on without a score."""
 
+    def forget(self, question: str) -> None:
+        """No more decisions on this question will come."""
+
 
 class Adaptive(Controller):
     """Adaptive conformal inference on the escalation rate, overall or for each turn by itself.
@@ -196,3 +199,7 @@ class Feedback(Controller):
         self._owed += owed
         if self._order and nonconformity is not None:
             self._siblings[question, turn][escalated].add(nonconformity)
+
+    def forget(self, question: str) -> None:
+        self._owed_question.pop(question, None)
+        self._siblings.forget(question)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.guarantees import Facts, describe
 from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
-from atts.calibration.order import HOLD, IssueOrder
+from atts.calibration.order import HOLD, Held, IssueOrder
 from atts.calibration.rates import exact_rate
 from atts.calibration.scale import PERPLEXITY, Scale
 from atts.calibration.state import Part, read_state, strict, write_state
@@ -84,6 +84,7 @@ class Calibrator(Part):
         self._nominal = float(self.rate)
         self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
         self._order = IssueOrder(hold)
+        self._over = set[str]()  # questions to forget, once none of their scores waits for its issue
         rows = zip(self.stored.nonconformity, self.stored.questions, self.stored.turns, strict=True)
         for place, (nonconformity, question, turn) in enumerate(rows):
             self._pool.add(nonconformity, question or f"stored {place}", turn, live=False)
@@ -147,18 +148,29 @@ class Calibrator(Part):
         if decision.issue is None:
             self._learn(nonconformity, question, turn)
             return
-        for held in self._order.push(decision.issue, (nonconformity, question, turn)):
-            self._learn(*held)
+        self._learn_all(self._order.push(decision.issue, (nonconformity, question, turn)))
 
     def skip(self, issue: int) -> None:
         """Do not wait for the score of this issue: its chunk was dropped, or could not be scored."""
-        for held in self._order.skip(issue):
-            self._learn(*held)
+        self._learn_all(self._order.skip(issue))
+
+    def forget(self, question: str) -> None:
+        """The question is over: its scores stay in the pools of all, what served its own decisions is let go.
+
+        Decisions on other questions are what they would have been, and memory is that of the open questions.
+        """
+        self._over.add(question)
+        self._forget_over()
+
+    def _forget_over(self) -> None:
+        for question in [question for question in self._over if not self._order.holds(question)]:
+            self._over.discard(question)
+            self._pool.forget(question)
+            self._controller.forget(question)
 
     def settle(self) -> None:
         """The run is over: what still waits for a score that will not come joins the pools; merging wants that."""
-        for held in self._order.flush():
-            self._learn(*held)
+        self._learn_all(self._order.flush())
 
     def p_value(self, score: float, group: Group = None) -> float:
         """The conformal p-value of a score against the stored ones, without a coin: P(p <= a) <= a if exchangeable.
@@ -197,6 +209,12 @@ class Calibrator(Part):
         self.escalated += done
         self._widened = max(0, self._widened - 1)
         self._controller.account(nonconformity, question, turn, done)
+
+    def _learn_all(self, released: Sequence[Held]) -> None:
+        for held in released:
+            self._learn(*held)
+        if self._over:  # some of these may have been the last of a question
+            self._forget_over()
 
     def _learn(self, nonconformity: float, question: str, turn: int) -> None:
         self._pool.add(nonconformity, question, turn)

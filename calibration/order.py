@@ -52,6 +52,10 @@ class IssueOrder:
             self._skipped.add(issue)
         return self._release()
 
+    def holds(self, question: str) -> bool:
+        """Whether a score of this question waits."""
+        return any(held[1] == question for held in self._held.values())
+
     def flush(self) -> list[Held]:
         """Everything held, in order, waiting for nothing."""
         released = [self._held[issue] for issue in sorted(self._held)]

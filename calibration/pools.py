@@ -13,6 +13,7 @@ from atts.calibration.state import GroupTable, Part, StateTable
 
 MINIMUM = 20  # scores a turn's own pool needs before it answers in place of the pool of all turns
 
+_FORGOTTEN = "\x1fforgotten"  # the name under which sums of questions that are over are kept
 MemoryFactory = Callable[[], Memory]
 
 
@@ -35,6 +36,9 @@ class ScorePool(Part, ABC):
     @abstractmethod
     def drop_stored(self) -> None:
         """Forget the calibration run, keeping what is live."""
+
+    def forget(self, question: str) -> None:
+        """No more scores of this question will come: let go of what serves its own only."""
 
 
 class Pooled(ScorePool):
@@ -127,6 +131,10 @@ class SiblingPool(ScorePool):
     def drop_stored(self) -> None:
         self._base.drop_stored()
 
+    def forget(self, question: str) -> None:
+        self._base.forget(question)
+        self._groups.forget(question)
+
 
 class Residuals(ScorePool):
     """Scores relative to what their question's so far lead to expect, ranked by turn.
@@ -172,6 +180,10 @@ class Residuals(ScorePool):
         self._ranks.drop_stored()
         self._stored_means = _Means()
 
+    def forget(self, question: str) -> None:
+        self._means.forget(question)
+        self._own.pop(question, None)
+
     def _expected(self, question: str | None) -> float:
         """What is expected of the question's next score."""
         live, stored = self._means, self._stored_means
@@ -188,7 +200,7 @@ class Residuals(ScorePool):
 
 
 class _Means(Part):
-    """Counts and sums, of each question and of all."""
+    """Counts and sums, of each question and of all; those of forgotten questions are one entry."""
 
     __slots__ = ("_questions", "count", "total")
 
@@ -205,6 +217,13 @@ class _Means(Part):
         self._questions[question] = (seen + count, total + nonconformity)
         self.count += count
         self.total += nonconformity
+
+    def forget(self, question: str) -> None:
+        """Keep its scores in the sums of all only."""
+        seen, total = self._questions.pop(question, (0, 0.0))
+        before, before_total = self.of(_FORGOTTEN)
+        if seen:
+            self._questions[_FORGOTTEN] = (before + seen, before_total + total)
 
     def state(self) -> Any:
         return {question: list(sums) for question, sums in self._questions.items()}

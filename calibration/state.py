@@ -62,6 +62,11 @@ class StateTable(dict[K, V], Part):
 class GroupTable(StateTable[tuple[str, int], tuple[V, ...]]):
     """A table by (question, turn), several values each: rows of both and the values in the file."""
 
+    def forget(self, question: str) -> None:
+        """Drop every turn of a question."""
+        for key in [key for key in self if key[0] == question]:
+            del self[key]
+
     def __init__(self, make: Callable[[], tuple[V, ...]]) -> None:
         super().__init__(lambda key: (str(key[0]), int(key[1])), make)
 

@@ -158,7 +158,8 @@ class NanoATTS:
         if not suffix:
             return True  # nothing to score: the target has to say how it goes on
         scores = await self.target.score(ScoreRequest(prompt + rollout.ids, suffix))
-        return self.calibrator.escalates(max(1.0, scores.perplexity), problem.id, turn, rollout.sample)
+        score = float(f"{max(1.0, scores.perplexity):.5g}")  # float sums beyond five digits must rank nothing
+        return self.calibrator.escalates(score, problem.id, turn, rollout.sample)
 
     def answer(self, text: str, last: Completion) -> str | None:
         """The answer so far; where the text was cut at its token limit, only one that more digits would not change."""

@@ -13,7 +13,7 @@ from atts.core import is_censored
 from atts.errors import DatasetError
 from atts.evaluators import json_lines
 from atts.files import read_ordinary
-from atts.journal import FinishedProblem, open_run
+from atts.journal import FinishedProblem, check_exists, open_run
 
 _NAMES = ("problem", "id", "problem_id")
 _WORDS = {"correct": 1.0, "wrong": 0.0, "unscored": 0.0, "equal": 1.0, "different": 0.0}
@@ -48,6 +48,7 @@ def read_results(path: Path) -> GradedRun:
     :raises JournalError: the directory holds no run, or one that cannot be read.
     :raises DatasetError: the file cannot be read as results, or nothing in it was graded.
     """
+    check_exists(path)
     run = _run(path) if path.is_dir() else _file(path)
     if not run.problems:
         raise DatasetError(str(path), "no problem was graded", "Problems need reference answers to be compared")

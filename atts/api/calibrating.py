@@ -13,7 +13,7 @@ from atts.api.setup import Setup
 from atts.calibration import PERPLEXITY, REAL, Calibrator, Scale, StoredScores, read_scores
 from atts.core import Decision, Problem
 from atts.errors import CalibrationInputError
-from atts.journal import Decided, Entry, Manifest, Observed, RecordedRun, SessionOpened, Taught, open_run
+from atts.journal import Decided, Entry, Manifest, Observed, RecordedRun, SessionOpened, Taught, check_exists, open_run
 from atts.pipelines import ConformalGate, ThresholdGate
 from atts.run import RunResult, conditions_of, replay_event
 
@@ -83,9 +83,10 @@ def stored_scores(
 ) -> StoredScores:
     """Calibration scores from before a run: of a file, or of the directory of a run.
 
-    :raises JournalError: the directory holds no run, or one that cannot be read.
+    :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be read.
     :raises CalibrationInputError: the file cannot be read as scores, or the run's gate saw none.
     """
+    check_exists(path)
     if path.is_dir():
         found = scores_of(path)
         return replace(found, fingerprint={**found.fingerprint, **(conditions or {})})

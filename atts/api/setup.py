@@ -117,6 +117,7 @@ class Setup:
             configuration=self._configuration(calibrator),
             settings=self.settings,
             alarms=partial(getattr, calibrator, "events"),
+            forget=calibrator.forget,
             stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
             conditions=self.conditions,
             warnings=self.warnings,

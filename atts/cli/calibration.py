@@ -236,7 +236,10 @@ def _scores(file: str, per_question: int | None, scale: str, conditions: list[st
 def _records(file: str, per_question: int | None, scale: str) -> list[dict[str, Any]]:
     from atts.calibration import is_state, parse_lines
     from atts.files import read_ordinary
+    from atts.journal import check_exists
 
+    if file != "-":
+        check_exists(Path(file))
     if file != "-" and (Path(file).is_dir() or Path(file).suffix in (".npy", ".json")):
         return _rows(_scores(file, per_question, scale, None))
     try:

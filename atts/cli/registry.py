@@ -19,6 +19,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command("atts.cli.doctor", "doctor", "Look at everything a long run depends on."),
     "eval": Command("atts.cli.eval", "evaluate", "Evaluate a method on a dataset: the main job."),
     "grade": Command("atts.cli.grade", "grade", "Grade answers against references."),
+    "journal": Command("atts.cli.journal", "app", "Check whether a run is whole, and save what is of one that is not."),
     "merge": Command("atts.cli.merge", "merge", "Make one run of the shards of an evaluation."),
     "pairs": Command("atts.cli.pairs", "pairs", "List pairs of models, and the GPUs that hold them."),
     "plan": Command("atts.cli.plan", "plan", "Advise what to spend on a problem, from recorded runs."),

@@ -27,7 +27,8 @@ from atts.journal.files import locked
 from atts.journal.finished import FinishedProblem, FinishedSample
 from atts.journal.lines import LineWriter, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, save_manifest
-from atts.journal.runs import MERGED, RecordedRun, open_run
+from atts.journal.runs import MERGED, RecordedRun, check_exists, open_run
+from atts.journal.salvage import JournalCheck, check_journal, salvage
 from atts.journal.state import (
     FACTS,
     OpenProblem,
@@ -57,7 +58,11 @@ __all__ = [
     "FinishedSample",
     "Graded",
     "Journal",
+    "JournalCheck",
     "JournalOptions",
+    "check_exists",
+    "check_journal",
+    "salvage",
     "Json",
     "LineWriter",
     "Manifest",

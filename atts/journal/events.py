@@ -19,9 +19,10 @@ from typing import Literal, get_args
 from atts.core import Completion, Decision, Finish, Problem, Prompt, Role, Scores, Turn, Usage
 from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised with every change that an older version could not read; what older ones wrote is read.
 
+3: a line's checksum goes on from that of the line before; the manifest has a checksum of its own.
 2: decisions bear an origin; a call's line holds its span, a decision's what was done with it, which is true or false
 (schema 1 wrote lines of their own, and "yes" or "no").
 """

@@ -11,7 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 from atts.errors import JournalLocked
-from atts.files import storage
+from atts.files import is_same_file, storage
 
 Opener = Callable[[Path], FileIO]
 """Opens a file for appending, whose `write` may take fewer bytes than it is given; tests hand in one that fills up."""
@@ -40,30 +40,45 @@ def locked(path: Path, directory: Path) -> Generator[None, None, None]:
     """Hold the lock file, our process id in it; the system frees it when the process dies, however it dies.
 
     :raises JournalLocked: another process holds it.
-    :raises StorageError: the file cannot be made.
+    :raises StorageError: the file cannot be made, or is a link.
     """
-    with storage(path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if not _try_lock(handle):
-            raise JournalLocked(
-                directory,
-                f"another process ({_holder(handle)}) is writing this run",
-                "Wait for it to end, stop it, or choose another run directory",
-            )
+    with held(path, directory) as handle:
         with storage(path):
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0) if sys.platform != "win32" else None
         yield
+
+
+@contextmanager
+def held(path: Path, directory: Path) -> Generator[int, None, None]:
+    """Hold a file, made if missing, for this process alone, its content untouched: the journal too, should its lock go.
+
+    :raises JournalLocked: another process holds it, or it was replaced meanwhile.
+    :raises StorageError: the file cannot be made, or is a link.
+    """
+    with storage(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o644)
+    try:
+        if not _try_lock(handle) or not is_same_file(handle, path):
+            raise JournalLocked(
+                directory,
+                f"another process ({_holder(handle, path)}) is writing this run",
+                "Wait for it to end, stop it, or choose another run directory",
+            )
+        yield handle
     finally:
         os.close(handle)
 
 
-def _holder(handle: int) -> str:
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def _holder(handle: int, path: Path) -> str:
+    """Whose process it is, where the lock file says."""
     if sys.platform == "win32":
         return "on this machine"
     text = os.pread(handle, 32, 0).decode(errors="replace").strip()
-    return f"process {text}" if text else "just started"
+    return f"process {text}" if text.isdecimal() else f"it holds {path.name}"
 
 
 if sys.platform == "win32":

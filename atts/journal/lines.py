@@ -2,7 +2,9 @@
 
     {"n":17,"at":3.25,"wall":1790000003.25,"kind":"decided","decision":{...},"crc":"5f0c9a1b"}
 
-A line is whole when it ends in a newline. A long text stands on a line of its own (`kind` "text") before its first use.
+A line is whole when it ends in a newline. Its checksum goes on from that of the line before, so that no line can be
+left out, put in or exchanged, not even with its number put right. A long text stands on a line of its own (`kind`
+"text") before its first use.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from functools import reduce
 from operator import or_
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +31,7 @@ from atts.journal.migration import ORIGINS, with_origin
 from atts.journal.texts import Texts
 from atts.spans import CallSpan
 
+CHAINED = 3  # the first schema whose checksums go on from each other
 _escaped = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -67,10 +70,11 @@ _decode = msgspec.json.Decoder(_LINES).decode
 
 
 class LineWriter:
-    """Turns events into lines; knows the number of the next one."""
+    """Turns events into lines; knows the number of the next one, and the checksum that it goes on from."""
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 0, crc: int = 0) -> None:
         self.number = number
+        self._crc = crc
         self._texts = Texts()
 
     def lines(self, event: Event, at: float, wall: float) -> bytes:
@@ -81,7 +85,8 @@ class LineWriter:
         self._texts.fresh.clear()
         for row in (*rows, {"at": round(at, 6), "wall": round(wall, 3), "kind": word, **fields}):
             body = _escaped({"n": self.number, **row}).encode()[:-1]
-            lines += b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body))
+            self._crc = zlib.crc32(body, self._crc)
+            lines += b'%b,"crc":"%08x"}\n' % (body, self._crc)
             self.number += 1
         return lines
 
@@ -113,9 +118,10 @@ class JournalReader:
         self.number = 0  # of the next line
         self.session = 0
         self.length = 0  # of the whole lines so far, in bytes
+        self.crc = 0  # of the last whole line
         self._kinds = kinds
         self._texts = Texts()
-        self._schema = SCHEMA  # of the present session
+        self._schema = 1  # of the present session
 
     def entries(self) -> Iterator[Entry]:
         """Every event to the end; a last line that is torn (its process was killed while writing) does not count.
@@ -130,7 +136,7 @@ class JournalReader:
         with storage(self.path), open_ordinary(self.path) as file:
             for line in file:
                 try:
-                    check(line)
+                    crc = check(line, self.crc, "chained" if self._schema >= CHAINED else "either")
                     entry = None if self._kinds is not None and self._is_passed_over(line) else self._entry(line)
                 except ValueError as error:
                     if file.read(1):
@@ -138,6 +144,7 @@ class JournalReader:
                     return
                 self.number += 1
                 self.length += len(line)
+                self.crc = crc
                 if entry is not None:
                     yield from self._parts(entry)
 
@@ -221,13 +228,18 @@ def newer(path: Path, schema: object) -> JournalVersion:
     )
 
 
-def check(line: bytes) -> None:
-    """Make sure that the line is whole and undamaged.
+def check(line: bytes, before: int, kind: Literal["chained", "either"]) -> int:
+    """Make sure that the line is whole, undamaged and after the right one; its checksum.
+
+    Lines of older schemas ("either") have a checksum of their own alone.
 
     :raises ValueError: it is torn or damaged.
     """
-    if line[-_END:] == b',"crc":"%08x"}\n' % zlib.crc32(line[:-_END]):
-        return
+    body, end = line[:-_END], line[-_END:]
+    for start in (before,) if kind == "chained" else (before, 0):
+        crc = zlib.crc32(body, start)
+        if end == b',"crc":"%08x"}\n' % crc:
+            return crc
     if not line.endswith(b"\n"):
         raise ValueError("it does not end")
     if line[-_END:-11] != b',"crc":"':

@@ -14,11 +14,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
+
 from atts.core import Problem
 from atts.errors import FingerprintError, JournalCorrupt
 from atts.files import read_ordinary, storage, write_atomic
 from atts.journal.events import SCHEMA
-from atts.journal.lines import newer
+from atts.journal.lines import CHAINED, newer
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
@@ -110,11 +112,16 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
 
 
 def save_manifest(path: Path, manifest: Manifest) -> None:
-    """Write it whole or not at all.
+    """Write it whole or not at all, with a checksum of everything in it.
 
     :raises StorageError: the disk refuses.
     """
-    write_atomic(path, (manifest.text() + "\n").encode())
+    data = json.loads(manifest.text())
+    write_atomic(path, (json.dumps({**data, "checksum": _checksum(data)}, indent=2) + "\n").encode())
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    return blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def load_manifest(path: Path) -> Manifest | None:
@@ -130,14 +137,32 @@ def load_manifest(path: Path) -> Manifest | None:
         text = read_ordinary(path)
     try:
         data = json.loads(text)
-        if isinstance(data["schema"], int) and data["schema"] > SCHEMA:
-            raise newer(path, data["schema"])
+        schema, checksum = data["schema"], data.pop("checksum", None)
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise newer(path, schema)
+        if checksum != _checksum(data) and (checksum is not None or schema >= CHAINED):
+            raise ValueError("its checksum does not match: it was damaged, or changed by hand")
+        msgspec.convert(data, _Stored)
         deciding, given = _settings(data.pop("configuration")), _settings(data.pop("settings", {}))
         return Manifest(configuration=deciding, settings=given, **data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise JournalCorrupt(
             path, f"it is not a manifest ({error})", "Nothing was overwritten; restore a copy"
         ) from error
+
+
+class _Stored(msgspec.Struct, forbid_unknown_fields=True):
+    """What a manifest must hold, and of which kind."""
+
+    schema: int
+    configuration: dict[str, Any]
+    seed: int = 0
+    dataset: str = ""
+    problems: int | None = None
+    engines: dict[str, dict[str, Any]] = {}
+    versions: dict[str, str] = {}
+    created: float = 0.0
+    settings: dict[str, Any] = {}
 
 
 def _settings(stored: dict[str, dict[str, Any]]) -> dict[str, Setting]:

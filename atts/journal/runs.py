@@ -98,6 +98,15 @@ class RecordedRun:
                 yield clock.aligned(entry.event, entry.at)
 
 
+def check_exists(path: Path) -> None:
+    """Where a run or a file is asked for: a path that names nothing is told as a missing run is.
+
+    :raises JournalError: there is nothing.
+    """
+    if not path.exists():
+        raise JournalError(path, "there is no run or file here", "Give the directory of `atts eval --out`, or a file")
+
+
 def open_run(directory: Path, advice: str = "Give the directory of `atts eval --out DIRECTORY`") -> RecordedRun:
     """The run that a directory holds.
 

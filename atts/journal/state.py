@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from atts.core import Decision, Outcome, Problem, Rollout, Turn
+from atts.errors import JournalCorrupt
 from atts.journal.events import (
     CallFailed,
     Decided,
@@ -183,7 +184,18 @@ class RunState:
     clock: RunClock = field(default_factory=RunClock)
 
     def apply(self, entry: Entry) -> Outcome | None:
-        """Take one entry in; the outcome of the problem when the entry completes one."""
+        """Take one entry in; the outcome of the problem when the entry completes one.
+
+        :raises JournalCorrupt: it cannot have come after the entries before it.
+        """
+        try:
+            return self._apply(entry)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            line = f"line {entry.number + 1} ({type(entry.event).__name__})"
+            what = f"{line} cannot follow the lines before it ({error!r})"
+            raise JournalCorrupt("the journal", what, "`atts journal salvage` saves what came before it") from error
+
+    def _apply(self, entry: Entry) -> Outcome | None:
         event = entry.event
         self.clock.advance(entry)
         match event:

@@ -6,12 +6,13 @@ lose is for the durability to say.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import platform
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,9 +23,9 @@ import anyio.to_thread
 
 from atts import tasks
 from atts.errors import JournalCorrupt, OptionError, StorageError
-from atts.files import refused, storage, sync_directory
+from atts.files import is_same_file, refused, storage, sync_directory
 from atts.journal.events import SCHEMA, Entry, Event, SessionClosed, SessionOpened
-from atts.journal.files import Opener, locked, open_append, write_all
+from atts.journal.files import Opener, held, locked, open_append, write_all
 from atts.journal.lines import JournalReader, LineWriter, joined
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
 
@@ -64,12 +65,13 @@ class Journal:
         self.path = path = past.path
         self.session = past.session + 1
         self._options = options
-        self._lines = LineWriter(past.number)
+        self._lines = LineWriter(past.number, past.crc)
         self._clock = options.clock or tasks.clock()
         self._epoch = self._synced_at = self._clock()
         with storage(path):
             self._file = options.opener(path)
             sync_directory(path.parent)
+            self._size = path.stat().st_size
         self._recorded = 0  # events in the file
         self._synced = 0  # of those, on the disk itself
         self._failure: StorageError | None = None
@@ -95,6 +97,7 @@ class Journal:
             taken = self._file.write(line)
             if taken != len(line):
                 write_all(self._file, line[taken or 0 :])
+            self._size += len(line)
         except OSError as error:
             self._fail(error)
             self._check()
@@ -149,12 +152,25 @@ class Journal:
         covered = self._recorded
         self._synced_at, self._sync_due = self._clock(), anyio.Event()
         try:
-            await anyio.to_thread.run_sync(os.fsync, self._file.fileno())
+            size = self._size
+            handle = self._file.fileno()
+            await anyio.to_thread.run_sync(os.fsync, handle)
+            self._look(handle, size)
             self._synced = covered
         except OSError as error:
             self._fail(error)
         self._sync_done.set()
         self._sync_done = anyio.Event()
+
+    def _look(self, handle: int, size: int) -> None:
+        """See that the file still bears its name and holds what was written to it.
+
+        :raises OSError: it was deleted, moved, replaced or cut.
+        """
+        if not is_same_file(handle, self.path):
+            raise OSError(errno.ESTALE, "it was deleted, moved or replaced while the run went on")
+        if os.fstat(handle).st_size < size:
+            raise OSError(errno.ESTALE, "it was cut while the run went on")
 
     def _fail(self, error: OSError) -> None:
         self._failure = refused(self.path, error)
@@ -184,7 +200,7 @@ async def open_journal(
     :raises StorageError: the disk refuses.
     """
     _make(directory)
-    with locked(directory / LOCK, directory):
+    with locked(directory / LOCK, directory), held(directory / JOURNAL, directory):
         journal = Journal(_take_up(directory, manifest, on_entry), options or JournalOptions())
         version = manifest.versions.get("atts", "")
         async with tasks.background(journal.keep_synced):
@@ -207,7 +223,9 @@ def check_directory(directory: Path) -> None:
     :raises JournalLocked, JournalCorrupt, JournalVersion, StorageError: as `open_journal` would.
     """
     _make(directory)
-    with locked(directory / LOCK, directory):
+    with locked(directory / LOCK, directory), ExitStack() as stack:
+        if os.path.lexists(directory / JOURNAL):  # its lock file may have been deleted under the process that writes it
+            stack.enter_context(held(directory / JOURNAL, directory))
         load_manifest(directory / MANIFEST)
 
 

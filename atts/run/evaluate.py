@@ -127,6 +127,8 @@ async def _journal(
         state.apply(entry)
         if isinstance(event, Decided | Observed | Taught) and not isinstance(plan.gate, RoundGate):
             replay_event(plan.gate, event)
+        if isinstance(event, OutcomeReached) and state.is_over(event.problem):
+            plan.forget(event.problem)
         for decision, is_escalated in judged(event):
             escalations.count(decision, is_escalated)
         left.recall(event)
@@ -342,6 +344,7 @@ class _Run:
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.is_complete:  # others go on
             self._escalations.forget(name)
+            self._plan.forget(name)
         if self._options.keep == "lines":
             self._lines[name] = line
 

@@ -52,6 +52,10 @@ Grade = Callable[[str, Problem], Judgement]
 """Compares an answer with the problem's own; called in a worker thread, so it may take its time."""
 
 
+def _nothing_kept(problem: str) -> None:
+    """For gates that keep nothing of a problem."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One evaluation: the models, the policy, the gate, the answers, and how much at once.
@@ -75,6 +79,7 @@ class Plan:
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])  # as given, for people
     recall: RecallTiming = "instant"
     alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]  # so far; such as a calibrator's events
+    forget: Callable[[str], object] = _nothing_kept  # told each problem that is over; such as a calibrator's `forget`
     stored_under: Mapping[str, object] | None = None  # what the gate's stored scores record; None: it has none
     conditions: Conditions = "match"  # what other conditions than those do
     warnings: Sequence[str] = ()  # what a reader of the run should know beforehand

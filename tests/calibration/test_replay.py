@@ -237,7 +237,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     assert atts("check", saved, "--live", str(live)).returncode == 5
     Path(saved).write_text(Path(saved).read_text()[:200])
     assert atts("report", saved).returncode == 2
-    assert atts("report", str(tmp_path / "absent.npy")).returncode == 2
+    assert atts("report", str(tmp_path / "absent.npy")).returncode == 4
 
 
 def test_health_of_a_real_array(array_of: Callable[..., StoredScores]) -> None:

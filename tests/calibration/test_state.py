@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,41 @@ def test_scores_are_read_from_every_supported_file(tmp_path: Path, shared_data: 
             read_scores(lines)
     published = sorted((shared_data / "traces" / "calibration").glob("*ec846181.npy"))[0]
     assert len(read_scores(published, 16)) == 1600
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_question_that_is_over_leaves_nothing_but_its_scores(mode: Mode) -> None:
+    """Decisions on other questions are the same, also after a save, and what is kept beside scores does not grow."""
+    stored = [1.0 + number / 50 for number in range(100)]
+    keeping, letting = (Calibrator(0.3, mode, stored=stored, seed=5) for _ in range(2))
+    draws = random.Random(3)
+    sizes: list[int] = []
+    issue = 0
+    for question in range(60):
+        for sample in range(4):
+            for turn in range(3):
+                score = 1 + draws.expovariate(2.0)
+                decisions = [
+                    calibrator.decide(score, f"q{question}", turn, sample, issue) for calibrator in (keeping, letting)
+                ]
+                assert decisions[0] == decisions[1]
+                for calibrator, decision in zip((keeping, letting), decisions, strict=True):
+                    calibrator.observe(decision)
+                issue += 1
+        letting.forget(f"q{question}")
+        letting = Calibrator.restored(letting.state())
+        sizes.append(len(re.findall(r"q\d+", json.dumps([letting.state()[part] for part in ("controller", "pool")]))))
+    assert sizes == [0] * 60
+
+
+def test_a_score_that_waits_for_its_issue_is_let_go_with_its_question() -> None:
+    """What joins the pools after the question was over is forgotten then."""
+    calibrator = Calibrator(0.3, "question-turn", hold=8)
+    late = calibrator.decide(1.5, "slow", issue=0)
+    early = calibrator.decide(1.2, "quick", issue=1)
+    calibrator.observe(early)
+    calibrator.forget("quick")
+    calibrator.observe(late)
+    calibrator.forget("slow")
+    assert "quick" not in json.dumps(calibrator.state())
+    assert "slow" not in json.dumps(calibrator.state())

@@ -232,3 +232,18 @@ def test_two_runs_in_one_directory(atts: Any, runs: Path) -> None:
     assert said.code == DISK
     assert "another process" in said.err
     assert atts(*words.split(" ")).code == 0
+
+
+MISSING = (
+    "report nope", "replay nope", "plan nope", "trace nope", "compare nope runs/atts", "compare runs/atts nope",
+    "merge nope runs/atts --out union", "journal check nope", "journal salvage nope --out saved",
+    "calibration check nope", "calibration check runs/atts --live nope", "calibration fit nope --out fitted.json",
+    "calibration report nope", "calibration replay nope", "calibration import nope --out scores.jsonl",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", MISSING)
+def test_a_missing_run_has_one_exit_code(atts: Any, runs: Path, words: str) -> None:
+    """Wherever a run may be named: 4, and the path."""
+    said = atts(*[word.replace("runs/atts", str(runs / "atts")) for word in words.split()])
+    assert (said.code, "nope" in said.err) == (4, True), said.err

@@ -136,9 +136,11 @@ def _bent(journal: bytes) -> bytes:
     import zlib
 
     found: list[bytes] = []
+    crc = 0
     for line in journal.splitlines(keepends=True):
         body = line[:-19].replace(b'"escalated":false', b'"escalated":true')
-        found.append(b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body)))
+        crc = zlib.crc32(body, crc)
+        found.append(b'%b,"crc":"%08x"}\n' % (body, crc))
     return b"".join(found)
 
 

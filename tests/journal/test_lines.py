@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,11 @@ def test_long_texts_are_stored_once(tmp_path: Path, story: list[Event]) -> None:
 
 
 def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
-    """Any JSON tool can read the file."""
+    """Any JSON tool can read the file; each checksum goes on from the one before."""
+    crc = 0
     for line in write(tmp_path / "j", story):
-        assert json.loads(line, parse_constant=pytest.fail)["crc"] == f"{zlib.crc32(line[:-19]):08x}"
+        crc = zlib.crc32(line[:-19], crc)
+        assert json.loads(line, parse_constant=pytest.fail)["crc"] == f"{crc:08x}"
 
 
 @pytest.mark.parametrize("text", ["\ud800 alone", "😀", "\ud800 long " * 20, "\\ud800", "é" * 200])
@@ -99,7 +102,7 @@ def test_other_shapes_are_damage(tmp_path: Path, changes: dict[str, object], wor
     opened, line = write(tmp_path / "j", [Warned("w", "text")])
     told = {name: part for name, part in json.loads(line).items() if name != "crc"}
     body = json.dumps({**told, **changes}).encode()[:-1]
-    harmed = body + b',"crc":"%08x"}\n' % zlib.crc32(body)
+    harmed = body + b',"crc":"%08x"}\n' % zlib.crc32(body, zlib.crc32(opened[:-19]))
     (tmp_path / "j").write_bytes(opened + harmed + b"more\n")
     with pytest.raises(JournalCorrupt, match=words):
         list(read_entries(tmp_path / "j"))
@@ -188,12 +191,45 @@ def test_a_changed_digit_is_noticed(tmp_path: Path, story: list[Event]) -> None:
         list(read_entries(tmp_path / "j"))
 
 
+def unchained(line: bytes) -> bytes:
+    """A line as older versions wrote it: with a checksum of its own alone."""
+    return line[:-19] + b',"crc":"%08x"}\n' % zlib.crc32(line[:-19])
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_a_line_of_another_journal_is_no_line_of_this_one(tmp_path: Path, story: list[Event], number: int) -> None:
+    """Whole, with the right number and a checksum that is its own: it does not follow the line before."""
+    lines = write(tmp_path / "j", story)
+    other = write(tmp_path / "other", [Warned("w", str(n)) for n in range(9)])
+    for stranger in (other[number], unchained(other[number])):
+        (tmp_path / "j").write_bytes(b"".join([*lines[:number], stranger, *lines[number + 1 :]]))
+        with pytest.raises(JournalCorrupt, match="checksum"):
+            list(read_entries(tmp_path / "j"))
+
+
+def test_a_journal_of_an_older_version_goes_on_with_chained_lines(tmp_path: Path, story: list[Event]) -> None:
+    """Its own lines stay as they are; from the new session on every line must follow the one before."""
+    old, new = LineWriter(), LineWriter()
+    lines = [unchained(line) for line in old.lines(replace(OPENED, schema=2), 0, 0).splitlines(keepends=True)]
+    lines += [unchained(line) for line in old.lines(Warned("w", "old"), 0, 0).splitlines(keepends=True)]
+    (tmp_path / "j").write_bytes(b"".join(lines))
+    reader = JournalReader(tmp_path / "j")
+    assert len(list(reader.entries())) == 2
+    new = LineWriter(reader.number, reader.crc)
+    added = [new.lines(event, 0, 0) for event in (replace(OPENED, session=2), Warned("w", "a"), Warned("w", "b"))]
+    (tmp_path / "j").write_bytes(b"".join([*lines, *added]))
+    assert len(list(read_entries(tmp_path / "j"))) == 5
+    (tmp_path / "j").write_bytes(b"".join([*lines, added[0], unchained(added[1]), added[2]]))
+    with pytest.raises(JournalCorrupt, match="line 4"):
+        list(read_entries(tmp_path / "j"))
+
+
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     """Also when a newer version resumed a journal of ours, and whatever else the newer line holds."""
     writer = LineWriter()
     ours = writer.lines(OPENED, 0, 0) + writer.lines(Warned("a", "b"), 0, 0)
     newer = json.dumps({"n": 2, "kind": "session-opened", "schema": SCHEMA + 1, "extra": 1}).encode()[:-1]
-    (tmp_path / "j").write_bytes(ours + newer + b',"crc":"%08x"}\n' % zlib.crc32(newer))
+    (tmp_path / "j").write_bytes(ours + newer + b',"crc":"%08x"}\n' % zlib.crc32(newer, int(ours[-11:-3], 16)))
     with pytest.raises(JournalVersion, match=f"schema {SCHEMA + 1}"):
         list(read_entries(tmp_path / "j"))
 

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from atts.errors import JournalLocked
-from atts.journal import locked
+from atts.errors import JournalLocked, StorageError
+from atts.journal import (
+    JOURNAL,
+    LOCK,
+    Journal,
+    JournalOptions,
+    Manifest,
+    Warned,
+    check_directory,
+    locked,
+    open_journal,
+)
+from atts.journal.writer import Durability
+from atts.testing import run_virtual
 
 HOLDER = """
 import sys, time
@@ -46,3 +61,67 @@ def test_the_lock_holds_within_one_process_too(tmp_path: Path) -> None:
             pass
     with locked(tmp_path / "lock", tmp_path):
         pass
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(tmp_path: Path) -> None:
+    """Nothing a link leads to is truncated or written, for the lock as for the journal."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in (LOCK, JOURNAL):
+        run = tmp_path / f"run-{name}"
+        run.mkdir()
+        (run / name).symlink_to(victim)
+        with pytest.raises(StorageError, match="link"):
+            run_virtual(partial(write, run, lambda journal: None))
+        assert victim.read_text() == "precious"
+
+
+def test_a_deleted_lock_lets_no_second_writer_in(tmp_path: Path) -> None:
+    """The journal itself is held too."""
+
+    def second(journal: Journal) -> None:
+        (tmp_path / LOCK).unlink()
+        with pytest.raises(JournalLocked, match=JOURNAL):
+            check_directory(tmp_path)
+
+    run_virtual(partial(write, tmp_path, second))
+    check_directory(tmp_path)
+
+
+async def write(directory: Path, meanwhile: Callable[[Journal], object]) -> None:
+    """A short session, and what happens to its directory meanwhile."""
+    async with open_journal(directory, Manifest(), JournalOptions("always")) as journal:
+        journal.record(Warned("before", "x"))
+        await journal.saved()
+        meanwhile(journal)
+        journal.record(Warned("after", "x"))
+        await journal.saved()
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "deleted": lambda run: (run / JOURNAL).unlink(),
+    "moved": lambda run: (run / JOURNAL).rename(run / "elsewhere"),
+    "replaced": lambda run: shutil.copy(run / JOURNAL, run / "copy") and (run / "copy").replace(run / JOURNAL),
+    "the whole directory deleted": lambda run: shutil.rmtree(run),
+    "cut": lambda run: os.truncate(run / JOURNAL, 10),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("durability", ["always", "interval", "close"])
+def test_a_journal_that_is_harmed_while_it_is_written_is_an_error(
+    tmp_path: Path, harm: str, durability: Durability
+) -> None:
+    """Deleted, moved, replaced or cut: the run cannot end as if it were kept."""
+    run = tmp_path / "run"
+
+    async def session() -> None:
+        async with open_journal(run, Manifest(), JournalOptions(durability)) as journal:
+            journal.record(Warned("before", "x"))
+            await journal.saved()
+            HARMS[harm](run)
+            journal.record(Warned("after", "x"))
+            await journal.saved()
+
+    with pytest.raises(StorageError, match="while the run went on"):
+        run_virtual(session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,21 @@ def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
     ]
     assert len(set(digests)) == len(digests)
     assert dataset_digest(iter([one, two])) == digests[0]
+
+
+def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
+    """Damage that leaves it JSON, and a hand that changes a value: the checksum tells. Older manifests have none."""
+    save_manifest(tmp_path / "m", Manifest(seed=3))
+    text = (tmp_path / "m").read_text()
+    assert load_manifest(tmp_path / "m") is not None
+    for harmed in (text.replace('"seed": 3', '"seed": 4'), re.sub(r',\s*"checksum": "\w+"', "", text)):
+        assert harmed != text
+        (tmp_path / "m").write_text(harmed)
+        with pytest.raises(JournalCorrupt, match="checksum"):
+            load_manifest(tmp_path / "m")
+    old = re.sub(r',\s*"checksum": "\w+"', "", text.replace('"schema": 3', '"schema": 2'))
+    (tmp_path / "m").write_text(old)
+    assert load_manifest(tmp_path / "m") == Manifest(seed=3, schema=2)
+    (tmp_path / "m").write_text(old.replace('"seed": 3', '"seed": "three"'))
+    with pytest.raises(JournalCorrupt, match="seed"):
+        load_manifest(tmp_path / "m")

@@ -477,3 +477,13 @@ def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
     result = world.run(plan, world.session(listeners=[crowd]), problems=24)
     assert len(result.problems) == 24
     assert crowd.most <= 4  # by their number alone eight might be open
+
+
+def test_a_calibrator_lets_go_of_problems_that_are_over(world: Any) -> None:
+    """Live and after a resume: beside the scores of all, nothing of a finished problem is kept."""
+    for _ in range(2):
+        calibrator = Calibrator(0.4, "question-turn", seed=3)
+        world.run(world.plan(gate=ConformalGate(calibrator), forget=calibrator.forget), world.session())
+        state = calibrator.state()
+        assert calibrator.decided > 0
+        assert "toy-" not in repr([state["pool"], state["controller"]])

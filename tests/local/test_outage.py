@@ -1,0 +1,73 @@
+"""Children of embedded engines that are killed in mid-run: the next session does what is missing, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.core import Outcome, Problem, Role
+from atts.evaluators import extract, group, load_dataset
+from atts.graph import RetryPolicy
+from atts.journal import Sampled, Scored
+from atts.local import LocalEngine, LocalOptions
+from atts.models import path
+from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
+from atts.run import Notice, Plan, RunOptions, RunResult, evaluate
+
+pytestmark = [pytest.mark.slow, pytest.mark.once]
+POLICY = Policy(samples=3, turns=6, max_tokens=96, chunking=Chunking(16, 16, ("\n\n",)), early_stop="none")
+
+
+class Killer:
+    """Kills the child of one engine after so many calls."""
+
+    def __init__(self, engine: LocalEngine, calls: int) -> None:
+        self.engine, self.left = engine, calls
+
+    def recalled(self, event: object) -> None:
+        """Nothing to do."""
+
+    def notify(self, event: Notice) -> None:
+        """Count, and kill."""
+        self.left -= isinstance(event, Sampled | Scored)
+        if self.left == 0:
+            worker: Any = self.engine._opened._worker  # type: ignore[union-attr]  # pyright: ignore
+            os.kill(worker._process.pid, signal.SIGKILL)
+
+
+def run(directory: Path, problems: tuple[Problem, ...], role: Role = "draft", calls: int = -1) -> RunResult:
+    """An evaluation with a frozen gate by the embedded engines; one child is killed on the way."""
+    engines = {name: LocalEngine(path(name), name=name, options=LocalOptions()) for name in ("draft", "target")}
+    retries = RetryPolicy(calls=2, delay_seconds=0.01, give_up_after=None)
+    answers = Answers(extract, group)
+    plan = Plan(engines["draft"], engines["target"], POLICY, ThresholdGate(1.05), answers, retries=retries, rollouts=6)
+    listeners = (Killer(engines[role], calls),)
+    return anyio.run(evaluate, problems, plan, RunOptions(directory, signals="ignore", listeners=listeners))
+
+
+def essence(outcome: Outcome) -> str:
+    """What was written, answered and voted; float sums may differ with the company in a batch."""
+    return repr(
+        (outcome.answer, dict(outcome.votes), [(r.sample, r.finish, r.answer, r.text) for r in outcome.rollouts])
+    )
+
+
+def test_a_child_killed_at_any_point_costs_no_outcome(tmp_path: Path) -> None:
+    """Twenty points, either engine: exit code 3 and nothing forced, then the outcomes of a run without an outage."""
+    problems = tuple(load_dataset("arithmetic[:3]"))
+    whole = {o.problem.id: essence(o) for o in run(tmp_path / "whole", problems).outcomes()}
+    draws = random.Random(31)
+    roles: tuple[Role, Role] = ("draft", "target")
+    for number in range(20):
+        directory = tmp_path / str(number)
+        cut = run(directory, problems, roles[number % 2], draws.randrange(1, 25))
+        assert (cut.status in ("incomplete", "failed"), cut.exit_code) == (True, 3)
+        again = run(directory, problems)
+        assert (again.status, again.exit_code) == ("finished", 0)
+        assert {o.problem.id: essence(o) for o in again.outcomes()} == whole

@@ -186,7 +186,7 @@ CASES = [
     Case("plan from nothing", "plan empty", DISK, ("empty", "no run"), directory("empty")),
     Case("cap of nothing", "plan runs/atts --seconds 0", USAGE, ("seconds", "positive")),
     Case("unknown format", "report runs/atts --format pdf", USAGE, ("pdf", "html")),
-    Case("scores that are not there", f"eval {RUN} --scores none.jsonl", USAGE, ("none.jsonl",)),
+    Case("scores that are not there", f"eval {RUN} --scores none.jsonl", DISK, ("none.jsonl",)),
     Case("NaN among scores", f"eval {RUN} --scores s.jsonl", USAGE, ("NaN",), text("s.jsonl", '{"score": NaN}\n')),
     Case(
         "NaN among scores to report on",

@@ -10,7 +10,7 @@ from atts.calibration.ranks import Ranks
 from atts.calibration.state import GroupTable, Part, StateTable
 from atts.errors import CalibrationInputError
 
-_HASTE = 2.0  # what is owed is paid as if so many times fewer decisions were left
+_HASTE = 4.0  # what is owed is paid as if so many times fewer were left: settled votes end many rollouts at once
 
 
 class Controller(Part):
@@ -42,8 +42,8 @@ class Adaptive(Controller):
     above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1 - rate) + step) / (step * T); with
     d decisions in flight between deciding and observing, (max(rate, 1 - rate) + (d + 1) step) / (step * T).
 
-    Where it is known how many decisions are left, what is owed is made up for over half of them, however small the
-    step. So wherever the truth is at least that half, the sum of errors ends within one decision, for any sequence;
+    Where it is known how many decisions are left, what is owed is made up for over a quarter of them, however small the
+    step. So wherever the truth is at least that quarter, the sum of errors ends within one decision, for any sequence;
     every decision it is short of that adds at most max(rate, 1 - rate).
     """
 

@@ -61,9 +61,9 @@ class Facts:
         if math.isfinite(self.left):
             whole = self.decided + self.left
             return (
-                f"(1 + {side:g} E) / T of {self.rate:g} when the run ends, E being the most decisions by which half of "
-                f"those expected to be left ever exceeded those that were left; of the {whole:,.0f} expected here that "
-                f"is {1 / whole:.4f} where E is 0, {(1 + 20 * side) / whole:.4f} where it is 20"
+                f"(1 + {side:g} E) / T of {self.rate:g} when the run ends, E being the most decisions by which a "
+                f"quarter of those expected to be left ever exceeded those that were left; of the {whole:,.0f} "
+                f"expected here that is {1 / whole:.4f} where E is 0, {(1 + 20 * side) / whole:.4f} where it is 20"
             )
         start = f"{bound:.2f} / T of {self.rate:g}, "
         if self.decided > bound:

@@ -165,7 +165,7 @@ def test_replay_command_refuses_bad_input_in_words(words: tuple[str, ...], text:
         ('{"score": 1.2, "turn": "a"}', "turn of record 3"),
         ('{"score": 1.2, "turn": 1.7}', "turn of record 3"),
         ('{"score": 1.2, "turn": -1}', "turn of record 3"),
-        ('{"score": NaN}', "score 3 is nan"),
+        ('{"score": NaN}', "line 3 is .* holds NaN"),
         ('{"ppl": 1.2}', "record 3"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_bad_score_in_a_stream_is_named_by_its_record() -> None:
 
 
 def test_files_that_hold_no_scores_are_refused_in_words(tmp_path: Path, atts: Atts) -> None:
-    """Empty, not text, no numbers, a calibrator instead of scores, a folder that is not there."""
+    """Empty, not text, no numbers, a calibrator without its content, a folder that is not there."""
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "broken.npy").write_text("hello")
@@ -195,7 +195,7 @@ def test_files_that_hold_no_scores_are_refused_in_words(tmp_path: Path, atts: At
         "report empty.jsonl": "number of scores",
         "report binary.jsonl": "not text",
         "report broken.npy": "no array of plain numbers",
-        "report calibrator.json": "a fitted calibrator",
+        "report calibrator.json": "a state with its digest",
         "import good.jsonl --out absent/scores.json": "Make its folder",
     }.items():
         command, name, *more = words.split()
@@ -215,7 +215,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     np.save(tmp_path / "bad.npy", np.repeat(scores[::2], 2))
     saved = str(tmp_path / "scores.json")
     imported = atts(
-        "import", str(tmp_path / "good.npy"), "--per-question", "16", "--condition", "model=m", "--out", saved
+        "import", str(tmp_path / "good.npy"), "--per-question", "16", "--condition", "target.model=m", "--out", saved
     )
     assert imported.returncode == 0, imported.stderr
     fitted = atts("fit", saved, "--rate", "0.3", "--mode", "turn", "--out", str(tmp_path / "c.json"), "--json")

@@ -221,7 +221,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     fitted = atts("fit", saved, "--rate", "0.3", "--mode", "turn", "--out", str(tmp_path / "c.json"), "--json")
     assert fitted.returncode == 0, fitted.stderr
     assert "0.3" in json.loads(fitted.stdout)["guarantee"]
-    assert Calibrator.load(tmp_path / "c.json", fingerprint={"model": "m"}).p_value(99.0) > 0.99
+    assert Calibrator.load(tmp_path / "c.json", fingerprint={"target.model": "m"}).p_value(99.0) > 0.99
     report = json.loads(atts("report", saved, "--json").stdout)
     assert report["clusters"]["clusters"] == 40
     assert report["repeats"]["within"] == 0

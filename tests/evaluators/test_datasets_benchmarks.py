@@ -334,7 +334,7 @@ def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> Non
 def test_what_is_not_cached_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the network forbidden by us, or by huggingface_hub's own switch."""
     with pytest.raises(
-        DatasetError, match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or load it from a file"
+        DatasetError, match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or name a file of it with --file"
     ):
         cached("math500", tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -109,7 +109,7 @@ async def test_a_process_that_cannot_be_started_is_told(make_model: Make, monkey
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(EngineUnavailable, match=r"cannot be started .* worker=thread"):
+    with pytest.raises(EngineUnavailable, match=r"cannot be started .*worker=thread"):
         await LocalEngine(make_model("llama")).__aenter__()
 
 

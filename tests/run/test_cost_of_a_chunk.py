@@ -27,7 +27,7 @@ FOLDERS = {
     Path(atts.core.__file__).resolve().parent,
     *(Path(atts.core.__file__).resolve().parents[1] / name for name in ("calibration", "evaluators", "pipelines")),
 }
-FUNCTIONS, FILES, CALLS, LINES = 104, 32, 166, 5  # without an answer in it: 100, 32, 158
+FUNCTIONS, FILES, CALLS, LINES = 106, 32, 167, 5  # without an answer in it: 100, 32, 158
 
 
 def in_project(code: CodeType) -> bool:

@@ -62,7 +62,7 @@ class TooLarge(Undecided):
 
 
 class Enormous(TooLarge):
-    """A number too large for anyone to compute with; not worth a second opinion."""
+    """A number too large for anyone to compute with: unscored."""
 
 
 class Undefined(Exception):

@@ -103,7 +103,9 @@ class Comparer:
             return self.same(left.value, right.value) and self.ruled("name", not is_point_value(one, two))
         if one.kind == "word":
             words = [set(name.text.split()) for name in (one, two)]
-            return self.same(left.value, right.value) and self.ruled("name", words[0] <= words[1] or words[1] <= words[0])  # fmt: skip  # noqa: E501
+            return self.same(left.value, right.value) and self.ruled(
+                "name", words[0] <= words[1] or words[1] <= words[0]
+            )
         if one.kind == "symbol" and one.text.removeprefix("vec ") != two.text.removeprefix("vec "):
             return self.relations(gold, answer)
         if one.kind == "call" and one.text == two.text and len(one.args) == len(two.args):
@@ -215,7 +217,10 @@ class Comparer:
                 return self.numbers(gold, answer)
             except Undecided:
                 return self.ruled("cases", False)
-        one, two = ([Node("cases", pair) for pair in zip(node.args[::2], node.args[1::2], strict=True)] for node in (gold, answer))  # fmt: skip  # noqa: E501
+        one, two = (
+            [Node("cases", pair) for pair in zip(node.args[::2], node.args[1::2], strict=True)]
+            for node in (gold, answer)
+        )
         if any(all(map(self.agree, a.args, b.args)) is False for a, b in zip(one, two, strict=False)) or len(
             one
         ) != len(two):
@@ -351,7 +356,9 @@ class Comparer:
                 return self.ruled("ratio", True)
             if is_clock(gold) or is_clock(answer):
                 return self.ruled("ratio", False)
-            return self.ruled("ratio", all(self.same(quotient(a, one[0]), quotient(b, two[0])) for a, b in zip(one, two, strict=True)))  # fmt: skip  # noqa: E501
+            return self.ruled(
+                "ratio", all(self.same(quotient(a, one[0]), quotient(b, two[0])) for a, b in zip(one, two, strict=True))
+            )
         ratio, other = (gold, answer) if gold.kind == "ratio" else (answer, gold)
         if len(ratio.args) != 2 or is_clock(ratio):
             return self.ruled("ratio", False)

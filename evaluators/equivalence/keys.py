@@ -114,7 +114,10 @@ class Keys:
         if role == ">":
             return {f"near:{sign}{digits}e{power}>"}
         around = [(digits + step, power) for step in (-1, 0, 1)]
-        around = [(99_999, power - 1) if d < 10_000 else (10_000, power + 1) if d > 99_999 else (d, power) for d, power in around]  # fmt: skip  # noqa: E501
+        around = [
+            (99_999, power - 1) if d < 10_000 else (10_000, power + 1) if d > 99_999 else (d, power)
+            for d, power in around
+        ]
         return {f"near:{sign}{digits}e{power}<" for digits, power in around}
 
     def five_digits(self, node: Node) -> tuple[str, int, int, str] | None:

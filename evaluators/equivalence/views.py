@@ -121,7 +121,11 @@ def labelled(node: Node) -> dict[Node, Node] | None:
         found = [named(arg) for arg in node.args]
         names = [each.name for each in found if each.name is not None]
         is_set = any(arg.text == "in" for arg in node.args)
-        return None if is_set or len({*names}) < len(found) else {name: each.value for name, each in zip(names, found, strict=True)}  # fmt: skip  # noqa: E501
+        return (
+            None
+            if is_set or len({*names}) < len(found)
+            else {name: each.value for name, each in zip(names, found, strict=True)}
+        )
     one = named(node)
     if one.name is None or one.name.kind != "tuple" or one.value.kind != "tuple":
         return None

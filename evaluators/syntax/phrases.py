@@ -150,7 +150,9 @@ def joined_quantities(first: Node, second: Node) -> Node | None:
     one, two = measure(first.text), measure(second.text)
     if one is None or two is None or one[0] != two[0] or not one[0] or one[1] <= two[1]:
         return None
-    return Node("quantity", (Node("add", (*first.args, Node("mul", (*second.args, number(two[1] / one[1]))))),), first.text)  # fmt: skip  # noqa: E501
+    return Node(
+        "quantity", (Node("add", (*first.args, Node("mul", (*second.args, number(two[1] / one[1]))))),), first.text
+    )
 
 
 def joined(parser: Grammar, before: Node, link: str, item: Node) -> Node | None:

@@ -25,7 +25,7 @@ Kind = Literal[
     "quantity",  # one argument; text: its unit
     "ratio",
     "sum",  # text: sum or prod; args: body, variable, lower, upper
-    "opaque",  # integrals, limits: kept to be handed to the slow path; text: which; args
+    "opaque",  # integrals, limits: kept, and not decided on; text: which; args
     "tuple",  # text: its brackets, such as "(]"
     "list",  # bare items; text: "and" or "or" where it is said
     "set",

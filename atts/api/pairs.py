@@ -52,7 +52,7 @@ class PublishedRow:
 class ModelSize:
     """What a model takes of a GPU's memory, and how much it can read."""
 
-    weights: float  # gigabytes as published
+    weights: float  # gigabytes
     layers: int
     kv_heads: int
     head_dim: int

@@ -70,7 +70,7 @@ def _table(chosen: list[Pair], placed: dict[str, dict[str, Placement | None]]) -
         system = "none" if settings.get("system") == "" else "yes"
         cards = "".join(f"{_count(found):<10}" for found in placed[pair.name].values())
         yield f"{pair.name:<26}{sizes:>12}{tokens:>8}{chunk:>7}  {system:<8}{cards}".rstrip()
-    yield "GB of weights as published; cards: the fewest that hold both (* target in fp8), computed, not yet run."
+    yield "GB of weights; cards: the fewest that hold both (* target in fp8). Sizes are computed and not yet run."
 
 
 def _without(pair: Pair, card: str) -> str:

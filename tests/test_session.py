@@ -14,7 +14,7 @@ from atts.api import Session, Setup, SyncSession
 from atts.core import Completion, Outcome, SampleRequest
 from atts.errors import ATTSError, EngineUnavailable, UsageError
 from atts.graph import Limit
-from atts.journal import Decided
+from atts.journal import JOURNAL, Decided, read_entries
 from atts.pipelines import Policy
 from atts.tasks import collect, task_group
 from atts.testing import Faults, ScriptedEngine, run_virtual, toy_problems
@@ -167,7 +167,11 @@ async def test_runs_within_a_session(tmp_path: Path) -> None:
             assert (await run.result()).status == "finished"
         kept = await session.evaluate(problems, directory=tmp_path / "run", limit=2)
         again = await session.evaluate(problems, directory=tmp_path / "run", limit=2)
-    assert any(isinstance(event, Decided) for event in events)
+    told = [event.features for event in events if isinstance(event, Decided)]
+    assert told
+    assert not any("left" in features for features in told)  # how much the shared gate will still decide is not known
+    entries = [entry.event for entry in read_entries(tmp_path / "run" / JOURNAL)]
+    assert all("left" in event.features for event in entries if isinstance(event, Decided))
     assert (len(kept.problems), again.sessions) == (2, 2)
     alone = await atts.evaluate(problems, SCRIPTED, limit=2)
     assert [one.answer for one in alone.problems] == [one.answer for one in kept.problems]

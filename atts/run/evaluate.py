@@ -103,7 +103,8 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, options: RunOptions 
         manifest = plan.manifest(problems, options.dataset)
         doubt = "" if plan.stored_under is None else check_conditions(manifest, plan.stored_under, plan.conditions)
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
-        counts = EscalationCounter(), RolloutsLeft(manifest.problems, plan.policy.samples)
+        is_alone = options.beside is None or options.directory is not None  # else others ask its gate as well
+        counts = EscalationCounter(), RolloutsLeft(manifest.problems if is_alone else None, plan.policy.samples)
         async with _journal(options, manifest, plan, state, *counts) as journal:
             return await _Run(plan, options, manifest, state, journal, *counts).drive(problems, doubt)
 

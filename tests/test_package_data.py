@@ -10,6 +10,7 @@ FILES = [
     ("atts.api", "pairs.toml"),
     ("atts.calibration", "guarantees.toml"),
     ("atts.evaluators.datasets", "benchmarks.toml"),
+    ("atts.evaluators.syntax", "answers.toml"),
     ("atts.evaluators.syntax", "words.toml"),
     ("atts.evaluators.syntax", "units.toml"),
     ("atts.local", "kernels/step.c"),

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 _START = re.compile(r"\\{0,2}(?:boxed|fbox|framebox)(?![a-zA-Z])")
+_INNER = re.compile(r"\\{1,2}(?:boxed|fbox|framebox)(?=\s*\{)")
 _BARE = re.compile(r"\s*([^\s{}$\\.,;:!?)]+|\\[a-zA-Z]+)")
 _OPENING = re.compile(r"\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
@@ -78,7 +79,7 @@ def inner(content: str) -> str:
             content = found[0].content
         else:
             break
-    return content.strip()
+    return _INNER.sub("", content).strip()
 
 
 _PLACEHOLDERS = frozenset(
@@ -86,7 +87,9 @@ _PLACEHOLDERS = frozenset(
      "\\text{your answer}", "\\text{final answer}", "your final answer", "x.xx"]
 )  # fmt: skip
 _GAP_NOISE = re.compile(r"\\(?:text|textbf|mathrm|mbox|quad|qquad)(?![a-zA-Z])|\\[()\[\],;: ]|[${}\s~]+|\*\*")
-_GAP = re.compile(r"(?:[^\s,;]+\s+){0,4}?(?:[,;]|and|or|&)(?:\s*(?:and|or))?(?:\s*[A-Za-z]\w{0,4}\s*=)?", re.IGNORECASE)
+_GAP = re.compile(
+    r"(?:[^\s,;]+\s+){0,4}?(?:[,;]|and|or|&)(?:\s*(?:and|or|so|also))?(?:\s*[A-Za-z]\w{0,4}\s*=)?", re.IGNORECASE
+)
 
 
 def is_placeholder(content: str) -> bool:

@@ -9,12 +9,13 @@ from typing import Literal
 from atts.core import AnswerKind
 from atts.errors import OptionError
 from atts.evaluators.answers.boxes import Box, Scan, inner, is_placeholder, joins, scan
-from atts.evaluators.answers.statements import marked, overruled, stated, trailing_number
+from atts.evaluators.answers.statements import marked, overruled, stated, trailing_number, turn_end
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
 _FALLBACKS = ("none", "statement", "number")
 _KINDS = ("math", "choice", "text")
+_SEAM = 60  # characters, more than a sign of the next turn has
 # the beginning of \boxed or \fbox, and then nothing
 _CUT_NAME = re.compile(r"\\(?:b(?:o(?:x(?:ed?)?)?)?|f(?:b(?:ox?)?)?)?$")
 
@@ -67,6 +68,8 @@ class Extractor:
         self._state = Scan()
         self._group: list[str] = []  # contents of the boxes that make the answer so far
         self._gap: str | None = None  # text since the last box; None once it is too long to join another
+        self._seam = ""  # the last of the text, where a sign of the next turn may have begun
+        self._is_over = False  # the turn is: nothing after it is looked at
 
     @property
     def answer(self) -> str | None:
@@ -76,14 +79,20 @@ class Extractor:
     def feed(self, text: str) -> str | None:
         """Take more text in and return the boxed answer so far, None before the first."""
         self._pieces.append(text)
-        self._advance(text, ended=False)
+        seam = self._seam + text
+        end = turn_end(seam) if not self._is_over else 0
+        self._advance(seam[len(self._seam) : end], ended=False)
+        self._is_over = end < len(seam)
+        self._seam = seam[-_SEAM:]
         return self.answer
 
     def finish(self, fallback: Fallback = "none", rest: str = "") -> Extraction:
         """The answer of the text and its `rest`; boxes first, then explicit marks, then what `fallback` allows."""
         self._pieces.append(rest)
-        self._advance(rest, ended=True)
         text = "".join(self._pieces)
+        if self._is_over or turn_end(text) < len(text):
+            return Extractor(self._kind).finish(fallback, text[: turn_end(text)])
+        self._advance(rest, ended=True)
         if self._group:
             final = overruled(text[self._boxed_to :], self._kind)
             return Extraction(self.answer, "box") if final is None else Extraction(final, "marker")

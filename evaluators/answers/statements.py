@@ -6,30 +6,53 @@ import re
 from collections.abc import Iterator
 
 from atts.core import AnswerKind
+from atts.evaluators.syntax.words import Tables
 
+_DATA = Tables("answers.toml")
 _TAIL = 4_000  # characters at the end that are looked at for a statement
-_MARKS = re.compile(
-    r"<answer>|^[ \t]*#{3,4}(?=[ \t]*[^#\s])"
-    r"|(?:final\s+)?answers?\**\s*(?:is|are|would\s+be|must\s+be|=)?\s*(?:therefore|thus|simply|for\s+sure)?\s*\**\s*[:：]\s*\**"
-    r"|(?:final\s+|correct\s+|the\s+)answers?\**\s+(?:is|are|must\s+be|should\s+be|would\s+be)(?![a-z])(?:\s+for\s+sure|\s+option|\s+choice)?\s*:?"
-    r"|\banswers?\s*(?=\$|\\\(|\\\[)"
-    r"|\banswers?\s+is(?![a-z])|答案\s*(?:是|为)?\s*[:：]?|réponse\s*(?:est|:)|respuesta\s*(?:es|:)|antwort\s*(?:ist|:)",
-    re.IGNORECASE | re.MULTILINE,
+_LETTER = (
+    r"(?<![A-Za-z0-9'’])(?!I\s+[a-z])(?!A\s+(?!is|was|because|since|as|and|or|but|seems|can|must|fails|over)[a-z])"
+    r"([A-J])(?![A-Za-z0-9'’])"
 )
-_CHAT = re.compile(r"<\|[^|>]{0,40}\|>.*", re.DOTALL)
-_MATHS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_SENTENCE_END = re.compile(r"[.!](?=\s|$)|[。！।]|\n\s*\n|\n(?=\s*[A-Z*#-])")
-_NUMBER = re.compile(
-    r"-?\\frac\{-?\d+\}\{\d+\}|(?<![A-Za-z0-9_.])[-−]?\$?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?|(?<![A-Za-z0-9_.])-?\.\d+"
-)
-_STATES = re.compile(
-    r"(?:\\[lg]t|\\[lg]eq?|\\neq?|[<>≤≥≠]|\b(?:that|find|is|are|was|be|equals?|gives?|gets?|has|have|becomes?|by|about|yields?|it's|that's|located\s+between|there\s+are|remainder|est|donc|soit)\b|[=:：≈]|是|为|有)",
-    re.IGNORECASE,
-)  # fmt: skip
-_LETTER = re.compile(r"(?<![A-Za-z0-9'])\(?([A-J])(?![A-Za-z0-9'])")
+_LETTERS = rf"\(?{_LETTER}\)?(?:\s*(?:,|/|and|or|nor|,\s*and|,\s*or)\s*\(?{_LETTER}\)?)*"
 
 
+def _pattern(name: str, flags: int = 0, letter: str = "") -> re.Pattern[str]:
+    return re.compile("|".join(line.replace("X", letter or "X") for line in _DATA.lines(name)), flags)
+
+
+_TURN = re.compile(rf"(?:{_pattern('turns').pattern})(?!\s*(?:<[^<>\s]*>\s*)?assistant)", re.IGNORECASE)
+_OPENING = re.compile(r"\A(?:\s|<\|[^|>]*\|>|<｜[^｜>]*｜>|<s>|assistant\b)*\Z")
+_MARKS = _pattern("marks", re.IGNORECASE | re.MULTILINE)
+_STATES = _pattern("states", re.IGNORECASE)
+_DENIED, _SETTLED = _pattern("denied", letter=_LETTERS), _pattern("settled", letter=rf"\(?{_LETTER}\)?")
+_LINK = "|".join(word + r"\b" * (len(word) > 1 and word.isascii()) for word in sorted(_DATA.words("links")))
+_LINKS = rf"(?:\s*(?:{_LINK})\s*){{1,2}}"
+_SPAN = r"\$\$.+?\$\$|(?<!\\)\$(?:[^$\n\\]|\\.)+?\$|\\\(.+?\\\)|\\\[.+?\\\]"
+_MATHS = re.compile(_SPAN, re.DOTALL)
+_SENTENCE_END = re.compile(r"[.!](?=\s|$)|[。．！।]|\n\s*\n|\n(?=\s*[A-Z*#-])")
+_AMOUNT = (
+    r"-?\\frac\{-?\d+\}\{\d+\}|(?<![A-Za-z0-9_.])[-−]?\\?\$?\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?(?:\s*\\?%)?"
+    r"|(?<![A-Za-z0-9_.])-?\.\d+"
+)
+_NUMBER = re.compile(_AMOUNT)
+_NAME = r"(?:(?<![A-Za-z\\])[A-Za-z](?:_\w)?\s*=\s*)?"
+_ITEM = rf"{_NAME}(?:{_SPAN}|{_AMOUNT}|\([^()]*\d[^()]*\))"
+_RUN = re.compile(rf"{_ITEM}(?:{_LINKS}{_ITEM})+", re.DOTALL)
+_WORDY = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z{(])")
+_FOREIGN = re.compile("[\u0400-\u06ff\u0900-\u0dff\u3040-\ud7af]")
 _FINAL = re.compile(r"final\s+answers?\**\s*(?:is|are|:)", re.IGNORECASE)
+_ASIDE = re.compile(r"I hope|Let me know|Note|Thank|If you")
+_CORRECTION = re.compile(r",?\s+(?:and\s+)?(?:not|rather than|instead of)\s.*|,\s*(?:since|because)\s.*", re.DOTALL)
+_CLOSED = re.compile(r"[<\[]/[a-z]", re.IGNORECASE)
+_CLOSINGS = {'"': r'(?<!\\)"', "'": "'", "[": r"\]"}
+_TYPESETTING = re.compile(r"\\[a-z]+(?=\{)|[${}*\"“”`「」]")
+
+
+def turn_end(text: str) -> int:
+    """Where the next speaker's turn begins, the end of the text where none does."""
+    found = (each.start() for each in _TURN.finditer(text) if not _OPENING.match(text[: each.start()]))
+    return next(found, len(text))
 
 
 def overruled(text: str, kind: AnswerKind) -> str | None:
@@ -38,15 +61,14 @@ def overruled(text: str, kind: AnswerKind) -> str | None:
 
 
 def marked(text: str, kind: AnswerKind) -> str | None:
-    """What follows the last explicit mark such as "Answer:" or "####" that has something after it."""
-    text = _CHAT.sub("", text) if "<|" in text else text
-    for mark in reversed([found.end() for found in _MARKS.finditer(text)][-20:]):
-        following = text[mark : mark + _TAIL]
-        end = following.find("</answer>")
-        if end >= 0 and "<answer>" in text[:mark][-10:]:
-            following = following[:end]
-        found = _value(following.lstrip(), kind)
-        if found:
+    """What follows the last explicit mark such as "Answer:", "####" or a tag that has something after it."""
+    for mark in [*_MARKS.finditer(text)][:-21:-1]:
+        following, said = _CLOSED.split(text[mark.end() : mark.end() + _TAIL], maxsplit=1)[0], mark[0].rstrip()
+        if closing := _CLOSINGS.get(said[-1:]):
+            following = re.split(closing, following, maxsplit=1)[0].replace("\\\\", "\\" if said[-1] == '"' else "\\\\")
+        elif said[:1] in ("'", '"'):
+            following = re.split(r"[,}\n]", following, maxsplit=1)[0]
+        if found := _value(following.lstrip(), kind):
             return found
     return None
 
@@ -54,36 +76,31 @@ def marked(text: str, kind: AnswerKind) -> str | None:
 def _value(following: str, kind: AnswerKind) -> str | None:
     """The value at the start of what follows a mark, or in its first sentence."""
     if kind == "choice":
-        letter = _LETTER.search(following[:200])
-        return letter[1] if letter else None
+        return _choice(following[:200], first=True)
     following = following.lstrip("*: \n")
+    run = _RUN.match(following)
     maths = _MATHS.match(following)
-    if maths:
-        return _joined_maths(following, maths)
-    sentence = next(_sentences(following), "").strip().strip("*").strip()
+    if run or maths:
+        return _listed(run[0]) if run else _inside(maths)  # type: ignore[arg-type]  # one of them was found
+    sentence = _CORRECTION.sub("", next(_sentences(following), "").strip().strip("*").strip())
     if not sentence:
         return None
     if kind == "text":
         return sentence
     if not _has_words(sentence):
         return _trimmed(sentence)
-    return _stated_in(sentence) or _short(sentence)
+    return _stated_in(sentence) or (_trimmed(sentence) if len(sentence.split()) <= 4 and len(sentence) < 60 else None)
 
 
-def _joined_maths(text: str, first: re.Match[str]) -> str:
-    """$12$ and $13$ as one answer."""
-    parts, at = [_inside(first)], first.end()
-    while True:
-        following = re.compile(r"\s*(?:,|and|or|,\s*and)\s*").match(text, at)
-        after = _MATHS.match(text, following.end()) if following else None
-        if after is None:
-            return ", ".join(parts)
-        parts.append(_inside(after))
-        at = after.end()
+def _listed(run: str) -> str:
+    """Several values, each out of its dollar signs, as one answer."""
+    items = [_MATHS.sub(_inside, found[0]) for found in re.finditer(_ITEM, run, re.DOTALL)]
+    return (" or " if re.search(r"\bor\b", run) and "=" in run else ", ").join(items)
 
 
 def _inside(found: re.Match[str]) -> str:
-    return next(group for group in found.groups() if group is not None).strip()
+    """What stands between the signs that set off maths."""
+    return found[0][2:-2].strip() if found[0][:2] in ("$$", "\\(", "\\[") else found[0][1:-1].strip()
 
 
 def _sentences(text: str) -> Iterator[str]:
@@ -94,87 +111,79 @@ def _sentences(text: str) -> Iterator[str]:
     yield text[at:]
 
 
-_WORDY = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z{(])")
-
-
 def _has_words(sentence: str) -> bool:
-    return len(_WORDY.findall(sentence)) > 1
+    return len(_WORDY.findall(sentence)) > 1 or bool(_FOREIGN.search(sentence))
 
 
 def _trimmed(sentence: str) -> str:
-    sentence = sentence.strip().rstrip(".,;").strip()
+    sentence = sentence.strip().rstrip(".,;`").strip().lstrip("`")
     return sentence.lstrip("$ ") if sentence.count("$") == 1 and not sentence.endswith("$") else sentence
 
 
-def _short(sentence: str) -> str | None:
-    return _trimmed(sentence) if len(sentence.split()) <= 4 and len(sentence) < 60 else None
-
-
 def _stated_in(sentence: str) -> str | None:
-    """The value a sentence states: the maths or number after its last "is" or "=", else its last one."""
+    """The value or values a sentence states: what comes after its last "is" or "=", else its last ones."""
+    if _NUMBER.search(corrected := _CORRECTION.sub("", sentence)):
+        sentence = corrected
     states = list(_STATES.finditer(sentence))
-    maths = list(_MATHS.finditer(sentence))
+    *_, maths = [None, *_MATHS.finditer(sentence)]
+    *_, run = [None, *_RUN.finditer(sentence)]
+    if run and not _NUMBER.search(sentence[run.end() :]) and not _MATHS.search(sentence, run.end()):
+        return _listed(run[0])
     if maths:
-        if len(maths) > 1 and re.fullmatch(r"\s*(?:,|and|or)\s*", sentence[maths[-2].end() : maths[-1].start()]):
-            return f"{_inside(maths[-2])}, {_inside(maths[-1])}"
-        rest = sentence[maths[-1].end() :]
-        later = states and states[-1].start() >= maths[-1].end() and _NUMBER.search(rest)
-        return _inside(maths[-1]) if not later else _last_number(rest)
+        rest = sentence[maths.end() :]
+        later = states and states[-1].start() >= maths.end() and _NUMBER.search(rest)
+        return _inside(maths) if not later else _last_number(rest)
     bold = re.findall(r"\*\*([^*]+)\*\*", sentence)
-    if bold and _NUMBER.search(bold[-1]):
-        return _last_number(bold[-1])
-    return _last_number(sentence)
+    return _last_number(bold[-1] if bold and _NUMBER.search(bold[-1]) else sentence)
 
 
 def _last_number(text: str) -> str | None:
     found = _NUMBER.findall(text)
-    return _trimmed(found[-1]).lstrip("$").rstrip(",") if found else None
+    return _trimmed(found[-1]).lstrip("\\$").rstrip(",") if found else None
 
 
 def stated(text: str, kind: AnswerKind) -> str | None:
     """The value the last sentence states, or a last line that is nothing but one; None otherwise."""
-    text = _CHAT.sub("", text)[-_TAIL:] if "<|" in text else text[-_TAIL:]
+    text = text[-_TAIL:].rstrip("` \n")
     if kind == "choice":
-        return _stated_choice(text)
-    sentences = [sentence.strip() for sentence in _sentences(text) if sentence.strip(" .\n*")]
-    for sentence in sentences[:-4:-1]:
-        if re.match(r"(?:I hope|Let me know|Note|Thank|If you)", sentence):
+        return _choice(text)
+    for sentence in [each.strip() for each in _sentences(text) if each.strip(" .\n*")][:-4:-1]:
+        if _ASIDE.match(sentence):
             continue
         if not _has_words(sentence) and _NUMBER.search(sentence) and len(sentence) < 200:
             return _bare(sentence.splitlines()[-1])
-        if _STATES.search(sentence):
-            found = _stated_in(sentence)
-            if found is not None:
-                return found
-        return None
+        return _stated_in(sentence) if _STATES.search(sentence) or _FOREIGN.search(sentence) else None
     return None
 
 
 def _bare(line: str) -> str | None:
-    """A line without words: its maths, what its last = gives, or its last number."""
+    """A line without words: its maths, its values, what its last = gives, or its last number."""
     maths = _MATHS.search(line)
+    if run := _RUN.search(line):
+        return _listed(run[0])
     if maths:
         return _inside(maths)
     value = line.rpartition("=")[2]
-    return _trimmed(value) if value.isascii() and not re.search(r"[^\x00-\x7f]|\*\*|\]", value) else _last_number(value)
+    return _trimmed(value) if value.isascii() and not re.search(r"\*\*|\]", value) else _last_number(value)
 
 
-def _stated_choice(text: str) -> str | None:
-    """The letter a text settles on, at its start or after "it's", "is", "choose"."""
-    found = _SETTLED.findall(text)
-    if found:
-        return str(found[-1])
-    first = _LEADING_LETTER.search(text)
-    return first[1] if first else None
+def _choice(text: str, first: bool = False) -> str | None:
+    """The letter a text settles on, letters that it rules out left aside; the one at its start where `first`."""
+    plain = " ".join(_TYPESETTING.sub(" ", text).split())
+    if len(only := plain.strip("().: ")) == 1:
+        return only.upper() if only.upper() in "ABCDEFGHIJ" else None
+    if first and (leading := _STARTING.match(plain)):
+        return leading[1]
+    rest = _DENIED.sub(" ", plain)
+    found = list(_SETTLED.finditer(rest)) or list(_LEADING.finditer(text))[:1] or list(_ONE.finditer(rest))
+    is_clear = found and (len(plain.split()) < 13 or found[0].re is not _ONE)
+    return next(filter(None, found[-1].groups())) if is_clear else None
 
 
-_SETTLED = re.compile(
-    r"(?:(?<!not )(?<!n't )(?:\bis|it's|that's|choose|option|select|pick))\s+(?:for sure\s+|option\s+)?"
-    r"\(?([A-J])(?![A-Za-z'])"
-)
-_LEADING_LETTER = re.compile(r"(?:^|\n)\s*\(?([A-J])(?:[).:]|\s+[A-Z]|\s*$)")
+_ONE, _STARTING = re.compile(_LETTER), re.compile(rf"[(\s]*{_LETTER}")
+_LEADING = re.compile(r"(?:^|\n)[\s*]*\(?([A-J])\)?(?:[).:*]|\s+[A-Z]|\s*$)")
 
 
 def trailing_number(text: str) -> str | None:
     """The last number anywhere near the end."""
-    return _last_number(_CHAT.sub("", text)[-_TAIL:])
+    return _last_number(text[-_TAIL:])

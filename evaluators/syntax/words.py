@@ -22,6 +22,10 @@ class Tables:
         """A list of words as a set."""
         return frozenset(self._entries[name].split())
 
+    def lines(self, name: str) -> list[str]:
+        """A text as its lines that are not blank."""
+        return [line for line in str(self._entries[name]).split("\n") if line]
+
     def table(self, name: str, kind: type[_Kind]) -> _Kind:
         """An entry as a value of this type."""
         return msgspec.convert(self._entries[name], kind)

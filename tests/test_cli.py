@@ -14,6 +14,7 @@ def atts(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[st
     return subprocess.run([sys.executable, "-m", "atts", *words], capture_output=True, text=True, cwd=cwd, check=False)
 
 
+@pytest.mark.both
 def test_help_lists_every_command(tmp_path: Path) -> None:
     """One line per registered command, and the exit codes."""
     done = atts("--help", cwd=tmp_path)
@@ -22,6 +23,7 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
     assert "Exit codes" in done.stdout
 
 
+@pytest.mark.both
 def test_a_misspelt_command_is_usage_with_a_suggestion(tmp_path: Path) -> None:
     """Exit code 2, the nearest name, nothing on stdout."""
     done = atts("grad", cwd=tmp_path)

@@ -46,7 +46,7 @@ for thread in threads:
 """
 
 
-@pytest.mark.once
+@pytest.mark.both
 def test_first_uses_meet_in_many_threads(tmp_path: Path) -> None:
     """In a fresh process, threads that load tokenizers, read configurations and run evaluations do not trip."""
     command = [sys.executable, "-c", PROGRAM]

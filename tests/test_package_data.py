@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.both
 FILES = [
     ("atts", "py.typed"),
     ("atts.api", "pairs.toml"),

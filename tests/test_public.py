@@ -7,6 +7,8 @@ import pytest
 
 import atts
 
+pytestmark = pytest.mark.both
+
 
 def test_the_list_is_sorted_and_complete() -> None:
     """`__all__` names exactly what the lazy map can deliver."""

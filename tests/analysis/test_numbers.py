@@ -86,6 +86,7 @@ def _outcomes(run: Path) -> Any:
     return read_outcomes(read_entries(run / JOURNAL))
 
 
+@pytest.mark.both
 def test_all_formats_say_the_same(run: Path, other_run: Path) -> None:
     """One set of numbers: the verdict, the rate and the guarantee stand in each; JSON is strict."""
     built = build_report(run, [other_run])

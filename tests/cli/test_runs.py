@@ -35,6 +35,7 @@ def lines(said: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in said.out.splitlines()]
 
 
+@pytest.mark.both
 def test_the_recorded_policy_replays_to_itself(atts: Atts, runs: Path) -> None:
     """Nothing said, nothing changed: every decision comes out as it did, on the same scores."""
     *found, summary = lines(atts("replay", str(runs / "atts"), "--json"))

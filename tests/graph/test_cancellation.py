@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from atts.errors import EngineError, EngineTimeout, UsageError
 from atts.graph import Graph, Limit, ProblemScope, RetryPolicy, RolloutResult, RolloutScope
-from atts.spans import CallSpan, ProblemSpan, RolloutSpan
+from atts.spans import CallSpan
 from atts.testing.clock import Backend, run_virtual
+from tests.graph.recording import Recording
 
 pytestmark = pytest.mark.once
 
@@ -44,28 +45,6 @@ class Named:
     """A problem."""
 
     id: str
-
-
-class Recording(list[Any]):
-    """A sink that keeps every event."""
-
-    def __call__(self, event: object) -> None:
-        """Keep it."""
-        self.append(event)
-
-    def nodes(self) -> list[CallSpan]:
-        """The calls, in the order they ended."""
-        return [event for event in self if isinstance(event, CallSpan)]
-
-    @property
-    def rollouts(self) -> list[RolloutSpan]:
-        """The rollouts, in the order they ended."""
-        return [event for event in self if isinstance(event, RolloutSpan)]
-
-    @property
-    def problems(self) -> list[ProblemSpan]:
-        """The problems, in the order they ended."""
-        return [event for event in self if isinstance(event, ProblemSpan)]
 
 
 Disturbance = Literal[

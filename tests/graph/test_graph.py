@@ -5,7 +5,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -26,8 +26,9 @@ from atts.graph import (
     sibling_edges,
 )
 from atts.journal import JOURNAL, JournalOptions, Manifest, open_journal, read_entries
-from atts.spans import CallSpan, RolloutSpan
+from atts.spans import CallSpan
 from atts.testing.clock import Backend, run_virtual
+from tests.graph.recording import Recording
 
 T = TypeVar("T")
 Virtually = Callable[[Callable[[], Awaitable[T]]], T]
@@ -49,23 +50,6 @@ class Named:
     """A problem."""
 
     id: str
-
-
-class Recording(list[Any]):
-    """A sink that keeps every event."""
-
-    def __call__(self, event: object) -> None:
-        """Keep it."""
-        self.append(event)
-
-    def nodes(self) -> list[CallSpan]:
-        """The calls, in the order they ended."""
-        return [event for event in self if isinstance(event, CallSpan)]
-
-    @property
-    def rollouts(self) -> list[RolloutSpan]:
-        """The rollouts, in the order they ended."""
-        return [event for event in self if isinstance(event, RolloutSpan)]
 
 
 def problems(count: int) -> list[Named]:

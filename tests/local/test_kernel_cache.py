@@ -81,6 +81,7 @@ def builds(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return made
 
 
+@pytest.mark.both
 def test_kernels_are_built_once(builds: Builds) -> None:
     """The second process finds them, whole and this user's alone."""
     where, trouble = builds.load()

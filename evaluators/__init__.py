@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from atts.evaluators.metrics.scorecard import samples_of as samples_of
     from atts.evaluators.metrics.scorecard import score as score
     from atts.evaluators.metrics.scorecard import status_of as status_of
+    from atts.evaluators.metrics.sequential import ConfidenceSequence as ConfidenceSequence
+    from atts.evaluators.metrics.sequential import Sequential as Sequential
+    from atts.evaluators.metrics.sequential import compare_in_order as compare_in_order
     from atts.evaluators.verdict import Limits as Limits
     from atts.evaluators.verdict import Status as Status
     from atts.evaluators.verdict import Verdict as Verdict
@@ -77,6 +80,7 @@ _NAMES = {
     "metrics.paired": "Comparison McNemar compare_runs mcnemar problems_needed",
     "metrics.rates": "Counts avg_at_n count g_pass_at_k pass_at_k pass_hat_k rate",
     "metrics.scorecard": "Coverage SampleStatus Samples Scorecard answer_classes coverage samples_of score status_of",
+    "metrics.sequential": "ConfidenceSequence Sequential compare_in_order",
     "verdict": "Limits Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -11,7 +11,7 @@ import numpy as np
 
 from atts.analysis.results import COSTS, GradedRun
 from atts.errors import DatasetError
-from atts.evaluators import Comparison, McNemar, compare_runs, mcnemar
+from atts.evaluators import Comparison, McNemar, Sequential, compare_in_order, compare_runs, mcnemar
 from atts.seeds import Seed, generator
 
 _DRAWS = 4000
@@ -46,10 +46,11 @@ class Compared:
     single: Comparison | None
     mcnemar: McNemar | None
     costs: tuple[CostRatio, ...]
+    sequential: Sequential | None = None  # of votes, looked at after every problem in an order drawn by seed
 
 
-def compare(first: GradedRun, second: GradedRun, *, seed: int = 0) -> Compared:
-    """Pair the problems that both sides have.
+def compare(first: GradedRun, second: GradedRun, *, seed: int = 0, points: float | None = None) -> Compared:
+    """Pair the problems that both sides have; with `points`, also one by one until they are told apart.
 
     :raises DatasetError: there are none.
     """
@@ -67,6 +68,8 @@ def compare(first: GradedRun, second: GradedRun, *, seed: int = 0) -> Compared:
     samples = sum(one.samples for one in (*ours, *theirs))
     whole = all(vote in (0.0, 1.0) for side in votes for vote in side)
     costs = [_cost(name, [o.costs for o in ours], [t.costs for t in theirs], seed) for name in COSTS]
+    taken = generator(Seed(run=seed, purpose="order of problems")).permutation(len(common))
+    differences = (votes[1][place] - votes[0][place] for place in taken)
     return Compared(
         first.name,
         second.name,
@@ -78,6 +81,7 @@ def compare(first: GradedRun, second: GradedRun, *, seed: int = 0) -> Compared:
         single=compare_runs(*zip(*shares, strict=True), seed=seed, n_samples=samples) if shares else None,
         mcnemar=mcnemar(*([vote == 1.0 for vote in side] for side in votes)) if whole else None,
         costs=tuple(cost for cost in costs if cost is not None),
+        sequential=None if points is None else compare_in_order(differences, points),
     )
 
 

@@ -56,6 +56,10 @@ class Job:
     out: Annotated[str | None, "run directory; none: a folder of its own under `runs`, named after what is run"] = None
     runs: Annotated[str, "where run directories without a name of their own go"] = "runs"
     report: Annotated[ReportKind, "what is written when a run ends"] = "html"
+    against: Annotated[str | None, "an earlier run to be told apart from, with stop_when"] = None
+    stop_when: Annotated[
+        str | None, "end once the difference to it is decided; decided=2: also once it is within 2 points"
+    ] = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -63,6 +67,11 @@ class Job:
         for pair in self.column:
             if not all(pair.partition("=")):
                 raise OptionError("column", f"{pair!r} is not FIELD=COLUMN, such as text=Question")
+
+    @property
+    def comparison(self) -> dict[str, Any]:
+        """What `evaluate` is told of it."""
+        return {"against": self.against, "stop_when": self.stop_when}
 
     def load(self) -> Dataset:
         """The problems, and where they came from.

@@ -19,6 +19,7 @@ from anyio.lowlevel import current_token
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from atts import tasks
+from atts.api.deciding import common, comparison_setting, until
 from atts.api.engines import build_engines
 from atts.api.setup import Setup, answers_for, load_problems
 from atts.core import AnswerKind, Outcome, Problem
@@ -37,7 +38,9 @@ class evaluate:
 
     `dataset` is a benchmark's name ("math500[:20]"), a file, or problems. In a `directory` everything is journalled and
     the same call resumes. A `shard` such as "2/3" takes every third problem from the second on; `atts.merge` makes one
-    run of all. Inside `async with`, leaving the block before the end cancels the run; it can be resumed.
+    run of all. With `against`, an earlier run or a file of results, and `stop_when` "decided" or "decided=2", problems
+    are taken in an order drawn by the seed, and none is begun once the difference in accuracy is decided, or known to
+    be within 2 points. Inside `async with`, leaving the block before the end cancels the run; it can be resumed.
 
     >>> import anyio
     >>> async def main() -> str:
@@ -58,8 +61,17 @@ class evaluate:
         directory: str | Path | None = None,
         options: RunOptions | None = None,
         shard: str | Shard | None = None,
+        against: str | Path | None = None,
+        stop_when: str | None = None,
         within: Session | None = None,
     ) -> None:
+        if (against is None) != (stop_when is None):
+            raise OptionError(
+                "stop_when", "--against and --stop-when need each other; `atts compare` compares runs that are over"
+            )
+        if against is not None and shard is not None:
+            raise OptionError("stop_when", "a shard has a part of the problems, which decides nothing; leave one out")
+        self._until = None if against is None or stop_when is None else until(against, stop_when)
         self._dataset = dataset
         self._setup = setup or Setup()
         self._within = within
@@ -117,6 +129,8 @@ class evaluate:
 
     async def _run(self) -> RunResult:
         problems = load_problems(self._dataset, self._limit)
+        if self._until is not None:
+            problems = common(problems, self._until, self._setup.seed)
         if self._shard is not None:
             problems = self._shard.take(whole := problems)
             if not problems:
@@ -129,6 +143,9 @@ class evaluate:
         if self._shard is not None:
             held = {"shard": Setting(str(self._shard), "--shard")}
             plan = replace(plan, configuration={**plan.configuration, **held})
+        if self._until is not None:
+            held = comparison_setting(self._until)
+            plan = replace(plan, until=self._until, configuration={**plan.configuration, **held})
         return await run_evaluation(problems, plan, options)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atts.api.setup import CalibrationMode, Setup
-from atts.errors import UsageError
+from atts.errors import OptionError, UsageError
 from atts.files import write_atomic, write_out
 from atts.graph import write_trace
 from atts.journal import open_run
@@ -70,8 +70,11 @@ def trace(run: Run, out: str | Path | None = None) -> Path:
     return path
 
 
-def compare(first: Run, second: Run) -> Compared:
+def compare(first: Run, second: Run, *, points: float | None = None, seed: int = 0) -> Compared:
     """The second run against the first, problem by problem: run directories, results in JSONL files, or results.
+
+    With `points` (0: none) `sequential` says after how many problems, in an order drawn by `seed`, their accuracies
+    were told apart, or known to be within so many points, had one looked after every problem.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises DatasetError: a file holds no results, or the two have no graded problem in common.
@@ -89,7 +92,9 @@ def compare(first: Run, second: Run) -> Compared:
     """
     from atts.analysis import compare, read_results
 
-    return compare(*(read_results(directory_of(one)) for one in (first, second)))
+    if points is not None and not 0 <= points <= 100:
+        raise OptionError("points", f"{points:g} is outside [0, 100]")
+    return compare(*(read_results(directory_of(one)) for one in (first, second)), points=points, seed=seed)
 
 
 def plan(

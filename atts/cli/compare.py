@@ -11,6 +11,7 @@ import typer
 from atts.cli.options import Json
 from atts.cli.output import print_result
 from atts.cli.terminal import tell
+from atts.errors import OptionError
 
 if TYPE_CHECKING:
     from atts.analysis import Compared
@@ -20,16 +21,32 @@ Run = Annotated[Path, typer.Argument(help="A run directory, or results as `atts 
 _MANY = 100_000  # problems: more than any benchmark has
 
 
-def compare(first: Run, second: Run, as_json: Json = False) -> None:
+def compare(
+    first: Run,
+    second: Run,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Also one by one: after how many problems they are told apart.")
+    ] = False,
+    points: Annotated[
+        float, typer.Option(help="With --sequential: differences within so many points count as alike.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the order in which --sequential takes the problems.")] = 0,
+    as_json: Json = False,
+) -> None:
     """Compare two runs problem by problem: accuracy, its difference with an interval, costs as ratios.
 
     Intervals and p-values are clustered by problem: a problem's rollouts stay together.
+
+    --sequential takes the problems in an order drawn by the seed, and its interval holds after every one of them:
+    one may look as often as one likes. `atts eval --against RUN --stop-when decided` ends a run by it.
 
     Example: atts compare runs/target-only runs/first
     """
     from atts.api import compare as compared
 
-    found = compared(first, second)
+    if points and not sequential:
+        raise OptionError("points", "they belong to --sequential")
+    found = compared(first, second, points=points if sequential else None, seed=seed)
     left_out = found.only_first + found.only_second
     if left_out:
         tell(
@@ -53,6 +70,8 @@ def _table(found: Compared) -> list[str]:
             f"{'':16}right by both {pairs.both}, first alone {pairs.first_only}, second alone {pairs.second_only}, "
             f"neither {pairs.neither}; exact McNemar p = {pairs.p_value:.3g}"
         )
+    if found.sequential is not None:
+        lines.append(f"{'one by one':16}second {found.sequential}")
     if found.single is not None:
         lines += _accuracy("one rollout", found.single)
     if found.costs:

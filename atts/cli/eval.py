@@ -65,6 +65,16 @@ def evaluate(
         str | None,
         typer.Option(help="Part 2/3: every third problem from the second on; `atts merge` joins.", metavar="I/N"),
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="An earlier run to be told apart from, with --stop-when.", metavar="RUN")
+    ] = None,
+    stop_when: Annotated[
+        str | None,
+        typer.Option(
+            help="decided: once the difference in accuracy is; decided=2: also once it is within 2 points.",
+            metavar="decided[=POINTS]",
+        ),
+    ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")] = False,
@@ -106,7 +116,11 @@ def run_and_print(configuration: Configuration, shard: str | None, as_json: bool
         if not (_place(configuration, shard)[0] / JOURNAL).exists():  # nothing was begun
             raise
         return _unfinished(str(error), error.exit_code)
-    return 0 if result.status == "finished" else _unfinished(f"{result.status}: {result.why}", result.exit_code)
+    return (
+        result.exit_code
+        if result.status in ("finished", "decided")
+        else _unfinished(f"{result.status}: {result.why}", result.exit_code)
+    )
 
 
 def _unfinished(why: str, code: int) -> int:
@@ -133,7 +147,9 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
 
     async def main() -> RunResult:
         async with progress_display(progress):
-            return await evaluation(problems, setup, directory=directory, options=listening, shard=part)
+            return await evaluation(
+                problems, setup, directory=directory, options=listening, shard=part, **job.comparison
+            )
 
     return run_async(main)
 
@@ -197,7 +213,7 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
         "nominal_rate": configuration["rate"],
         "directory": str(result.directory),
         "report": None if page is None else str(page),
-        **result.summary.as_json(),
+        **result.as_json(),
     }
     problems = ({"type": "problem", **problem.as_json()} for problem in result.problems)
     return [json_line(each) for each in (*problems, summary)]
@@ -215,6 +231,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("tokens written", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target"),
         ("", f"{summary.target_share:.1%} of them by the target; {usage.wasted_tokens:,} were thrown away"),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
+        ("compared", "" if result.comparison is None else str(result.comparison)),
         ("cut", summary.truncation.warning),
         ("not complete", f"{summary.failed} problems: rollouts of theirs failed" if summary.failed else ""),
         ("without an answer", f"{summary.unanswered} problems" if summary.unanswered else ""),

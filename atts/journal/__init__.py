@@ -1,6 +1,7 @@
 """The append-only event log of a run: its truth, from which results, reports, resume and replay are made."""
 
 from atts.journal.events import (
+    COMPARED,
     SCHEMA,
     CallFailed,
     Decided,
@@ -41,6 +42,7 @@ from atts.journal.writer import JOURNAL, LOCK, MANIFEST, Journal, JournalOptions
 from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 
 __all__ = [
+    "COMPARED",
     "FACTS",
     "JOURNAL",
     "LOCK",

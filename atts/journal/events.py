@@ -206,6 +206,10 @@ class Warned:
     sample: int | None = None
 
 
+COMPARED = "compared"
+"""The code of the warning that says what came of a comparison with an earlier run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Drifted:
     """The scores left what the calibration promised: how surprising that is after how many, and what was done."""

@@ -26,6 +26,7 @@ from atts.journal.events import (
     SessionOpened,
     Taught,
     TurnFinished,
+    Warned,
 )
 from atts.journal.finished import FinishedProblem
 from atts.spans import CallSpan, ProblemSpan
@@ -177,6 +178,7 @@ class RunState:
     keeps: Literal["open problems", "everything"] = "open problems"
     open: dict[str, OpenProblem] = field(default_factory=dict[str, OpenProblem])
     finished: dict[str, FinishedProblem] = field(default_factory=dict[str, FinishedProblem])
+    said: set[str] = field(default_factory=set[str])  # codes of warnings
     sessions: int = 0
     killed: int = 0  # sessions before the last that ended without a word
     ended: SessionClosed | None = None  # how the last session ended; None: it was killed, or still runs
@@ -206,6 +208,8 @@ class RunState:
                     problem.forget_failures()
             case SessionClosed():
                 self.ended = event
+            case Warned(code):
+                self.said.add(code)
             case ProblemStarted(problem):
                 self.open.setdefault(problem.id, OpenProblem(problem))
             case CallSpan():

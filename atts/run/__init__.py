@@ -18,6 +18,7 @@ from atts.run.result import INTERRUPTED, RunResult, RunStatus
 from atts.run.scoring import samples, scorecard
 from atts.run.stopping import Signals, Stop
 from atts.run.summary import Summary
+from atts.run.until import Until
 
 __all__ = [
     "INTERRUPTED",
@@ -45,6 +46,7 @@ __all__ = [
     "ProgressSnapshot",
     "Stop",
     "Summary",
+    "Until",
     "check_conditions",
     "conditions_of",
     "evaluate",

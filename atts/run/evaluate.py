@@ -47,6 +47,7 @@ from atts.run.plan import Grade, Plan
 from atts.run.recorder import EscalationCounter, Listener, ProblemRecord, Recorder, RolloutsLeft, RunBegun
 from atts.run.result import Missing, RunResult, RunStatus
 from atts.run.stopping import Signals, Stop, watch_signals
+from atts.run.until import Comparing
 
 Keep = Literal["lines", "nothing"]
 """What the result holds per problem; the journal has everything either way."""
@@ -176,6 +177,7 @@ class _Run:
         self._kept: list[Outcome] = []
         self._unfinished = 0
         self._missing = Missing()
+        self._comparing = Comparing(plan.until, state, self._recorder.record)
         self._taken = 0  # problems this session had to work on
         self._seen: Literal["some", "all"] = "some"  # of the dataset
 
@@ -217,7 +219,8 @@ class _Run:
             if problem.id in self._places:
                 raise DatasetError(problem.source or "given", f"two problems have the id {problem.id!r}")
             self._places[problem.id] = place
-            if not self._state.is_over(problem.id) or self._plan.recall == "recorded":
+            is_left = not self._state.is_over(problem.id) or self._plan.recall == "recorded"
+            if self._comparing.needs(problem.id) and is_left:
                 self._unfinished += 1
                 self._taken += 1
                 yield problem
@@ -346,6 +349,7 @@ class _Run:
         if line.is_complete:  # others go on
             self._escalations.forget(name)
             self._plan.forget(name)
+            self._comparing.end(line)
         if self._options.keep == "lines":
             self._lines[name] = line
 
@@ -361,6 +365,7 @@ class _Run:
             sessions=self._state.sessions + 1,
             directory=self._options.directory,
             why=why,
+            comparison=self._comparing.answer,
             kept=tuple(self._kept),
         )
 
@@ -369,7 +374,8 @@ class _Run:
         if self._seen == "all" and not self._unfinished:
             missing, problems = self._missing, len(self._places)
             if not missing.problems:
-                return "finished", ""
+                words = self._comparing.tell()
+                return ("decided", words) if self._comparing.spared else ("finished", "")
             return "failed" if missing.whole == problems else "incomplete", missing.words(problems)
         return ("interrupted", "asked to end") if self._options.stop.asked else ("stopped", "out of time")
 

@@ -17,6 +17,7 @@ from atts.journal import Json, Manifest, Setting, dataset_digest
 from atts.pipelines import Answers, Context, Gate, Policy, Promising, RoundGate, check_engines, solve
 from atts.run.calls import RecallTiming
 from atts.run.conditions import Conditions
+from atts.run.until import Until
 
 
 class Pipeline(Protocol):
@@ -83,6 +84,7 @@ class Plan:
     stored_under: Mapping[str, object] | None = None  # what the gate's stored scores record; None: it has none
     conditions: Conditions = "match"  # what other conditions than those do
     warnings: Sequence[str] = ()  # what a reader of the run should know beforehand
+    until: Until | None = None  # what it is compared with as it goes, and ends once that is settled
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
 
     def __post_init__(self) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atts.core import Outcome, Usage
-from atts.errors import EngineError, UsageError
-from atts.evaluators import Estimate
+from atts.errors import CheckFailed, EngineError, UsageError
+from atts.evaluators import Estimate, Sequential
 from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
 from atts.run.summary import Summary, summarise
 
-RunStatus = Literal["finished", "interrupted", "stopped", "incomplete", "failed"]
-"""Every problem is over; asked to end before that; out of time before that; over but for what failed; all failed."""
+RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
+"""Every problem is over; as many as a comparison needed are; asked to end before that; out of time before that; over
+but for what failed; all failed."""
 INTERRUPTED = 130
 
 
@@ -55,6 +56,7 @@ class RunResult:
     sessions: int = 1
     directory: Path | None = None
     why: str = ""
+    comparison: Sequential | None = None  # with the run that this one was to be told apart from
     kept: tuple[Outcome, ...] = field(default=(), repr=False)  # whole, for a run without a directory
 
     @cached_property
@@ -81,7 +83,12 @@ class RunResult:
         """Strict JSON: what `atts eval --json` prints, the summary and every problem."""
         problems = [problem.as_json() for problem in self.problems]
         place = None if self.directory is None else str(self.directory)
-        return {"status": self.status, "directory": place, **self.summary.as_json(), "by_problem": problems}
+        return {"status": self.status, "directory": place, **self.as_json(), "by_problem": problems}
+
+    def as_json(self) -> dict[str, Any]:
+        """The summary, and what was promised or decided beside it."""
+        compared = {} if self.comparison is None else {"comparison": self.comparison.as_json()}
+        return {**self.summary.as_json(), **compared}
 
     def to_pandas(self) -> Any:
         """A data frame with one row per problem.
@@ -115,9 +122,14 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0; 130 for a run that was asked to end, 3 for one of which something failed: both can be resumed."""
+        """0; 130 for a run that was asked to end, 3 for one of which something failed: both can be resumed.
+
+        5 for one that is over and was to be told apart from another, but could not be.
+        """
         if self.status in ("incomplete", "failed"):
             return EngineError.exit_code
+        if self.status == "finished" and self.comparison is not None and self.comparison.settled == "undecided":
+            return CheckFailed.exit_code
         return INTERRUPTED if self.status == "interrupted" else 0
 
     def outcomes(self) -> Iterator[Outcome]:

@@ -28,7 +28,7 @@ from atts.analysis.report.pages import Pages, shorten
 from atts.analysis.report.realised_rate import realised_rate
 from atts.analysis.report.run_data import ProblemFacts, RunData, read_run_data
 from atts.analysis.report.timing import timing
-from atts.journal import Json
+from atts.journal import COMPARED, Json
 
 PAGE_BYTES = 16 * 2**20
 """The most that the pages of all problems take in the file; their texts are shortened to stay below it."""
@@ -144,6 +144,7 @@ def _verdict(
         points.append(("good", f"the target wrote {cost.target_share:.1%} of {written(cost.usage):,} tokens"))
     if calibration is not None:
         points.append(_rate_point(calibration))
+    points.extend(("good", caveat.text) for caveat in warnings if caveat.code == COMPARED)
     worst = [caveat for caveat in warnings if caveat.standing == "bad"]
     points.extend((caveat.standing, f"{caveat.count:,} {caveat.text}") for caveat in worst)
     standings = {standing for standing, _ in points}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from atts.analysis.report.numbers import Caveat, RateControl
 from atts.analysis.report.run_data import RunData
 from atts.analysis.report.words import WORDS
-from atts.journal import FinishedProblem, truncation
+from atts.journal import COMPARED, FinishedProblem, truncation
 
 _SHOWN = 5
 _LARGE = 0.05  # the share of rollouts from which a flag weighs
@@ -30,7 +30,8 @@ def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...
 
 def _session(data: RunData) -> Iterator[Caveat]:
     planned, done = data.run.manifest.problems, len(data.problems)
-    if planned is not None and done < planned:
+    is_decided = COMPARED in data.state.said and not data.state.open
+    if planned is not None and done < planned and not is_decided:
         text = f"problems of {planned:,} are not over: every number is of the {done:,} that are, the quick ones first"
         yield Caveat("unfinished", "bad", planned - done, text)
     killed = data.state.killed + (data.state.ended is None)
@@ -96,4 +97,4 @@ def _own(data: RunData) -> Iterator[Caveat]:
     for code, count in counts.items():
         warned = first[code]
         places = tuple((w.problem, w.sample) for w in data.warned if w.code == code and w.problem)
-        yield Caveat(code, "care" if code != "interrupted" else "good", count, warned.text, places[:_SHOWN])
+        yield Caveat(code, "good" if code in ("interrupted", COMPARED) else "care", count, warned.text, places[:_SHOWN])

@@ -1,0 +1,130 @@
+"""Runs that end once they are told apart from an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.api import compare, evaluate_sync, report
+from atts.api.deciding import drawn_order
+from atts.api.setup import Setup
+from atts.core import Outcome
+from atts.errors import DatasetError, FingerprintError, OptionError
+from atts.journal import COMPARED, JOURNAL, Warned
+from atts.pipelines import FixedGate, Policy
+from atts.run import Until
+from atts.testing import toy_problems
+
+PROBLEMS = toy_problems(30, 5)
+
+
+def votes(value: float) -> Mapping[str, float]:
+    """An earlier run that was always right, or never."""
+    return {problem.id: value for problem in PROBLEMS}
+
+
+def plan(world: Any, against: Mapping[str, float], **changes: Any) -> Any:
+    """A run of the target alone, six rollouts at once."""
+    until = Until("earlier", against)
+    return world.plan(gate=FixedGate("escalate"), until=until, rollouts=6, **changes)
+
+
+def said(world: Any, name: str = "run") -> list[str]:
+    """What the journal says of the comparison."""
+    return [event.text for event in world.events(name) if isinstance(event, Warned) and event.code == COMPARED]
+
+
+def test_it_ends_when_the_question_is_answered(world: Any) -> None:
+    """Nothing is begun after that, everything begun is finished, and the answer is in the journal once."""
+    result = world.run(plan(world, votes(0.0)), world.session(), PROBLEMS)
+    assert (result.status, result.exit_code) == ("decided", 0)
+    assert result.comparison is not None
+    assert result.comparison.settled == "better"
+    assert result.comparison.problems <= len(result.problems) < 25
+    assert result.manifest.problems == 30
+    assert [problem.problem for problem in result.problems] == [
+        problem.id for problem in PROBLEMS[: len(result.problems)]
+    ]
+    assert len(said(world)) == 1
+    assert f"decided after {result.comparison.problems} problems" in said(world)[0]
+    again = world.run(plan(world, votes(0.0)), world.session(), PROBLEMS)
+    assert (again.comparison, again.problems) == (result.comparison, result.problems)
+    assert len(said(world)) == 1
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.95])
+def test_a_run_that_was_killed_comes_to_the_same_answer(world: Any, share: float) -> None:
+    """The journal cut anywhere: the same number of problems decide, by the same interval."""
+    whole = world.run(plan(world, votes(0.0)), world.session("whole"), PROBLEMS)
+    lines = (world.tmp_path / "whole" / JOURNAL).read_bytes().splitlines(keepends=True)
+    (world.tmp_path / "cut").mkdir()
+    (world.tmp_path / "cut/manifest.json").write_bytes((world.tmp_path / "whole/manifest.json").read_bytes())
+    (world.tmp_path / "cut" / JOURNAL).write_bytes(b"".join(lines[: int(share * len(lines))]))
+    resumed = world.run(plan(world, votes(0.0)), world.session("cut"), PROBLEMS)
+    assert (resumed.status, resumed.comparison) == ("decided", whole.comparison)
+    assert said(world, "cut") == said(world, "whole")
+
+
+def test_what_ends_first_does_not_count_first(world: Any) -> None:
+    """Problems are looked at in their order: one that fails holds up the others, until a session has done it."""
+
+    async def pipeline(problem: Any, *others: Any) -> Outcome:
+        if problem.id == PROBLEMS[2].id and not healed:
+            raise RuntimeError("broken")
+        return Outcome(problem, (), problem.answer)
+
+    healed = False
+    broken = world.run(plan(world, votes(0.0), pipeline=pipeline), world.session(), PROBLEMS)
+    assert (broken.status, broken.comparison.problems, len(broken.problems)) == ("incomplete", 2, 30)
+    healed = True
+    done = world.run(plan(world, votes(0.0), pipeline=pipeline), world.session(), PROBLEMS)
+    assert (done.comparison.settled, done.comparison.problems) == ("better", 8)
+
+
+def test_a_run_that_cannot_decide_says_so(world: Any) -> None:
+    """All problems are done, the exit code is that of a check that did not pass."""
+    result = world.run(plan(world, votes(1.0)), world.session(), PROBLEMS[:12])
+    assert (result.status, result.exit_code, result.comparison.settled) == ("finished", 5, "undecided")
+    assert "undecided after 12 problems" in said(world)[0]
+
+
+def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> None:
+    """The command in one call: the order is the seed's, the report says what came of it, a resume holds it to that."""
+    earlier = tmp_path / "earlier.jsonl"
+    earlier.write_text("".join(f'{{"id": "{problem.id}", "correct": false}}\n' for problem in PROBLEMS[:20]))
+    setup = Setup(
+        draft="scripted", target="scripted", method="target-only", policy=Policy(samples=1), seed=3, rollouts=2
+    )
+    words: dict[str, Any] = {"against": earlier, "stop_when": "decided", "directory": tmp_path / "run"}
+    result = evaluate_sync(PROBLEMS, setup, **words)
+    order = [problem.id for problem in drawn_order(PROBLEMS[:20], 3)]
+    assert result.status == "decided"
+    assert result.comparison is not None
+    assert [problem.problem for problem in result.problems] == order[: len(result.problems)]
+    page = report(result, format="markdown").read_text()
+    assert f"decided after {result.comparison.problems} problems" in page
+    assert "the quick ones first" not in page
+    assert result.to_dict()["comparison"]["settled"] == result.comparison.settled
+    compared = compare(earlier, result, points=0)
+    assert compared.sequential is not None
+    with pytest.raises(FingerprintError, match="until"):
+        evaluate_sync(PROBLEMS, setup, **{**words, "stop_when": "decided=5"})
+
+
+def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
+    """One without the other, other words, a shard, strangers."""
+    earlier = tmp_path / "earlier.jsonl"
+    earlier.write_text('{"id": "x", "correct": false}\n')
+    setup = Setup(draft="scripted", target="scripted")
+
+    asked: list[Any] = [{"against": earlier}, {"stop_when": "decided"}, {"against": earlier, "stop_when": "soon"}]
+    for words in asked:
+        with pytest.raises(OptionError, match="stop_when"):
+            evaluate_sync(PROBLEMS, setup, **words)
+    with pytest.raises(OptionError, match="shard"):
+        evaluate_sync(PROBLEMS, setup, against=earlier, stop_when="decided", shard="1/2")
+    with pytest.raises(DatasetError, match="graded none"):
+        evaluate_sync(PROBLEMS, setup, against=earlier, stop_when="decided")

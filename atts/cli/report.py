@@ -38,9 +38,10 @@ def report(
         hand_out(render(built, named))
         return
     path = save_report(built, named, out)
-    verdict = built.report.verdict
+    verdict, sentence = built.report.verdict, built.report.headline.sentence
     if as_json:
-        print_json({"report": str(path), "standing": verdict.standing, "verdict": verdict.line})
+        print_json({"report": str(path), "standing": verdict.standing, "sentence": sentence, "verdict": verdict.line})
     else:
         say(path)
-        tell(f"{verdict.line}")
+        tell(sentence)
+        tell(verdict.line)

@@ -59,10 +59,13 @@ NAMES = """
     if (!named(node)) bad.push(node.outerHTML.slice(0, 90));
   for (const node of document.querySelectorAll("table")) {
     if (!node.tHead) bad.push("a table without a head");
+    if (!node.caption || !node.caption.textContent.trim()) bad.push("a table without a name");
     for (const head of node.querySelectorAll("th")) if (head.scope !== "col") bad.push(head.outerHTML);
   }
   const levels = [...document.querySelectorAll("h1,h2,h3")].map((node) => Number(node.tagName[1]));
   levels.forEach((level, n) => { if (level > (levels[n - 1] || 0) + 1) bad.push(`heading ${n} jumps to h${level}`); });
+  const captions = [...document.querySelectorAll("#main caption, header caption")].map((node) => node.textContent);
+  captions.forEach((name, n) => { if (captions.indexOf(name) !== n) bad.push(`two tables are called ${name}`); });
   const seen = new Set();
   for (const node of document.querySelectorAll("[id]"))
     if (seen.has(node.id)) bad.push(`two of #${node.id}`); else seen.add(node.id);

@@ -13,6 +13,7 @@ from pathlib import Path
 from atts.analysis.report.accuracy import baseline, method, rates, spend, written
 from atts.analysis.report.caveats import caveats
 from atts.analysis.report.frontier import frontier
+from atts.analysis.report.headline import headline
 from atts.analysis.report.numbers import (
     Caveat,
     NamedRate,
@@ -69,13 +70,15 @@ def build_report(directory: Path, against: Sequence[Path] = (), *, page_bytes: i
     problems = list(data.problems.values())
     accuracy, coverage = rates(problems)
     cost, warnings = spend(data), caveats(data, calibration)
+    baselines = tuple(row for other in others if (row := baseline(data, other)) is not None)
     report = RunReport(
         _facts(data),
+        headline(accuracy, cost, calibration, baselines, len(problems)),
         _verdict(accuracy, cost, calibration, warnings, len(problems)),
         accuracy=accuracy,
         coverage=coverage,
         spend=cost,
-        baselines=tuple(row for other in others if (row := baseline(data, other)) is not None),
+        baselines=baselines,
         calibration=calibration,
         frontier=frontier(data, others),
         timing=timing(data.nodes),

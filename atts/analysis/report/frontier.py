@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from atts.analysis.report.accuracy import accuracy_of, graded, total_usage, written
-from atts.analysis.report.numbers import FrontierPoint
+from atts.analysis.report.numbers import THIS_RUN, FrontierPoint
 from atts.analysis.report.run_data import ProblemFacts, RunData
 from atts.evaluators import answer_classes, group, mean_estimate, score, votes
 
@@ -23,7 +23,7 @@ def frontier(data: RunData, others: Sequence[RunData]) -> tuple[FrontierPoint, .
     return (
         *_fewer_rollouts(known),
         *_fewer_turns(known),
-        *_whole_run(data, "this run"),
+        *_whole_run(data, THIS_RUN),
         *(point for other in others for point in _whole_run(other, other.run.directory.name)),
     )
 

@@ -24,6 +24,23 @@ class RunVerdict:
 
 
 @dataclass(frozen=True, slots=True)
+class ShownNumber:
+    """A number of the first screen: as people read it, what it is of, and what stands behind it."""
+
+    value: str
+    what: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """What a person would say, and the three numbers that say it."""
+
+    sentence: str
+    numbers: tuple[ShownNumber, ShownNumber, ShownNumber]
+
+
+@dataclass(frozen=True, slots=True)
 class RunFacts:
     """Which run this is."""
 
@@ -195,6 +212,10 @@ class RateControl:
         return check_rate(self.nominal, [(group.decisions, group.escalated) for group in self.by_question])
 
 
+THIS_RUN = "this run"
+"""Its label among those it is compared with."""
+
+
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
     """One place of the cost-accuracy plane: fewer rollouts, fewer turns, or a whole run."""
@@ -292,6 +313,7 @@ class RunReport:
     """A run as its report tells it."""
 
     run: RunFacts
+    headline: Headline
     verdict: RunVerdict
     accuracy: tuple[NamedRate, ...]
     coverage: str

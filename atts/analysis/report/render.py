@@ -14,7 +14,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoesca
 
 from atts.analysis.report import charts, tables
 from atts.analysis.report.build import BuiltReport
-from atts.analysis.report.frontier_chart import frontier_chart
+from atts.analysis.report.frontier_chart import frontier_chart, runs_chart
 from atts.analysis.report.svg import Axis
 from atts.errors import OptionError
 from atts.files import write_atomic, write_out
@@ -76,6 +76,7 @@ def _html(built: BuiltReport) -> str:
             tables=tables,
             charts=charts,
             frontier_chart=frontier_chart,
+            runs_chart=runs_chart,
             axis=Axis,
             created=created if report.run.created else "",
             style=_asset("report.css"),

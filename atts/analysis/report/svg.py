@@ -119,7 +119,8 @@ class Plot:
     def text(self, x: float, y: float, text: str, anchor: str = "start", shift: float = 0.0, drop: float = 0.0) -> str:
         """A text in the plot."""
         across, up = self.at(x, y)
-        return f'<text x="{_n(across + shift)}" y="{_n(up - 7 + drop)}" text-anchor="{anchor}">{escape(text)}</text>'
+        place = f'x="{_n(across + shift)}" y="{_n(up - 7 + drop)}"'
+        return f'<text class="label" {place} text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _part(value: float, axis: Axis) -> float:

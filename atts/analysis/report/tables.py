@@ -86,7 +86,7 @@ def accuracy_table(report: RunReport) -> ReportTable:
         for rate in report.accuracy
     ]  # fmt: skip
     return ReportTable.of(
-        "Accuracy", ("rate", "95 % interval over problems", "problems", "samples", "what it is"), rows
+        "How often answers are right", ("rate", "with its 95 % interval", "problems", "samples", "what it is"), rows
     )
 
 
@@ -106,21 +106,21 @@ def spend_table(report: RunReport) -> ReportTable:
         ("seconds, all sessions", cell(spend.seconds)),
         ("tokens written per second", cell(spend.tokens_per_second)),
     ]
-    return ReportTable.of("Cost", ("what", "how much"), rows, "facts")
+    return ReportTable.of("Tokens, calls and seconds of the run", ("what", "how much"), rows, "facts")
 
 
 def baseline_table(report: RunReport) -> ReportTable:
     """This run beside others, paired by problem."""
     columns = (
-        "other run", "method", "problems", "its accuracy", "this run's", "difference", "p", "problems needed",
-        "tokens ×", "target tokens ×", "seconds of the run ×",
+        "other run", "its method", "problems", "its accuracy", "this run's", "difference", "p-value", "problems needed",
+        "tokens, this / other", "target tokens, this / other", "seconds, this / other",
     )  # fmt: skip
     rows = [
         (b.name, b.method, b.problems, b.other, b.own, _signed(b.difference), _p(b.p_value),
          "–" if b.problems_needed is None else b.problems_needed, b.token_ratio, b.target_token_ratio, b.second_ratio)
         for b in report.baselines
     ]  # fmt: skip
-    return ReportTable.of("Against other runs", columns, rows)
+    return ReportTable.of("This run beside others, on the problems that both have", columns, rows)
 
 
 def _signed(found: Estimate) -> Cell:
@@ -151,13 +151,15 @@ def calibration_table(control: RateControl) -> ReportTable:
         rows.append(("p-values: distance from uniform", f"{found.distance:.3f}, band ±{found.band:.3f}"))
     known = {name: value for name, value in control.metrics.items() if not math.isnan(value)}
     rows += [(words, known[name]) for name, words in WORDS.metrics.items() if name in known]
-    return ReportTable.of("Rate control", ("what", "value"), rows, "facts")
+    return ReportTable.of("Chunks handed to the target: asked for and done", ("what", "value"), rows, "facts")
 
 
 def turn_table(control: RateControl) -> ReportTable:
     """The rate of each turn."""
     rows = [(g.name, g.decisions, g.escalated, g.share, f"[{g.low:.3f}, {g.high:.3f}]") for g in control.turns]
-    return ReportTable.of("Rate by turn", ("turn", "decisions", "escalated", "rate", "coin's band"), rows)
+    return ReportTable.of(
+        "Chunks handed to the target, by turn", ("turn", "decisions", "escalated", "rate", "coin's band"), rows
+    )
 
 
 def caveat_table(report: RunReport) -> ReportTable:
@@ -196,14 +198,16 @@ def time_table(found: TimeBreakdown) -> ReportTable:
          f"{engine.longest_bubble:.2f} s")
         for engine in found.engines
     ]  # fmt: skip
-    return ReportTable.of("Where the time went", ("what", "seconds or share", "meaning"), rows, "facts")
+    return ReportTable.of(
+        "Seconds of the run, by its task graph", ("what", "seconds or share", "meaning"), rows, "facts"
+    )
 
 
 def stage_table(found: TimeBreakdown) -> ReportTable:
     """Seconds by stage."""
     rows = [(stage.name, stage.nodes, stage.compute, stage.queue, stage.wait) for stage in found.stages]
     columns = ("stage", "calls", "in the call (s)", "waiting for a slot (s)", "waiting for siblings (s)")
-    return ReportTable.of("Stages, summed over calls", columns, rows)
+    return ReportTable.of("Seconds of each stage, summed over calls", columns, rows)
 
 
 def problem_table(report: RunReport) -> ReportTable:
@@ -212,7 +216,7 @@ def problem_table(report: RunReport) -> ReportTable:
         "problem", "question", "verdict", "answer", "reference", "rollouts right", "agree", "chunks judged",
         "escalated", "draft tokens", "target tokens", "seconds", "flags",
     )  # fmt: skip
-    return ReportTable("Problems", columns, tuple(_problem(*row) for row in enumerate(report.problems)))
+    return ReportTable("One row per problem", columns, tuple(_problem(*row) for row in enumerate(report.problems)))
 
 
 def problem_digest(report: RunReport) -> ReportTable:
@@ -259,9 +263,11 @@ def run_table(report: RunReport) -> ReportTable:
         ("dataset digest", run.dataset),
         *sorted(run.versions.items()),
     ]
-    return ReportTable.of("Run", ("what", "value"), rows, "facts")
+    return ReportTable.of("What was run", ("what", "value"), rows, "facts")
 
 
 def settings_table(report: RunReport) -> ReportTable:
     """Every setting with its origin."""
-    return ReportTable.of("Settings", ("setting", "value", "origin"), report.run.configuration)
+    return ReportTable.of(
+        "Settings, and where each came from", ("setting", "value", "origin"), report.run.configuration
+    )

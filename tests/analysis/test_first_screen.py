@@ -1,0 +1,102 @@
+"""The first screen of a report: one sentence, one picture, three numbers, from the run's own counts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.analysis import build_report, render
+from atts.analysis.report.frontier_chart import frontier_chart, runs_chart
+from atts.analysis.report.headline import headline, percent
+from atts.analysis.report.numbers import FrontierPoint, RunReport
+from atts.evaluators import mean_estimate
+
+
+def _again(report: RunReport, **other: Any) -> str:
+    """The sentence, were some of the numbers others."""
+    known: dict[str, Any] = {"accuracy": report.accuracy, "cost": report.spend, "calibration": report.calibration}
+    known |= {"baselines": report.baselines, **other}
+    return headline(count=len(report.problems), **known).sentence
+
+
+def test_it_is_said_as_a_person_would(run: Path, other_run: Path) -> None:
+    """Right answers as counts, the large model's share, then the first run it is compared with."""
+    report = build_report(run, [other_run]).report
+    right = sum(row.verdict == "correct" for row in report.problems)
+    there = round(report.baselines[0].other.value * 12)
+    times = f"{1 / report.baselines[0].target_token_ratio:.2g}"
+    assert report.headline.sentence == (
+        f"the vote is right on {right} of 12 problems and the large model wrote {percent(report.spend.target_share)} "
+        f"of the text; target alone is right on {there} of 12 and had it write {times} times as much"
+    )
+    assert _again(report, accuracy=()).startswith("12 problems went through, none of them graded and the large model")
+    assert "wrote all of the text" in _again(report, cost=replace(report.spend, target_share=1.0))
+    for ratio, said in ((math.inf, "write nothing"), (0.0, "tokens a problem"), (1.02, "as much"), (math.nan, "of 12")):
+        other = replace(report.baselines[0], target_token_ratio=ratio)
+        assert _again(report, baselines=(other,)).endswith(said)
+
+
+def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> None:
+    """Answers, the large model's text, steps handed over: with their counts, and whether the rate was held."""
+    built = build_report(run, [other_run])
+    held = built.report.calibration
+    assert held is not None
+    answers, text, steps = built.report.headline.numbers
+    assert "95 % interval" in answers.note
+    assert f"target alone {built.report.baselines[0].target_tokens_per_problem:,.0f}" in text.note
+    assert steps.note == f"{held.escalated} of {held.decisions}; 30 % asked for: held"
+    page, words, data = (render(built, format) for format in ("html", "markdown", "json"))
+    assert json.loads(data)["headline"]["numbers"][2]["note"] == steps.note
+    for number in (answers, text, steps):
+        assert number.note in words
+        assert f"<b>{number.value.replace('<', '&lt;').replace('>', '&gt;')}</b> {number.what}" in page.replace(
+            "&#39;", "'"
+        )
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.0004, "< 0.1 %"), (0.9996, "> 99.9 %"), (1.0, "100 %"), (0.0, "0 %"), (0.9994, "> 99.9 %")]
+)
+def test_shares_never_round_to_all_or_nothing(share: float, said: str) -> None:
+    """Only what is all is called 100 %."""
+    assert percent(share) == said
+
+
+def _points(*accuracies: float, kind: Any = "run") -> list[FrontierPoint]:
+    found = [mean_estimate([1.0] * round(500 * value) + [0.0] * round(500 * (1 - value)), 500) for value in accuracies]
+    return [FrontierPoint(f"{kind} {n}", kind, 10.0 * n, 20.0 * n, one) for n, one in enumerate(found)]
+
+
+def _heights(picture: str) -> list[float]:
+    """Of the dots, in pixels from the top."""
+    return [float(found) for found in re.findall(r'<circle[^>]* cy="([\d.]+)"', picture)]
+
+
+def test_high_accuracies_are_told_apart() -> None:
+    """0.94 to 1.0 has a third of the frontier's height though runs cut at one turn are at 0; of runs alone, more."""
+    turns = _points(0.0, 0.3, kind="turns")
+    low, high = _heights(frontier_chart([*_points(0.94, 1.0), *turns]).picture)[:2]
+    assert low - high > 0.3 * (320 - 14 - 44)
+    first = runs_chart([*_points(0.94, 1.0), *turns])
+    assert first is not None
+    low, high = _heights(first.picture)
+    assert low - high > 0.5 * (260 - 14 - 44)
+    assert len(_heights(first.picture)) == 2
+    assert runs_chart(turns) is None
+
+
+def test_the_stretched_axis_keeps_the_order() -> None:
+    """Better is higher, everywhere from 0 to 1, and its numbers are accuracies."""
+    picture = frontier_chart(_points(*(n / 20 for n in range(21)))).picture
+    heights = _heights(picture)
+    assert heights == sorted(heights, reverse=True)
+    ticks = [float(text) for text in re.findall(r'text-anchor="end">([\d.]+)<', picture)]
+    assert {0.0, 0.9, 1.0} <= set(ticks)
+    assert ticks == sorted(ticks)
+    assert set(ticks) <= {n / 100 for n in range(101)}

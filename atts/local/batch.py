@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -38,6 +39,21 @@ class StepPlan:
     def size(self) -> int:
         """How many sequences it serves."""
         return len(self.decoding) + len(self.prefills) + len(self.ready)
+
+    def sequences(self) -> list[Sequence]:
+        """Those that it serves."""
+        return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
+
+    def halves(self) -> Iterator[StepPlan]:
+        """The same work in two steps; the second without what has lost its row meanwhile."""
+        sequences = self.sequences()
+        for part in (sequences[: self.size // 2], sequences[self.size // 2 :]):
+            chosen = {sequence for sequence in part if sequence.row >= 0}
+            yield StepPlan(
+                [sequence for sequence in self.decoding if sequence in chosen],
+                [chunk for chunk in self.prefills if chunk.sequence in chosen],
+                [sequence for sequence in self.ready if sequence in chosen],
+            )
 
     def started(self) -> list[Sequence]:
         """Sampling sequences whose last given token is fed now."""

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from atts.core import SampleRequest
-from atts.decode import SampledTokens, SamplingBatch, batch_sampling
+from atts.decode import SamplingBatch, batch_sampling
 from atts.local.batch import Model, PrefillChunk, StepPlan, step_batch
 from atts.local.messages import (
     Cancel,
@@ -51,6 +51,18 @@ class TokenTable:
     end_ids: frozenset[int]
 
 
+ScoredChunk = tuple[PrefillChunk, list[float], Tensor | None]
+
+
+class Computed(NamedTuple):
+    """What one step computed, before any sequence hears of it."""
+
+    sampled: list[tuple[Sequence, int, float]]
+    started: dict[Sequence, Tensor]  # logits after prompts that were fed to their end
+    scored: list[ScoredChunk]
+    firsts: list[tuple[Sequence, float]]  # tokens scored by cached logits
+
+
 class StepLoop:
     """Owns the scheduler and the model; runs in one thread until told to close."""
 
@@ -82,12 +94,7 @@ class StepLoop:
         began = perf_counter()
         plan = self._scheduler.plan()
         self._count(plan, began)
-        try:
-            self._execute(plan)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self._shrink()
+        self._attempt(plan)
         self._stats.busy_seconds += perf_counter() - began
 
     def fail_all(self, failure: FailureReply) -> None:
@@ -111,8 +118,25 @@ class StepLoop:
                 case Close():
                     self._is_closing = True
 
-    def _execute(self, plan: StepPlan) -> None:
-        """Feed the plan's tokens, then sample and score; no sequence changes before all is computed."""
+    def _attempt(self, plan: StepPlan) -> None:
+        """Execute a plan; one that breaks is halved until the requests that break it are alone, and these fail."""
+        if not plan.size:
+            return
+        try:
+            computed = self._compute(plan)
+        except Exception as error:  # noqa: BLE001  told to the callers whose requests it concerns
+            if is_out_of_memory(error):
+                self._shrink()
+            elif plan.size > 1:
+                for half in plan.halves():
+                    self._attempt(half)
+            else:
+                self._break(plan.sequences()[0], error)
+        else:
+            self._commit(plan, computed)
+
+    def _compute(self, plan: StepPlan) -> Computed:
+        """Feed the plan's tokens, then sample and score; no sequence changes."""
         hidden = None
         if plan.decoding or plan.prefills:
             hidden = self._model.forward(step_batch(plan, self._scheduler.table), self._scheduler.table)
@@ -120,17 +144,39 @@ class StepLoop:
         sequences = plan.ready + plan.decoding + started
         count = len(plan.decoding) + len(started)
         logits = self._sampling_logits(plan.ready, hidden, count)
-        sampled = self._sample(sequences, logits) if sequences else None
-        scored = self._score(chunks, hidden[count:]) if hidden is not None and chunks else []
+        tokens, logprobs = self._sample(sequences, logits) if sequences else ([], [])
+        return Computed(
+            sampled=list(zip(sequences, tokens, logprobs, strict=True)),
+            started=dict(zip(started, logits[len(sequences) - len(started) :], strict=True)) if started else {},
+            scored=self._score(chunks, hidden[count:]) if hidden is not None and chunks else [],
+            firsts=self._score_first_tokens(chunks),
+        )
+
+    def _commit(self, plan: StepPlan, computed: Computed) -> None:
+        """Tell each sequence what was computed for it; where that breaks, this sequence fails."""
         for sequence in plan.decoding:
             sequence.num_computed += 1
         for chunk in plan.prefills:
             chunk.sequence.num_computed = chunk.stop
-        if sampled is not None:
-            self._commit(sequences, sampled, logits, num_started=len(started))
-        self._score_first_tokens(chunks)
-        for chunk, logprobs, last in scored:
-            self._commit_scores(chunk, logprobs, last)
+        for sequence, token, logprob in computed.sampled:
+            self._guarded(sequence, self._commit_sampled, (token, logprob, computed.started.get(sequence)))
+        for sequence, value in computed.firsts:
+            sequence.logprobs.append(value)
+        self._stats.free_tokens += len(computed.firsts)
+        for chunk, logprobs, last in computed.scored:
+            self._guarded(chunk.sequence, self._commit_scores, (logprobs, last))
+
+    def _guarded(self, sequence: Sequence, commit: Callable[..., None], results: tuple[object, ...]) -> None:
+        try:
+            commit(sequence, *results)
+        except Exception as error:
+            if sequence.is_finished:  # it broke while it was let go: nothing can be said of the cache any more
+                raise
+            self._break(sequence, error)
+
+    def _break(self, sequence: Sequence, error: Exception) -> None:
+        problem = f"the step of this request broke ({type(error).__name__}: {error})"
+        self._fail(sequence, "broken", problem, "The others go on; if all fail like this, start the engine anew")
 
     def _sampling_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:
         """Logits to sample from: cached ones first, then those of the forward's first `count` rows."""
@@ -141,9 +187,10 @@ class StepLoop:
             parts.append(self._model.compute_logits(hidden[:count]))
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
 
-    def _sample(self, sequences: list[Sequence], logits: Tensor) -> SampledTokens:
+    def _sample(self, sequences: list[Sequence], logits: Tensor) -> tuple[list[int], list[float]]:
         uniforms = [float(s.uniforms[len(s.logprobs)]) for s in sequences if s.uniforms is not None]
-        return self._model.sample(logits, self._sampling_batch(sequences, logits), uniforms)
+        sampled = self._model.sample(logits, self._sampling_batch(sequences, logits), uniforms)
+        return sampled.tokens.tolist(), sampled.logprobs.tolist()
 
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
         """Settings as tensors, made anew only when the batch changed."""
@@ -153,9 +200,7 @@ class StepLoop:
             self._sampling = key, batch_sampling(settings, logits.shape[-1], logits.device)
         return self._sampling[1]
 
-    def _score(
-        self, chunks: list[PrefillChunk], hidden: Tensor
-    ) -> list[tuple[PrefillChunk, list[float], Tensor | None]]:
+    def _score(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[ScoredChunk]:
         """Per chunk: the log-probs of the tokens after its positions, and the logits of a suffix's end when reached."""
         targets: list[int] = []
         ends: list[int] = []
@@ -174,16 +219,14 @@ class StepLoop:
             for chunk, first, stop in zip(chunks, firsts[:-1], firsts[1:], strict=True)
         ]
 
-    def _commit(self, sequences: list[Sequence], sampled: SampledTokens, logits: Tensor, *, num_started: int) -> None:
-        """Append each sequence's new token; the prompts of the last `num_started` are cached for their siblings."""
-        results = zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True)
-        for index, (sequence, token, logprob) in enumerate(results):
-            if math.isnan(logprob):
-                self._fail(sequence, "broken", *_NOT_NUMBERS)
-                continue
-            if index >= len(sequences) - num_started:
-                self._cache(sequence, logits[index])
-            self._append(sequence, token, logprob)
+    def _commit_sampled(self, sequence: Sequence, token: int, logprob: float, started: Tensor | None) -> None:
+        """Append the new token; a prompt that was fed to its end, to these logits, is cached for its siblings."""
+        if math.isnan(logprob):
+            self._fail(sequence, "broken", *_NOT_NUMBERS)
+            return
+        if started is not None:
+            self._cache(sequence, started)
+        self._append(sequence, token, logprob)
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
         sequence.ids.append(token)
@@ -196,23 +239,21 @@ class StepLoop:
             self._replies.append(SampleReply(sequence.request_id, ids, ended, logprobs, sequence.cached_tokens))
             self._scheduler.finish(sequence)
 
-    def _score_first_tokens(self, chunks: list[PrefillChunk]) -> None:
+    def _score_first_tokens(self, chunks: list[PrefillChunk]) -> list[tuple[Sequence, float]]:
         """Suffixes that begin where the cache has logits have their first token scored by those."""
         known = [
             (chunk.sequence, chunk.sequence.cached_logits)
             for chunk in chunks
             if chunk.start == chunk.sequence.first_scored and chunk.sequence.cached_logits is not None
         ]
-        if known:
-            tokens = [sequence.ids[sequence.first_scored] for sequence, _ in known]
-            values = self._model.logprobs(torch.stack([logits for _, logits in known]), tokens)
-            for (sequence, _), value in zip(known, values, strict=True):
-                sequence.logprobs.append(value)
-            self._stats.free_tokens += len(known)
+        if not known:
+            return []
+        tokens = [sequence.ids[sequence.first_scored] for sequence, _ in known]
+        values = self._model.logprobs(torch.stack([logits for _, logits in known]), tokens)
+        return [(sequence, value) for (sequence, _), value in zip(known, values, strict=True)]
 
-    def _commit_scores(self, chunk: PrefillChunk, logprobs: list[float], last: Tensor | None) -> None:
+    def _commit_scores(self, sequence: Sequence, logprobs: list[float], last: Tensor | None) -> None:
         """Add a chunk's scores to its sequence; `last`, the logits of the suffix's end, says that it is complete."""
-        sequence = chunk.sequence
         sequence.logprobs += logprobs if last is None else logprobs[:-1]
         if math.isnan(sum(sequence.logprobs)):
             self._fail(sequence, "broken", *_NOT_NUMBERS)
@@ -276,5 +317,6 @@ class StepLoop:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether numpy, torch or a GPU's allocator refused; torch on a CPU says so in words only."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+    """Whether numpy, torch or a GPU's allocator refused; torch on a CPU and CUDA's libraries say so in words only."""
+    words = "allocate memory", "out of memory", "ALLOC_FAILED"
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words))

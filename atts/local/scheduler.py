@@ -83,8 +83,9 @@ class Scheduler:
             self._release(sequence, cache=cache)
 
     def shrink(self) -> bool:
-        """Feed half as many tokens and sequences a step from now on; False when that is no longer possible."""
+        """Feed half as many tokens and sequences a step from now on; False when that is impossible: then all again."""
         if self._chunk_tokens <= 1:
+            self._chunk_tokens = self._config.chunk_tokens  # it was not for the size of the steps
             return False
         self._chunk_tokens //= 2
         for sequence in self._running[max(1, len(self._running) // 2) :][::-1]:

@@ -13,15 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.errors import EngineError
 from atts.local.allocator import SlotAllocator
 from atts.local.build import MakeModel
 from atts.local.compiling import native_library
 from atts.local.loader import Weights
 from atts.local.loop import is_out_of_memory
-from atts.local.messages import Cancel, Command, Submit, WorkerConfig
+from atts.local.messages import Cancel, Command, FailureReply, Submit, WorkerConfig
 from atts.local.native_model import NativeModel
 from atts.local.prefix import PrefixTree
-from atts.seeds import Seed
+from atts.local.sequence import Sequence, ending
+from atts.local.torch_model import TorchModel
+from atts.seeds import Seed, uniforms
 
 
 def ids_of(seed: int, count: int) -> TokenIds:
@@ -168,6 +171,89 @@ def test_every_way_of_running_out_of_memory_is_recognised() -> None:
         assert is_out_of_memory(caught.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
+
+
+def refusing(call: str, wrong: Callable[..., bool], error: Exception) -> MakeModel:
+    """A model one of whose calls raises where its arguments hold what it should not."""
+
+    def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> Any:
+        model = TorchModel(config.model, weights, cache)
+        proper = getattr(model, call)
+
+        def refuse(*arguments: Any) -> Any:
+            if wrong(*arguments):
+                raise error
+            return proper(*arguments)
+
+        setattr(model, call, refuse)
+        return model
+
+    return make
+
+
+BAD = 299
+BAD_DRAW = float(uniforms(Seed(sample=3), 6)[4])
+REFUSALS: dict[str, tuple[str, Callable[..., bool]]] = {
+    "in the forward": ("forward", lambda batch, table: BAD in batch.tokens),
+    "when scoring": ("score", lambda hidden, tokens, kept: BAD in tokens),
+    "when scoring from the cache": ("logprobs", lambda logits, tokens: BAD in tokens),
+    "when drawing": ("sample", lambda logits, sampling, draws: BAD_DRAW in draws),
+}
+ERRORS = (ValueError("no such row"), RuntimeError("CUDA error: unspecified"), AssertionError(), MemoryError("no room"))
+
+
+@pytest.mark.parametrize(
+    ("refusal", "error"),
+    [*zip(REFUSALS, ERRORS, strict=True), *zip(REFUSALS, ERRORS[::-1], strict=True)],
+    ids=lambda given: given if isinstance(given, str) else type(given).__name__,
+)
+def test_what_breaks_a_step_fails_alone(
+    refusal: str, error: Exception, make_model: Callable[..., Path], drive: Any
+) -> None:
+    """Prompts, scores or draws that raise, in batches with others: they get an error, the others go on."""
+    folder = make_model("llama", eos_token_id=None)
+    call, wrong = REFUSALS[refusal]
+    bad = {"forward": {7, 9}, "score": {7, 9}, "logprobs": {7, 9, 10}, "sample": {3}}[call]  # torch scores by logprobs
+    first: list[Command] = [
+        Submit(n, SampleRequest(ids_of(n, 20), 6, Sampling(1.0), Seed(sample=n))) for n in range(1, 7)
+    ]
+    first += [Submit(7, ScoreRequest(ids_of(7, 20), (5, BAD, 6))), Submit(8, ScoreRequest(ids_of(8, 20), (5, 6)))]
+    first += [Submit(9, ScoreRequest(ids_of(9, 20), (BAD, 5)))]
+    later: list[Command] = [
+        Submit(10, ScoreRequest(ids_of(1, 20), (BAD,))),
+        Submit(11, ScoreRequest(ids_of(1, 20), (8,))),
+    ]
+    script = [first, *[list[Command]()] * 60, later]
+    plain, done = drive(folder, script), drive(folder, script, refusing(call, wrong, error))
+    failed = {number for number, reply in done.replies.items() if isinstance(reply, FailureReply)}
+    assert bad <= failed <= bad | {10}
+    for number in failed:
+        assert done.replies[number].kind == ("memory" if isinstance(error, MemoryError) else "broken")
+        assert isinstance(done.replies[number].error("the model"), EngineError)
+    assert done.replies.keys() == plain.replies.keys()
+    for number in plain.replies.keys() - failed:
+        assert done.replies[number].logprobs == pytest.approx(plain.replies[number].logprobs, abs=1e-4)
+    assert done.stats.kv_locked == 0
+    assert done.stats.failed == len(failed)
+
+
+def test_what_breaks_while_a_token_is_added_fails_alone(
+    make_model: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error in the bookkeeping of one sequence does not reach those whose tokens are added in the same step."""
+
+    def ended(sequence: Sequence, *rest: Any) -> Any:
+        if sequence.request_id == 2 and len(sequence.logprobs) == 3:
+            raise KeyError("no such piece")
+        return ending(sequence, *rest)
+
+    monkeypatch.setattr("atts.local.loop.ending", ended)
+    orders: list[Command] = [Submit(n, SampleRequest(ids_of(n, 20), 6, Sampling(0))) for n in range(1, 4)]
+    done = drive(make_model("llama", eos_token_id=None), [orders])
+    assert [type(done.replies[n]).__name__ for n in (1, 2, 3)] == ["SampleReply", "FailureReply", "SampleReply"]
+    assert "KeyError" in done.replies[2].problem
+    assert [len(done.replies[n].ids) for n in (1, 3)] == [6, 6]
+    assert done.stats.kv_locked == 0
 
 
 def test_priority_overtakes_but_does_not_starve(make_model: Callable[..., Path], drive: Any) -> None:

@@ -1,15 +1,23 @@
-"""One evaluation on two local engines in processes of their own, which is there to be killed; run as a program."""
+"""Evaluations on two local engines in processes of their own, which are there to be killed; run as a program.
+
+With a directory it is one evaluation, as a command would be. Without, it is a server that forks one evaluation per
+directory it reads, whose engines fork their processes in turn: what all of them import is imported once.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import anyio
 
 from atts.core import Problem
 from atts.errors import ATTSError
-from atts.local import LocalEngine, LocalOptions
+from atts.local import LocalEngine, LocalOptions, child, worker
 from atts.models import path
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import Plan, RunOptions, evaluate
@@ -36,5 +44,49 @@ def main(directory: Path) -> int:
         return error.exit_code
 
 
+class Forked(subprocess.Popen[bytes]):
+    """A worker process that is a fork of its parent: the same pipes and the same program, nothing imported anew."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        stdin, _, _, stdout, _, stderr = arguments[10:16]
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            os.setpgid(0, 0)
+            for number, handle in enumerate((stdin, stdout, stderr)):
+                os.dup2(handle, number)
+            os.closerange(3, 4096)
+            sys.stdin, sys.argv = os.fdopen(0), ["child", str(parent)]
+            code = 1
+            try:
+                code = child.main()
+            finally:
+                os._exit(code)
+        self._child_created = True
+        for handle in (stdin, stdout, stderr):
+            os.close(handle)
+
+
+def serve() -> None:
+    """Fork an evaluation per directory, in a session of its own; answer with its process id, then with how it ended."""
+    import transformers  # noqa: F401  # pyright: ignore[reportUnusedImport]  what engines load when they open
+
+    import atts.local.build  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    workers: Any = worker
+    workers.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+    for line in sys.stdin:
+        run = os.fork()
+        if not run:
+            os.setsid()
+            os._exit(main(Path(line.rstrip("\n"))))
+        for said in (run, None):
+            answer = said or os.waitstatus_to_exitcode(os.waitpid(run, 0)[1])
+            sys.stdout.write(f"{answer}\n")
+            sys.stdout.flush()
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    if sys.argv[1:]:
+        sys.exit(main(Path(sys.argv[1])))
+    serve()

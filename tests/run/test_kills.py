@@ -8,54 +8,97 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from atts.journal import JOURNAL, read_entries, read_outcomes
 
 pytestmark = [pytest.mark.slow, pytest.mark.once, pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc")]
-COUNT = int(os.environ.get("ATTS_KILLS", "12"))
+COUNT = int(os.environ.get("ATTS_KILLS", "24"))
 ENDS = [*[signal.SIGKILL] * 6, signal.SIGTERM, signal.SIGHUP, signal.SIGSTOP]
-PROGRAM = Path(__file__).with_name("killing.py")
-MARK = "ATTS_STUDY_OF_KILLS"
+PROGRAM = [sys.executable, str(Path(__file__).with_name("killing.py"))]
+ORPHAN_SECONDS = 5.0
+KILLS_OF_ONE_RUN = 20
 
 
-class Running:
-    """One process of the run, and those it started, known by a mark in their environment."""
+class Runs(Protocol):
+    """Where evaluations are started, one at a time, each in a session of its own."""
 
-    def __init__(self, directory: Path) -> None:
-        self.mark = f"{MARK}={uuid.uuid4().hex}".encode()
-        name, _, value = self.mark.decode().partition("=")
-        environment = {**os.environ, name: value, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, str(PROGRAM), str(directory)], env=environment)
+    def start(self, directory: Path) -> int:
+        """Begin one; the id of its first process, which is that of its session."""
+        ...
 
-    def alive(self) -> list[int]:
-        """All that still run, the first process among them."""
-        return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and self._is_ours(entry)]
+    def wait(self) -> int:
+        """How it ended."""
+        ...
 
-    def _is_ours(self, entry: Path) -> bool:
+
+class Commands:
+    """Every evaluation is a new Python, and so is each engine of it."""
+
+    def start(self, directory: Path) -> int:
+        """Begin one."""
+        self.process = subprocess.Popen([*PROGRAM, str(directory)], start_new_session=True)
+        return self.process.pid
+
+    def wait(self) -> int:
+        """How it ended."""
+        return self.process.wait(300)
+
+
+class Forks:
+    """Every evaluation is a fork of one server, and its engines are forks of it: many more fit into the same time."""
+
+    def __init__(self) -> None:
+        self.server = subprocess.Popen(PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, directory: Path) -> int:
+        """Begin one."""
+        assert self.server.stdin is not None
+        self.server.stdin.write(f"{directory}\n")
+        self.server.stdin.flush()
+        return self.wait()
+
+    def wait(self) -> int:
+        """How it ended."""
+        assert self.server.stdout is not None
+        return int(self.server.stdout.readline())
+
+
+@pytest.fixture(params=["commands", "forks"])
+def runs(request: pytest.FixtureRequest) -> Iterator[Runs]:
+    """Both ways to start evaluations; nothing of them is left."""
+    started = Commands() if request.param == "commands" else Forks()
+    yield started
+    if isinstance(started, Forks):
+        started.server.communicate()
+        assert started.server.returncode == 0
+
+
+def members(session: int) -> list[int]:
+    """The living processes of a session, its leader among them."""
+    found = list[int]()
+    for entry in Path("/proc").iterdir():
         try:
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            return state not in "ZX" and self.mark in (entry / "environ").read_bytes().split(b"\0")
-        except (OSError, IndexError):
-            return False
-
-    def send(self, pids: list[int], end: signal.Signals) -> None:
-        """A signal to these; after a stop, the first process is killed, or nothing would ever end."""
-        for pid in pids:
-            _kill(pid, end)
-        if end == signal.SIGSTOP:
-            self.process.kill()
+            state, _, _, of_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            continue
+        if state not in "ZX" and int(of_session) == session:
+            found.append(int(entry.name))
+    return found
 
 
-def _kill(pid: int, end: signal.Signals) -> None:
-    try:
-        os.kill(pid, end)
-    except ProcessLookupError:
-        return
+def send(pids: list[int], end: signal.Signals, first: int) -> None:
+    """A signal to these; after a stop, the first process is killed, or nothing would ever end."""
+    for pid, number in [*((pid, end) for pid in pids), *([(first, signal.SIGKILL)] if end == signal.SIGSTOP else [])]:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
 
 
 def told(directory: Path) -> dict[str, object]:
@@ -76,45 +119,63 @@ def told(directory: Path) -> dict[str, object]:
     return found
 
 
-def _wait_for(journal: Path, size: int, running: Running) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and running.process.poll() is None:
-        if journal.exists() and journal.stat().st_size >= size:
-            return
-        time.sleep(0.002)
+class Study:
+    """Signals so far, and how long anything outlived its run."""
+
+    def __init__(self, runs: Runs, size: int) -> None:
+        self.runs, self.size = runs, size
+        self.draws, self.counts, self.codes = random.Random(1), Counter[str](), Counter[int]()
+        self.slowest = 0.0
+
+    def session(self, directory: Path, *, is_quiet: bool) -> int:
+        """One process of a run from its start to its end, with a signal on the way; its exit code."""
+        journal = directory / JOURNAL
+        before = journal.read_bytes() if journal.exists() else b""
+        first = self.runs.start(directory)
+        if not is_quiet:
+            self._interrupt(journal, len(before), first)
+        code = self.runs.wait()
+        self.codes[code] += 1
+        ended = time.monotonic()
+        while members(first) and time.monotonic() < ended + ORPHAN_SECONDS:
+            time.sleep(0.02)
+        self.slowest = max(self.slowest, time.monotonic() - ended)
+        assert not members(first), "a process outlived the run by 5 s"
+        after = journal.read_bytes() if journal.exists() else b""
+        assert after.startswith(before[: before.rfind(b"\n") + 1]), "what was recorded has changed"
+        return code
+
+    def _interrupt(self, journal: Path, before: int, first: int) -> None:
+        """Before the engines are there, while they load, or after some more of the work."""
+        draws, deadline = self.draws, time.monotonic() + 60
+        work = draws.choice([0, 1, *[draws.randrange(1, 2 * self.size // KILLS_OF_ONE_RUN)] * 6])
+        while time.monotonic() < deadline and Path(f"/proc/{first}").exists():
+            if (journal.stat().st_size if journal.exists() else 0) >= before + work:
+                break
+            time.sleep(0.005)
+        time.sleep(draws.random() * 0.05)
+        pids = members(first)
+        children = [pid for pid in pids if pid != first]
+        who, end = draws.choice(["parent", "child", "both"]), draws.choice(ENDS)
+        chosen = {"parent": [first], "child": draws.sample(children, min(1, len(children))), "both": pids}[who]
+        if first in pids and chosen:
+            send(chosen, end, first)
+            self.counts[f"{end.name} {who}"] += 1
 
 
-def test_signals_at_any_moment_change_nothing(tmp_path: Path) -> None:
+def test_signals_at_any_moment_change_nothing(runs: Runs, tmp_path: Path) -> None:
     """ATTS_KILLS many, at seeded moments from the start of a process on; the run goes on after each to the same end."""
-    whole = tmp_path / "whole"
-    assert Running(whole).process.wait() == 0
-    size, draws, counts = (whole / JOURNAL).stat().st_size, random.Random(1), Counter[str]()
-    number = slowest = 0.0
-    while sum(counts.values()) < COUNT:
+    whole, number = tmp_path / "whole", 0
+    runs.start(whole)
+    assert runs.wait() == 0
+    study = Study(runs, (whole / JOURNAL).stat().st_size)
+    count = COUNT if isinstance(runs, Forks) else max(1, COUNT // 10)
+    while (done := study.counts.total()) < count:
         number += 1
-        directory = tmp_path / f"run {number:.0f}"
-        code = None
-        while code != 0:
-            before = (directory / JOURNAL).read_bytes() if (directory / JOURNAL).exists() else b""
-            running = Running(directory)
-            if sum(counts.values()) < COUNT:
-                _wait_for(directory / JOURNAL, draws.randrange(0, size), running)
-                who, end = draws.choice(["parent", "child", "both"]), draws.choice(ENDS)
-                pids = running.alive()
-                children = [pid for pid in pids if pid != running.process.pid]
-                chosen = {"parent": [running.process.pid], "child": children[:1], "both": pids}[who]
-                if running.process.poll() is None and chosen:
-                    running.send(chosen, end)
-                    counts[f"{end.name} {who}"] += 1
-            code = running.process.wait(120)
-            ended = time.monotonic()
-            while running.alive() and time.monotonic() < ended + 5:
-                time.sleep(0.02)
-            slowest = max(slowest, time.monotonic() - ended)
-            assert not running.alive(), "a process outlived the run by 5 s"
-            after = (directory / JOURNAL).read_bytes() if (directory / JOURNAL).exists() else b""
-            assert after.startswith(before[: before.rfind(b"\n") + 1]), "what was recorded has changed"
+        assert number <= count + 5, "runs are over before anything happens to them"
+        directory = tmp_path / f"run {number}"
+        while study.session(directory, is_quiet=study.counts.total() >= min(count, done + KILLS_OF_ONE_RUN)):
+            pass
         assert told(directory) == told(whole)
-    sys.stderr.write(
-        f"{sum(counts.values())} signals, {number:.0f} runs, all gone after {slowest:.2f} s: {dict(counts)}\n"
-    )
+    said = f"{study.counts.total()} signals, {number} runs, all gone after {study.slowest:.2f} s"
+    sys.stderr.write(f"{said}: {dict(study.counts)}; exit codes {dict(study.codes)}\n")

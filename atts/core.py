@@ -322,6 +322,12 @@ class Outcome:
         """Whether nothing is left to do: neither the problem nor one of its rollouts failed."""
         return self.status != "failed" and not any(rollout.finish == "failed" for rollout in self.rollouts)
 
+    @property
+    def agreement(self) -> float:
+        """The winner's share of all votes; 0 without any."""
+        total = math.fsum(self.votes.values())
+        return max(self.votes.values()) / total if total else 0.0
+
 
 def is_censored(answer: object, finish: object) -> bool:
     """Whether a rollout was stopped before it could answer: by a settled vote, the run's end, or the loss of an engine.

@@ -8,8 +8,10 @@
 #   OrdinalGate(calibrator, OrdinalLearner())       preview(features), decide(features, score), observe, learn
 #   DriftMonitor(stored, policy=)                   observe(nonconformity, question, turn); inside a Calibrator already
 #   certify([Candidate(gate, rate, losses, cost)])  the cheapest policy with a bounded loss of accuracy
+#   certify_abstention(confidence, wrong, risk)     below which confidence no answer is given
 #   examine(stored, rate)                           what stored scores can promise
 
+from atts.calibration.abstention import Abstention, certify_abstention
 from atts.calibration.budget import GroupBudget, TokenBucket, capped
 from atts.calibration.certificate import Candidate, Certificate, certify, certify_net
 from atts.calibration.clusters import (
@@ -35,6 +37,7 @@ from atts.calibration.state import state_text, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint, is_state, parse_lines, read_scores
 
 __all__ = [
+    "Abstention",
     "Calibrator",
     "Candidate",
     "Certificate",
@@ -62,6 +65,7 @@ __all__ = [
     "by_cluster",
     "capped",
     "certify",
+    "certify_abstention",
     "certify_net",
     "check_fingerprint",
     "check_rate",

@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
+from atts.api.abstaining import read_abstain
 from atts.api.budgets import budget_of, budget_warnings
 from atts.api.keys import Key, flat, keys_of
 from atts.calibration import HOLD, Calibrator, StoredScores, Tuning
@@ -48,6 +49,10 @@ class Setup:
         "what scores made under other conditions than the run's do: end it, or be taken with a warning",
     ] = "match"
     warmup: Annotated[int, "take the run's own first so many scores instead; 0: do without"] = 0
+    abstain: Annotated[
+        str | None, "answer only where wrong seldom enough: .1@.9 is at most .1 of the time with probability .9"
+    ] = None
+    labelled: Annotated[str | None, "the run of the same settings whose graded problems say where that is"] = None
     seed: Annotated[int, "of everything random"] = 0
     rollouts: Annotated[int, "in flight at once, over all problems"] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
@@ -101,7 +106,7 @@ class Setup:
     def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> Plan:
         """The plan for problems of one kind of answer.
 
-        :raises OptionError: an unknown method or mode.
+        :raises OptionError: an unknown method or mode, or an `abstain` that `labelled` does not certify.
         """
         gate, calibrator = self.decider()
         return Plan(
@@ -121,6 +126,7 @@ class Setup:
             stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
             conditions=self.conditions,
             warnings=self.warnings,
+            abstain=read_abstain(self.abstain, self.labelled),
         )
 
     def decider(self) -> tuple[Gate | RoundGate, Calibrator]:

@@ -65,6 +65,15 @@ def evaluate(
         str | None,
         typer.Option(help="Part 2/3: every third problem from the second on; `atts merge` joins.", metavar="I/N"),
     ] = None,
+    abstain: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer only where wrong at most RISK of the time, by --labelled.", metavar="RISK@PROBABILITY"
+        ),
+    ] = None,
+    labelled: Annotated[
+        str | None, typer.Option(help="A graded run of the same settings, for --abstain.", metavar="RUN")
+    ] = None,
     against: Annotated[
         str | None, typer.Option(help="An earlier run to be told apart from, with --stop-when.", metavar="RUN")
     ] = None,
@@ -231,6 +240,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("tokens written", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target"),
         ("", f"{summary.target_share:.1%} of them by the target; {usage.wasted_tokens:,} were thrown away"),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
+        *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),
         ("cut", summary.truncation.warning),
         ("not complete", f"{summary.failed} problems: rollouts of theirs failed" if summary.failed else ""),
@@ -245,6 +255,18 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         "",
         f"{'run':<20}{result.directory}",
         *([f"{'report':<20}{page}"] if page is not None else []),
+    ]
+
+
+def _abstained(result: RunResult) -> list[tuple[str, str]]:
+    """What a run that abstains answered, and the promise."""
+    found = result.answered
+    if found is None:
+        return []
+    return [
+        ("answered", f"{_share(found.share)}   of the problems; the others are counted as not right"),
+        ("wrong of these", _share(found.wrong)),
+        ("promised", found.guarantee),
     ]
 
 

@@ -63,7 +63,7 @@ class Manifest:
 
         :raises FingerprintError: naming every field that differs.
         """
-        old, new = dict(stored._decisive()), dict(self._decisive())
+        old, new = dict(stored.decisive()), dict(self.decisive())
         missing = object()
         differences = [
             (name, old.get(name), new.get(name))
@@ -78,7 +78,8 @@ class Manifest:
         """As JSON, indented for people."""
         return json.dumps(asdict(self), indent=2, default=sorted)
 
-    def _decisive(self) -> Iterator[tuple[str, Json]]:
+    def decisive(self) -> Iterator[tuple[str, Json]]:
+        """Every setting that decides the results, by its whole name."""
         plain = json.loads(self.text())
         yield "seed", plain["seed"]
         yield "dataset", plain["dataset"]

@@ -6,6 +6,7 @@
 Call it again with the same directory and it goes on where it was, whatever ended it.
 """
 
+from atts.run.abstaining import Abstain, Answered, answered
 from atts.run.calls import RecallTiming
 from atts.run.conditions import Conditions, check_conditions, conditions_of, read_conditions
 from atts.run.evaluate import Keep, RunOptions, evaluate
@@ -22,6 +23,8 @@ from atts.run.until import Until
 
 __all__ = [
     "INTERRUPTED",
+    "Abstain",
+    "Answered",
     "CallBegun",
     "EngineAwaited",
     "ChunkWritten",
@@ -47,6 +50,7 @@ __all__ = [
     "Stop",
     "Summary",
     "Until",
+    "answered",
     "check_conditions",
     "conditions_of",
     "evaluate",

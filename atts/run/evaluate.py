@@ -263,7 +263,8 @@ class _Run:
     async def _attempt(self, problem: Problem, context: Context, scope: ProblemScope) -> Outcome:
         """A problem whose pipeline fails is an outcome too, unless the failure would meet every other."""
         try:
-            return await self._plan.pipeline(problem, self._plan.policy, context, scope)
+            outcome = await self._plan.pipeline(problem, self._plan.policy, context, scope)
+            return outcome if self._plan.abstain is None else self._plan.abstain.applied(outcome)
         except Exception as error:
             if self._plan.retries.is_fatal(error):
                 raise

@@ -15,6 +15,7 @@ from atts.errors import OptionError
 from atts.graph import Limit, ProblemScope
 from atts.journal import Json, Manifest, Setting, dataset_digest
 from atts.pipelines import Answers, Context, Gate, Policy, Promising, RoundGate, check_engines, solve
+from atts.run.abstaining import Abstain
 from atts.run.calls import RecallTiming
 from atts.run.conditions import Conditions
 from atts.run.until import Until
@@ -84,6 +85,7 @@ class Plan:
     stored_under: Mapping[str, object] | None = None  # what the gate's stored scores record; None: it has none
     conditions: Conditions = "match"  # what other conditions than those do
     warnings: Sequence[str] = ()  # what a reader of the run should know beforehand
+    abstain: Abstain | None = None  # where answers are withheld
     until: Until | None = None  # what it is compared with as it goes, and ends once that is settled
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
 
@@ -102,6 +104,7 @@ class Plan:
         `dataset` is the digest of problems that stream in; a sequence's is computed.
 
         :raises UnsupportedByEngine: an engine cannot do what the policy and the gate will ask.
+        :raises FingerprintError: the plan abstains by problems that were labelled under other settings.
         """
         check_engines(self.policy, self.gate, self.draft.spec, self.target.spec)
         count = None
@@ -111,7 +114,8 @@ class Plan:
         own = {"policy": Setting(policy, "policy"), "gate": Setting(type(self.gate).__name__, "gate")}
         if isinstance(self.gate, Promising):
             own["promise"] = Setting(list(self.gate.promise), "gate")
-        return Manifest(
+        own |= self.abstain.setting() if self.abstain is not None else {}
+        manifest = Manifest(
             self.seed,
             dataset or "",
             count,
@@ -120,6 +124,9 @@ class Plan:
             created=time.time(),
             settings={**self.settings, **_probed("draft", self.draft.spec), **_probed("target", self.target.spec)},
         )
+        if self.abstain is not None:
+            self.abstain.check(manifest)
+        return manifest
 
 
 def _identity(spec: EngineSpec) -> dict[str, Json]:

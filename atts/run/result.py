@@ -14,6 +14,8 @@ from atts.core import Outcome, Usage
 from atts.errors import CheckFailed, EngineError, UsageError
 from atts.evaluators import Estimate, Sequential
 from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
+from atts.jsonable import jsonable
+from atts.run.abstaining import Answered, answered
 from atts.run.summary import Summary, summarise
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
@@ -79,6 +81,11 @@ class RunResult:
         """What all finished problems cost."""
         return self.summary.usage
 
+    @property
+    def answered(self) -> Answered | None:
+        """Of a run that abstains: the share of problems answered, how many of these wrong, and what was promised."""
+        return answered(self.problems, self.manifest)
+
     def to_dict(self) -> dict[str, Any]:
         """Strict JSON: what `atts eval --json` prints, the summary and every problem."""
         problems = [problem.as_json() for problem in self.problems]
@@ -88,7 +95,9 @@ class RunResult:
     def as_json(self) -> dict[str, Any]:
         """The summary, and what was promised or decided beside it."""
         compared = {} if self.comparison is None else {"comparison": self.comparison.as_json()}
-        return {**self.summary.as_json(), **compared}
+        told = self.answered
+        abstained = {} if told is None else {"answered": jsonable(told)}
+        return {**self.summary.as_json(), **compared, **abstained}
 
     def to_pandas(self) -> Any:
         """A data frame with one row per problem.

@@ -183,6 +183,17 @@ CASES = [
         ("other.jsonl", "line 1 is not JSON"),
         text("other.jsonl", "x"),
     ),
+    Case("promise without labels", f"eval {RUN} --abstain .1@.9", USAGE, ("abstain", "labelled")),
+    Case("promise that is none", f"eval {RUN} --abstain 10 --labelled runs/atts", USAGE, ("'10'", ".1@.9")),
+    Case(
+        "labels of no run", f"eval {RUN} --abstain .1 --labelled empty", DISK, ("empty", "no run"), directory("empty")
+    ),
+    Case(
+        "labels of too few problems",
+        f"eval {RUN} --abstain .1 --labelled runs/atts",
+        USAGE,
+        ("abstain", "labelled problems"),
+    ),
     Case("comparison without an end", f"eval {RUN} --against runs/atts", USAGE, ("--stop-when", "atts compare")),
     Case("end without a comparison", f"eval {RUN} --stop-when decided", USAGE, ("--against",)),
     Case("end that is none", f"eval {RUN} --against runs/atts --stop-when soon", USAGE, ("'soon'", "decided=2")),

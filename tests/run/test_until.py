@@ -110,8 +110,9 @@ def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> Non
     assert result.to_dict()["comparison"]["settled"] == result.comparison.settled
     compared = compare(earlier, result, points=0)
     assert compared.sequential is not None
+    words["stop_when"] = "decided=5"
     with pytest.raises(FingerprintError, match="until"):
-        evaluate_sync(PROBLEMS, setup, **{**words, "stop_when": "decided=5"})
+        evaluate_sync(PROBLEMS, setup, **words)
 
 
 def test_what_cannot_be_asked_for(tmp_path: Path) -> None:

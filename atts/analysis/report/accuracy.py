@@ -12,7 +12,17 @@ from atts.analysis.report.numbers import Baseline, NamedRate, Spend
 from atts.analysis.report.run_data import ProblemFacts, RunData
 from atts.analysis.report.words import WORDS
 from atts.core import Usage
-from atts.evaluators import Estimate, Samples, Scorecard, compare_runs, group, mean_estimate, samples_of, score
+from atts.evaluators import (
+    Estimate,
+    Samples,
+    Scorecard,
+    compare_runs,
+    group,
+    mean_estimate,
+    samples_of,
+    score,
+    share_estimate,
+)
 
 
 def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
@@ -26,6 +36,21 @@ def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
         for one in problems
     )
     return [samples for samples in found if samples is not None]
+
+
+def answered(data: RunData) -> tuple[NamedRate, ...]:
+    """Of a run that withholds answers: the share it gave, and how many of these are wrong, beside what was promised."""
+    promise = data.run.setting("abstain")
+    if promise is None:
+        return ()
+    problems = [one.brief for one in data.problems.values()]
+    given = [(not one.is_correct, 1) for one in problems if one.answer is not None and one.verdict is not None]
+    share = share_estimate((one.answer is not None, 1) for one in problems)
+    words = f"{promise['guarantee']}. Voided by: {promise['voided_by']}"
+    return (
+        NamedRate("answered", share, "problems whose answer was given; the others count as not right"),
+        NamedRate("wrong if answered", share_estimate(given), words),
+    )
 
 
 def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from atts.analysis.report.accuracy import baseline, method, rates, spend, written
+from atts.analysis.report.accuracy import answered, baseline, method, rates, spend, written
 from atts.analysis.report.caveats import caveats
 from atts.analysis.report.frontier import frontier
 from atts.analysis.report.headline import headline
@@ -75,7 +75,7 @@ def build_report(directory: Path, against: Sequence[Path] = (), *, page_bytes: i
         _facts(data),
         headline(accuracy, cost, calibration, baselines, len(problems)),
         _verdict(accuracy, cost, calibration, warnings, len(problems)),
-        accuracy=accuracy,
+        accuracy=(*accuracy, *answered(data)),
         coverage=coverage,
         spend=cost,
         baselines=baselines,

@@ -70,7 +70,7 @@ def _grading(data: RunData) -> Iterator[Caveat]:
         "unscored": lambda one: one.verdict == "unscored",
         "grader failed": lambda one: "the grader failed" in one.rule,
         "incomplete": lambda one: not one.is_complete,
-        "unanswered": lambda one: one.status == "unanswered",
+        "unanswered": lambda one: one.status == "unanswered" and not one.votes,
     }
     for code, told in WORDS.problems.items():
         if found := [(name, None) for name, one in briefs.items() if belongs[code](one)]:

@@ -157,6 +157,7 @@ class Decision:
     levels: tuple[str, ...] = ()  # the conformal set of levels, contiguous; empty when the gate has none
     why: str = ""  # for people; nothing reads it
     origin: Origin = "gate"
+    length: float | None = None  # of the chunk, where the gate ranks by length
 
     @property
     def escalate(self) -> bool:

@@ -110,9 +110,10 @@ class Facts:
         return summarise(by_cluster(self.stored.nonconformity, self.stored.questions))
 
 
-def describe(mode: Mode, facts: Facts) -> tuple[str, str]:
+def describe(mode: Mode, facts: Facts, by_length: bool = False) -> tuple[str, str]:
     """The promise of a mode with the numbers of now, and what voids it or already has."""
-    texts = [TEXTS["question"], TEXTS[mode]] if mode == "question-turn" else [TEXTS[mode]]
+    names = ["question", mode] if mode == "question-turn" else [mode]
+    texts = [TEXTS[name] for name in ([*names, "by-length"] if by_length else names)]
     guarantee, voided = (
         "".join(text[part] for text in texts).format(facts=facts) for part in ("guarantee", "voided_by")
     )

@@ -8,10 +8,12 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, ClassVar
 
 from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.guarantees import Facts, describe
+from atts.calibration.lengths import LengthStrata
 from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
 from atts.calibration.order import HOLD, Held, IssueOrder
 from atts.calibration.rates import exact_rate
@@ -25,6 +27,7 @@ Group = int | tuple[str, int] | None
 """Which stored scores to compare with: a turn's, a question's and turn's, or all."""
 
 _KIND, _VERSION = "atts calibrator", 1
+_NORMAL = NormalDist()
 _WIDENED, _WIDER = 500, 1.5  # after a "widen" alarm: for so many decisions the allowance is so many times higher
 
 
@@ -59,12 +62,14 @@ class Calibrator(Part):
         decay: float | None = None,
         hold: int = HOLD,
         tuning: Tuning = DEFAULTS,
+        by_length: bool = False,
     ) -> None:
         """`stored` are scores of a calibration run, `drift` what an alarm about them does, `fingerprint` the conditions
         of this run, `hold` how many scores may wait for an earlier issue: at least as many as chunks are in flight.
+        With `by_length` a score is its rank among chunks of about the same length, in every mode.
 
-        :raises CalibrationInputError: for an impossible rate, window, decay or stored score; or mode "split" without
-            stored scores.
+        :raises CalibrationInputError: for an impossible rate, window, decay or stored score; mode "split" without
+            stored scores; or `by_length` with stored scores whose lengths are not known.
         :raises OptionError: for an unknown mode or drift policy.
         :raises FingerprintError: if the stored scores were made under other conditions.
         """
@@ -80,14 +85,20 @@ class Calibrator(Part):
             raise CalibrationInputError("stored scores", 0, 'at least one for mode "split", which learns nothing live')
         self.decided = self.escalated = 0
         self._options = {"drift": drift, "window": window, "decay": decay, "hold": hold}
+        self._strata = LengthStrata() if by_length else None
+        if by_length:
+            self._options["by_length"] = True
+            if len(self.stored) and not self.stored.lengths:
+                raise CalibrationInputError("stored scores", "without lengths", "the length of every chunk, by_length")
         self.tuning = tuning
         self._nominal = float(self.rate)
         self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
         self._order = IssueOrder(hold)
         self._over = set[str]()  # questions to forget, once none of their scores waits for its issue
-        rows = zip(self.stored.nonconformity, self.stored.questions, self.stored.turns, strict=True)
-        for place, (nonconformity, question, turn) in enumerate(rows):
-            self._pool.add(nonconformity, question or f"stored {place}", turn, live=False)
+        for place, (nonconformity, question, turn, length) in enumerate(self.stored.rows()):
+            standing = self._standing(nonconformity, "", 0, place, length)
+            self._pool.add(standing, question or f"stored {place}", turn, live=False)
+            self._store_length(nonconformity, length)
         self._monitor = DriftMonitor(self.stored, policy=drift)
         self._alert: DriftPolicy | None = None
         self._widened = 0
@@ -103,30 +114,34 @@ class Calibrator(Part):
         sample: int | None = None,
         issue: int | None = None,
         left: float | None = None,
+        length: float | None = None,
     ) -> Decision:
         """What to do with a chunk of this score, from stored scores and decisions only; nothing is stored.
 
         `left` is the share of the run's rollouts that have not ended, this one among them; None where it is not known.
+        `length` is that of the chunk, in tokens or any other unit; it counts where ranks are by length.
 
-        :raises CalibrationInputError: if it is not a score of the declared domain, a turn or sample is below 0, or
-            `left` is no share.
+        :raises CalibrationInputError: if it is not a score of the declared domain, a turn or sample is below 0,
+            `left` is no share, or the length is missing or impossible where ranks are by length.
         """
         if turn < 0 or (sample is not None and sample < 0):
             raise CalibrationInputError("turn and sample", (turn, sample), "numbers from 0")
         if left is not None and not 0 <= left <= 1:
             raise CalibrationInputError("left", left, "a share in [0, 1]")
         nonconformity = self.scale.nonconformity(score)
+        standing = self._standing(nonconformity, question, turn, sample, length)
         self._expected = math.inf if left is None or left >= 1 else self.decided * left / (1 - left)
-        p = self._pool.rank(nonconformity, question, turn).p(self._theta(nonconformity, question, turn, sample))
-        allowance = self._controller.allowance(nonconformity, question, turn, self._expected)
+        p = self._pool.rank(standing, question, turn).p(self._theta(nonconformity, question, turn, sample))
+        allowance = self._controller.allowance(standing, question, turn, self._expected)
         if self._alert:
             allowance = 1.0 if self._alert == "escalate" else allowance * _WIDER if self._widened else allowance
         up = allowance >= 1 or (allowance > 0 and p > 1 - allowance)
         why = f"p {p:.4f} {'>' if up else '<='} {1 - allowance:.4f}"
         action: Action = "escalate" if up else "accept"
         return Decision(
-            action, self._nominal, question, turn, sample or 0, issue=issue, score=float(score), p=p, why=why
-        )
+            action, self._nominal, question, turn, sample or 0, issue=issue, score=float(score), p=p, why=why,
+            length=None if length is None or self._strata is None else float(length),
+        )  # fmt: skip
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
         """Record a decision and what was really done with its chunk, where that differs (a hard cap, an override).
@@ -144,11 +159,11 @@ class Calibrator(Part):
                 self.skip(decision.issue)
             return
         nonconformity = self.scale.nonconformity(decision.score)
-        self._count(nonconformity, question, turn, done)
-        if decision.issue is None:
-            self._learn(nonconformity, question, turn)
-            return
-        self._learn_all(self._order.push(decision.issue, (nonconformity, question, turn)))
+        self._count(
+            self._standing(nonconformity, question, turn, decision.sample, decision.length), question, turn, done
+        )
+        held = (nonconformity, question, turn, decision.length)
+        self._learn_all([held] if decision.issue is None else self._order.push(decision.issue, held))
 
     def skip(self, issue: int) -> None:
         """Do not wait for the score of this issue: its chunk was dropped, or could not be scored."""
@@ -172,13 +187,14 @@ class Calibrator(Part):
         """The run is over: what still waits for a score that will not come joins the pools; merging wants that."""
         self._learn_all(self._order.flush())
 
-    def p_value(self, score: float, group: Group = None) -> float:
+    def p_value(self, score: float, group: Group = None, length: float | None = None) -> float:
         """The conformal p-value of a score against the stored ones, without a coin: P(p <= a) <= a if exchangeable.
 
-        :raises CalibrationInputError: if it is not a score of the declared domain.
+        :raises CalibrationInputError: as `decide`.
         """
         question, turn = group if isinstance(group, tuple) else (None, group)
-        return self._pool.rank(self.scale.nonconformity(score), question, turn).p(1.0)
+        standing = self._standing(self.scale.nonconformity(score), question or "", turn or 0, None, length)
+        return self._pool.rank(standing, question, turn).p(1.0)
 
     @property
     def realised(self) -> float:
@@ -193,12 +209,12 @@ class Calibrator(Part):
     @property
     def guarantee(self) -> str:
         """What this mode promises, for what sequence, with the numbers of now."""
-        return describe(self.mode, self._facts())[0]
+        return describe(self.mode, self._facts(), self._strata is not None)[0]
 
     @property
     def voided_by(self) -> str:
         """What makes that promise empty."""
-        return describe(self.mode, self._facts())[1]
+        return describe(self.mode, self._facts(), self._strata is not None)[1]
 
     def resume(self) -> None:
         """End what an alarm started ("escalate" everything, or "widen"), after someone has looked."""
@@ -216,8 +232,9 @@ class Calibrator(Part):
         if self._over:  # some of these may have been the last of a question
             self._forget_over()
 
-    def _learn(self, nonconformity: float, question: str, turn: int) -> None:
-        self._pool.add(nonconformity, question, turn)
+    def _learn(self, nonconformity: float, question: str, turn: int, length: float | None) -> None:
+        self._pool.add(self._standing(nonconformity, question, turn, -1, length), question, turn)
+        self._store_length(nonconformity, length)
         if self._monitor.watching:
             event = self._monitor.observe(nonconformity, question, turn, self._theta(nonconformity, question, turn, -1))
             if event is not None:
@@ -226,13 +243,32 @@ class Calibrator(Part):
     def _act(self, event: DriftEvent) -> None:
         if event.action == "recalibrate":
             self._pool.drop_stored()
+            self._strata = self._strata and LengthStrata()
         elif event.action != "report":
             self._alert, self._widened = event.action, _WIDENED
 
-    def _theta(self, nonconformity: float, question: str, turn: int, sample: int | None) -> float:
+    def _standing(
+        self, nonconformity: float, question: str, turn: int, sample: int | None, length: float | None
+    ) -> float:
+        """The score as pools and controllers take it: itself, or the normal score of its rank among such lengths."""
+        if self._strata is None:
+            return nonconformity
+        if length is None or not 0 < length < math.inf:
+            raise CalibrationInputError("length", length, "the chunk's length, above 0, as ranks are by length")
+        if math.isinf(nonconformity):
+            return nonconformity
+        theta = self._theta(nonconformity, question, turn, sample, "\x1flength")
+        p = self._strata.rank(nonconformity, length).p(theta)
+        return _NORMAL.inv_cdf(min(max(p, 1e-12), 1 - 1e-12))
+
+    def _store_length(self, nonconformity: float, length: float | None) -> None:
+        if self._strata is not None and length is not None and math.isfinite(nonconformity):
+            self._strata.add(nonconformity, length)
+
+    def _theta(self, nonconformity: float, question: str, turn: int, sample: int | None, purpose: str = "") -> float:
         """A uniform that belongs to this chunk: the same in every replay, whatever was decided in between."""
         position = self.decided if sample is None else sample
-        text = f"{self.seed}\x1f{question}\x1f{turn}\x1f{position}\x1f{nonconformity!r}"
+        text = f"{self.seed}\x1f{question}\x1f{turn}\x1f{position}\x1f{nonconformity!r}{purpose}"
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") * 2.0**-56
 
     def _facts(self) -> Facts:
@@ -255,6 +291,7 @@ class Calibrator(Part):
             "order": self._order.state(),
             "monitor": self._monitor.state(),
             "alert": [self._alert, self._widened],
+            **({"lengths": self._strata.state()} if self._strata else {}),
         }
 
     @classmethod
@@ -273,6 +310,9 @@ class Calibrator(Part):
         made = cls(Fraction(state["rate"]), state["mode"], **options)
         made.fingerprint = dict(state["fingerprint"])
         super(Calibrator, made).merge(state)
+        if made._strata is not None:
+            made._strata = LengthStrata()  # the stored scores are among those of the state
+            made._strata.merge(state["lengths"])
         made._order.restore(state["order"])
         made._monitor.restore(state["monitor"])
         if any(event.action == "recalibrate" for event in made.events):
@@ -312,3 +352,5 @@ class Calibrator(Part):
         if state["order"]["held"]:
             raise CalibrationInputError("calibrator to merge", "scores held for their issue", "a finished one")
         super().merge(state)
+        if self._strata is not None:
+            self._strata.merge(state["lengths"])

@@ -7,8 +7,8 @@ from typing import Any
 
 from atts.errors import CalibrationInputError
 
-Held = tuple[float, str, int]
-"""A score on its way into a pool: nonconformity, question, turn."""
+Held = tuple[float, str, int, float | None]
+"""A score on its way into a pool: nonconformity, question, turn, length of its chunk where that counts."""
 
 
 HOLD = 64  # scores that may wait for an earlier issue, unless told
@@ -90,5 +90,6 @@ class IssueOrder:
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
         self._next, self.given_up = int(state["next"]), int(state["given_up"])
-        self._held = {int(issue): (float(b), str(q), int(t)) for issue, b, q, t in state["held"]}
+        rows = ((*row, None)[:5] for row in state["held"])  # without lengths in older states
+        self._held = {int(issue): (float(b), str(q), int(t), length) for issue, b, q, t, length in rows}
         self._skipped = set(map(int, state["skipped"]))

@@ -47,12 +47,13 @@ def replay(
     window: int | None = None,
     decay: float | None = None,
     tuning: Tuning = DEFAULTS,
+    by_length: bool = False,
 ) -> ReplayResult:
     """Decide on records {"question", "turn", "score"} one by one in arrival order, each from those before it.
 
     "sample" is optional, "left" (the share of rollouts that have not ended) too, and "issue" (the place in the order
-    of asking, from 0 without gaps) makes scores join the pools in that order instead of the order of arrival. The
-    options are those of `Calibrator`.
+    of asking, from 0 without gaps) makes scores join the pools in that order instead of the order of arrival; "length"
+    is needed where ranks are by length. The options are those of `Calibrator`.
 
     :raises CalibrationInputError: if a record lacks a field, or its score is none.
     :raises OptionError: for an unknown mode or drift policy.
@@ -62,8 +63,9 @@ def replay(
     [True, True, True]
     """
     calibrator = Calibrator(
-        rate, mode, seed=seed, scale=scale, stored=stored, drift=drift, window=window, decay=decay, tuning=tuning
-    )
+        rate, mode, seed=seed, scale=scale, stored=stored, drift=drift, window=window, decay=decay, tuning=tuning,
+        by_length=by_length,
+    )  # fmt: skip
     decisions: list[Decision] = []
     for number, record in enumerate(records, 1):
         decision = _decide(calibrator, record, number)
@@ -89,7 +91,8 @@ def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> D
     for name, value in {"turn": turn, **counts}.items():
         whole_number(f"{name} of record {number}", value)
     try:
-        return calibrator.decide(score, str(question), int(turn), **counts, left=record.get("left"))
+        told = {name: record.get(name) for name in ("left", "length")}
+        return calibrator.decide(score, str(question), int(turn), **counts, **told)
     except CalibrationInputError as problem:
         if problem.what != "score":
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -32,13 +32,15 @@ class _State(Struct):
     scores: tuple[float | Literal["inf", "-inf"], ...]
     questions: tuple[str, ...]
     turns: tuple[Annotated[int, Meta(ge=0)], ...]
+    lengths: tuple[Annotated[float, Meta(gt=0)], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredScores:
     """Scores of a calibration run, each with its question and turn, and the conditions they were made under.
 
-    An empty question means that it is not known; such scores count as independent, which they rarely are.
+    An empty question means that it is not known; such scores count as independent, which they rarely are. `lengths` are
+    those of the chunks, in tokens or any other unit, or none.
     """
 
     scores: tuple[float, ...]
@@ -46,12 +48,17 @@ class StoredScores:
     turns: tuple[int, ...]
     scale: Scale = PERPLEXITY
     fingerprint: Mapping[str, object] = field(default_factory=dict[str, object])
+    lengths: tuple[float, ...] = ()
     nonconformity: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.scores) == len(self.questions) == len(self.turns):
             sizes = (len(self.scores), len(self.questions), len(self.turns))
             raise CalibrationInputError("stored scores", sizes, "a question and a turn for each")
+        if len(self.lengths) not in (0, len(self.scores)) or not all(0 < one < math.inf for one in self.lengths):
+            raise CalibrationInputError(
+                "lengths of stored scores", len(self.lengths), "a number above 0 for each, or none"
+            )
         made = (self.scale.nonconformity(score, f"score {number}") for number, score in enumerate(self.scores, 1))
         object.__setattr__(self, "nonconformity", tuple(made))
 
@@ -62,6 +69,7 @@ class StoredScores:
         per_question: int | None = None,
         scale: Scale = PERPLEXITY,
         fingerprint: Mapping[str, object] | None = None,
+        lengths: Iterable[float] = (),
     ) -> StoredScores:
         """Scores of turn 0 in a row; with `per_question`, that many consecutive ones belong to one question.
 
@@ -71,7 +79,7 @@ class StoredScores:
         if per_question is not None and (per_question < 1 or len(values) % per_question):
             raise CalibrationInputError("per_question", per_question, f"a divisor of {len(values)} scores")
         names = (f"stored {at // per_question}" if per_question else "" for at in range(len(values)))
-        return cls(values, tuple(names), (0,) * len(values), scale, dict(fingerprint or {}))
+        return cls(values, tuple(names), (0,) * len(values), scale, dict(fingerprint or {}), tuple(lengths))
 
     @classmethod
     def from_records(
@@ -95,7 +103,12 @@ class StoredScores:
             tuple(whole_number(f"turn of record {number}", row.get("turn", 0)) for number, row in enumerate(rows, 1)),
             scale,
             dict(fingerprint or {}),
+            tuple(float(row["length"]) for row in rows) if all(row.get("length") for row in rows) else (),
         )
+
+    def rows(self) -> Iterator[tuple[float, str, int, float | None]]:
+        """Nonconformity, question, turn and length of every score."""
+        yield from zip(self.nonconformity, self.questions, self.turns, self.lengths or (None,) * len(self), strict=True)
 
     @property
     def clustered(self) -> bool:
@@ -115,6 +128,7 @@ class StoredScores:
             "scores": [score if math.isfinite(score) else str(score) for score in self.scores],
             "questions": list(self.questions),
             "turns": list(self.turns),
+            **({"lengths": list(self.lengths)} if self.lengths else {}),
         }
 
     @classmethod
@@ -127,7 +141,8 @@ class StoredScores:
             raise CalibrationInputError("stored scores", str(error), "what `atts calibration import` writes") from None
         if found.scale not in names:
             raise CalibrationInputError("scale", found.scale, f"one of {', '.join(sorted(names))}")
-        return cls(tuple(map(float, found.scores)), found.questions, found.turns, names[found.scale], found.fingerprint)
+        values, scale = tuple(map(float, found.scores)), names[found.scale]
+        return cls(values, found.questions, found.turns, scale, found.fingerprint, found.lengths)
 
 
 def whole_number(what: str, value: object) -> int:

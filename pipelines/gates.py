@@ -73,7 +73,7 @@ class Calibrating(Protocol):
 
     def decide(
         self, score: float, question: str = "", turn: int = 0, sample: int | None = None, issue: int | None = None,
-        left: float | None = None,
+        left: float | None = None, length: float | None = None,
     ) -> Decision:  # fmt: skip
         """A decision from stored scores and decisions only."""
         ...
@@ -103,7 +103,7 @@ class ConformalGate:
     def decide(self, features: Features, score: float) -> Decision:
         """As the calibrator says."""
         place = (features.question, features.turn, features.sample, features.issue)
-        return self.calibrator.decide(score, *place, features.left)
+        return self.calibrator.decide(score, *place, left=features.left, length=features.tokens or None)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Feed the calibrator; an escalation that was forced without a score counts for the rate alone."""

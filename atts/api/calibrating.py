@@ -43,7 +43,14 @@ async def calibrate(
     setup = setup or Setup()
     policy = replace(setup.policy, early_stop="none")
     watching = replace(
-        setup, method="atts", mode="marginal", gate=ThresholdGate(math.inf), policy=policy, stored=(), warmup=0
+        setup,
+        method="atts",
+        mode="marginal",
+        by_length=False,
+        gate=ThresholdGate(math.inf),
+        policy=policy,
+        stored=(),
+        warmup=0,
     )
     return scores_of(await evaluate(dataset, watching, limit=limit, directory=directory))
 
@@ -58,13 +65,15 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
     :raises CalibrationInputError: its gate saw no score.
     """
     if isinstance(run, RunResult) and run.directory is None:
-        manifest, decisions = run.manifest, list(_kept(run))
+        manifest, found = run.manifest, list(_kept(run))
     else:
         recorded = open_run(directory_of(run))
         manifest = recorded.manifest
-        decisions = [event.decision for event in recorded.decisions() if event.decision.score is not None]
-    if not decisions:
+        scored = (event for event in recorded.decisions() if event.decision.score is not None)
+        found = [(event.decision, event.features.get("tokens", 0.0)) for event in scored]
+    if not found:
         raise CalibrationInputError("the run's scores", 0, "at least one: a gate that asks the target for scores")
+    decisions, lengths = zip(*found, strict=True)
     scores = [decision.score for decision in decisions if decision.score is not None]
     return StoredScores(
         tuple(scores),
@@ -72,6 +81,7 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
         tuple(decision.turn for decision in decisions),
         PERPLEXITY if min(scores) >= 1 else REAL,
         conditions_of(manifest),
+        lengths if all(lengths) else (),
     )
 
 
@@ -137,9 +147,10 @@ def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
     return calibrator
 
 
-def _kept(run: RunResult) -> Iterator[Decision]:
-    """Decisions with a score of a run that was kept in memory, turn by turn."""
+def _kept(run: RunResult) -> Iterator[tuple[Decision, float]]:
+    """Decisions with a score of a run that was kept in memory, and their chunks' tokens, turn by turn."""
     turns = [turn for outcome in run.outcomes() for rollout in outcome.rollouts for turn in rollout.turns]
     for turn in sorted(turns, key=lambda turn: turn.index):
         if turn.decision is not None and turn.decision.score is not None:
-            yield turn.decision
+            drafted = (chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == "draft")
+            yield turn.decision, float(next((chunk.tokens for chunk in drafted), 0))

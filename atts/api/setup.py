@@ -41,6 +41,9 @@ class Setup:
     mode: Annotated[  # aci holds the rate over the run, and spends it where it helps
         CalibrationMode, "for what the rate is held: all chunks, each turn, each question, each question's turns"
     ] = "aci"
+    by_length: Annotated[
+        bool | None, "rank scores among chunks of about the same length; none: in mode marginal alone"
+    ] = None
     policy: Policy = Policy()
     gate: Gate | RoundGate | None = None  # None: the method's own
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
@@ -68,6 +71,14 @@ class Setup:
     def run_policy(self) -> Policy:
         """The policy as it is run: with what the method changes, and the lengths that these models need."""
         return preset(self.method).policy(self.policy).filled(budget_of(self.draft, self.target))
+
+    @property
+    def ranks_by_length(self) -> bool:
+        """Whether scores are ranked among chunks of about the same length; stored ones must then have theirs."""
+        if self.by_length is not None:
+            return self.by_length
+        lengths = self.stored.lengths if isinstance(self.stored, StoredScores) else ()
+        return self.mode == "marginal" and bool(lengths or not len(self.stored))
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -98,9 +109,10 @@ class Setup:
         given: dict[str, Any] = {
             name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings
         }
+        given["by_length"] = bool(settings.get("by_length"))
         if "rollouts" in manifest.settings:
             given["rollouts"] = manifest.settings["rollouts"].value
-        stored = tuple(settings.get("stored") or ())
+        stored = StoredScores.of(settings.get("stored") or (), lengths=settings.get("stored_lengths") or ())
         return cls(policy=Policy(samples=samples), stored=stored, seed=manifest.seed, **given)
 
     def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> Plan:
@@ -138,8 +150,9 @@ class Setup:
         chosen = preset(self.method)
         tuning = Tuning.for_rollouts(self.policy.samples)
         calibrator = Calibrator(
-            self.rate, self.mode, seed=self.seed, stored=self.stored, hold=max(HOLD, self.rollouts), tuning=tuning
-        )
+            self.rate, self.mode, seed=self.seed, stored=self.stored, hold=max(HOLD, self.rollouts), tuning=tuning,
+            by_length=self.ranks_by_length,
+        )  # fmt: skip
         return self.gate if self.gate is not None else chosen.gate(GateInputs(calibrator, self.warmup)), calibrator
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
@@ -151,6 +164,7 @@ class Setup:
             "stored": list(calibrator.stored.scores),
             **({"aci_step": calibrator.tuning.aci_step} if self.mode == "aci" else {}),
             **({"warmup": self.warmup} if self.warmup else {}),
+            **({"by_length": True, "stored_lengths": list(calibrator.stored.lengths)} if self.ranks_by_length else {}),
         }
         return {name: Setting(value, "setup") for name, value in words.items()}
 

@@ -28,6 +28,7 @@ OwnRate = Annotated[
 Mode = Annotated[str, typer.Option(help="split, marginal, aci, tracking, turn, question or question-turn.")]
 Scale = Annotated[str, typer.Option(help="What the scores are: perplexity, logprob or real.")]
 PerQuestion = Annotated[int | None, typer.Option(help="This many consecutive scores of an array are one question.")]
+ByLength = Annotated[bool, typer.Option("--by-length", help="Rank among chunks of about the same length.")]
 Condition = Annotated[
     list[str] | None,
     typer.Option(
@@ -54,6 +55,7 @@ def replay(
     window: Annotated[int | None, typer.Option(help="Remember only so many scores.")] = None,
     decay: Annotated[float | None, typer.Option(help="Let each score fade by this factor per newer one.")] = None,
     scale: Scale = "perplexity",
+    by_length: ByLength = False,
     as_json: Json = False,
 ) -> None:
     """Decide on recorded scores in arrival order, each from those before it, and say how well the rate was held.
@@ -65,8 +67,8 @@ def replay(
 
     records = _records(file, per_question, scale)
     start = () if stored is None else _scores(str(stored), per_question, scale, None)
-    options: dict[str, Any] = {"mode": mode, "seed": seed, "scale": scale_named(scale), "stored": start}
-    done = decide(records, rate, drift=drift, window=window, decay=decay, **options)  # type: ignore[arg-type]  # checked there
+    options: dict[str, Any] = {"mode": mode, "seed": seed, "scale": scale_named(scale), "by_length": by_length}
+    done = decide(records, rate, stored=start, drift=drift, window=window, decay=decay, **options)  # type: ignore[arg-type]  # checked there
     (_print_decisions if as_json else _print_replay)(done)
 
 
@@ -99,6 +101,7 @@ def fit(
     seed: Annotated[int, typer.Option(help="Of the coin that breaks ties.")] = 0,
     scale: Scale = "perplexity",
     condition: Condition = None,
+    by_length: ByLength = False,
     as_json: Json = False,
 ) -> None:
     """Make a calibrator that starts from these scores.
@@ -111,7 +114,7 @@ def fit(
 
     rate = _rate(rate, file)
     found = _scores(file, per_question, scale, condition)
-    made = Calibrator(rate, mode, seed=seed, stored=found)  # type: ignore[arg-type]  # checked there
+    made = Calibrator(rate, mode, seed=seed, stored=found, by_length=by_length)  # type: ignore[arg-type]  # checked there
     told = write_scores(out, made.state())
     if as_json:
         facts = {"out": str(out), "rate": rate, "mode": mode, "scores": len(found)}
@@ -257,8 +260,9 @@ def _records(file: str, per_question: int | None, scale: str) -> list[dict[str, 
 
 
 def _rows(found: StoredScores) -> list[dict[str, Any]]:
-    rows = zip(found.scores, found.questions, found.turns, strict=True)
-    return [{"score": score, "question": question, "turn": turn} for score, question, turn in rows]
+    names = ("score", "question", "turn", "length")
+    rows = zip(found.scores, *list(zip(*found.rows(), strict=True))[1:], strict=True)
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def _print_decisions(done: ReplayResult) -> None:

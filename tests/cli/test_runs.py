@@ -303,6 +303,27 @@ def test_calibrators_that_learnt_apart_are_put_together(atts: Atts, tmp_path: Pa
     assert "came out the same" in held.promise.audit
 
 
+@pytest.mark.parametrize("mode", ["marginal", "question-turn"])
+def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(mode: Any, tmp_path: Path) -> None:
+    """Its decisions hold the lengths, so a resume, an audit and a later run that starts from its scores know them."""
+    setup = Setup(draft="scripted", target="scripted", rate=0.3, mode=mode, by_length=mode != "marginal" or None)
+    evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
+    held = build_report(tmp_path / "run").report.calibration
+    assert held is not None
+    assert "recorded decisions were taken again from the journal alone and came out the same" in held.promise.audit
+    assert "about the same length" in held.promise.guarantee
+    found = scores_of(tmp_path / "run")
+    assert len(found.lengths) == len(found) > 0
+    later = Setup(draft="scripted", target="scripted", mode="marginal", stored=found, conditions="ignore")
+    assert later.ranks_by_length
+    evaluate_sync(toy_problems(2), later, directory=tmp_path / "later")
+    held = build_report(tmp_path / "later").report.calibration
+    assert held is not None
+    assert "came out the same" in held.promise.audit
+    assert calibrator_of(tmp_path / "later").stored.lengths == found.lengths
+    assert not Setup(mode="marginal", stored=[1.5]).ranks_by_length
+
+
 def test_what_is_no_evaluation_in_parts_is_refused(shards: Path, tmp_path: Path) -> None:
     """A missing shard, one twice, other settings, an unfinished one, a union over a run: each says so."""
     one, two, three = (shards / str(number) for number in (1, 2, 3))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from atts.analysis.report.numbers import StatedGuarantee
 from atts.analysis.report.run_data import AUDIT, GateStep, RunData
 from atts.analysis.report.words import WORDS
-from atts.calibration import DEFAULTS, HOLD, MODES, Calibrator, Mode, Tuning
+from atts.calibration import DEFAULTS, HOLD, MODES, Calibrator, Mode, StoredScores, Tuning
 from atts.errors import CalibrationInputError
 
 _TRIAL = 300  # steps by which the mode is recognised
@@ -90,7 +90,9 @@ def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float,
     try:
         seed, rollouts = data.run.manifest.seed, data.run.manifest.settings.get("rollouts")
         hold = max(HOLD, rollouts.value) if rollouts and isinstance(rollouts.value, int) else HOLD
-        calibrator = Calibrator(rate, mode, seed=seed, stored=stored, hold=hold, tuning=tuning)
+        start = StoredScores.of(stored, lengths=data.run.setting("stored_lengths") or ())
+        by_length = bool(data.run.setting("by_length"))
+        calibrator = Calibrator(rate, mode, seed=seed, stored=start, hold=hold, tuning=tuning, by_length=by_length)
     except CalibrationInputError:  # a mode that needs stored scores
         return None
     checked = same = 0
@@ -101,8 +103,9 @@ def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float,
                 calibrator.observe(decision, step.escalated)
             elif place < audit and decision.score is not None and decision.p is not None:
                 again = calibrator.decide(
-                    decision.score, decision.question, decision.turn, decision.sample, decision.issue, step.left
-                )
+                    decision.score, decision.question, decision.turn, decision.sample, decision.issue,
+                    left=step.left, length=decision.length,
+                )  # fmt: skip
                 checked += 1
                 same += again.action == decision.action and math.isclose(again.p or 0.0, decision.p, abs_tol=1e-9)
         except CalibrationInputError:  # scores of another scale than a perplexity's

@@ -1,0 +1,172 @@
+"""Ranks by length: no short run leans because its short chunks are known first, in any mode."""
+
+import heapq
+import json
+import math
+import random
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay
+from atts.calibration.lengths import LengthStrata
+from atts.errors import CalibrationInputError
+
+Records = list[dict[str, Any]]
+
+
+def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
+    """Lengths and scores whose logarithms correlate by .54, as on a real pair; some are cut by a limit."""
+    found: list[tuple[float, float]] = []
+    for _ in range(number):
+        place = draw.gauss(0, 1)
+        score = 0.54 * place + math.sqrt(1 - 0.54**2) * draw.gauss(0, 1)
+        found.append((min(500.0, 60 + 5 * round(math.exp(4 + 0.5 * place))), math.exp(abs(0.6 + 0.15 * score))))
+    return found
+
+
+def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = True) -> Records:
+    """First chunks of a run: each begins when another ends, and lasts as long as it is, or as another one is."""
+    draw = random.Random(seed)
+    made = chunks(number, draw)
+    durations = [length for length, _ in (made if lasts_with_length else draw.sample(made, number))]
+    going: list[tuple[float, int]] = []
+    found, waiting = Records(), list(range(number))[::-1]
+    now = 0.0
+    while waiting or going:
+        while waiting and len(going) < in_flight:
+            place = waiting.pop()
+            heapq.heappush(going, (now + durations[place] + 1e-6 * draw.random(), place))
+        now, place = heapq.heappop(going)
+        length, score = made[place]
+        record = {"question": place // 16, "sample": place % 16, "turn": 0, "score": score, "length": length}
+        found.append({**record, "issue": len(found)})
+    return found
+
+
+def realised(in_flight: int, by_length: bool, number: int = 400, **options: Any) -> float:
+    """The mean rate of mode marginal, nominal .2."""
+    runs = (arrivals(number, in_flight, seed, **options) for seed in range(16))
+    rates = (replay(run, 0.2, "marginal", seed=at, by_length=by_length).escalated for at, run in enumerate(runs))
+    return fmean(rates)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("in_flight", [64, 256])
+def test_marginal_mode_keeps_its_rate_when_long_chunks_score_worse_and_come_later(in_flight: int) -> None:
+    """Ranks among all lean; ranks by length are within .01 of nominal."""
+    assert realised(in_flight, by_length=False) > 0.22
+    assert realised(in_flight, by_length=True) == pytest.approx(0.2, abs=0.01)
+
+
+@pytest.mark.once
+def test_without_a_link_of_time_and_length_nothing_leans() -> None:
+    """The bias is one of arrival: with durations dealt out anew, ranks among all hold, and ranks by length as well."""
+    assert realised(256, by_length=False, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
+    assert realised(256, by_length=True, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
+
+
+def test_every_length_escalates_alike() -> None:
+    """Of the shorter and of the longer half as many go over; ranked among all, the longer ones do."""
+    run = arrivals(1200, 64, 3)
+    middle = sorted(record["length"] for record in run)[600]
+
+    def shares(by_length: bool) -> tuple[float, float]:
+        done = replay(run, 0.2, "marginal", by_length=by_length)
+        pairs = list(zip(run, done.decisions, strict=True))
+        return (
+            fmean(decision.escalate for record, decision in pairs if record["length"] <= middle),
+            fmean(decision.escalate for record, decision in pairs if record["length"] > middle),
+        )
+
+    short, long = shares(True)
+    assert abs(long - short) < 0.05
+    short, long = shares(False)
+    assert long - short > 0.15
+
+
+def stored() -> StoredScores:
+    """A calibration run with lengths."""
+    run = arrivals(160, 64, 9)
+    return StoredScores.from_records(run)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_calibrator_restored_half_way_goes_on_alike_in_every_mode(mode: Mode) -> None:
+    """Through JSON, with scores held for their issue, and its promise says what it ranks by."""
+    run = arrivals(240, 64, 1)
+    random.Random(2).shuffle(run)
+    start = stored() if mode == "split" else ()
+
+    def steps(calibrator: Calibrator, part: Records) -> list[tuple[float | None, bool]]:
+        found: list[tuple[float | None, bool]] = []
+        for record in part:
+            names = ("sample", "issue", "length")
+            decision = calibrator.decide(
+                record["score"], str(record["question"]), record["turn"], **{name: record[name] for name in names}
+            )
+            calibrator.observe(decision)
+            found.append((decision.p, decision.escalate))
+        return found
+
+    whole, half = (Calibrator(0.3, mode, stored=start, by_length=True) for _ in range(2))
+    expected = steps(whole, run)
+    assert steps(half, run[:130]) == expected[:130]
+    again = Calibrator.restored(json.loads(json.dumps(half.state())))
+    assert steps(again, run[130:]) == expected[130:]
+    assert again.state()["lengths"] == whole.state()["lengths"]
+    assert "about the same length" in again.guarantee
+
+
+def test_states_without_lengths_are_still_read() -> None:
+    """As they were written: no lengths among the options, none with the scores that wait."""
+    calibrator = Calibrator(0.3, "turn")
+    calibrator.observe(calibrator.decide(1.5, "q", 0, 0, issue=3))
+    state = json.loads(json.dumps(calibrator.state()))
+    assert "lengths" not in state
+    assert "by_length" not in state["options"]
+    state["order"]["held"] = [row[:4] for row in state["order"]["held"]]
+    assert Calibrator.restored(state).state() == calibrator.state()
+
+
+def test_merged_calibrators_know_the_lengths_of_both_and_the_stored_ones_once() -> None:
+    """What both started from is not counted twice."""
+    one, other = (Calibrator(0.3, "marginal", stored=stored(), by_length=True, drift="report") for _ in range(2))
+    for calibrator, length in ((one, 100.0), (other, 101.0)):
+        calibrator.observe(calibrator.decide(1.5, "q", length=length))
+    one.merge(other.state())
+    held = sum(len(row[2]) // 2 for row in one.state()["lengths"]["strata"])
+    assert held == 160 + 2
+
+
+@pytest.mark.parametrize("length", [None, 0, -3.0, math.inf, math.nan])
+def test_a_length_that_is_none_is_refused_where_it_counts(length: float | None) -> None:
+    """Named; where it does not count nobody needs it."""
+    with pytest.raises(CalibrationInputError, match="length"):
+        Calibrator(0.2, "aci", by_length=True).decide(1.5, length=length)
+    assert Calibrator(0.2, "aci").decide(1.5, length=length).length is None
+
+
+def test_stored_scores_without_lengths_are_refused() -> None:
+    """Ranks by length cannot start from them; half of the lengths is none either."""
+    with pytest.raises(CalibrationInputError, match="without lengths"):
+        Calibrator(0.2, "split", stored=[1.2, 1.5], by_length=True)
+    with pytest.raises(CalibrationInputError, match="lengths"):
+        replace(stored(), lengths=(1.0, 2.0))
+    assert StoredScores.restore(stored().state()) == stored()
+
+
+def test_equal_lengths_stay_one_stratum_and_infinite_scores_rank_worst() -> None:
+    """A limit makes many chunks equally long: they are ranked among each other, all of them."""
+    strata = LengthStrata()
+    for place in range(500):
+        strata.add(float(place), 128.0)
+    assert strata.rank(250.0, 128.0) == (250, 1, 500)
+    calibrator = Calibrator(0.2, "marginal", by_length=True)
+    for place in range(50):
+        calibrator.observe(calibrator.decide(1.5 + place / 100, length=128.0 + place))
+    assert calibrator.decide(math.inf, length=128).escalate
+    calibrator.observe(calibrator.decide(math.inf, length=128))
+    assert calibrator.decide(1.5, length=128).p == pytest.approx(0.02, abs=0.06)

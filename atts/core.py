@@ -67,7 +67,9 @@ class SampleRequest:
     """Continue `ids` by at most `max_tokens`, stopping after a token that completes a stop string or is a stop id.
 
     The token that completes the stop stays in the completion; `rollout` only hints where a cache may be warm. An engine
-    that has no raw log-probabilities at hand need not fetch them where they are "unneeded".
+    that has no raw log-probabilities at hand need not fetch them where they are "unneeded". With `begun`, the last ids
+    are the completion's own beginning, made elsewhere with the first uniforms of the same seed: what is written, and
+    where it stops, is the rest of what the request without them is answered with.
     """
 
     ids: TokenIds
@@ -79,6 +81,8 @@ class SampleRequest:
     rollout: str = ""
     priority: int = 0  # lower is sooner
     logprobs: Literal["raw", "unneeded"] = "raw"
+    begun: int = 0  # of the last ids; `max_tokens` counts those to come
+    draft: TokenIds = ()  # text that may be like the answer: an engine may be faster for it, and answers the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
     """A name for what is asked of whom and for which rollout, from all that decides the answer; not its priority."""
     if isinstance(request, SampleRequest):
         said = (request.rollout, request.max_tokens, request.sampling, request.seed, request.stop, request.stop_ids)
-        text, ids = f"{role} {said!r}", request.ids
+        text, ids = f"{role} {said!r}{request.begun or ''}", request.ids
     else:
         text = f"{role} scores {request.rollout!r} after {len(request.prefix)}"
         ids = request.prefix + request.suffix

@@ -48,6 +48,32 @@ def batch_sampling(settings: Sequence[Sampling], vocabulary: int, device: torch.
     )
 
 
+def first_rows(sampling: SamplingBatch, count: int) -> SamplingBatch:
+    """The settings of the first rows."""
+    return spread_rows(sampling, torch.arange(count))
+
+
+def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
+    """The settings of these rows, each as often as it is named."""
+
+    def picked(column: Tensor | None) -> Tensor | None:
+        return None if column is None else column[rows.to(column.device)]
+
+    temperature = sampling.temperature[rows.to(sampling.temperature.device)]
+    top_k, top_p, min_p = picked(sampling.top_k), picked(sampling.top_p), picked(sampling.min_p)
+    return SamplingBatch(temperature, top_k, top_p, min_p, sampling.is_greedy)
+
+
+def filtered_rows(sampling: SamplingBatch, vocabulary: int) -> Tensor | None:
+    """Which rows drop tokens, as a mask; None when no row does."""
+    masks = [
+        *([sampling.top_k < vocabulary] if sampling.top_k is not None else []),
+        *([sampling.top_p < 1] if sampling.top_p is not None else []),
+        *([sampling.min_p > 0] if sampling.min_p is not None else []),
+    ]
+    return torch.stack(masks).any(0) if masks else None
+
+
 def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-probability of each row's token at temperature 1, nothing dropped; NaN where a row holds a NaN.
 

@@ -240,6 +240,8 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
     sampling = request.sampling
     if request.max_tokens < 1:
         raise UsageError(f"max_tokens is {request.max_tokens}, expected at least 1")
+    if not 0 <= request.begun < len(request.ids):
+        raise UsageError(f"{request.begun} of {len(request.ids)} ids cannot be the answer's beginning")
     shares = 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1
     if not (0 <= sampling.temperature < math.inf and shares and 0 <= sampling.top_k < _MOST_IDS):
         raise UsageError(f"{sampling}: expected temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0")

@@ -37,6 +37,7 @@ FLOORS: list[set[str]] = [
         "atts.graph",
         "atts.journal",
         "atts.decode",
+        "atts.speculation",
         "atts.tokenizing",
         "atts.calibration",
         "atts.evaluators",

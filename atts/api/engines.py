@@ -125,13 +125,30 @@ def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:
     for name in rest:
         known = [key.name for key in keys_of(LocalOptions, options)]
         raise OptionError("engine", f"{name!r} is no setting of a local engine", known, name)
+    options = replace(options, drafter=_drafter_model(options.drafter)) if options.drafter else options
+    options.check()
     return options
+
+
+def _drafter_model(words: str) -> str:
+    """The folder or hub id of a draft model that is named as engines are."""
+    scheme, _, model = words.partition(":")
+    if scheme == "embedded" and model in ("", "draft", "target"):
+        from atts.models import path
+
+        return str(path("target" if model == "target" else "draft"))
+    if scheme != "hf" or not model or "?" in model:
+        known = "embedded:draft, hf:OWNER/NAME or hf:./FOLDER"
+        raise OptionError("drafter", f"{words!r} names no draft model; write {known}, without settings")
+    return model
 
 
 def _with_settings(base: T, settings: str) -> tuple[T, dict[str, str]]:
     """The options changed by the settings of theirs after a question mark, and the settings that are none of theirs."""
     known = {key.name: key for key in keys_of(type(base), base)}
     found = dict(parse_qsl(settings, keep_blank_values=True))
+    if found.get("k") == "auto":
+        del found["k"]
     changes = {name: known[name].read(words, f"engine {name}") for name, words in found.items() if name in known}
     changed = replace(cast(Any, base), **changes)
     return changed, {name: words for name, words in found.items() if name not in known}

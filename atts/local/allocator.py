@@ -25,6 +25,7 @@ class SlotAllocator:
         self._stack: SlotIds = np.arange(num_slots, 0, -1, dtype=np.int32)  # low slots on top
         self.num_slots = self.num_free = num_slots
         self._least_free = num_slots
+        self.drafted = np.zeros(num_slots + 1, dtype=np.bool_)  # slots whose token the drafter has computed as well
 
     @property
     def num_used(self) -> int:
@@ -41,7 +42,9 @@ class SlotAllocator:
         assert count <= self.num_free, "slots must be made free before they are allocated"
         self.num_free -= count
         self._least_free = min(self._least_free, self.num_free)
-        return self._stack[self.num_free : self.num_free + count][::-1].copy()
+        slots = self._stack[self.num_free : self.num_free + count][::-1].copy()
+        self.drafted[slots] = False
+        return slots
 
     def free(self, runs: Sequence[SlotIds]) -> None:
         """Take back slots that no sequence reads any more."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from atts.core import TokenIds
 from atts.decode import SampledTokens, SamplingBatch
 from atts.local.allocator import SlotIds
 from atts.local.sequence import Sequence
@@ -34,6 +35,7 @@ class StepPlan:
     decoding: list[Sequence]
     prefills: list[PrefillChunk]  # those of a single token first
     ready: list[Sequence]  # all given ids are cached, logits included: sampled from without a forward
+    proposals: list[TokenIds]  # what may follow each decoding sequence's newest token; empty when nothing is proposed
 
     @property
     def size(self) -> int:
@@ -45,7 +47,7 @@ class StepPlan:
         return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
 
     def halves(self) -> Iterator[StepPlan]:
-        """The same work in two steps; the second without what has lost its row meanwhile."""
+        """The same work in two steps, nothing proposed; the second without what has lost its row meanwhile."""
         sequences = self.sequences()
         for part in (sequences[: self.size // 2], sequences[self.size // 2 :]):
             chosen = {sequence for sequence in part if sequence.row >= 0}
@@ -53,7 +55,24 @@ class StepPlan:
                 [sequence for sequence in self.decoding if sequence in chosen],
                 [chunk for chunk in self.prefills if chunk.sequence in chosen],
                 [sequence for sequence in self.ready if sequence in chosen],
+                [],
             )
+
+    @property
+    def num_rows(self) -> int:
+        """How many tokens its decoding sequences feed: their newest, and what is proposed to follow."""
+        return len(self.decoding) + sum(map(len, self.proposals))
+
+    def widths(self) -> list[int]:
+        """At how many places each sequence that is sampled is computed: those ready, decoding and started."""
+        spans = [1 + len(proposal) for proposal in self.proposals] or [1] * len(self.decoding)
+        return [1] * len(self.ready) + spans + [1] * len(self.started())
+
+    def spans(self) -> Iterator[tuple[Sequence, int, int]]:
+        """Every token that a decoding sequence feeds, and its position."""
+        for sequence, proposal in zip(self.decoding, self.proposals, strict=True):
+            for position, token in enumerate((sequence.ids[-1], *proposal), sequence.num_computed):
+                yield sequence, position, token
 
     def started(self) -> list[Sequence]:
         """Sampling sequences whose last given token is fed now."""
@@ -113,16 +132,20 @@ class Model(Protocol):
 
 
 def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
-    """The plan as arrays; `logit_rows` are the tokens sampled after, decoding ones first, then those that score."""
+    """The plan as arrays; `logit_rows` are the tokens sampled after, decoding ones first, then those that score.
+
+    A proposal is fed as rows of one token each that share a row of the slot table: each is computed as if those before
+    it had been fed in earlier steps, to the bit where a kernel computes rows apart.
+    """
     if not plan.prefills:
-        return _decoding_batch(plan.decoding, table)
-    decoding = [PrefillChunk(s, s.num_computed, len(s.ids), s.num_computed) for s in plan.decoding]
-    chunks = [*decoding, *plan.prefills]
-    ids = chain.from_iterable([s.ids[start:stop] for s, start, stop, _ in chunks])
-    numbers = [(s.row, start, stop, first, s.is_scoring, s.rope_row) for s, start, stop, first in chunks]
+        return _decoding_batch(plan, table)
+    fed = _fed(plan)
+    ids = chain([token for _, _, token in fed], *[s.ids[start:stop] for s, start, stop, _ in plan.prefills])
+    numbers = [(s.row, at, at + 1, at, False, s.rope_row) for s, at, _ in fed]
+    numbers += [(s.row, start, stop, first, s.is_scoring, s.rope_row) for s, start, stop, first in plan.prefills]
     rows, begins, lengths, logits_from, is_scoring, ropes = np.array(numbers, dtype=np.int64).T.copy()
     counts, num_logits = lengths - begins, lengths - logits_from
-    starts = np.zeros(len(chunks) + 1, dtype=np.int64)
+    starts = np.zeros(len(numbers) + 1, dtype=np.int64)
     counts.cumsum(out=starts[1:])
     tokens = np.fromiter(ids, dtype=np.int64, count=int(starts[-1]))
     positions = np.arange(len(tokens)) + (begins - starts[:-1]).repeat(counts)
@@ -142,20 +165,32 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     )
 
 
-def _decoding_batch(sequences: list[Sequence], table: SlotIds) -> StepBatch:
+def _fed(plan: StepPlan) -> list[tuple[Sequence, int, int]]:
+    """Sequence, position and token of every row that decodes."""
+    return list(plan.spans()) if plan.proposals else [(s, s.num_computed, s.ids[-1]) for s in plan.decoding]
+
+
+def _decoding_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
-    count = len(sequences)
-    positions = np.array([sequence.num_computed for sequence in sequences], dtype=np.int64)
-    rows, ropes = np.array([(sequence.row, sequence.rope_row) for sequence in sequences], dtype=np.int64).T.copy()
+    numbers = [(s.row, s.rope_row, position, token) for s, position, token in _fed(plan)]
+    rows, ropes, positions, tokens = np.array(numbers, dtype=np.int64).T.copy()
+    return single_rows(tokens, positions, ropes, rows, table)
+
+
+def single_rows(
+    tokens: Ints, positions: Ints, ropes: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None
+) -> StepBatch:
+    """A batch of rows that feed one token each; all of them are sampled after, or those whose `num_logits` is 1."""
+    count = len(tokens)
     starts = np.arange(count + 1)
     return StepBatch(
-        tokens=np.array([sequence.ids[-1] for sequence in sequences], dtype=np.int64),
+        tokens=tokens,
         positions=positions + ropes,
         slots=table[rows, positions].astype(np.int64),
         table_rows=rows,
         query_starts=starts,
         context_lens=positions + 1,
-        num_logits=np.ones(count, dtype=np.int64),
+        num_logits=np.ones(count, dtype=np.int64) if num_logits is None else num_logits,
         num_single=count,
-        logit_rows=starts[:-1],
+        logit_rows=starts[:-1] if num_logits is None else num_logits.nonzero()[0],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,19 +12,24 @@ from torch import Tensor
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.batch import Model
 from atts.local.compiling import native_library
+from atts.local.drafting import ModelDrafter
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop, TokenTable
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
-from atts.local.model_config import ModelConfig, rope_rows
+from atts.local.model_config import rope_rows
 from atts.local.native_model import NativeModel, unknown_parts
 from atts.local.prefix import PrefixTree
+from atts.local.proposing import own_proposer
 from atts.local.scheduler import Scheduler, SchedulerConfig
+from atts.local.speculating import FixedLength, Speculation
 from atts.local.torch_model import TorchModel
+from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.8  # of what the weights leave free
 _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
 _MOST_LOGITS = 4096
+_DEFAULT_K = 8
 _SMALL_MODEL = 10_000_000
 """Weights below which a second thread costs more in waiting than it computes, unless the machine is idle."""
 
@@ -41,6 +47,7 @@ def build_loop(
     """
     device, dtype = _device(config), getattr(torch, config.options.dtype)
     weights = load_weights(config.folder, config.model, dtype, device, config.name)
+    drafter_weights = _drafter_weights(config, dtype, device)
     cache = allocate_cache(config, dtype, device)
     model, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
     kv_tokens = cache.shape[2] - 1
@@ -55,8 +62,41 @@ def build_loop(
     )
     tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * config.model.vocabulary))))
     token_table = TokenTable(config.pieces, frozenset(config.model.end_ids))
-    loop = StepLoop(model, Scheduler(limits, tree), token_table, send)
+    scheduler = Scheduler(limits, tree)
+    speculation = None
+    if options.speculates:
+        drafter = _drafter(config, drafter_weights, cache, scheduler) if config.drafter and drafter_weights else None
+        lengths = FixedLength(_DEFAULT_K if options.k is None else options.k)
+        proposer = _proposer(options.speculate or "auto", drafter)
+        speculation = Speculation(proposer, lengths, scheduler, config.model.vocabulary, token_table.end_ids)
+    loop = StepLoop(model, scheduler, token_table, send, speculation)
     return loop, WorkerReady(kv_tokens, model.device_name, trouble)
+
+
+def _drafter_weights(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> Weights | None:
+    """The draft model's, loaded before a cache takes what is left of the memory."""
+    drafter = config.drafter
+    return None if drafter is None else load_weights(drafter.folder, drafter.model, dtype, device, drafter.name)
+
+
+def _drafter(config: WorkerConfig, weights: Weights, cache: Tensor, scheduler: Scheduler) -> ModelDrafter:
+    """The draft model, with a cache of as many slots as the target's."""
+    assert config.drafter is not None, "its weights were loaded"
+    size = cache.shape[2] - 1
+    own = replace(config.drafter, options=replace(config.options, kv_tokens=size))
+    model, _ = _model(own, weights, allocate_cache(own, cache.dtype, cache.device, least=size))
+    return ModelDrafter(model, own.model, scheduler, config.model.vocabulary)
+
+
+def _proposer(way: str, drafter: ModelDrafter | None) -> Proposer:
+    """What proposes: looked up where that is cheap and likely, drafted by the model where there is one."""
+    if way == "draft" and drafter is not None:
+        return drafter
+    if way == "suffix":
+        return SuffixProposer()
+    if way == "auto":
+        return BestProposer([HintProposer(), SuffixProposer(), *([drafter] if drafter else [])])
+    return own_proposer(way)
 
 
 def _device(config: WorkerConfig) -> torch.device:
@@ -100,14 +140,14 @@ def set_threads(config: WorkerConfig) -> None:
     torch.set_num_threads(_threads(config))
 
 
-def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None) -> Tensor:
     """The key-value cache, [layers, 2, slots + 1, kv_heads, head_dim] of zeros; halved until it fits.
 
     :raises OutOfMemory: not even one whole context fits.
     """
     model = config.model
-    tokens = config.options.kv_tokens or _default_tokens(model, dtype, device)
-    least = min(tokens, model.context_length)
+    tokens = config.options.kv_tokens or _default_tokens(config, dtype, device)
+    least = least or min(tokens, model.context_length)
     while True:
         size = (model.num_layers, 2, tokens + 1, model.num_kv_heads, model.head_dim)
         try:
@@ -119,8 +159,10 @@ def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
             tokens = max(least, tokens // 2)
 
 
-def _default_tokens(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    per_token = model.kv_floats_per_token * dtype.itemsize
+def _default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
+    model, drafter = config.model, config.drafter
+    floats = model.kv_floats_per_token + (drafter.model.kv_floats_per_token if drafter else 0)
+    per_token = floats * dtype.itemsize
     budget = _CPU_CACHE_BYTES
     if device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)

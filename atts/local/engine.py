@@ -16,7 +16,7 @@ import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
-from atts.errors import ContextOverflow, EngineUnavailable, ModelLoadError
+from atts.errors import ContextOverflow, EngineUnavailable, ModelLoadError, OptionError
 from atts.local.messages import (
     Cancel,
     FailureReply,
@@ -31,6 +31,7 @@ from atts.local.messages import (
 )
 from atts.local.model_config import read_model_config
 from atts.local.options import LocalOptions
+from atts.local.proposing import own_proposer
 from atts.local.worker import LoopWorker, ProcessWorker, ThreadWorker
 from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, require_template, weight_files
 from atts.tasks import soon
@@ -235,6 +236,8 @@ class _OpenEngine:
     def _deliver(self, report: LoopReport) -> None:
         if report.stats is not None:
             self.loop_stats = report.stats
+            if report.stats.speculation is not None:
+                warn_once(report.stats.speculation.trouble)
         for reply in report.replies:
             if reply.request_id == 0:
                 assert isinstance(reply, FailureReply), "only an end concerns all requests"
@@ -260,8 +263,27 @@ def _prepare(
     if tokenizer.vocabulary > config.vocabulary:
         problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {config.vocabulary}"
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
+    drafter = _prepare_drafter(name, options, tokenizer) if options.speculates and options.drafter else None
+    if options.speculates and ":" in (options.speculate or ""):
+        own_proposer(str(options.speculate))  # it is made again where the loop runs; here a mistake is told at once
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_digest(weights, 4, 16)}"
-    return WorkerConfig(name, folder, config, tokenizer.pieces, options), tokenizer, (label, _digest(weights, 16, 256))
+    worker = WorkerConfig(name, folder, config, tokenizer.pieces, options, drafter)
+    return worker, tokenizer, (label, _digest(weights, 16, 256))
+
+
+def _prepare_drafter(name: str, options: LocalOptions, tokenizer: ModelTokenizer) -> WorkerConfig:
+    """All that is known of the draft model before it is loaded.
+
+    :raises OptionError: its ids do not mean what the target's do.
+    """
+    own = f"{name}'s drafter"
+    folder = find_folder(options.drafter, own, (*TEXT_FILES, *WEIGHT_FILES))
+    pieces = ModelTokenizer(folder, own).pieces
+    shared = min(len(pieces), len(tokenizer.pieces))
+    if pieces[:shared] != tokenizer.pieces[:shared]:
+        problem = f"{options.drafter} has another tokenizer than {name}'s model: its proposals would mean nothing"
+        raise OptionError("drafter", f"{problem}. Name a smaller model of the same family")
+    return WorkerConfig(own, folder, read_model_config(folder, own), pieces, options)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atts.core import SampleRequest
-from atts.decode import SamplingBatch, batch_sampling
+from atts.decode import SamplingBatch, batch_sampling, spread_rows
 from atts.local.batch import Model, PrefillChunk, StepPlan, step_batch
 from atts.local.messages import (
     Cancel,
@@ -29,6 +30,7 @@ from atts.local.messages import (
 )
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, ending, new_sequence
+from atts.local.speculating import Speculation
 
 _NOT_NUMBERS = "the model's logits are not numbers (NaN)", "Check the weights; in half precision try float32"
 _REPORT_SECONDS = 0.2
@@ -51,13 +53,14 @@ class TokenTable:
     end_ids: frozenset[int]
 
 
+Draws = tuple[Sequence, list[int], list[float]]  # tokens and log-probs at the places that a sequence was computed at
 ScoredChunk = tuple[PrefillChunk, list[float], Tensor | None]
 
 
 class Computed(NamedTuple):
     """What one step computed, before any sequence hears of it."""
 
-    sampled: list[tuple[Sequence, int, float]]
+    sampled: list[Draws]
     started: dict[Sequence, Tensor]  # logits after prompts that were fed to their end
     scored: list[ScoredChunk]
     firsts: list[tuple[Sequence, float]]  # tokens scored by cached logits
@@ -67,9 +70,15 @@ class StepLoop:
     """Owns the scheduler and the model; runs in one thread until told to close."""
 
     def __init__(
-        self, model: Model, scheduler: Scheduler, token_table: TokenTable, send: Callable[[LoopReport], None]
+        self,
+        model: Model,
+        scheduler: Scheduler,
+        token_table: TokenTable,
+        send: Callable[[LoopReport], None],
+        speculation: Speculation | None = None,
     ) -> None:
         self._model, self._scheduler, self._token_table, self._send = model, scheduler, token_table, send
+        self._speculation = speculation
         self._stats = LoopStats()
         self._replies: list[Reply] = []
         self._reported_at = 0.0
@@ -94,8 +103,13 @@ class StepLoop:
         began = perf_counter()
         plan = self._scheduler.plan()
         self._count(plan, began)
+        if self._speculation is not None:
+            self._speculation.propose(plan)
         self._attempt(plan)
-        self._stats.busy_seconds += perf_counter() - began
+        seconds = perf_counter() - began
+        self._stats.busy_seconds += seconds
+        if self._speculation is not None:
+            self._speculation.observed(plan, seconds)
 
     def fail_all(self, failure: FailureReply) -> None:
         """Tell every caller that nothing more will come."""
@@ -108,7 +122,8 @@ class StepLoop:
                 case Submit(request_id, request):
                     self._stats.requests += 1
                     try:
-                        self._scheduler.add(new_sequence(request_id, request, perf_counter()))
+                        pieces = self._token_table.pieces
+                        self._scheduler.add(new_sequence(request_id, request, perf_counter(), pieces))
                     except Exception as error:  # noqa: BLE001  it is this request's, and told to its caller alone
                         problem = f"it cannot take this request ({type(error).__name__}: {error})"
                         self._replies.append(FailureReply(request_id, "broken", problem, "The others go on"))
@@ -119,13 +134,16 @@ class StepLoop:
                     self._is_closing = True
 
     def _attempt(self, plan: StepPlan) -> None:
-        """Execute a plan; one that breaks is halved until the requests that break it are alone, and these fail."""
+        """Execute a plan; one that breaks is tried without proposals, then halved until what breaks it fails alone."""
         if not plan.size:
             return
         try:
             computed = self._compute(plan)
         except Exception as error:  # noqa: BLE001  told to the callers whose requests it concerns
-            if is_out_of_memory(error):
+            if self._speculation is not None and plan.proposals:
+                self._speculation.give_way(plan, shorten=is_out_of_memory(error))
+                self._attempt(plan)
+            elif is_out_of_memory(error):
                 self._shrink()
             elif plan.size > 1:
                 for half in plan.halves():
@@ -142,12 +160,11 @@ class StepLoop:
             hidden = self._model.forward(step_batch(plan, self._scheduler.table), self._scheduler.table)
         started, chunks = plan.started(), plan.scored()
         sequences = plan.ready + plan.decoding + started
-        count = len(plan.decoding) + len(started)
+        count = plan.num_rows + len(started)
         logits = self._sampling_logits(plan.ready, hidden, count)
-        tokens, logprobs = self._sample(sequences, logits) if sequences else ([], [])
         return Computed(
-            sampled=list(zip(sequences, tokens, logprobs, strict=True)),
-            started=dict(zip(started, logits[len(sequences) - len(started) :], strict=True)) if started else {},
+            sampled=self._sample(sequences, plan.widths(), logits) if sequences else [],
+            started=dict(zip(started, logits[len(logits) - len(started) :], strict=True)) if started else {},
             scored=self._score(chunks, hidden[count:]) if hidden is not None and chunks else [],
             firsts=self._score_first_tokens(chunks),
         )
@@ -158,8 +175,8 @@ class StepLoop:
             sequence.num_computed += 1
         for chunk in plan.prefills:
             chunk.sequence.num_computed = chunk.stop
-        for sequence, token, logprob in computed.sampled:
-            self._guarded(sequence, self._commit_sampled, (token, logprob, computed.started.get(sequence)))
+        for sequence, tokens, logprobs in computed.sampled:
+            self._guarded(sequence, self._commit_sampled, (tokens, logprobs, computed.started.get(sequence)))
         for sequence, value in computed.firsts:
             sequence.logprobs.append(value)
         self._stats.free_tokens += len(computed.firsts)
@@ -187,10 +204,21 @@ class StepLoop:
             parts.append(self._model.compute_logits(hidden[:count]))
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
 
-    def _sample(self, sequences: list[Sequence], logits: Tensor) -> tuple[list[int], list[float]]:
-        uniforms = [float(s.uniforms[len(s.logprobs)]) for s in sequences if s.uniforms is not None]
-        sampled = self._model.sample(logits, self._sampling_batch(sequences, logits), uniforms)
-        return sampled.tokens.tolist(), sampled.logprobs.tolist()
+    def _sample(self, sequences: list[Sequence], widths: list[int], logits: Tensor) -> list[Draws]:
+        """One draw a row, with the uniform of its place; a sequence with a proposal has as many rows as its width."""
+        sampling = self._sampling_batch(sequences, logits)
+        if len(logits) > len(sequences):
+            rows = torch.arange(len(sequences)).repeat_interleave(torch.tensor(widths))
+            sampling = spread_rows(sampling, rows)
+        uniforms = [
+            float(uniform)
+            for sequence, width in zip(sequences, widths, strict=True)
+            if sequence.uniforms is not None
+            for uniform in sequence.uniforms[len(sequence.logprobs) :][:width]
+        ]
+        sampled = self._model.sample(logits, sampling, uniforms)
+        tokens, logprobs = iter(sampled.tokens.tolist()), iter(sampled.logprobs.tolist())
+        return [(s, list(islice(tokens, n)), list(islice(logprobs, n))) for s, n in zip(sequences, widths, strict=True)]
 
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
         """Settings as tensors, made anew only when the batch changed."""
@@ -219,25 +247,33 @@ class StepLoop:
             for chunk, first, stop in zip(chunks, firsts[:-1], firsts[1:], strict=True)
         ]
 
-    def _commit_sampled(self, sequence: Sequence, token: int, logprob: float, started: Tensor | None) -> None:
-        """Append the new token; a prompt that was fed to its end, to these logits, is cached for its siblings."""
+    def _commit_sampled(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[float], started: Tensor | None
+    ) -> None:
+        """Append what is to be written; a prompt fed to its end, to these logits, is cached for its siblings."""
+        if started is not None and not math.isnan(logprobs[0]):
+            self._cache(sequence, started)
+        stood = self._speculation.settle(sequence, tokens) if self._speculation and len(tokens) > 1 else 0
+        for place in range(stood + 1):
+            sequence.num_computed += place > 0  # a proposed token that stands was fed
+            if not self._append(sequence, tokens[place], logprobs[place]):
+                break
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> bool:
+        """Write a token; whether the sequence goes on."""
         if math.isnan(logprob):
             self._fail(sequence, "broken", *_NOT_NUMBERS)
-            return
-        if started is not None:
-            self._cache(sequence, started)
-        self._append(sequence, token, logprob)
-
-    def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
+            return False
         sequence.ids.append(token)
         sequence.logprobs.append(logprob)
         self._stats.sampled_tokens += 1
         ended = ending(sequence, token, self._token_table.pieces, self._token_table.end_ids)
         sequence.is_decoding = ended is None
         if ended is not None:
-            ids, logprobs = tuple(sequence.ids[-len(sequence.logprobs) :]), tuple(sequence.logprobs)
-            self._replies.append(SampleReply(sequence.request_id, ids, ended, logprobs, sequence.cached_tokens))
+            ids, own = tuple(sequence.ids[-len(sequence.logprobs) :]), tuple(sequence.logprobs)
+            self._replies.append(SampleReply(sequence.request_id, ids, ended, own, sequence.cached_tokens))
             self._scheduler.finish(sequence)
+        return ended is None
 
     def _score_first_tokens(self, chunks: list[PrefillChunk]) -> list[tuple[Sequence, float]]:
         """Suffixes that begin where the cache has logits have their first token scored by those."""
@@ -308,6 +344,7 @@ class StepLoop:
             kv_peak=allocator.peak_used,
             preempted=self._scheduler.num_preempted,
             evicted_tokens=self._scheduler.num_evicted,
+            speculation=self._speculation.report() if self._speculation is not None else None,
         )
 
     def _report(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,7 @@ class WorkerConfig:
     model: ModelConfig
     pieces: tuple[bytes, ...]  # the bytes of each token
     options: LocalOptions
+    drafter: WorkerConfig | None = None  # the model that drafts for this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,29 @@ class WorkerReady:
 
 
 @dataclass(slots=True)
+class SpeculationStats:
+    """What was proposed and what of it stood, in all and by position."""
+
+    rounds: int = 0  # proposals verified: one sequence in one step
+    proposed: int = 0
+    accepted: int = 0
+    tested_at: list[int] = field(default_factory=list[int])  # rounds in which all tokens before this place stood
+    stood_at: list[int] = field(default_factory=list[int])  # of them, those in which the one at this place did as well
+    seconds: float = 0.0  # spent on proposing
+    trouble: str = ""  # why nothing is proposed any more
+
+    def add(self, proposed: int, stood: int) -> None:
+        """One more round."""
+        self.rounds, self.proposed, self.accepted = self.rounds + 1, self.proposed + proposed, self.accepted + stood
+        missing = max(0, proposed - len(self.tested_at))
+        self.tested_at += [0] * missing
+        self.stood_at += [0] * missing
+        for place in range(min(stood + 1, proposed)):
+            self.tested_at[place] += 1
+            self.stood_at[place] += place < stood
+
+
+@dataclass(slots=True)
 class LoopStats(EngineCounters):
     """Counters of the step loop since it began; the loop adds to its own and hands out copies."""
 
@@ -117,6 +141,7 @@ class LoopStats(EngineCounters):
     preempted: int = 0
     evicted_tokens: int = 0
     shrunk: int = 0  # steps that did not fit into memory and made those after them smaller
+    speculation: SpeculationStats | None = None  # None: there is none
 
 
 Command = Submit | Cancel | Close

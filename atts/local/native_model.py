@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atts.decode import SampledTokens, SamplingBatch, sample
+from atts.decode import SampledTokens, SamplingBatch, filtered_rows, sample, spread_rows
 from atts.local.allocator import SlotIds
 from atts.local.batch import StepBatch
 from atts.local.loader import LayerWeights, Rope, Weights
@@ -174,17 +174,30 @@ class NativeModel:
         return values, kept
 
     def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
-        """One token a row; settings that filter tokens are left to torch."""
-        if sampling.top_k is not None or sampling.top_p is not None or sampling.min_p is not None:
-            return sample(logits, sampling, torch.tensor(uniforms, dtype=torch.float64))
-        num_rows, vocabulary = logits.shape
+        """One token a row; rows that filter tokens are left to torch, the others not: company changes no bit."""
         numbers = np.array(uniforms, dtype=np.float64)
+        filtered = filtered_rows(sampling, logits.shape[-1])
+        if filtered is None:
+            return self._sample(logits, sampling.temperature, numbers)
+        theirs, ours = filtered.nonzero().squeeze(-1), (~filtered).nonzero().squeeze(-1)
+        drawn = sample(logits[theirs], spread_rows(sampling, theirs), torch.from_numpy(numbers)[theirs])
+        if not len(ours):
+            return drawn
+        rest = self._sample(logits[ours], sampling.temperature[ours], numbers[ours.numpy()])
+        order = torch.cat([theirs, ours]).argsort()
+        return SampledTokens(
+            torch.cat([drawn.tokens, rest.tokens])[order], torch.cat([drawn.logprobs, rest.logprobs])[order]
+        )
+
+    def _sample(self, logits: Tensor, temperatures: Tensor, numbers: NDArray[np.float64]) -> SampledTokens:
+        """One token a row from its whole law."""
+        num_rows, vocabulary = logits.shape
         tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
         request = _Sampling(
             num_rows=num_rows,
             vocabulary=vocabulary,
             logits=logits.data_ptr(),
-            temperatures=sampling.temperature.data_ptr(),
+            temperatures=temperatures.data_ptr(),
             uniforms=_address(numbers),
             tokens=tokens.data_ptr(),
             logprobs=logprobs.data_ptr(),

@@ -11,6 +11,8 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 Kernel = Literal["auto", "torch", "native"]
 WorkerKind = Literal["thread", "process"]
+SPECULATE = ("auto", "draft", "suffix", "off")
+MOST_PROPOSED = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,9 @@ class LocalOptions:
     max_batch: int = 256  # sequences in one step
     chunk_tokens: int = 512  # tokens in one step, decoding apart
     threads: int | None = None  # of one step; None leaves torch's setting
+    drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
+    speculate: str | None = None  # auto, draft, suffix, off, or MODULE:CLASS; None: auto where a drafter is named
+    k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
 
     def check(self) -> None:
         """See that every option is known and possible.
@@ -32,10 +37,23 @@ class LocalOptions:
         :raises OptionError: one is not.
         """
         for option, known in {"device": Device, "dtype": Dtype, "worker": WorkerKind, "kernel": Kernel}.items():
-            value = getattr(self, option)
-            if value not in get_args(known):
-                raise OptionError(str(value), f"no such {option}", get_args(known))
+            choice = getattr(self, option)
+            if choice not in get_args(known):
+                raise OptionError(str(choice), f"no such {option}", get_args(known))
         for option in ("kv_tokens", "max_batch", "chunk_tokens", "threads"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise OptionError(option, f"is {value}, expected at least 1")
+        if self.k is not None and not 0 <= self.k <= MOST_PROPOSED:
+            raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
+        if self.speculate is not None and self.speculate not in SPECULATE and ":" not in self.speculate:
+            ways = (*SPECULATE, "MODULE:CLASS")
+            raise OptionError("speculate", f"{self.speculate!r} is no way to speculate", ways, self.speculate)
+        if self.speculate == "draft" and not self.drafter:
+            raise OptionError("speculate", "draft needs a draft model: write drafter=embedded:draft, or another's name")
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are proposed at all."""
+        is_on = bool(self.drafter) if self.speculate is None else self.speculate != "off"
+        return is_on and self.k != 0

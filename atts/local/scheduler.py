@@ -56,6 +56,14 @@ class Scheduler:
         """How many requests are waiting or running."""
         return len(self._unfinished)
 
+    def sequence(self, request_id: int) -> Sequence:
+        """An unfinished request."""
+        return self._unfinished[request_id]
+
+    def is_unfinished(self, request_id: int) -> bool:
+        """Whether it is waiting or running."""
+        return request_id in self._unfinished
+
     def running(self) -> list[Sequence]:
         """The requests that have a row, oldest first."""
         return list(self._running)
@@ -96,7 +104,7 @@ class Scheduler:
         """Admit what fits, then choose the tokens of the next step, for the oldest first."""
         if self._waiting:
             self._admit()
-        plan = StepPlan([], [], [])
+        plan = StepPlan([], [], [], [])
         num_decoding = sum([sequence.is_decoding for sequence in self._running])
         budget = max(self._chunk_tokens - num_decoding, (self._chunk_tokens + 3) // 4)
         for sequence in self._running.copy():
@@ -114,6 +122,16 @@ class Scheduler:
                     plan.prefills.append(PrefillChunk(sequence, start, stop, _logits_from(sequence, stop)))
         plan.prefills.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
         return plan
+
+    def widen(self, sequence: Sequence, count: int) -> int:
+        """How many tokens, at most `count`, a sequence that decodes may feed beyond its newest one.
+
+        Slots for them are taken as long as there are plenty: no sequence is ever preempted for them.
+        """
+        most = min(sequence.num_computed + 1 + min(count, _SLOT_RUN), sequence.max_slots)
+        if most > sequence.capacity and self._has_plenty():
+            self._reserve(sequence, most)
+        return min(most, sequence.capacity) - sequence.num_computed - 1
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
         """Hand what is computed of this sequence over to the prefix tree, and read from it what is there already."""
@@ -194,7 +212,7 @@ class Scheduler:
         if need <= 0:
             return True
         count = need
-        if self.allocator.num_free + self.tree.num_evictable >= _SLOT_RUN * len(self._running):
+        if self._has_plenty():
             count = min(max(need, _SLOT_RUN), sequence.max_slots - sequence.capacity)
         if not self._make_room(count, sequence):
             self._preempt(sequence)
@@ -202,6 +220,10 @@ class Scheduler:
         self.table[sequence.row, sequence.capacity : sequence.capacity + count] = self.allocator.allocate(count)
         sequence.capacity += count
         return True
+
+    def _has_plenty(self) -> bool:
+        """Whether every running sequence could be given a run of slots."""
+        return self.allocator.num_free + self.tree.num_evictable >= _SLOT_RUN * len(self._running)
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
         """Evict, then preempt younger sequences, youngest first, until `count` slots are free; whether they are."""
@@ -238,7 +260,7 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         self._running.remove(sequence)
         sequence.row, sequence.node, sequence.cached_logits = -1, None, None
-        sequence.num_computed = sequence.num_shared = sequence.capacity = 0
+        sequence.num_computed = sequence.num_drafted = sequence.num_shared = sequence.capacity = 0
 
 
 def _logits_from(sequence: Sequence, stop: int) -> int:

@@ -36,6 +36,7 @@ class Sequence:
     row: int = -1  # in the slot table; -1 while waiting
     node: PrefixNode | None = None  # deepest node it holds a lock on
     num_computed: int = 0  # tokens whose keys and values are cached
+    num_drafted: int = 0  # tokens whose keys and values the drafter has cached, in the same slots
     num_shared: int = 0  # leading slots of the row that belong to the prefix tree; those after are its own
     capacity: int = 0  # slots in the row
     cached_tokens: int = 0
@@ -50,7 +51,9 @@ class Sequence:
         return self.uniforms is None
 
 
-def new_sequence(request_id: int, request: SampleRequest | ScoreRequest, arrived: float) -> Sequence:
+def new_sequence(
+    request_id: int, request: SampleRequest | ScoreRequest, arrived: float, pieces: tuple[bytes, ...] = ()
+) -> Sequence:
     """The state of a request that has just arrived; the uniforms that belong to it are drawn."""
     order = (request_id + request.priority * _PRIORITY_STEP, request_id)
     if isinstance(request, ScoreRequest):
@@ -66,7 +69,7 @@ def new_sequence(request_id: int, request: SampleRequest | ScoreRequest, arrived
         max_slots=total - 1,  # the last token is never fed
         first_scored=total,
         uniforms=_uniforms(request),
-        stop=StopMatcher(request.stop) if request.stop else None,
+        stop=_stop_matcher(request, pieces) if request.stop else None,
     )
 
 
@@ -86,4 +89,12 @@ def ending(sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: f
 def _uniforms(request: SampleRequest) -> NDArray[np.float64]:
     if request.sampling.temperature == 0:
         return np.zeros(request.max_tokens)
-    return uniforms(request.seed, request.max_tokens)
+    return uniforms(request.seed, request.begun + request.max_tokens)[request.begun :]
+
+
+def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatcher:
+    """What watches for stop strings; it has seen the answer's beginning where that was made elsewhere."""
+    matcher = StopMatcher(request.stop)
+    for token in request.ids[len(request.ids) - request.begun :]:
+        matcher.feed(pieces[token] if token < len(pieces) else b"")
+    return matcher

@@ -88,6 +88,9 @@ def _parse(text: str, scheme: str) -> ServerWords:
         )
     settings = dict(parse_qsl(parts.query, keep_blank_values=True))
     for key in settings:
+        if key in ("drafter", "speculate", "k"):
+            problem = f"{key!r} is for models of this machine: whether a server speculates is set where it is started"
+            raise OptionError("engine", f"{problem} (docs/servers.md)")
         if key not in _KNOWN:
             raise OptionError("engine", f"{key!r} is no setting of a server", _KNOWN, key)
     base, model = _chat_path(parts.path) if dialect == "chat" else ("", parts.path.strip("/"))

@@ -195,6 +195,10 @@ def drive() -> Callable[..., Driven]:
         small = LocalOptions(device="cpu", kernel="torch", kv_tokens=4096, max_batch=16, chunk_tokens=64, threads=1)
         options = replace(small, **changes)
         config = WorkerConfig("tiny", folder, read_model_config(folder, "tiny"), tokenizer.pieces, options)
+        if options.drafter:
+            own = Path(options.drafter)
+            small_one = replace(config, name="drafter", folder=own, model=read_model_config(own, "drafter"))
+            config = replace(config, drafter=small_one)
         driven = Driven({}, LoopStats())
 
         def tell(report: LoopReport) -> None:

@@ -335,10 +335,10 @@ WRONG = (
 async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is told to who asked; what is in flight beside it, and what comes after, is answered as if it were not."""
 
-    def failing(request_id: int, request: SampleRequest | ScoreRequest, arrived: float) -> Any:
+    def failing(request_id: int, request: SampleRequest | ScoreRequest, *rest: Any) -> Any:
         if request.rollout == "unforeseen":
             raise OverflowError("nothing foresaw this")
-        return new_sequence(request_id, request, arrived)
+        return new_sequence(request_id, request, *rest)
 
     monkeypatch.setattr("atts.local.loop.new_sequence", failing)
     async with LocalEngine(make_model("llama"), options=HERE) as engine:

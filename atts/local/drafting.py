@@ -1,0 +1,135 @@
+"""The draft model of a speculating loop: it writes ahead with the uniforms the target is about to draw with.
+
+Its cache has the slots of the target's, addressed through the same table, so what is freed, shared or evicted there is
+so here; all it keeps of its own is how far it has come in each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atts.decode import SamplingBatch, batch_sampling, first_rows, inverse_cdf, probabilities
+from atts.local.batch import Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
+from atts.local.model_config import ModelConfig
+from atts.local.scheduler import Scheduler
+from atts.local.sequence import Sequence
+from atts.speculation import NOTHING, Ask, Proposer, TokenProposal
+
+_CONFIDENCE = 0.8  # of a drafted token, beside those that are looked up
+_CHUNK = 512  # tokens of given text computed at once
+_FEW = 3  # newest tokens fed side by side with other sequences'
+
+
+class ModelDrafter(Proposer):
+    """Proposes what a smaller model draws in the target's place."""
+
+    def __init__(self, model: Model, config: ModelConfig, scheduler: Scheduler, vocabulary: int) -> None:
+        """`vocabulary` is the target's: tokens beyond it are never proposed."""
+        self._model, self._config, self._scheduler = model, config, scheduler
+        self._vocabulary = min(vocabulary, config.vocabulary)
+        self._is_smaller = config.vocabulary < vocabulary
+        self._context = min(config.context_length, config.long_after or config.context_length)
+        self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))
+
+    def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
+        """Catch up with each sequence, then draw its next tokens one by one, all sequences side by side."""
+        proposals = [NOTHING] * len(asks)
+        places = [place for place, ask in enumerate(asks) if self._can_follow(ask)]
+        if places:
+            places.sort(key=lambda place: -asks[place].room)
+            chosen = [asks[place] for place in places]
+            for place, proposal in zip(places, self._draft(chosen), strict=True):
+                proposals[place] = proposal
+        return proposals
+
+    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+        """Keys and values of tokens that stood are right; the others' are written over."""
+        sequence = self._scheduler.sequence(key)
+        start = sequence.num_drafted
+        sequence.num_drafted += min(stood, max(0, len(proposal.tokens) - 1))  # the last one was drawn, not fed
+        self._mark(sequence, start)
+
+    def _can_follow(self, ask: Ask) -> bool:
+        sequence = self._scheduler.sequence(ask.key)
+        fits = sequence.rope_row == 0 and len(ask.ids) + ask.room <= self._context
+        return fits and not (self._is_smaller and max(ask.ids) >= self._vocabulary)
+
+    def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
+        """Those with the most room come first, so that the others drop out from the end."""
+        sequences = [self._scheduler.sequence(ask.key) for ask in asks]
+        rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
+        newest = np.array([len(sequence.ids) - 1 for sequence in sequences], dtype=np.int64)
+        drafted: list[list[int]] = [[] for _ in asks]
+        laws: list[list[Tensor]] = [[] for _ in asks]
+        count = len(asks)
+        for step in range(asks[0].room):
+            while asks[count - 1].room <= step:
+                count -= 1
+            if step == 0:
+                batch = self._catch_up(sequences)
+            else:
+                tokens, ropes = np.array([own[-1] for own in drafted[:count]], dtype=np.int64), np.zeros_like(rows)
+                batch = single_rows(tokens, newest[:count] + step, ropes[:count], rows[:count], self._scheduler.table)
+            tokens_drawn, drawn_from = self._draw(batch, asks, step, count)
+            for place, token in enumerate(tokens_drawn):
+                drafted[place].append(token)
+                if drawn_from is not None:
+                    laws[place].append(drawn_from[place])
+        return [
+            TokenProposal(tuple(own), _CONFIDENCE, torch.stack(law).numpy(force=True) if ask.wants_laws else None)
+            for ask, own, law in zip(asks, drafted, laws, strict=True)
+        ]
+
+    def _draw(self, batch: StepBatch, asks: list[Ask], step: int, count: int) -> tuple[list[int], Tensor | None]:
+        """A token for each of the first asks, and the laws they come from where one of them is asked for."""
+        logits = self._model.compute_logits(self._model.forward(batch, self._scheduler.table))[:, : self._vocabulary]
+        uniforms = [float(ask.uniforms[step]) for ask in asks[:count]]
+        sampling = first_rows(self._sampling_batch(asks, logits), count)
+        tokens: list[int]
+        if not any(ask.wants_laws for ask in asks):
+            tokens = self._model.sample(logits.contiguous(), sampling, uniforms).tokens.tolist()
+            return tokens, None
+        laws = probabilities(logits, sampling)
+        tokens = inverse_cdf(laws, torch.tensor(uniforms, dtype=torch.float64)).tolist()
+        return tokens, laws
+
+    def _sampling_batch(self, asks: list[Ask], logits: Tensor) -> SamplingBatch:
+        key = tuple([ask.key for ask in asks])
+        if key != self._sampling[0]:
+            settings = [ask.sampling for ask in asks]
+            self._sampling = key, batch_sampling(settings, logits.shape[-1], logits.device)
+        return self._sampling[1]
+
+    def _catch_up(self, sequences: list[Sequence]) -> StepBatch:
+        """What was written since it last drafted: long pieces are computed now, the last few tokens are the batch."""
+        fed: list[tuple[int, int, int, bool]] = []
+        for sequence in sequences:
+            start, stop = self._known(sequence), len(sequence.ids)
+            while stop - start > _FEW:
+                end = min(stop - 1, start + _CHUNK)
+                chunk = PrefillChunk(sequence, start, end, end)
+                table = self._scheduler.table
+                self._model.forward(step_batch(StepPlan([], [chunk], [], []), table), table)
+                start = end
+            fed += [(sequence.row, at, sequence.ids[at], at == stop - 1) for at in range(start, stop)]
+            start, sequence.num_drafted = sequence.num_drafted, stop
+            self._mark(sequence, start)
+        rows, positions, tokens, are_last = np.array(fed, dtype=np.int64).T.copy()
+        return single_rows(tokens, positions, np.zeros_like(rows), rows, self._scheduler.table, are_last)
+
+    def _known(self, sequence: Sequence) -> int:
+        """How many tokens are cached here, found in slots that siblings share where there is much to catch up with."""
+        start, newest = min(sequence.num_drafted, len(sequence.ids) - 1), len(sequence.ids) - 1
+        if newest - start > _FEW:
+            known = self._scheduler.allocator.drafted[self._scheduler.table[sequence.row, start:newest]]
+            start += len(known) if known.all() else int(known.argmin())
+        return start
+
+    def _mark(self, sequence: Sequence, start: int) -> None:
+        """Slots from here on hold the drafter's keys and values as well."""
+        slots = self._scheduler.table[sequence.row, start : sequence.num_drafted]
+        self._scheduler.allocator.drafted[slots] = True

@@ -1,0 +1,159 @@
+"""Speculation in the step loop: how much is proposed, by whom, and how much of it stood."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Protocol
+
+from atts.core import SampleRequest, TokenIds
+from atts.local.batch import StepPlan
+from atts.local.messages import SpeculationStats
+from atts.local.scheduler import Scheduler
+from atts.local.sequence import Sequence
+from atts.speculation import Ask, Proposer, TokenProposal, standing
+
+
+class Lengths(Protocol):
+    """Decides how many tokens are proposed for each decoding sequence in a step; it may see all but the tokens."""
+
+    def choose(self, plan: StepPlan) -> Many[int]:
+        """The most tokens to propose for each of `plan.decoding`; 0: none."""
+        ...
+
+    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> None:
+        """What came of the step: each round, and how long it took to propose and then to compute the step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationRound:
+    """One proposal and what came of it."""
+
+    request_id: int
+    proposed: int
+    stood: int
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLength:
+    """The same number of tokens for every sequence and step."""
+
+    tokens: int
+
+    def choose(self, plan: StepPlan) -> list[int]:
+        """That many each."""
+        return [self.tokens] * len(plan.decoding)
+
+    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> None:
+        """Nothing is learned."""
+
+
+class Speculation:
+    """Adds proposals to plans and says what of them stands; a proposal lives no longer than its step."""
+
+    def __init__(
+        self, proposer: Proposer, lengths: Lengths, scheduler: Scheduler, vocabulary: int, end_ids: frozenset[int]
+    ) -> None:
+        self._proposer, self._lengths, self._scheduler = proposer, lengths, scheduler
+        self._vocabulary, self._end_ids = vocabulary, end_ids
+        self._most = 1 << 30  # tokens a proposal may have, less once memory ran out
+        self._asked = dict[int, TokenProposal]()
+        self._rounds: list[SpeculationRound] = []
+        self._proposing = 0.0
+        self._known = set[int]()  # request ids that proposers were asked about
+        self._stats = SpeculationStats()
+
+    def propose(self, plan: StepPlan) -> None:
+        """Add to the plan what may follow each decoding sequence's newest token, as far as there are slots for it."""
+        self._rounds.clear()
+        self._asked.clear()
+        self._forget_finished()
+        if self._stats.trouble or not plan.decoding:
+            return
+        began = perf_counter()
+        asks: list[Ask] = []
+        for sequence, length in zip(plan.decoding, self._lengths.choose(plan), strict=True):
+            room = self._scheduler.widen(sequence, min(length, self._most)) if length > 0 else 0
+            if room > 0:
+                asks.append(_ask(sequence, room))
+        if asks:
+            self._ask(asks)
+            plan.proposals.extend([self._proposal(sequence.request_id) for sequence in plan.decoding])
+            if not any(plan.proposals):
+                plan.proposals.clear()
+        self._proposing = perf_counter() - began
+        self._stats.seconds += self._proposing
+
+    def settle(self, sequence: Sequence, drawn: list[int]) -> int:
+        """How many of a sequence's proposed tokens stand, where these were drawn at its places."""
+        proposal = self._asked[sequence.request_id]
+        stood = standing(proposal.tokens, drawn)
+        self._proposer.settled(sequence.request_id, proposal, stood)
+        self._rounds.append(SpeculationRound(sequence.request_id, len(proposal.tokens), stood))
+        return stood
+
+    def observed(self, plan: StepPlan, seconds: float) -> None:
+        """Tell who decides about lengths what came of the step, and how long the step itself took."""
+        for each in self._rounds:
+            self._stats.add(each.proposed, each.stood)
+        if plan.decoding:
+            self._lengths.observed(plan, self._rounds, (self._proposing, seconds - self._proposing))
+
+    def report(self) -> SpeculationStats:
+        """A copy of the counters."""
+        return replace(self._stats, tested_at=[*self._stats.tested_at], stood_at=[*self._stats.stood_at])
+
+    def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
+        """A step broke: it is tried again without proposals; where memory ran out, later ones are shorter."""
+        if shorten:
+            self._most = min(self._most, max(map(len, plan.proposals)) // 2)
+        plan.proposals.clear()
+
+    def _ask(self, asks: list[Ask]) -> None:
+        self._known.update(ask.key for ask in asks)
+        try:
+            proposals = self._proposer.propose(asks)
+            self._asked = {ask.key: self._checked(ask, proposal) for ask, proposal in zip(asks, proposals, strict=True)}
+        except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
+            name = type(self._proposer).__name__
+            self._stats.trouble = f"speculation is off: {name} failed ({type(error).__name__}: {error})"
+
+    def _proposal(self, request_id: int) -> TokenIds:
+        found = self._asked.get(request_id)
+        return found.tokens if found is not None else ()
+
+    def _checked(self, ask: Ask, proposal: TokenProposal) -> TokenProposal:
+        """The proposal up to the room there is, and to the first token after which there is nothing to write."""
+        tokens = proposal.tokens[: ask.room]
+        sound = next((at for at, token in enumerate(tokens) if not self._may_go_on(token)), len(tokens))
+        if sound == len(proposal.tokens):
+            return proposal
+        return TokenProposal(tuple(tokens[:sound]), proposal.confidence, proposal.laws)
+
+    def _may_go_on(self, token: int) -> bool:
+        return 0 <= token < self._vocabulary and token not in self._end_ids
+
+    def _forget_finished(self) -> None:
+        gone = [key for key in self._known if not self._scheduler.is_unfinished(key)]
+        for key in gone:
+            self._known.discard(key)
+            self._proposer.ended(key)
+
+
+def _ask(sequence: Sequence, room: int) -> Ask:
+    request = sequence.request
+    assert isinstance(request, SampleRequest), "only sampled sequences decode"
+    assert sequence.uniforms is not None, "only sampled sequences decode"
+    written = len(sequence.logprobs)
+    return Ask(
+        key=sequence.request_id,
+        ids=sequence.ids,
+        written=written,
+        room=room,
+        uniforms=sequence.uniforms[written : written + room],
+        sampling=request.sampling,
+        rollout=request.rollout,
+        hint=request.draft,
+    )

@@ -31,6 +31,19 @@ Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "fa
 
 
 @dataclass(frozen=True, slots=True)
+class Grading:
+    """How an answer is held to its reference; the default tolerates no number that is off, and lets a unit be left out.
+
+    `relative`, a share of the larger number, is for references that are decimals; `absolute` is for any number.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+    units: Literal["optional", "required"] = "optional"
+    choices: Literal["letter", "text"] = "letter"  # text: of the right choice, its words count as well as its letter
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One question, its reference answer when there is one, and where it came from."""
 
@@ -42,6 +55,8 @@ class Problem:
     subject: str = ""
     choices: tuple[str, ...] = ()
     source: str = ""
+    grading: Grading | None = None  # None: the default
+    examples: tuple[tuple[str, str], ...] = ()  # problems with their solutions, said before this one
 
 
 @dataclass(frozen=True, slots=True)

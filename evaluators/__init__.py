@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from atts.evaluators.datasets.selection import select as select
     from atts.evaluators.datasets.sources import BENCHMARKS as BENCHMARKS
     from atts.evaluators.datasets.sources import Benchmark as Benchmark
+    from atts.evaluators.datasets.sources import find_benchmark as find_benchmark
     from atts.evaluators.equivalence.fast import equivalent as equivalent
     from atts.evaluators.equivalence.grouping import group as group
     from atts.evaluators.grading import GradedRecord as GradedRecord
     from atts.evaluators.grading import GradeTally as GradeTally
     from atts.evaluators.grading import grade as grade
+    from atts.evaluators.grading import judge as judge
     from atts.evaluators.grading import reference as reference
     from atts.evaluators.metrics.intervals import Estimate as Estimate
+    from atts.evaluators.metrics.intervals import accuracy_estimate as accuracy_estimate
     from atts.evaluators.metrics.intervals import mean_estimate as mean_estimate
     from atts.evaluators.metrics.intervals import share_estimate as share_estimate
     from atts.evaluators.metrics.majority import Votes as Votes
@@ -71,11 +74,11 @@ _NAMES = {
     "datasets.loading": "Dataset LoadOptions digest load_dataset overlap",
     "datasets.rows": "json_lines",
     "datasets.selection": "Selection select",
-    "datasets.sources": "BENCHMARKS Benchmark",
+    "datasets.sources": "BENCHMARKS Benchmark find_benchmark",
     "equivalence.fast": "equivalent",
     "equivalence.grouping": "group",
-    "grading": "GradeTally GradedRecord grade reference",
-    "metrics.intervals": "Estimate mean_estimate share_estimate",
+    "grading": "GradeTally GradedRecord grade judge reference",
+    "metrics.intervals": "Estimate accuracy_estimate mean_estimate share_estimate",
     "metrics.majority": "Votes maj_at_k votes weighted_maj_at_k",
     "metrics.paired": "Comparison McNemar compare_runs mcnemar problems_needed",
     "metrics.rates": "Counts avg_at_n count g_pass_at_k pass_at_k pass_hat_k rate",

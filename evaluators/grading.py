@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from atts.core import AnswerKind
-from atts.errors import DatasetError
+from atts.core import AnswerKind, Grading, Problem
+from atts.errors import DatasetError, OptionError
 from atts.evaluators.answers.extraction import Extraction, Fallback, extraction
+from atts.evaluators.datasets.columns import LETTERS
 from atts.evaluators.equivalence.fast import equivalent
 from atts.evaluators.metrics.wilson import wilson_interval
-from atts.evaluators.verdict import Limits, Verdict
+from atts.evaluators.verdict import STRICT, Verdict, changed
 
 _KINDS: dict[str, AnswerKind] = {"math": "math", "choice": "choice", "text": "text", "answer": "math"}
 _PROSE = 200  # characters from which a reference is taken for a worked solution, to be extracted from
@@ -46,14 +47,14 @@ def grade(
     kind: AnswerKind = "math",
     *,
     fallback: Fallback = "statement",
-    limits: Limits | None = None,
+    grading: Grading = STRICT,
     source: str = "records",
 ) -> Iterator[GradedRecord]:
     """A verdict for each record that has `gold` and either `answer` or `text`, in order.
 
-    A record's own `kind` wins over `kind`. Raises DatasetError at the first record that cannot be graded as one.
+    A record's own `kind`, `relative`, `absolute` and `units` win over those given here. Raises DatasetError at the
+    first record that cannot be graded as one.
     """
-    bounds = limits or Limits()
     for index, record in enumerate(records):
         where = f"{source}, record {index + 1}"
         gold = _text(record, "gold", where)
@@ -64,7 +65,7 @@ def grade(
         if "text" in record:
             own = "math" if own == "text" else own
             gold = reference(gold, own)
-        verdict = _verdict(gold, found, own, bounds)
+        verdict = _verdict(gold, found, own, _own(record, grading, where))
         expected = record["expected"] if isinstance(record.get("expected"), bool) else None
         yield GradedRecord(index, str(record.get("id", index)), verdict, found.answer, found.rule, expected)
 
@@ -115,10 +116,28 @@ def reference(gold: str, kind: AnswerKind = "math") -> str:
     return extraction(gold, kind).answer or gold
 
 
-def _verdict(gold: str, found: Extraction, kind: AnswerKind, limits: Limits) -> Verdict:
+def judge(problem: Problem, answer: str) -> Verdict:
+    """The verdict on an answer to a problem that has a reference, by the problem's own policy."""
+    assert problem.answer is not None, "only problems with a reference are graded"
+    grading = problem.grading or STRICT
+    if problem.kind == "choice" and grading.choices == "text":
+        said = [equivalent(choice, answer, "math").is_equal for choice in problem.choices]
+        answer = LETTERS[said.index(True)] if said.count(True) == 1 else answer
+    return equivalent(problem.answer, answer, problem.kind, grading=grading)
+
+
+def _own(record: Mapping[str, Any], grading: Grading, where: str) -> Grading:
+    """The policy with what the record itself says of it."""
+    try:
+        return changed(grading, {name: record.get(name) for name in ("relative", "absolute", "units")})
+    except OptionError as error:
+        raise DatasetError(where, str(error)) from None
+
+
+def _verdict(gold: str, found: Extraction, kind: AnswerKind, grading: Grading) -> Verdict:
     if found.answer is None:
         return Verdict("different", "cut" if found.rule == "cut" else "no answer")
-    return equivalent(gold, found.answer, kind, limits=limits)
+    return equivalent(gold, found.answer, kind, grading=grading)
 
 
 def _answer(record: Mapping[str, Any], kind: AnswerKind, fallback: Fallback, where: str) -> Extraction:

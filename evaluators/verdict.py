@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
+import msgspec
+
+from atts.core import Grading
+from atts.errors import OptionError
+
+STRICT = Grading()
 Status = Literal["equal", "different", "unscored"]
 
 
@@ -35,6 +43,23 @@ class Limits:
     terms: int = 400  # of a written-out sum or product
     steps: int = 20_000  # of one numeric evaluation
     milliseconds: int = 400  # of probing one pair
+
+
+def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
+    """The policy with these fields as given, None as it is; raises OptionError for a value that is none.
+
+    >>> changed(STRICT, {"relative": 0.01, "units": None}).relative
+    0.01
+    """
+    try:
+        told = {name: value for name, value in given.items() if value is not None}
+        found = msgspec.convert({**asdict(grading), **told}, Grading)
+    except msgspec.ValidationError as error:
+        raise OptionError("grading", str(error), [*asdict(grading)]) from None
+    for name in ("relative", "absolute"):
+        if not 0 <= getattr(found, name) < math.inf:
+            raise OptionError(name, f"{getattr(found, name)} is no tolerance: it is a number from 0 on")
+    return found
 
 
 class Undecided(Exception):

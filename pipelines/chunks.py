@@ -18,9 +18,17 @@ def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> P
 
 
 def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
-    """The conversation that a rollout goes on from: a system prompt if there is one, the problem, the instruction."""
-    asked = f"{problem.text}\n\n{policy.instruction}" if policy.instruction else problem.text
-    return [*([Message("system", policy.system)] if policy.system else []), Message("user", asked)]
+    """The conversation that a rollout goes on from: a system prompt if there is one, worked examples, the problem.
+
+    What it asks for is said in the same breath: the letter of a choice, then the instruction.
+    """
+
+    def asked(text: str) -> Message:
+        parts = (text, policy.letter if problem.choices else "", policy.instruction)
+        return Message("user", "\n\n".join(part for part in parts if part))
+
+    worked = (part for text, solution in problem.examples for part in (asked(text), Message("assistant", solution)))
+    return [*([Message("system", policy.system)] if policy.system else []), *worked, asked(problem.text)]
 
 
 def shared(draft: Engine, target: Engine) -> bool:

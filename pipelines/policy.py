@@ -141,6 +141,9 @@ class Policy:
     barrier: Annotated[bool, "every turn waits for all siblings, as synchronous methods do"] = False
     system: Annotated[str, "the system prompt"] = "Solve the problem step by step. Put the final answer in \\boxed{}."
     instruction: Annotated[str, "said after the problem, for models that want no system prompt"] = ""
+    letter: Annotated[str, "said after the choices of a problem that has some"] = (
+        "Answer with the letter of the right choice."
+    )
     confidence_stop: ConfidenceStop | None = None
     rating_text: Annotated[str, "what stands before the digit of a rating"] = "\n\nI think the quality score is: "
     timeout_seconds: Annotated[float, "of one engine call, its queue at the engine included"] = 600.0

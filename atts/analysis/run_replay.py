@@ -12,7 +12,7 @@ from typing import Literal
 from atts.analysis.policy_replay import CUT_SHORT, Replayed, ReplayedRollout, replay_policy
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
 from atts.errors import JournalError, OptionError
-from atts.evaluators import Estimate, equivalent, group, mean_estimate, share_estimate
+from atts.evaluators import Estimate, accuracy_estimate, group, judge, share_estimate
 from atts.journal import FACTS, Decided, FinishedProblem, Graded, RecordedRun, RunState
 from atts.pipelines import CappedGate, Features, Gate, Policy, RoundGate, VoteKind
 
@@ -104,17 +104,14 @@ class _Recorded:
 
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
         """Of these answers, as they were graded then or are graded now."""
-        found = [self._right(o.problem, answers[o.problem.id]) for o in self.outcomes if o.problem.id in answers]
-        graded = [value for value in found if value is not None]
-        return mean_estimate(graded, len(graded))
+        asked = [outcome.problem for outcome in self.outcomes if outcome.problem.answer is not None]
+        return accuracy_estimate(self._right(it, answers[it.id]) for it in asked if it.id in answers)
 
-    def _right(self, problem: Problem, answer: str | None) -> float | None:
-        if problem.answer is None or answer is None:
-            return None if problem.answer is None else 0.0
-        status = self.verdicts.get((problem.id, answer))
-        if status is None:
-            status = equivalent(problem.answer, answer, problem.kind).status
-        return None if status == "unscored" else float(status in ("correct", "equal"))
+    def _right(self, problem: Problem, answer: str | None) -> bool | None:
+        if answer is None:
+            return False
+        status = self.verdicts.get((problem.id, answer)) or judge(problem, answer).status
+        return None if status == "unscored" else status in ("correct", "equal")
 
 
 def _read(run: RecordedRun) -> _Recorded:

@@ -20,12 +20,12 @@ import msgspec
 from atts.api.budgets import budget_of
 from atts.api.keys import Key, flat, keys_of, nested
 from atts.api.layers import CONFIG_VARIABLE, FILE, from_environment, from_file, from_flags
-from atts.api.pairs import PairChoice, find_pair
+from atts.api.pairs import Pair, PairChoice, find_pair
 from atts.api.setup import Setup, setup_keys
 from atts.core import Role
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
-from atts.journal import Setting
+from atts.journal import Json, Setting
 from atts.methods import preset
 from atts.pipelines import Policy
 
@@ -50,9 +50,14 @@ class Job:
     limit: Annotated[int | None, "only the first problems; none: all"] = None
     file: Annotated[str | None, "read the benchmark from this file, not from the hub"] = None
     column: Annotated[tuple[str, ...], "FIELD=COLUMN of the file, such as text=Question"] = ()
+    relative: Annotated[float | None, "by what share a number may differ from a decimal reference"] = None
+    absolute: Annotated[float | None, "by how much a number may differ from its reference"] = None
+    units: Annotated[Literal["optional", "required"] | None, "whether an answer may leave its unit out"] = None
+    choices: Annotated[Literal["letter", "text"] | None, "what counts as a choice: its letter, or its words too"] = None
     references: Annotated[Literal["required", "optional"], "whether every problem must have a reference answer"] = (
         "required"
     )
+    shots: Annotated[str | None, "a file of problems with solutions, said before every problem"] = None
     out: Annotated[str | None, "run directory; none: a folder of its own under `runs`, named after what is run"] = None
     runs: Annotated[str, "where run directories without a name of their own go"] = "runs"
     report: Annotated[ReportKind, "what is written when a run ends"] = "html"
@@ -82,7 +87,10 @@ class Job:
 
         columns = dict(pair.split("=", 1) for pair in self.column)
         file = None if self.file is None else Path(self.file)
-        found = load_dataset(self.dataset, options=LoadOptions(columns=columns, file=file, answers=self.references))
+        grading = {name: getattr(self, name) for name in ("relative", "absolute", "units", "choices")}
+        shots = Path(self.shots) if self.shots else None
+        options = LoadOptions(columns=columns, file=file, answers=self.references, grading=grading, shots=shots)
+        found = load_dataset(self.dataset, options=options)
         if not found.problems:
             raise DatasetError(self.dataset, "it holds no problem")
         return replace(found, problems=found.problems[: self.limit])
@@ -221,9 +229,17 @@ def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
     origin = f"pair {pair.name}"
     return {
         name: Setting(value, origin)
-        for name, value in {**words, **pair.settings}.items()
+        for name, value in {**words, **pair.settings, **_prompt(pair, str(settings["dataset"].value))}.items()
         if settings[name].origin == "default"
     }
+
+
+def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
+    """What the pair is told on this benchmark alone."""
+    from atts.evaluators import find_benchmark
+
+    known = find_benchmark(dataset.partition("[")[0]) if pair.prompts else None
+    return pair.prompts.get(known.name, {}) if known else {}
 
 
 def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:

@@ -74,6 +74,7 @@ class Pair:
     target: str
     note: str
     settings: Mapping[str, Json]
+    prompts: Mapping[str, Mapping[str, Json]] = field(default_factory=dict[str, Mapping[str, Json]])  # by benchmark
     published: Mapping[str, PublishedRow] = field(default_factory=dict[str, PublishedRow])
 
     def model(self, role: Role) -> str:
@@ -130,7 +131,10 @@ def model_sizes() -> Mapping[str, ModelSize]:
 
 def _pair(name: str, row: Mapping[str, Any], kind: Mapping[str, Any]) -> Pair:
     published = {benchmark: PublishedRow(**numbers) for benchmark, numbers in row.get("published", {}).items()}
-    return Pair(name, row["draft"], row["target"], row["note"], dict(flat(kind)), published)
+    settings = dict(flat({key: value for key, value in kind.items() if key != "benchmarks"}))
+    return Pair(
+        name, row["draft"], row["target"], row["note"], settings, kind.get("benchmarks", {}), published=published
+    )
 
 
 @cache

@@ -193,10 +193,9 @@ def answers_for(kind: AnswerKind) -> Answers:
 
 def grade(answer: str, problem: Problem) -> Verdict:
     """The verdict on an answer to a problem that has a reference."""
-    from atts.evaluators import equivalent
+    from atts.evaluators import judge
 
-    assert problem.answer is not None, "only problems with a reference are graded"
-    return equivalent(problem.answer, answer, problem.kind)
+    return judge(problem, answer)
 
 
 def load_problems(dataset: str | Path | Sequence[Problem], limit: int | None = None) -> tuple[Problem, ...]:

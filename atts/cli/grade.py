@@ -24,6 +24,9 @@ def grade(
         Literal["none", "statement", "number"],
         typer.Option(help="Without a box or mark: nothing, a value the last sentence states, or the last number."),
     ] = "statement",
+    relative: Annotated[float, typer.Option(help="By what share a number may differ from a decimal reference.")] = 0.0,
+    absolute: Annotated[float, typer.Option(help="By how much a number may differ from its reference.")] = 0.0,
+    units: Annotated[Literal["optional", "required"], typer.Option(help="May a unit be left out?")] = "optional",
 ) -> None:
     """Grade answers against references: equal, different or unscored, with the rule that decided.
 
@@ -31,13 +34,14 @@ def grade(
 
     Example: echo '{"gold": "1/2", "answer": "0.5"}' | atts grade -
     """
+    from atts.core import Grading
     from atts.evaluators import GradeTally, json_lines
     from atts.evaluators import grade as graded
 
     tally = GradeTally()
     with _opened(file) as lines:
         records = (record for _, record in json_lines(lines, file))
-        for each in graded(records, kind, fallback=fallback, source=file):
+        for each in graded(records, kind, fallback=fallback, grading=Grading(relative, absolute, units), source=file):
             tally.add(each)
             if as_json:
                 print_json(each.as_json())

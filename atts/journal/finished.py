@@ -105,6 +105,11 @@ class FinishedProblem:
         return self.verdict == "correct"
 
     @property
+    def is_right(self) -> bool | None:
+        """Whether the answer was found right, None where that could not be told."""
+        return None if self.verdict == "unscored" else self.is_correct
+
+    @property
     def is_complete(self) -> bool:
         """Whether nothing is left to do: neither the problem nor one of its rollouts failed."""
         return self.status != "failed" and not self.failures

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from atts.core import Role
-from atts.evaluators import Estimate, mean_estimate
+from atts.evaluators import Estimate, accuracy_estimate
 from atts.journal import (
     CallFailed,
     Decided,
@@ -137,7 +137,7 @@ class Progress:
         self._ended: Counter[str] = Counter()  # rollouts of open problems
         self._stages: dict[str, Stage] = {}  # by rollout
         self._escalations = EscalationCounter()
-        self._graded: dict[str, float] = {}
+        self._graded: dict[str, bool | None] = {}
         self._counts: Counter[str] = Counter()
         self._awaited: Counter[Role] = Counter()
         self._nominal: float | None = None
@@ -169,8 +169,8 @@ class Progress:
                 self._run_begun(event)
             case ProblemStarted():
                 self._open.add(event.problem.id)
-            case Graded(sample=None) if event.status != "unscored":
-                self._graded[event.problem] = float(event.status == "correct")
+            case Graded(sample=None):
+                self._graded[event.problem] = None if event.status == "unscored" else event.status == "correct"
             case RolloutFinished():
                 self._rollout_finished(event)
             case OutcomeReached():
@@ -213,7 +213,7 @@ class Progress:
             rejected=self._counts["rejected"],
             rate=self._escalations.rate,
             nominal=self._nominal,
-            accuracy=mean_estimate(verdicts, len(verdicts)),
+            accuracy=accuracy_estimate(verdicts),
             graded=len(verdicts),
             tokens={flow: found.total for flow, found in self._flows.items()},
             speeds={flow: found.per_second(now, self._began) for flow, found in self._flows.items()},

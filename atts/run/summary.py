@@ -9,7 +9,7 @@ from operator import add
 from typing import Any
 
 from atts.core import Usage
-from atts.evaluators import Estimate, mean_estimate, share_estimate
+from atts.evaluators import Estimate, accuracy_estimate, mean_estimate, share_estimate
 from atts.journal import FinishedProblem, Truncation
 
 
@@ -50,7 +50,7 @@ def summarise(problems: Sequence[FinishedProblem], seconds: float, truncation: T
     return Summary(
         problems=len(problems),
         samples=sum(len(one.samples) for one in problems),
-        answers=mean_estimate([float(one.is_correct) for one in graded], len(graded)),
+        answers=accuracy_estimate(one.is_right for one in graded),
         samples_right=_of_samples(graded),
         rate=share_estimate((one.escalated, one.judged) for one in problems),
         usage=reduce(add, (problem.usage for problem in problems), Usage()),
@@ -64,5 +64,10 @@ def summarise(problems: Sequence[FinishedProblem], seconds: float, truncation: T
 def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
     """The mean over problems of the share of right rollouts among those that ran to their end."""
     verdicts = [[one.verdict for one in problem.complete_samples if one.verdict] for problem in graded]
-    shares = [sum(verdict == "correct" for verdict in found) / len(found) for found in verdicts if found]
-    return mean_estimate(shares, sum(map(len, verdicts)))
+    n, unscored = sum(map(len, verdicts)), sum(found.count("unscored") for found in verdicts)
+
+    def right(*counted: str) -> Estimate:
+        shares = [sum(verdict in counted for verdict in found) / len(found) for found in verdicts if found]
+        return mean_estimate(shares, n)
+
+    return right("correct").beside(right("correct", "unscored"), unscored)

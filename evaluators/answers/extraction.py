@@ -9,7 +9,7 @@ from typing import Literal
 from atts.core import AnswerKind
 from atts.errors import OptionError
 from atts.evaluators.answers.boxes import Box, Scan, inner, is_placeholder, joins, scan
-from atts.evaluators.answers.statements import marked, overruled, stated, trailing_number, turn_end
+from atts.evaluators.answers.statements import TURN, marked, overruled, stated, trailing_number, turn_end
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
@@ -90,7 +90,7 @@ class Extractor:
         """The answer of the text and its `rest`; boxes first, then explicit marks, then what `fallback` allows."""
         self._pieces.append(rest)
         text = "".join(self._pieces)
-        if self._is_over or turn_end(text) < len(text):
+        if self._is_over or (TURN.search(text) and turn_end(text) < len(text)):
             return Extractor(self._kind).finish(fallback, text[: turn_end(text)])
         self._advance(rest, ended=True)
         if self._group:

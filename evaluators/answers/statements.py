@@ -21,7 +21,7 @@ def _pattern(name: str, flags: int = 0, letter: str = "") -> re.Pattern[str]:
     return re.compile("|".join(line.replace("X", letter or "X") for line in _DATA.lines(name)), flags)
 
 
-_TURN = re.compile(rf"(?:{_pattern('turns').pattern})(?!\s*(?:<[^<>\s]*>\s*)?assistant)", re.IGNORECASE)
+TURN = re.compile(rf"(?:{_pattern('turns').pattern})(?!\s*(?:<[^<>\s]*>\s*)?assistant)", re.IGNORECASE)
 _OPENING = re.compile(r"\A(?:\s|<\|[^|>]*\|>|<｜[^｜>]*｜>|<s>|assistant\b)*\Z")
 _MARKS = _pattern("marks", re.IGNORECASE | re.MULTILINE)
 _STATES = _pattern("states", re.IGNORECASE)
@@ -51,7 +51,7 @@ _TYPESETTING = re.compile(r"\\[a-z]+(?=\{)|[${}*\"“”`「」]")
 
 def turn_end(text: str) -> int:
     """Where the next speaker's turn begins, the end of the text where none does."""
-    found = (each.start() for each in _TURN.finditer(text) if not _OPENING.match(text[: each.start()]))
+    found = (each.start() for each in TURN.finditer(text) if not _OPENING.match(text[: each.start()]))
     return next(found, len(text))
 
 

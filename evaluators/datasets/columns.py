@@ -10,9 +10,10 @@ from difflib import get_close_matches
 from hashlib import blake2b
 from typing import Literal, cast
 
-from atts.core import AnswerKind, Problem
+from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.datasets.rows import RowTable
+from atts.evaluators.verdict import STRICT, changed
 
 AnswerForm = Literal["plain", "integer", "final"]
 """How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####" of a solution."""
@@ -26,6 +27,8 @@ ALIASES = {
     "subject": "subject type category subfield domain problem_type",
     "choices": "choices options",
     "context": "",
+    "unit": "",
+    "tolerance": "",
 }
 """The usual names of each field's column."""
 
@@ -34,7 +37,8 @@ ALIASES = {
 class Columns:
     """Which column holds what; an empty name is guessed from the usual ones, whatever their case.
 
-    `distractors` names the columns of wrong choices where `answer` holds the right one; `context` a lead to the text.
+    `distractors` names the columns of wrong choices where `answer` holds the right one; `context` a lead to the text;
+    `unit` what the answer is in, `tolerance` by how much it may be off: neither is guessed.
     """
 
     text: str = ""
@@ -44,6 +48,8 @@ class Columns:
     subject: str = ""
     choices: str = ""
     context: str = ""
+    unit: str = ""
+    tolerance: str = ""
     distractors: tuple[str, ...] = ()
 
     @classmethod
@@ -66,6 +72,7 @@ class ColumnReading:
     answers: Literal["required", "optional"] = "required"
     choice_order: Literal["file", "shuffled"] = "file"
     seed: int = 0
+    grading: Grading = STRICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,7 @@ class Reader:
         if not answer and self.reading.answers == "required":
             raise self.error(index, f"has no answer in column {names.answer!r}")
         choices, answer = self.choices(index, name, answer)
+        answer += _unit(cell(row.get(names.unit)).strip()) if names.unit and "," not in answer else ""
         listed = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
         return Problem(
             id=name,
@@ -98,7 +106,18 @@ class Reader:
             subject=cell(row.get(names.subject)).strip() if names.subject else "",
             choices=choices,
             source=self.table.places[index],
+            grading=self.grading(index),
         )
+
+    def grading(self, index: int) -> Grading | None:
+        """The policy for that row, with its own tolerance; None for the default."""
+        stated = cell(self.table.rows[index].get(self.columns.tolerance)).strip() if self.columns.tolerance else ""
+        try:  # a tuple's entries have one each: the largest holds for all
+            own = max(map(float, re.split(r"\s*,\s*", stated.strip("()")))) if stated else None
+        except ValueError:
+            raise self.error(index, f"has the tolerance {stated!r}, which is no number") from None
+        found = changed(self.reading.grading, {"absolute": own})
+        return found if found != STRICT else None
 
     def choices(self, index: int, name: str, answer: str) -> tuple[tuple[str, ...], str]:
         """The choices in their final order, and the letter of the right one."""
@@ -259,6 +278,16 @@ FORMS: Mapping[AnswerForm, Callable[[str], str]] = {
     "integer": _integer,
     "final": lambda answer: _integer(answer.rsplit("####", 1)[-1].strip()),
 }
+
+
+def _unit(text: str) -> str:
+    r"""A unit as it stands behind a number.
+
+    >>> _unit("km/h"), _unit(r"^{\circ}"), _unit("$cm^2$"), _unit("%")
+    ('\\text{ km/h}', '^{\\circ}', '\\text{ cm}^2', '\\%')
+    """
+    name, power, size = text.strip("$ ").partition("^")
+    return {"": "", "%": "\\%"}.get(text, (f"\\text{{ {name.lstrip(chr(92))}}}" if name else "") + power + size)
 
 
 def _refuse_duplicates(table: RowTable, problems: Sequence[Problem]) -> None:

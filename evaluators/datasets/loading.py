@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -17,6 +17,7 @@ from atts.evaluators.datasets.columns import ColumnReading, Columns, cell, probl
 from atts.evaluators.datasets.rows import RowTable, kind_of, read_table
 from atts.evaluators.datasets.selection import Selection, select, split_slice
 from atts.evaluators.datasets.sources import BENCHMARKS, Benchmark, HubSource, find_benchmark, find_hub_source, unknown
+from atts.evaluators.verdict import STRICT, changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Dataset:
 class LoadOptions:
     """What may be said about a source beyond its name; the defaults read every known benchmark.
 
-    `file` reads a known benchmark from that file instead of the hub; `seed` shuffles the choices of multiple choice.
+    `file` reads a known benchmark from that file instead of the hub; `seed` shuffles the choices of multiple choice;
+    `grading` says what of the benchmark's own policy is to be otherwise.
     """
 
     columns: Columns | Mapping[str, str] = Columns()
@@ -58,6 +60,8 @@ class LoadOptions:
     kind: AnswerKind | None = None
     answers: Literal["required", "optional"] = "required"
     seed: int = 0
+    grading: Mapping[str, float | str | None] = field(default_factory=dict[str, float | str | None])
+    shots: Path | None = None  # a file of problems with their solutions, said before every problem
     network: hub.Network = "auto"
     cache: Path | None = None  # None: where huggingface_hub keeps it
 
@@ -69,6 +73,7 @@ class LoadOptions:
         ):
             if value not in known:
                 raise OptionError(option, f"{value!r} is not an option", [name for name in known if name])
+        changed(STRICT, self.grading)
 
 
 def load_dataset(name: str | Path, selection: Selection | None = None, options: LoadOptions | None = None) -> Dataset:
@@ -86,6 +91,12 @@ def load_dataset(name: str | Path, selection: Selection | None = None, options: 
         if part and part.words():
             problems = tuple(select(problems, part, str(name)))
             notes.append(f"selected: {part.words()} ({len(problems)} of {len(whole)})")
+    if options.shots:
+        table = read_table([options.shots], str(options.shots))
+        worked, _ = problems_of(table, Columns(answer="solution"), ColumnReading(prefix="shot"))
+        examples = tuple((shot.text, shot.answer or "") for shot in worked)
+        problems = tuple(replace(it, examples=examples) for it in problems)
+        notes.append(f"{len(worked)} worked examples before every problem")
     return replace(whole, name=str(name), problems=problems, digest=digest(problems), notes=tuple(notes))
 
 
@@ -94,7 +105,8 @@ def digest(problems: Sequence[Problem]) -> str:
     state = sha256()
     for it in problems:
         fields = [it.id, it.text, it.answer, it.kind, it.level, it.subject, list(it.choices)]
-        state.update(json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode() + b"\n")
+        told = [*fields, *([asdict(it.grading)] if it.grading else ()), *it.examples]
+        state.update(json.dumps(told, ensure_ascii=True, separators=(",", ":")).encode() + b"\n")
     return state.hexdigest()
 
 
@@ -149,7 +161,7 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
 
 def _still_there(columns: Columns, table: RowTable) -> tuple[Columns, list[str]]:
     """Without the side columns that the copy has lost since: problems can do without them, not without a text."""
-    sides = {field: getattr(columns, field) for field in ("id", "level", "subject", "context")}
+    sides = {field: getattr(columns, field) for field in ("id", "level", "subject", "context", "unit", "tolerance")}
     gone = [name for name in sides.values() if name and name not in table.columns]
     kept = {field: "" if name in gone else name for field, name in sides.items()}
     return replace(columns, **kept, distractors=columns.distractors), gone
@@ -177,7 +189,9 @@ def _file_columns(benchmark: Benchmark | None, table: RowTable) -> Columns:
         names = {columns.text, columns.answer, columns.id, columns.context, *columns.distractors} - {""}
         if names and names <= set(table.columns):
             return columns
-    return Columns()
+    sides = benchmark.hubs[0].columns if benchmark.hubs else Columns()
+    unit, tolerance = (name if name in table.columns else "" for name in (sides.unit, sides.tolerance))
+    return Columns(unit=unit, tolerance=tolerance)
 
 
 def _dataset(
@@ -191,6 +205,7 @@ def _dataset(
         answers=options.answers,
         choice_order="shuffled" if columns.distractors else "file",
         seed=options.seed,
+        grading=changed(benchmark.grading if benchmark else STRICT, options.grading),
     )
     problems, notes = problems_of(table, columns, reading)
     if columns.distractors:

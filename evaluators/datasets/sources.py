@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from atts.core import AnswerKind
+from atts.core import AnswerKind, Grading
 from atts.errors import OptionError
 from atts.evaluators.datasets.columns import AnswerForm, Columns
 
@@ -35,6 +35,7 @@ class Benchmark:
     size: int
     kind: AnswerKind = "math"
     form: AnswerForm = "plain"
+    grading: Grading = Grading()
     aliases: tuple[str, ...] = ()
     sample: tuple[int, int] | None = None  # count and seed of the subset this name stands for
     hubs: tuple[HubSource, ...] = ()

@@ -6,6 +6,7 @@ from contextlib import suppress
 from fractions import Fraction
 from typing import Literal
 
+from atts.core import Grading
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.sets import Interval, Line, is_inequality, speaks_of_reals
 from atts.evaluators.equivalence.traits import (
@@ -15,6 +16,7 @@ from atts.evaluators.equivalence.traits import (
     difference,
     infinity,
     is_clock,
+    is_near,
     is_part,
     is_point_value,
     mark,
@@ -29,7 +31,7 @@ from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, label
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
 from atts.evaluators.syntax.units import measure
-from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
+from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
 _PAIRWISE = 64  # unordered members compared with one another; more are first matched by structure
 Labels = dict[Node, Node]
@@ -42,8 +44,9 @@ class Comparer:
     With strict brackets, (1,2,3) and [1,2,3] differ as (1,2) and [1,2] always do.
     """
 
-    def __init__(self, limits: Limits, brackets: Literal["free", "strict"] = "free") -> None:
+    def __init__(self, limits: Limits, grading: Grading = STRICT, brackets: Literal["free", "strict"] = "free") -> None:
         self.limits = limits
+        self.grading = grading
         self.brackets = brackets
         self.prober = Prober(limits)
         self.rule = "structure"
@@ -313,7 +316,8 @@ class Comparer:
         signs = [mark(gold), mark(answer)]
         if all(signs) and signs[0] != signs[1]:
             is_angle = set(signs) == {"degree", "rad"}
-            return self.ruled("unit", is_angle and self.numbers(gold, answer))
+            values = [node.args[0] if node.kind == "quantity" else node for node in (gold, answer)]
+            return self.ruled("unit", is_angle and self.numbers(values[0], values[1]))
         if "quantity" in kinds:
             return self.quantities(gold, answer)
         if "ratio" in kinds:
@@ -343,6 +347,8 @@ class Comparer:
                 return self.ruled("unit", False)
             return self.ruled("unit", self.same(left, Node("mul", (right, number(two[1] / one[1])))))
         if any(node.value is not None and node.kind == "quantity" for node in (gold, answer)):
+            return self.ruled("unit", False)
+        if self.grading.units == "required" and gold.kind != answer.kind and ((one and one[0]) or (two and two[0])):
             return self.ruled("unit", False)
         return self.same(left, right)
 
@@ -377,6 +383,8 @@ class Comparer:
             if self.has_value(gold) != self.has_value(answer):
                 return self.ruled("undefined", False)
             raise Undecided(f"no value: {error}") from error
+        if is_near(self.prober, gold, answer, self.grading):
+            return self.ruled("tolerance", True)
         is_rounded = rounds(self.prober, gold, answer)
         return self.ruled("rounding" if is_rounded else "value", is_rounded)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from itertools import product
 
-from atts.core import AnswerKind
+from atts.core import AnswerKind, Grading
 from atts.errors import OptionError
 from atts.evaluators.equivalence.compare import Comparer
+from atts.evaluators.equivalence.traits import held_to
 from atts.evaluators.syntax.cleaning import spaceless
 from atts.evaluators.syntax.reading import Reading, read
 from atts.evaluators.syntax.vocabulary import squashed
 from atts.evaluators.verdict import (
+    STRICT,
     Limits,
     Malformed,
     Prose,
@@ -32,10 +34,12 @@ def equivalent(
     kind: AnswerKind = "math",
     *,
     limits: Limits = _DEFAULT,
+    grading: Grading = STRICT,
 ) -> Verdict:
     """Whether `answer` is the reference answer `gold`; symmetric, thread-safe, bounded in time and memory.
 
-    No text is evaluated as code. What cannot be decided is "unscored". Raises OptionError for an unknown kind.
+    `grading` says which numbers may be off and whether units may be missing. No text is evaluated as code. What cannot
+    be decided is "unscored". Raises OptionError for an unknown kind.
 
     >>> equivalent(r"\\frac{1}{2}", "0.5").status
     'equal'
@@ -57,7 +61,7 @@ def equivalent(
     if decided is not None:
         return decided
     try:
-        return _by_trees(one, two, limits)
+        return _by_trees(one, two, limits, grading)
     except Undecided as error:
         return Verdict("unscored", "limits" if isinstance(error, TooLarge) else "undecided", str(error))
 
@@ -80,7 +84,7 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
     return None
 
 
-def _by_trees(one: Reading, two: Reading, limits: Limits) -> Verdict:
+def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> Verdict:
     """Equal when any pair of readings is, else what the first pair says.
 
     Raises Undecided when a side cannot be read or the comparison of the first readings does not settle it.
@@ -89,7 +93,7 @@ def _by_trees(one: Reading, two: Reading, limits: Limits) -> Verdict:
         return _unread(one, two)
     first: Verdict | Undecided | None = None
     for gold, answer in product(one.trees, two.trees):
-        comparison = Comparer(limits, brackets="free" if first is None else "strict")
+        comparison = Comparer(limits, held_to(grading, gold), brackets="free" if first is None else "strict")
         try:
             if comparison.same(gold, answer):
                 return Verdict("equal", comparison.rule)

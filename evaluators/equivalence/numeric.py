@@ -132,9 +132,6 @@ class Evaluator(Arithmetic):
     def based(self, node: Node) -> Approx:
         return self.rational(Fraction(digits_in_base(node)))
 
-    def quantity(self, node: Node) -> Approx:
-        return self.value(node.args[0])
-
     def sum(self, node: Node) -> Approx:
         body, variable, lower, upper = node.args
         first, last = self.exponent(lower), self.exponent(upper)
@@ -251,6 +248,6 @@ _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
 _RULES: dict[str, Callable[[Evaluator, Node], Approx]] = {
     "number": Evaluator.number, "symbol": Evaluator.symbol, "constant": Evaluator.constant, "add": Evaluator.add,
     "mul": Evaluator.mul, "pow": Evaluator.pow, "root": Evaluator.root, "percent": Evaluator.percent,
-    "degree": Evaluator.degree, "based": Evaluator.based, "quantity": Evaluator.quantity, "sum": Evaluator.sum,
+    "degree": Evaluator.degree, "based": Evaluator.based, "sum": Evaluator.sum,
     "cases": Evaluator.cases, "call": Evaluator.call, "func": Evaluator.func,
 }  # fmt: skip

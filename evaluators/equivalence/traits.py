@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
+from atts.core import Grading
 from atts.evaluators.equivalence.exact import digits_in_base
 from atts.evaluators.equivalence.probing import Prober, Value
 from atts.evaluators.equivalence.views import is_name, named, signs_expanded
@@ -149,6 +151,24 @@ def _within(prober: Prober, value: Value, low: Fraction, high: Fraction) -> bool
         return False
     bounds = [prober.approximate(each, 200).value for each in (low, high)]
     return bool(bounds[0] < value.value < bounds[1])
+
+
+def held_to(grading: Grading, gold: Node) -> Grading:
+    """The policy for one reference: only a decimal has a relative tolerance, what is exact has nothing to tolerate."""
+    is_rounded = any(each.kind == "number" and set(each.text) & set(".eE") for each in gold.walk())
+    return grading if is_rounded or not grading.relative else replace(grading, relative=0.0)
+
+
+def is_near(prober: Prober, gold: Node, answer: Node, grading: Grading) -> bool:
+    """Whether two numbers are no further apart than the policy tolerates, as in math.isclose."""
+    if not (grading.relative or grading.absolute) or variables(gold) or variables(answer):
+        return False
+    try:
+        values = [prober.approximate(prober.constants(node), 200).value for node in (gold, answer)]
+    except (Undecided, Undefined):
+        return False
+    gap, size = abs(values[0] - values[1]), max(map(abs, values))
+    return bool(gap <= max(grading.absolute, size * grading.relative) * (1 + 1e-12))
 
 
 def is_part(one: Dimension, two: Dimension) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -35,24 +35,40 @@ class Estimate:
     method: str
     level: float = 0.95
     note: str = ""
+    unscored: int = 0  # counted wrong
+    if_right: tuple[float, float, float] | None = None  # value and interval, were they right
 
     def __str__(self) -> str:
         each, rest = divmod(self.n_samples, self.n_problems or 1)
         many = f" × {each}" if not rest and each > 1 else f", {self.n_samples:,} samples" if rest else ""
         basis = f"{self.n_problems:,} problem{'s' * (self.n_problems != 1)}{many}"
-        note = f"; {self.note}" if self.note else ""
+        note = "".join(f"; {part}" for part in (self.note, self.doubt) if part)
         if math.isnan(self.value):
             return f"undefined ({basis}{note})"
         ends = f"[{_digits(self.low)}, {_digits(self.high)}]"
         return f"{_digits(self.value)} {ends} ({self.level * 100:g} % {self.method}, {basis}{note})"
 
+    @property
+    def doubt(self) -> str:
+        """What could not be scored, and what it could change."""
+        if self.if_right is None:
+            return ""
+        value, low, high = self.if_right
+        return f"{self.unscored:,} unscored: {value:.3f} [{low:.3f}, {high:.3f}] were they right"
+
     def brief(self, missing: str = "undefined") -> str:
-        """The number with its interval; `missing` where there was nothing to count.
+        """The number with its interval and what is unscored; `missing` where there was nothing to count.
 
         >>> Estimate(0.5, 0.25, 0.75, 8, 8, "wilson").brief()
         '0.500 [0.250, 0.750]'
         """
-        return missing if math.isnan(self.value) else f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        if math.isnan(self.value):
+            return missing
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]" + (f" ({self.doubt})" if self.unscored else "")
+
+    def beside(self, best: Estimate, unscored: int) -> Estimate:
+        """This estimate, which counts so many unscored as wrong, with the one that counts them right."""
+        return replace(self, unscored=unscored, if_right=(best.value, best.low, best.high)) if unscored else self
 
     def as_json(self) -> dict[str, object]:
         """The fields; what is not finite becomes None, for strict JSON."""
@@ -86,6 +102,17 @@ def mean_estimate(
         estimated = n_samples > array.size > 1  # then n is a guess from the problems' spread: t, not the normal
         low, high = wilson_interval(mean, n, reach(array.size - 1 if estimated else math.inf, level))
     return Estimate(mean, low, high, array.size, n_samples, method, level=level)
+
+
+def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
+    """The share of problems that are right; None, for what could not be scored, counts as wrong, and its reach is told.
+
+    >>> accuracy_estimate([True, False, True, None]).brief()
+    '0.500 [0.150, 0.850] (1 unscored: 0.750 [0.301, 0.954] were they right)'
+    """
+    known = list(right)
+    worst, best = ([float(instead if one is None else one) for one in known] for instead in (0.0, 1.0))
+    return mean_estimate(worst, len(known)).beside(mean_estimate(best, len(known)), known.count(None))
 
 
 def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) -> Estimate:

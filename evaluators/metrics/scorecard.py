@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
-import numpy as np
-
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import Estimate, Floats, Method
 from atts.evaluators.metrics.majority import Blanks, Label, maj_at_k, votes, weighted_maj_at_k
@@ -151,11 +149,17 @@ def score(
     """pass@1, and for every k pass@k, maj@k, pass^k and G-pass@k at one half: unbiased, with intervals over problems.
 
     `ks` are the powers of two up to the fewest samples of a problem, and that number itself, unless told. Samples that
-    could not be scored count as wrong and the rate says how much that may cost, or are left out of pass@1 and its kin.
+    could not be scored count as wrong and the rate says what they may change, or are left out of pass@1 and its kin.
     """
     counts = count([held.correct for held in problems], unscored)
     fewest = int(counts.n.min(initial=10**9)) if problems else 0
-    estimates = {"pass@1": _with_unknown(rate(avg_at_n(counts), counts.n, method, level=level), problems, unscored)}
+    estimates = {"pass@1": rate(avg_at_n(counts), counts.n, method, level=level)}
+    if unknown := sum(one is None for held in problems for one in held.correct):
+        if unscored == "wrong":
+            best = count([[one is None or one for one in held.correct] for held in problems])
+            estimates["pass@1"] = estimates["pass@1"].beside(rate(avg_at_n(best), best.n, method, level=level), unknown)
+        else:
+            estimates["pass@1"] = replace(estimates["pass@1"], note=f"{unknown} unscored left out")
     doubled = {1 << power for power in range(1, fewest.bit_length())}
     for k in sorted(doubled | {fewest} - {0}) if ks is None else ks:
         for name, values in _at_k(problems, counts, k, blanks).items():
@@ -175,13 +179,3 @@ def _at_k(problems: Sequence[Samples], counts: Counts, k: int, blanks: Blanks) -
     if k > 1 and problems and all(held.labels for held in problems):
         named[f"maj@{k}"] = maj_at_k([votes(held.labels, held.correct, blanks) for held in problems], k)
     return named
-
-
-def _with_unknown(estimate: Estimate, problems: Sequence[Samples], unscored: Unscored) -> Estimate:
-    """What the unknown samples could add if all of them were right."""
-    shares = [sum(one is None for one in held.correct) / max(1, len(held.correct)) for held in problems]
-    unknown = sum(one is None for held in problems for one in held.correct)
-    if not unknown:
-        return estimate
-    fate = f"counted wrong: at most +{float(np.mean(shares)):.3f}" if unscored == "wrong" else "left out"
-    return replace(estimate, note="; ".join(part for part in (estimate.note, f"{unknown} unscored {fate}") if part))

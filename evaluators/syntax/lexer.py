@@ -111,8 +111,6 @@ class _Lexer:
         """Where the unit that begins here after a value ends, added as one token; None when none does."""
         if not self.after("number", "close") and not (
             (self.tokens and self.tokens[-1].text in _LIKE_NUMBERS)
-            or self.after("word")
-            and self.tokens[-1].text in ("th", "st", "nd", "rd")
             or (self.after("symbol") and text.startswith("\\text", start))
         ):
             return None
@@ -125,6 +123,8 @@ class _Lexer:
             if not _FREE.match(text, end):
                 return None
             is_word = first in vocabulary.ATTACHED or (len(first) > 2 and vocabulary.is_word(first))
+            if rest[:1] == "^" and len(first) == 1 and not self.after("number"):
+                return None
             if not rest and (len(first) == 1 or (first.islower() and not is_word)):
                 self.saw_loose = self.saw_loose or (self.gap and self.after("number"))
                 if not (self.loose and self.gap and self.after("number")):

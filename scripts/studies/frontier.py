@@ -19,7 +19,7 @@ from atts.api import Setup, answers_for, evaluate
 from atts.calibration import Calibrator, Mode
 from atts.core import Outcome
 from atts.errors import DatasetError, UsageError
-from atts.evaluators import Estimate, equivalent, mean_estimate
+from atts.evaluators import Estimate, judge, mean_estimate
 from atts.journal import RecordedRun, open_run
 from atts.models import EMBEDDED, info
 from atts.pipelines import ConformalGate, Gate, Policy, RandomGate, RoundGate, ScoreRule, TopGate
@@ -142,10 +142,9 @@ class Record:
         )
 
     def _is_right(self, outcome: Outcome, answer: str | None) -> bool:
-        reference, key = outcome.problem.answer, (outcome.problem.id, answer or "")
-        assert reference is not None, "kept for having one"
+        key = (outcome.problem.id, answer or "")
         if answer is not None and key not in self._right:
-            self._right[key] = equivalent(reference, answer, outcome.problem.kind).status == "equal"
+            self._right[key] = judge(outcome.problem, answer).is_equal
         return answer is not None and self._right[key]
 
     def _tokens(self, found: Replayed) -> tuple[float, float, float]:

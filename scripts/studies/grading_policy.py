@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from atts.core import AnswerKind
-from atts.evaluators import equivalent, extract, reference
+from atts.core import AnswerKind, Grading, Problem
+from atts.evaluators import equivalent, extract, judge, reference
 from scripts.studies.grading import rows_of
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "grading_policies.md"
-_HEAD = """# Disputed pairs, one by one
+_HEAD = """# Grading policies
+
+What can be set, each with three examples; then disputed pairs, one by one. A policy is set for a dataset
+(`[benchmark.grading]` in `evaluators/datasets/benchmarks.toml`, or `LoadOptions(grading={"relative": 0.01})`), for one
+row by a column (`Columns(tolerance="error", unit="unit")`, or `--column tolerance=error`), for a run (`--relative`,
+`--absolute`, `--units`, `--choices`, the keys of the same names in `atts.toml`) and for records (`atts grade --units
+required`, or fields of the record). In code: `equivalent(gold, answer, grading=Grading(relative=0.01))`, or
+`Problem.grading`. A vote counts answers as equal without any tolerance.
+"""
+_SETTABLE = {
+    "relative": "A share of the larger number, as in `math.isclose`; for decimal references only: what is exact has\n"
+    "nothing to tolerate. Minerva-math has 0.01.",
+    "absolute": "For any number. OlympiadBench's column `error` says it for one row.",
+    "units": "Whether an answer may leave its unit out, or bring one that the reference lacks. A unit that\n"
+    "contradicts is always different.",
+    "choices": "Whether the words of the right choice count as well as its letter.",
+}
+EXAMPLES: tuple[tuple[str, Grading, str, str, str], ...] = (
+    ("relative", Grading(relative=0.01), "4.5e33", r"4.48 \times 10^{33}", "equal"),
+    ("relative", Grading(relative=0.01), "4.5e33", r"4.4 \times 10^{33}", "different"),
+    ("relative", Grading(relative=0.01), "200", "201", "different"),
+    ("absolute", Grading(absolute=0.1), "29", "28.95", "equal"),
+    ("absolute", Grading(absolute=0.1), "29", "28.85", "different"),
+    ("absolute", Grading(absolute=0.1), "(3, 4)", "(3.05, 3.92)", "equal"),
+    ("units", Grading(), r"5\text{ km}", "5", "equal"),
+    ("units", Grading(units="required"), r"5\text{ km}", "5", "different"),
+    ("units", Grading(units="required"), r"5\text{ km}", "5000 m", "equal"),
+    ("choices", Grading(), "B", "mitochondria", "different"),
+    ("choices", Grading(choices="text"), "B", "mitochondria", "equal"),
+    ("choices", Grading(choices="text"), "B", "nucleus", "different"),
+)
+"""Policy, its setting, reference, answer, and what is said; choices are nucleus, mitochondria, ribosome."""
+CHOICES = ("nucleus", "mitochondria", "ribosome")
+_DISPUTED = """
+# Disputed pairs
 
 Pairs on which careful readers may differ, from public checkers' own tests and by hand, by the policy they turn on.
 *Reader* is one defensible verdict, *ours* is what `equivalent` says and by which rule; [grading.md](grading.md) states
@@ -25,7 +60,7 @@ def document() -> str | None:
     if not rows:
         return None
     rows.sort(key=lambda row: (row["tag"], row["id"]))
-    parts = [_HEAD]
+    parts = [_HEAD, *_settable(), _DISPUTED]
     for tag, group in groupby(rows, key=lambda row: str(row["tag"])):
         found = [_row(row) for row in group]
         agreed = sum(row[-1] for row in found)
@@ -34,6 +69,22 @@ def document() -> str | None:
         parts += ["| " + " | ".join(row[:-1]) + " |" for row in found]
         parts.append("")
     return "\n".join(parts)
+
+
+def _settable() -> Iterator[str]:
+    for policy, words in _SETTABLE.items():
+        yield f"## {policy}\n\n{words}\n\n| setting | reference | answer | ours |\n|---|---|---|---|"
+        for name, grading, gold, answer, _ in EXAMPLES:
+            if name == policy:
+                setting = f"`{policy} = {getattr(grading, policy)}`"
+                yield f"| {setting} | `{gold}` | `{answer}` | {said(grading, gold, answer)} |"
+        yield ""
+
+
+def said(grading: Grading, gold: str, answer: str) -> str:
+    """What is said of one of the examples."""
+    kind: AnswerKind = "choice" if gold in "ABC" else "math"
+    return judge(Problem("", "", gold, kind, choices=CHOICES, grading=grading), answer).status
 
 
 def _row(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ def test_coverage_counts_stand_beside_the_rates() -> None:
     words = str(score(RUN)).splitlines()
     assert words[-1] == "16 samples of 4 problems: 2 cut, 2 without answer, 1 unscored, 1 timed out"
     assert words[0].startswith("pass@1 ")
-    assert "2 unscored counted wrong: at most +0.125" in words[0]
+    assert "2 unscored: 0.500 [0.085, 0.915] were they right" in words[0]
 
 
 def test_unscored_samples_can_be_left_out_and_say_so() -> None:

@@ -16,9 +16,9 @@ from atts.evaluators import (
     Estimate,
     Samples,
     Scorecard,
+    accuracy_estimate,
     compare_runs,
     group,
-    mean_estimate,
     samples_of,
     score,
     share_estimate,
@@ -149,7 +149,7 @@ def written(usage: Usage) -> int:
 
 
 def _accuracy(problems: Sequence[ProblemFacts]) -> Estimate:
-    return mean_estimate([float(one.brief.is_correct) for one in problems], len(problems))
+    return accuracy_estimate(one.brief.is_right for one in problems)
 
 
 def _graded_names(data: RunData) -> dict[str, ProblemFacts]:

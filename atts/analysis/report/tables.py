@@ -82,7 +82,7 @@ def accuracy_table(report: RunReport) -> ReportTable:
     """Every rate with its interval and meaning."""
     rows = [
         (rate.name, rate.estimate, rate.estimate.n_problems, rate.estimate.n_samples,
-         rate.meaning + (f" ({rate.estimate.note})" if rate.estimate.note else ""))
+         rate.meaning + "".join(f" ({more})" for more in (rate.estimate.note, rate.estimate.doubt) if more))
         for rate in report.accuracy
     ]  # fmt: skip
     return ReportTable.of(

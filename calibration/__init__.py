@@ -24,7 +24,7 @@ from atts.calibration.clusters import (
 from atts.calibration.drift import DriftEvent, DriftMonitor
 from atts.calibration.health import Health, examine, first_alarm
 from atts.calibration.martingale import SimpleJumper
-from atts.calibration.metrics import rate_metrics
+from atts.calibration.metrics import pooled_auroc, rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
 from atts.calibration.order import HOLD
@@ -34,7 +34,7 @@ from atts.calibration.replay import ReplayResult, replay
 from atts.calibration.risk import lost_answers, net_losses
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named
 from atts.calibration.state import state_text, write_state
-from atts.calibration.stored import StoredScores, check_fingerprint, is_state, parse_lines, read_scores
+from atts.calibration.stored import StoredScores, check_fingerprint, is_state, labels_of, parse_lines, read_scores
 
 __all__ = [
     "Abstention",
@@ -75,10 +75,12 @@ __all__ = [
     "first_alarm",
     "hierarchical_p_value",
     "hierarchical_threshold",
+    "labels_of",
     "lost_answers",
     "net_losses",
     "is_state",
     "parse_lines",
+    "pooled_auroc",
     "rate_metrics",
     "read_scores",
     "replay",

@@ -202,6 +202,11 @@ class Calibrator(Part):
         return self.escalated / self.decided if self.decided else float("nan")
 
     @property
+    def by_length(self) -> bool:
+        """Whether a score is its rank among chunks of about the same length."""
+        return self._strata is not None
+
+    @property
     def events(self) -> tuple[DriftEvent, ...]:
         """Every drift alarm so far."""
         return tuple(self._monitor.events)

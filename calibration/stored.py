@@ -145,6 +145,18 @@ class StoredScores:
         return cls(values, found.questions, found.turns, scale, found.fingerprint, found.lengths)
 
 
+def labels_of(records: Iterable[Mapping[str, Any]]) -> tuple[bool | None, ...]:
+    """Whether the answer that each record's chunk led to was right, by its field "correct"; None where it has none.
+
+    :raises CalibrationInputError: one is neither true nor false.
+    """
+    found = tuple(record.get("correct") for record in records)
+    for number, label in enumerate(found, 1):
+        if label is not None and (not isinstance(label, bool | int) or label not in (0, 1)):
+            raise CalibrationInputError(f"correct of record {number}", label, "true, false, or no such field")
+    return tuple(None if label is None else bool(label) for label in found)
+
+
 def whole_number(what: str, value: object) -> int:
     """A count from 0.
 

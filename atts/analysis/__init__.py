@@ -13,6 +13,8 @@ from atts.analysis.plan.options import Option
 from atts.analysis.plan.speeds import ChunkAdvice
 from atts.analysis.policy_replay import Replayed, replay_policy
 from atts.analysis.report.build import build_report
+from atts.analysis.report.calibration_page import calibration_format, render_calibration, save_calibration
+from atts.analysis.report.calibration_report import CalibrationReport, calibration_of_run, calibration_of_scores
 from atts.analysis.report.numbers import RateControl, Standing
 from atts.analysis.report.render import Format, as_format, render, save_report
 from atts.analysis.report.svg import Axis, Plot
@@ -20,6 +22,12 @@ from atts.analysis.results import read_results
 from atts.analysis.run_replay import PolicyChange, Replay, ReplaySide, replay_run
 
 __all__ = [
+    "CalibrationReport",
+    "calibration_format",
+    "calibration_of_run",
+    "calibration_of_scores",
+    "render_calibration",
+    "save_calibration",
     "Advice",
     "Axis",
     "Cap",

@@ -1,6 +1,14 @@
 """The public verbs and `Setup`: solve, evaluate, calibrate, and everything over recorded runs."""
 
-from atts.api.calibrating import calibrate, calibrate_sync, calibrator_of, scores_of, stored_scores
+from atts.api.calibrating import (
+    RATE_OF_FILES,
+    calibrate,
+    calibrate_sync,
+    calibration_report,
+    calibrator_of,
+    scores_of,
+    stored_scores,
+)
 from atts.api.config import Configuration, Job, config_keys, configure
 from atts.api.doctor import Check, Diagnosis, diagnose, write_settings
 from atts.api.engines import SCHEMES, build_engine, build_engines
@@ -13,6 +21,7 @@ from atts.api.setup import Setup, answers_for, load_problems
 
 __all__ = [
     "CARDS",
+    "RATE_OF_FILES",
     "SCHEMES",
     "Check",
     "Configuration",
@@ -30,6 +39,7 @@ __all__ = [
     "build_engines",
     "calibrate",
     "calibrate_sync",
+    "calibration_report",
     "calibrator_of",
     "compare",
     "configure",

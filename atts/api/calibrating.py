@@ -6,16 +6,36 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atts.api.evaluation import evaluate, sync
 from atts.api.recorded import directory_of
 from atts.api.setup import Setup
-from atts.calibration import PERPLEXITY, REAL, Calibrator, Scale, StoredScores, read_scores
+from atts.calibration import (
+    PERPLEXITY,
+    REAL,
+    Calibrator,
+    Mode,
+    Scale,
+    StoredScores,
+    is_state,
+    labels_of,
+    parse_lines,
+    read_scores,
+)
 from atts.core import Decision, Problem
 from atts.errors import CalibrationInputError
+from atts.files import read_ordinary
 from atts.journal import Decided, Entry, Manifest, Observed, RecordedRun, SessionOpened, Taught, check_exists, open_run
+from atts.jsonable import from_json
 from atts.pipelines import ConformalGate, ThresholdGate
 from atts.run import RunResult, conditions_of, replay_event
+
+if TYPE_CHECKING:
+    from atts.analysis import CalibrationReport
+
+RATE_OF_FILES = 0.4
+"""The rate at which scores in a file are looked at, unless another one is said."""
 
 
 async def calibrate(
@@ -104,6 +124,66 @@ def stored_scores(
         return read_scores(path, per_question, scale, conditions)
     except OSError as error:
         raise CalibrationInputError("scores", str(path), f"a file that can be read ({error.strerror})") from error
+
+
+def calibration_report(
+    source: str | Path | RunResult,
+    *,
+    rate: float | None = None,
+    mode: Mode | None = None,
+    per_question: int | None = None,
+    scale: Scale = PERPLEXITY,
+    seed: int = 0,
+) -> CalibrationReport:
+    """What a run's calibration did and promises, or what scores or a calibrator in a file would do.
+
+    A run is told as it was made. With another `rate` or `mode` its scores are decided anew, like those of a file, for
+    which the rate is 0.4 and the mode "aci" unless it is a calibrator and has its own.
+
+    :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be read.
+    :raises CalibrationInputError: no scores, or something that is none; or a mode that needs questions without them.
+    :raises OptionError: an unknown mode.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "scores.json").write_text('{"q1": [1.2, 1.4, 1.9], "q2": [1.1, 1.3, 9.0]}')
+    ...     found = calibration_report(Path(folder, "scores.json"), rate=0.5)
+    >>> found.kind, found.health.scores, found.control.decisions
+    ('scores', 6, 6)
+    """
+    from atts.analysis import calibration_of_run, calibration_of_scores
+
+    path = directory_of(source)
+    scores = stored_scores(path, per_question, scale)
+    name = str(path)
+    made: Calibrator | None = None
+    labels: Sequence[bool | None] = ()
+    usual: Mode = "aci"
+    own: tuple[float, Mode] = (RATE_OF_FILES, usual)
+    if path.is_dir():
+        told = calibration_of_run(path, scores)
+        if (rate is None or rate == told.rate) and (mode is None or mode == told.mode):
+            return told
+        name, own = f"{path}, decided anew", (told.rate, usual)
+    else:
+        made, labels = _in_file(path)
+    if made is not None:
+        own = float(made.rate), made.mode
+    kept = made if rate in (None, own[0]) and mode in (None, own[1]) else None
+    rate = own[0] if rate is None else rate
+    return calibration_of_scores(name, scores, rate, mode or own[1], seed=seed, labels=labels, calibrator=kept)
+
+
+def _in_file(path: Path) -> tuple[Calibrator | None, Sequence[bool | None]]:
+    """The calibrator that a file holds, else the labels of its records."""
+    if path.suffix == ".npy":
+        return None, ()
+    text = read_ordinary(path).decode()
+    if is_state(text) and from_json(text).get("kind") == "atts calibrator":
+        return Calibrator.load(path), ()
+    if path.suffix == ".json" or is_state(text):
+        return None, ()
+    return None, labels_of(parse_lines(text.splitlines(), str(path)))
 
 
 def calibrator_of(run: str | Path | RunResult) -> Calibrator:

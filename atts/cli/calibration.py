@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atts.cli.options import Json, named_values
+from atts.cli.calibration_report import report
+from atts.cli.options import Json
 from atts.cli.output import json_line, print_json, write_scores
+from atts.cli.score_files import (
+    ByLength,
+    Condition,
+    Mode,
+    OwnRate,
+    PerQuestion,
+    Rate,
+    Scale,
+    Source,
+    rate_of,
+    records_of,
+    scores_of,
+)
 from atts.cli.terminal import say
-from atts.errors import CalibrationInputError, CheckFailed
+from atts.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from atts.calibration import Health, ReplayResult, StoredScores
+    from atts.calibration import ReplayResult
 
 app = typer.Typer(no_args_is_help=True)
-
-Rate = Annotated[float, typer.Option(help="The fraction of chunks the target takes over.")]
-OwnRate = Annotated[
-    float | None,
-    typer.Option(help="The fraction of chunks the target takes over. By default the run's own; of a file 0.4."),
-]
-Mode = Annotated[str, typer.Option(help="split, marginal, aci, tracking, turn, question or question-turn.")]
-Scale = Annotated[str, typer.Option(help="What the scores are: perplexity, logprob or real.")]
-PerQuestion = Annotated[int | None, typer.Option(help="This many consecutive scores of an array are one question.")]
-ByLength = Annotated[bool, typer.Option("--by-length", help="Rank among chunks of about the same length.")]
-Condition = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="NAME=VALUE the scores were made under: target.model=QwQ-32B, sampling.temperature=0.7; repeatable."
-    ),
-]
-Source = Annotated[
-    str, typer.Argument(help="A run directory; JSON Lines of {score, question, turn}, or - for stdin; .json; .npy.")
-]
-
 
 _DECISION = ("question", "turn", "sample", "score", "p", "escalate", "why")
 
@@ -65,8 +58,8 @@ def replay(
     from atts.calibration import replay as decide
     from atts.calibration import scale_named
 
-    records = _records(file, per_question, scale)
-    start = () if stored is None else _scores(str(stored), per_question, scale, None)
+    records = records_of(file, per_question, scale)
+    start = () if stored is None else scores_of(str(stored), per_question, scale, None)
     options: dict[str, Any] = {"mode": mode, "seed": seed, "scale": scale_named(scale), "by_length": by_length}
     done = decide(records, rate, stored=start, drift=drift, window=window, decay=decay, **options)  # type: ignore[arg-type]  # checked there
     (_print_decisions if as_json else _print_replay)(done)
@@ -85,7 +78,7 @@ def import_scores(
 
     Example: atts calibration import ppls.npy --per-question 16 --condition target.model=QwQ-32B --out scores.json
     """
-    found = _scores(file, per_question, scale, condition)
+    found = scores_of(file, per_question, scale, condition)
     told = write_scores(out, found.state())
     facts = {"scores": len(found), "questions": len(set(found.questions)), "out": str(out)}
     told(json_line(facts) if as_json else f"{facts['scores']} scores of {facts['questions']} questions: {out}")
@@ -112,8 +105,8 @@ def fit(
     """
     from atts.calibration import Calibrator
 
-    rate = _rate(rate, file)
-    found = _scores(file, per_question, scale, condition)
+    rate = rate_of(rate, file)
+    found = scores_of(file, per_question, scale, condition)
     made = Calibrator(rate, mode, seed=seed, stored=found, by_length=by_length)  # type: ignore[arg-type]  # checked there
     told = write_scores(out, made.state())
     if as_json:
@@ -124,25 +117,7 @@ def fit(
     told(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
 
 
-@app.command("report")
-def report(
-    file: Source,
-    rate: OwnRate = None,
-    per_question: PerQuestion = None,
-    scale: Scale = "perplexity",
-    as_json: Json = False,
-) -> None:
-    """Say what stored scores can promise: size, clustering, repeats, thresholds, and how certain those are.
-
-    Example: atts calibration report ppls_math500.npy --per-question 16 --rate 0.4
-    """
-    from atts.calibration import examine
-
-    health = examine(_scores(file, per_question, scale, None), _rate(rate, file))
-    if as_json:
-        print_json({**asdict(health), "warnings": health.warnings})
-    else:
-        _print_health(health)
+app.command("report")(report)
 
 
 @app.command("check")
@@ -168,9 +143,9 @@ def check(
 
     if file != "-" and Path(file).is_dir() and live is None:
         return check_run(Path(file), as_json)
-    stored = _scores(file, per_question, scale, None)
-    health = examine(stored, _rate(rate, file))
-    other = stored if live is None else _scores(str(live), None, scale, None)
+    stored = scores_of(file, per_question, scale, None)
+    health = examine(stored, rate_of(rate, file))
+    other = stored if live is None else scores_of(str(live), None, scale, None)
     if live is not None and stored.fingerprint and other.fingerprint:
         check_fingerprint(file, stored.fingerprint, other.fingerprint)
     monitor = first_alarm(stored, None if live is None else other)
@@ -212,59 +187,6 @@ def check_run(directory: Path, as_json: bool) -> None:
         say(f"{directory}: {said}; no alarm")
 
 
-def _rate(given: float | None, file: str) -> float:
-    """What was given, else the rate that the run was made at, else 0.4."""
-    if given is not None or file == "-" or not Path(file).is_dir():
-        return 0.4 if given is None else given
-    from atts.journal import open_run
-
-    held = open_run(Path(file)).manifest.configuration.get("rate")
-    return float(held.value) if held is not None and isinstance(held.value, int | float) else 0.4
-
-
-def _scores(file: str, per_question: int | None, scale: str, conditions: list[str] | None) -> StoredScores:
-    from atts.api import stored_scores
-    from atts.calibration import StoredScores, scale_named
-    from atts.run import read_conditions
-
-    fingerprint = read_conditions(named_values(conditions or (), "condition", "NAME=VALUE"))
-    if file == "-":
-        return StoredScores.from_records(_records(file, None, scale), scale_named(scale), fingerprint)
-    stored = stored_scores(Path(file), per_question, scale_named(scale), fingerprint)
-    if not len(stored):
-        raise CalibrationInputError(f"number of scores in {file}", 0, "at least one")
-    return stored
-
-
-def _records(file: str, per_question: int | None, scale: str) -> list[dict[str, Any]]:
-    from atts.calibration import is_state, parse_lines
-    from atts.files import read_ordinary
-    from atts.journal import check_exists
-
-    if file != "-":
-        check_exists(Path(file))
-    if file != "-" and (Path(file).is_dir() or Path(file).suffix in (".npy", ".json")):
-        return _rows(_scores(file, per_question, scale, None))
-    try:
-        text = sys.stdin.read() if file == "-" else read_ordinary(Path(file)).decode("utf-8")
-    except OSError as problem:
-        raise CalibrationInputError("records", file, f"a file that can be read ({problem.strerror})") from None
-    except UnicodeDecodeError:
-        raise CalibrationInputError(file, "not text", "JSON Lines, a .npy array or JSON") from None
-    if file != "-" and is_state(text):
-        return _rows(_scores(file, per_question, scale, None))
-    records = parse_lines(text.splitlines(), "stdin" if file == "-" else file)
-    if not records:
-        raise CalibrationInputError(f"number of records in {'stdin' if file == '-' else file}", 0, "at least one")
-    return records
-
-
-def _rows(found: StoredScores) -> list[dict[str, Any]]:
-    names = ("score", "question", "turn", "length")
-    rows = zip(found.scores, *list(zip(*found.rows(), strict=True))[1:], strict=True)
-    return [dict(zip(names, row, strict=True)) for row in rows]
-
-
 def _print_decisions(done: ReplayResult) -> None:
     for decision in done.decisions:
         print_json({"type": "decision", **{name: getattr(decision, name) for name in _DECISION}})
@@ -283,30 +205,3 @@ def _print_replay(done: ReplayResult) -> None:
     for event in done.events:
         say(f"drift      after {event.scores} scores: {event.message} ({event.action})")
     say(f"guarantee  {done.guarantee}\nvoided by  {done.voided_by}")
-
-
-def _print_health(health: Health) -> None:
-    say(health.clusters if health.repeats.clustered else f"{health.scores} scores whose questions are not known")
-    say(f"  {'repeats in their question' if health.repeats.clustered else 'repeats':<28}{health.repeats.within:.1%}")
-    say(f"  repeats in another one      {health.repeats.across:.1%}")
-    say(f"  escalate above              {_threshold(health.threshold)} (rate {health.rate:g})")
-    say(f"  ... at most, 90 % sure      {_threshold(health.careful_threshold)} (were scores independent)")
-    for words, (low, high) in (
-        ("long-run rate, independent", health.long_run),
-        ("long-run rate, clustered", health.long_run_clustered),
-    ):
-        say(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
-    if not math.isnan(health.half_split):
-        say(f"  half of the questions       SD of the rate on the other half {health.half_split:.3f}")
-    for row in health.turns:
-        facts = f"{row.scores:>6} scores, median {_threshold(row.median)}, escalate above {_threshold(row.threshold)}"
-        say(f"  turn {row.turn:<4}{facts}")
-    for warning in health.warnings:
-        say(f"warning: {warning}")
-
-
-def _threshold(value: float) -> str:
-    """A score in few letters; there is none above which to escalate where the scores are too few for the rate."""
-    if math.isinf(value):
-        return "none"
-    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import atts
+from atts.analysis import save_calibration
+from atts.api import calibration_report
 from atts.journal import (
     JOURNAL,
     JournalOptions,
@@ -170,6 +172,28 @@ def test_it_is_readable(page: Any, report: str, scheme: str, width: int, tmp_pat
         assert page.run("document.documentElement.scrollWidth") <= width
     page.picture(tmp_path / "seen.png")
     assert (tmp_path / "seen.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_calibration_report_is_readable(page: Any, run: Path, scheme: str, width: int, tmp_path: Path) -> None:
+    """The same of the calibration report: it opens alone, with its numbers first, for every pair of eyes."""
+    written = tmp_path / "calibration.html"
+    save_calibration(calibration_report(run), "html", written)
+    page.look(width, 900, scheme)
+    page.open(written.as_uri())
+    assert page.requests == [written.as_uri()]
+    assert page.run("document.querySelector('h1').textContent").startswith("✓ The large model was handed")
+    assert page.run("document.querySelectorAll('header .numbers li').length") == 3
+    page.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+    assert page.run(CONTRAST) == []
+    assert page.run(NAMES) == []
+    assert page.run("document.documentElement.scrollWidth") <= width
+    page.press("Tab", 9)
+    assert page.run("document.activeElement.textContent") == "Skip to the report"
+    page.run("document.querySelector('#rate th button').focus()")
+    page.press("Enter", 13)
+    assert page.run("document.querySelector('#rate th[aria-sort]').getAttribute('aria-sort')") == "ascending"
 
 
 def _plant(source: Path, target: Path, change: Callable[[Any], Any]) -> None:

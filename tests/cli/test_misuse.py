@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from atts.cli.app import EXIT_CODES
@@ -49,6 +50,15 @@ def newer(folder: Path) -> None:
     """A later version wrote the manifest."""
     manifest = folder / "runs/atts/manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "schema": 999}))
+
+
+def an_array(folder: Path) -> None:
+    """Twelve scores in a row."""
+    np.save(folder / "s.npy", np.linspace(1.1, 2.0, 12))
+
+
+SCORES = "s.jsonl"
+SCORED = text(SCORES, '{"score": 1.5}\n{"score": 1.7}\n')
 
 
 class Case(NamedTuple):
@@ -237,6 +247,48 @@ CASES = [
         USAGE,
         ("NaN",),
         text("s.jsonl", '{"score": NaN}\n'),
+    ),
+    Case(
+        "no scores to report on", "calibration report s.jsonl", USAGE, ("s.jsonl", "at least one"), text("s.jsonl", "")
+    ),
+    Case("report on a picture", "calibration report s.npy", USAGE, ("s.npy", "numbers"), text("s.npy", b"\x89PNG\r\n")),
+    Case("report on no JSON", "calibration report s.jsonl", USAGE, ("s.jsonl", "line 1"), text("s.jsonl", "1.5 1.7\n")),
+    Case(
+        "report on a score below 1", "calibration report s.jsonl", USAGE, ("0.5",), text("s.jsonl", '{"score": 0.5}\n')
+    ),
+    Case("report on an empty directory", "calibration report empty", DISK, ("empty", "no run"), directory("empty")),
+    Case(
+        "label that is none",
+        "calibration report s.jsonl",
+        USAGE,
+        ("correct of record 1", "'yes'", "true"),
+        text("s.jsonl", '{"score": 2, "correct": "yes"}\n'),
+    ),
+    Case("report at rate 2", f"calibration report {SCORES} --rate 2", USAGE, ("2", "[0, 1]"), SCORED),
+    Case("report in an unknown mode", f"calibration report {SCORES} --mode qestion", USAGE, ("'question'",), SCORED),
+    Case(
+        "questions that are not known",
+        f"calibration report {SCORES} --mode question",
+        USAGE,
+        ("mode", "name none", "aci"),
+        SCORED,
+    ),
+    Case(
+        "scores of an unknown scale", f"calibration report {SCORES} --scale ppl", USAGE, ("ppl", "perplexity"), SCORED
+    ),
+    Case("no whole questions", "calibration report s.npy --per-question 7", USAGE, ("per_question", "7"), an_array),
+    Case("report of an unknown format", f"calibration report {SCORES} --out a --format pdf", USAGE, ("'pdf'",), SCORED),
+    Case("report without a place", f"calibration report {SCORES} --format html", USAGE, ("--out", "file"), SCORED),
+    Case("figures without a folder", f"calibration report {SCORES} --format svg", USAGE, ("--out", "folder"), SCORED),
+    Case("figures on stdout", f"calibration report {SCORES} --format svg --out -", USAGE, ("folder",), SCORED),
+    Case("report into nowhere", f"calibration report {SCORES} --out none/a.html", DISK, ("none/a.html",), SCORED),
+    Case("figures into a file", f"calibration report {SCORES} --format svg --out s.jsonl", DISK, ("s.jsonl",), SCORED),
+    Case(
+        "damaged calibrator",
+        "calibration report c.json",
+        USAGE,
+        ("c.json",),
+        text("c.json", '{"kind": "atts calibrator"}'),
     ),
     Case("grades of nothing", "grade answers.jsonl", USAGE, ("answers.jsonl",)),
     Case("grades of no JSON", "grade answers.jsonl", USAGE, ("answers.jsonl", "line 1"), text("answers.jsonl", "x")),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atts.analysis.report.numbers import DriftTest, GroupRate, RateControl, TimeBreakdown, Uniformity
+from atts.analysis.report.reliability import LabelledScores
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.report.tables import ReportTable
+from atts.calibration import coin_band
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +27,11 @@ class Chart:
 
 def calibration_charts(control: RateControl) -> list[Chart]:
     """Rate by turn, by question and over time, p-values, drift: those that the run has numbers for."""
-    found = [_by_turn(control), _by_question(control), _over_time(control)]
+    found = [_by_turn(control), over_time_chart(control)]
+    if control.questions > 1 and control.decisions > control.questions:
+        found.insert(1, _by_question(control))
     if control.p_values is not None:
-        found += [_p_curve(control.p_values), _p_histogram(control.p_values)]
+        found += [reliability_chart(control.p_values), _p_histogram(control.p_values)]
     if control.drift is not None:
         found.append(_drift(control.drift))
     return found
@@ -83,7 +88,8 @@ def _by_question(control: RateControl) -> Chart:
     return Chart("Rate by question", words, picture, _group_data(control.by_question))
 
 
-def _over_time(control: RateControl) -> Chart:
+def over_time_chart(control: RateControl) -> Chart:
+    """The rate so far, decision by decision."""
     moments = control.moments
     shares = [moment.share for moment in moments] + [m.rolling for m in moments if m.rolling is not None]
     top = max([*shares, 2 * (control.nominal or 0.0), 0.1]) * 1.08
@@ -102,46 +108,77 @@ def _over_time(control: RateControl) -> Chart:
     return Chart("Rate over time", words, plot.drawn("Realised rate over time", marks), data)
 
 
-def _p_curve(found: Uniformity) -> Chart:
-    plot = Plot(Axis(0, 1, "p-value"), Axis(0, 1, "share at or below"))
-    grid = [point[0] for point in found.curve]
+def reliability_chart(found: Uniformity) -> Chart:
+    """The rate that is asked for, and the rate that the p-values would give."""
+    plot = Plot(Axis(0, 1, "rate asked for"), Axis(0, 1, "rate these p-values give"))
+    curve = [(1 - p, 1 - share) for p, share in reversed(found.curve)]
+    grid = [asked for asked, _ in curve]
     marks = [
-        plot.band(grid, [max(0.0, p - found.band) for p in grid], [min(1.0, p + found.band) for p in grid]),
+        plot.band(grid, [max(0.0, x - found.band) for x in grid], [min(1.0, x + found.band) for x in grid]),
         plot.line([(0, 0), (1, 1)], "nominal"),
-        plot.line(found.curve, "main"),
+        plot.line(curve, "main"),
     ]
     words = (
-        f"Largest distance from uniform {found.distance:.3f}, {'inside' if found.inside else 'OUTSIDE'} the "
-        f"simultaneous 95 % band ±{found.band:.3f}, for {found.n:,} p-values worth about {found.effective:,.0f} "
-        f"independent ones. Modes that adapt within a question rank predictively: for them this describes, and the "
+        f"On the dashed line every rate asked for is the rate that comes out: the p-values are uniform. Largest "
+        f"distance from it {found.distance:.3f}, {'inside' if found.inside else 'OUTSIDE'} the simultaneous 95 % band "
+        f"±{found.band:.3f}, for {found.n:,} p-values worth about {found.effective:,.0f} independent ones. Feedback on "
+        f"what was decided makes up for p-values that are not; so where a mode has feedback this describes, and the "
         f"guarantee does not rest on it."
     )
-    data = ReportTable.of("", ("p", "share"), found.curve[::10])
-    return Chart("Uniformity of p-values", words, plot.drawn("Distribution of p-values", marks), data)
+    data = ReportTable.of("", ("rate asked for", "rate these p-values give"), curve[::5])
+    return Chart("Reliability", words, plot.drawn("Rate asked for against the rate that p-values give", marks), data)
 
 
 def _p_histogram(found: Uniformity) -> Chart:
     bins = len(found.counts)
-    even = found.n / bins
-    plot = Plot(Axis(0, 1, "p-value"), Axis(0, max([*found.counts, 1]) * 1.1, "decisions"))
-    marks = [
-        plot.bar(n / bins, (n + 0.9) / bins, count, "bar", f"p in [{n / bins:.2f}, {(n + 1) / bins:.2f}]: {count}")
+    low, high = (found.n * share for share in coin_band(max(1, round(found.effective)), 1 / bins, 1 - 0.05 / bins))
+    plot = Plot(Axis(0, 1, "p-value"), Axis(0, max([*found.counts, high, 1]) * 1.1, "decisions"))
+    marks = [plot.band([0, 1], [low, low], [high, high])]
+    marks += [
+        plot.bar(
+            n / bins, (n + 0.9) / bins, count, "bar" if low <= count <= high else "bar off",
+            f"p in [{n / bins:.2f}, {(n + 1) / bins:.2f}]: {count}",
+        )
         for n, count in enumerate(found.counts)
-    ]
-    marks.append(plot.line([(0, even), (1, even)], "nominal"))
-    words = "Near 1 is worse than the scores it was compared with; the dashed line is what uniform ones would give."
-    rows = [(n / bins, (n + 1) / bins, count) for n, count in enumerate(found.counts)]
-    data = ReportTable.of("", ("from", "to", "decisions"), rows)
+    ]  # fmt: skip
+    marks.append(plot.line([(0, found.n / bins), (1, found.n / bins)], "nominal"))
+    words = (
+        "Near 1 is worse than the scores it was compared with. The dashed line is what uniform p-values would give, "
+        f"the grey band where all bars stay with 95 % if they are, for {found.effective:,.0f} independent ones."
+    )
+    rows = [(n / bins, (n + 1) / bins, count, low, high) for n, count in enumerate(found.counts)]
+    data = ReportTable.of("", ("from", "to", "decisions", "band from", "band to"), rows)
     return Chart("Histogram of p-values", words, plot.drawn("Histogram of p-values", marks), data)
+
+
+def labelled_chart(found: LabelledScores) -> Chart:
+    """How often answers are right, by the p-value of their chunks."""
+    plot = Plot(Axis(0, 1, "p-value of the chunk"), Axis(0, 1, "answers that are right"))
+    places = [((one.low + one.high) / 2, one.right) for one in found.bins]
+    marks = [plot.line([(place, right.low), (place, right.high)], "whisker") for place, right in places]
+    marks.append(plot.line([(place, right.value) for place, right in places], "thin"))
+    marks += [plot.dot(place, right.value, "plain", right.brief()) for place, right in places]
+    words = f"All {found.labelled:,} chunks that have a label have the same one: nothing can be told apart."
+    if not math.isnan(found.auroc):
+        words = (
+            f"Where scores know something of answers, chunks with larger p-values come from fewer right ones. Of two "
+            f"chunks, one of a wrong and one of a right answer, the wrong one's p-value is larger with chance "
+            f"{found.auroc:.2f} (0.50 is a coin), over {found.labelled:,} chunks. Whiskers are 95 % intervals over "
+            f"questions."
+        )
+    rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
+    data = ReportTable.of("", ("p-value from", "to", "answers that are right", "chunks"), rows)
+    return Chart("Right answers by p-value", words, plot.drawn("Right answers by p-value", marks), data)
 
 
 def _drift(found: DriftTest) -> Chart:
     low, high = min(*found.path, -1.0), max(*found.path, found.alarm)
+    thin = max(1, len(found.path) // 1000)
     plot = Plot(Axis(0, found.questions, "questions", values="whole"), Axis(low * 1.05, high * 1.1, "log10 of wealth"))
     marks = [
         plot.line([(0, found.alarm), (found.questions, found.alarm)], "alarm"),
         plot.line([(0, 0), (found.questions, 0)], "nominal"),
-        plot.line([(0, 0.0), *((n + 1, value) for n, value in enumerate(found.path))], "main"),
+        plot.line([(0, 0.0), *((n + 1, found.path[n]) for n in range(0, len(found.path), thin))], "main"),
     ]
     said = "reached it" if found.peak >= found.alarm else "stayed below it"
     words = (

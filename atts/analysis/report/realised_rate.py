@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
 from atts.analysis.report.guarantee import stated_guarantee
-from atts.analysis.report.numbers import DriftAlarm, DriftTest, GroupRate, RateControl, RatePoint, Uniformity
+from atts.analysis.report.numbers import (
+    DriftAlarm,
+    DriftTest,
+    GroupRate,
+    RateControl,
+    RatePoint,
+    StatedGuarantee,
+    Uniformity,
+)
 from atts.analysis.report.run_data import GateStep, RunData
 from atts.calibration import (
     PERPLEXITY,
     REAL,
     ClusterSummary,
+    Scale,
     SimpleJumper,
     by_cluster,
     coin_band,
@@ -37,11 +47,20 @@ def realised_rate(data: RunData) -> RateControl | None:
     done = data.done
     if not done:
         return None
+    alarms = tuple(DriftAlarm(event.alarm, event.scores, event.p, event.acted, event.text) for event in data.drifted)
+    return rate_control(done, stated_guarantee(data, _nominal(done)), alarms)
+
+
+def rate_control(
+    done: Sequence[GateStep], promise: StatedGuarantee, alarms: tuple[DriftAlarm, ...], scale: Scale | None = None
+) -> RateControl:
+    """All that at least one decision says about the rate; without a scale each score says itself what it is."""
     nominal = _nominal(done)
     by_question = _groups(done, lambda decision: decision.question)
     shares = [sum(flags) / len(flags) for flags in by_question.values()]
     judged = [step for step in done if step.decision.score is not None]
-    summary = _clusters(judged)
+    bad = [_nonconformity(step.decision, scale) for step in judged]
+    summary = _clusters(judged, bad)
     window = max(20, min(500, len(done) // 6))
     rms = math.sqrt(float(np.mean([(share - nominal) ** 2 for share in shares]))) if nominal is not None else math.nan
     return RateControl(
@@ -58,12 +77,12 @@ def realised_rate(data: RunData) -> RateControl | None:
         window=window,
         moments=_moments([step.escalated for step in done], nominal, window),
         p_values=_uniformity(done),
-        drift=_drift(judged),
-        alarms=tuple(DriftAlarm(event.alarm, event.scores, event.p, event.acted, event.text) for event in data.drifted),
+        drift=_drift(judged, bad),
+        alarms=alarms,
         effective=str(summary) if summary else "no decision rests on a score",
         effective_n=summary.effective if summary else math.nan,
-        promise=stated_guarantee(data, nominal),
-        metrics=_metrics(judged, nominal),
+        promise=promise,
+        metrics=_metrics(judged, bad, nominal),
     )
 
 
@@ -113,16 +132,14 @@ def _moments(flags: Sequence[bool], nominal: float | None, window: int) -> tuple
     )
 
 
-def _nonconformity(decision: Decision) -> float:
+def _nonconformity(decision: Decision, scale: Scale | None) -> float:
     assert decision.score is not None, "only scored decisions are asked about"
-    scale = PERPLEXITY if decision.score >= 1 else REAL  # perplexities are never below 1
-    return scale.nonconformity(decision.score)
+    likely = PERPLEXITY if decision.score >= 1 else REAL  # perplexities are never below 1
+    return (scale or likely).nonconformity(decision.score)
 
 
-def _clusters(judged: Sequence[GateStep]) -> ClusterSummary | None:
-    if not judged:
-        return None
-    return summarise(by_cluster([_nonconformity(s.decision) for s in judged], [s.decision.question for s in judged]))
+def _clusters(judged: Sequence[GateStep], bad: Sequence[float]) -> ClusterSummary | None:
+    return summarise(by_cluster(bad, [step.decision.question for step in judged])) if judged else None
 
 
 def _uniformity(done: Sequence[GateStep]) -> Uniformity | None:
@@ -144,42 +161,36 @@ def _uniformity(done: Sequence[GateStep]) -> Uniformity | None:
     )
 
 
-def _drift(judged: Sequence[GateStep]) -> DriftTest | None:
+def _drift(judged: Sequence[GateStep], bad: Sequence[float]) -> DriftTest | None:
     """Bets on the smoothed rank of each question's mean first-turn score among the questions before it.
 
     Questions are the units because scores of one move together; were they exchangeable, the capital would ever reach
     1 / level with probability at most level.
     """
-    first = [step for step in judged if step.decision.turn == 0]
-    means = [math.fsum(scores) / len(scores) for scores in _finite(first).values()]
+    first = dict[str, list[float]]()
+    for step, nonconformity in zip(judged, bad, strict=True):
+        if step.decision.turn == 0 and math.isfinite(nonconformity):
+            first.setdefault(step.decision.question, []).append(nonconformity)
+    means = [math.fsum(scores) / len(scores) for scores in first.values()]
     if len(means) < 2:
         return None
-    martingale, path = SimpleJumper(), list[float]()
+    martingale, path, earlier = SimpleJumper(), list[float](), list[float]()
     for place, mean in enumerate(means):
-        below = sum(other < mean for other in means[:place])
-        equal = sum(other == mean for other in means[:place])
+        below, up_to = bisect_left(earlier, mean), bisect_right(earlier, mean)
         theta = float(uniforms(Seed(0, "drift", place), 1)[0])
-        martingale.update((below + theta * (1 + equal)) / (place + 1))
+        martingale.update((below + theta * (1 + up_to - below)) / (place + 1))
         path.append(martingale.log_value / math.log(10))
+        earlier.insert(up_to, mean)
     return DriftTest(len(means), tuple(path), martingale.log_peak / math.log(10), -math.log10(DRIFT_LEVEL))
 
 
-def _finite(first: Sequence[GateStep]) -> dict[str, list[float]]:
-    scores: dict[str, list[float]] = {}
-    for step in first:
-        nonconformity = _nonconformity(step.decision)
-        if math.isfinite(nonconformity):
-            scores.setdefault(step.decision.question, []).append(nonconformity)
-    return scores
-
-
-def _metrics(judged: Sequence[GateStep], nominal: float | None) -> Mapping[str, float]:
+def _metrics(judged: Sequence[GateStep], bad: Sequence[float], nominal: float | None) -> Mapping[str, float]:
     if nominal is None or not judged:
         return {}
     return rate_metrics(
         [step.decision.question for step in judged],
         [step.decision.turn for step in judged],
-        [_nonconformity(step.decision) for step in judged],
+        bad,
         [step.escalated for step in judged],
         nominal,
     )

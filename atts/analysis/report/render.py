@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
 
@@ -34,7 +35,7 @@ def render(built: BuiltReport, format: Format) -> str:
             return _html(built)
         case "markdown":
             # the same numbers without pictures or texts of rollouts, short enough to be pasted into an issue
-            return _environment().get_template("report.md").render(report=built.report, tables=tables).strip() + "\n"
+            return filled("report.md", report=built.report, tables=tables).strip() + "\n"
         case "json":
             return json.dumps(jsonable(built.report), allow_nan=False, ensure_ascii=False) + "\n"
 
@@ -65,30 +66,38 @@ def as_format(name: str) -> Format:
 
 def _html(built: BuiltReport) -> str:
     """One file that needs nothing else: no network, no server, any browser of today."""
-    report, script = built.report, _asset("report.js")
+    report = built.report
     created = datetime.fromtimestamp(report.run.created, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        _environment()
-        .get_template("report.html")
-        .render(
-            report=report,
-            pages=built.pages,
-            tables=tables,
-            charts=charts,
-            frontier_chart=frontier_chart,
-            runs_chart=runs_chart,
-            axis=Axis,
-            created=created if report.run.created else "",
-            style=_asset("report.css"),
-            script=script,
-            script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        )
+    return page(
+        "report.html",
+        ("tables.js", "report.js"),
+        report=report,
+        pages=built.pages,
+        tables=tables,
+        charts=charts,
+        frontier_chart=frontier_chart,
+        runs_chart=runs_chart,
+        axis=Axis,
+        created=created if report.run.created else "",
     )
+
+
+def page(template: str, scripts: Sequence[str], **values: Any) -> str:
+    """A template of HTML filled in, with the style of all pages and the scripts that this one may run."""
+    script = "".join(map(asset, scripts))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    style = asset("report.css") + asset("charts.css")
+    return filled(template, style=style, script=script, script_digest=digest, **values)
+
+
+def filled(template: str, **values: Any) -> str:
+    """A template filled in."""
+    return _environment().get_template(template).render(**values)
 
 
 def _environment() -> Environment:
     environment = Environment(
-        loader=FunctionLoader(_asset),
+        loader=FunctionLoader(asset),
         autoescape=select_autoescape(("html",)),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -98,7 +107,8 @@ def _environment() -> Environment:
     return environment
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file beside the templates."""
     return (files("atts.analysis.report") / "templates" / name).read_text(encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Literal
 
 from atts.analysis.report.numbers import Caveat, ProblemRow, RateControl, RunReport, TimeBreakdown
 from atts.analysis.report.words import WORDS
+from atts.calibration import Health
 from atts.evaluators import Estimate
 
 TableKind = Literal["rows", "facts"]
@@ -160,6 +162,41 @@ def turn_table(control: RateControl) -> ReportTable:
     return ReportTable.of(
         "Chunks handed to the target, by turn", ("turn", "decisions", "escalated", "rate", "coin's band"), rows
     )
+
+
+def health_table(health: Health) -> ReportTable:
+    """What stored scores are worth, and what a threshold made of them would do."""
+    rows: list[tuple[object, object]] = [
+        ("scores", health.scores),
+        ("questions", health.clusters.clusters if health.repeats.clustered else "not known"),
+        ("resemblance within a question (intraclass correlation)", health.clusters.icc),
+        ("effective sample size", cell(health.clusters.effective, ",.0f")),
+        ("scores that repeat another of their question", cell(health.repeats.within, ".1%")),
+        ("scores that another question has too", cell(health.repeats.across, ".1%")),
+        ("infinite scores", health.infinite),
+        ("threshold: hand over above", health.threshold),
+        ("threshold that keeps the rate with 90 %, were scores independent", health.careful_threshold),
+        ("long-run rate of the threshold, were scores independent (90 %)", _range(health.long_run)),
+        ("long-run rate of the threshold, as they are (90 %)", _range(health.long_run_clustered)),
+        ("SD of the rate when half the questions judge the other half", health.half_split),
+    ]
+    return ReportTable.of(f"What the scores are worth at rate {health.rate:g}", ("what", "value"), rows, "facts")
+
+
+def _range(ends: tuple[float, float]) -> str:
+    return f"{ends[0]:.3f} to {ends[1]:.3f}"
+
+
+def threshold_table(health: Health) -> ReportTable:
+    """Scores and thresholds of each turn."""
+    rows = [(cell(one.turn), one.scores, one.median, one.threshold) for one in health.turns]
+    return ReportTable.of("Scores of each turn", ("turn", "scores", "median", "hand over above"), rows)
+
+
+def conditions_table(conditions: Mapping[str, object]) -> ReportTable:
+    """What the scores were made under."""
+    rows = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in conditions.items()]
+    return ReportTable.of("Conditions the scores were made under", ("condition", "value"), rows, "facts")
 
 
 def caveat_table(report: RunReport) -> ReportTable:

@@ -1,0 +1,262 @@
+"""The calibration report: a run's own decisions, or scores decided one by one; the same numbers in every format."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atts.analysis import (
+    CalibrationReport,
+    build_report,
+    calibration_format,
+    calibration_of_scores,
+    render_calibration,
+    save_calibration,
+)
+from atts.analysis.report.calibration_headline import calibration_headline, calibration_points
+from atts.analysis.report.charts import calibration_charts
+from atts.analysis.report.figures import standalone
+from atts.api import calibration_report, scores_of
+from atts.calibration import Calibrator, StoredScores, examine, scale_named
+from atts.errors import CalibrationInputError, JournalError, OptionError, UsageError
+
+
+def _scores(questions: int = 12, each: int = 20, seed: int = 0) -> StoredScores:
+    """Perplexities of questions that differ, two turns each."""
+    draw = random.Random(seed)
+    hard = [draw.uniform(0.2, 1.5) for _ in range(questions)]
+    rows = [
+        {"question": f"q{n}", "turn": place % 2, "score": 1 + draw.expovariate(1 / hard[n])}
+        for n in range(questions)
+        for place in range(each)
+    ]
+    return StoredScores.from_records(rows)
+
+
+@pytest.fixture(scope="module")
+def of_run(run: Path) -> CalibrationReport:
+    """Of a finished run."""
+    return calibration_report(run)
+
+
+def test_a_run_is_told_at_its_own_rate(run: Path, of_run: CalibrationReport) -> None:
+    """Its decisions are the report's of the run; its scores are judged at the rate it was made at."""
+    held = build_report(run).report.calibration
+    assert of_run.control == held
+    assert (of_run.kind, of_run.rate, of_run.mode) == ("run", 0.3, "question-turn")
+    assert of_run.health == examine(scores_of(run), 0.3)
+    assert of_run.headline.sentence.startswith("the large model was handed ")
+    assert of_run.headline.sentence.endswith("steps, as asked (30 %)")
+    assert of_run.standing == "good"
+
+
+def test_a_run_at_another_rate_is_decided_anew(run: Path, of_run: CalibrationReport) -> None:
+    """As its scores would be: the counts are of the new rate, and the name says what was done."""
+    other = calibration_report(run, rate=0.6)
+    assert (other.kind, other.rate, other.control.decisions) == ("scores", 0.6, len(scores_of(run)))
+    assert other.control.escalated > of_run.control.escalated
+    assert other.source.endswith("decided anew")
+
+
+def test_scores_are_decided_one_by_one() -> None:
+    """Realised rate, effective number and promise are those of a calibrator that lives through them."""
+    scores = _scores()
+    found = calibration_of_scores("mine", scores, 0.4, "aci")
+    assert (found.kind, found.control.decisions, found.control.questions) == ("scores", 240, 12)
+    assert abs(found.control.escalated / 240 - 0.4) < 0.06
+    assert found.headline.numbers[1].value == f"{found.health.clusters.effective:,.0f}"
+    assert found.promise.guarantee == Calibrator(0.4, "aci", stored=scores).guarantee
+    low, high = found.health.long_run_clustered
+    assert f"{100 * low:.1f} to {100 * high:.1f} %" in found.headline.sentence
+    assert [chart.title for chart in calibration_charts(found.control)] == [
+        "Rate by turn", "Rate by question", "Rate over time", "Reliability", "Histogram of p-values", "Drift",
+    ]  # fmt: skip
+
+
+def test_a_calibrator_brings_its_rate_and_its_mode(tmp_path: Path) -> None:
+    """What is fitted is reported as it is, and states its own promise; another rate makes it scores again."""
+    made = Calibrator(0.15, "turn", stored=_scores())
+    made.save(tmp_path / "calibrator.json")
+    found = calibration_report(tmp_path / "calibrator.json")
+    assert (found.kind, found.rate, found.mode) == ("calibrator", 0.15, "turn")
+    assert found.promise.guarantee == made.guarantee
+    assert calibration_report(tmp_path / "calibrator.json", rate=0.5).kind == "scores"
+
+
+def _labelled(path: Path, labels: Sequence[Any]) -> Path:
+    rows = [
+        {"question": f"q{n % 9}", "score": 1 + (n * 37 % 100) / 50, **({} if label is None else {"correct": label})}
+        for n, label in enumerate(labels)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_labels_say_what_scores_know_of_answers(tmp_path: Path) -> None:
+    """Where bad scores are of wrong answers the p-values tell them apart, where labels are chance they do not."""
+    telling = [n * 37 % 100 < 60 for n in range(300)]
+    found = calibration_report(_labelled(tmp_path / "a.jsonl", telling)).labelled
+    assert found is not None
+    assert found.auroc > 0.9
+    assert found.bins[0].right.value > 0.9 > 0.2 > found.bins[-1].right.value
+    assert sum(one.right.n_samples for one in found.bins) == found.labelled == 300
+    draw = random.Random(1)
+    chance = calibration_report(_labelled(tmp_path / "b.jsonl", [draw.random() < 0.5 for _ in range(300)])).labelled
+    assert chance is not None
+    assert 0.35 < chance.auroc < 0.65
+    some = calibration_report(_labelled(tmp_path / "c.jsonl", [1, 0, None] * 40)).labelled
+    assert some is not None
+    assert some.labelled == 80
+    assert calibration_report(_labelled(tmp_path / "d.jsonl", [None] * 30)).labelled is None
+    alike = calibration_report(_labelled(tmp_path / "e.jsonl", [True] * 30))
+    assert "nothing can be told apart" in render_calibration(alike, "html")
+
+
+def test_the_labels_of_a_run_are_its_verdicts(run: Path, of_run: CalibrationReport) -> None:
+    """Kept chunks of graded rollouts, each once."""
+    assert of_run.labelled is not None
+    assert 0 < of_run.labelled.labelled <= of_run.control.decisions - of_run.control.escalated
+    assert all(one.low <= one.high for one in of_run.labelled.bins)
+
+
+def test_a_broken_promise_comes_first(of_run: CalibrationReport) -> None:
+    """A run that handed over everything: the sentence, the verdict and the first doubt say so."""
+    found = of_run
+    groups = tuple(replace(group, escalated=group.decisions) for group in found.control.by_question)
+    left = replace(found.control, escalated=found.control.decisions, by_question=groups)
+    assert "the promise was not kept" in calibration_headline("run", found.health, left).sentence
+    assert calibration_points("run", found.health, left)[0][0] == "bad"
+
+
+def test_copied_scores_are_a_fault() -> None:
+    """Scores that occur in two questions: do not rely on them."""
+    once = _scores(6).scores
+    copied = StoredScores((*once, *once), tuple(f"q{n // 20}" for n in range(240)), (0,) * 240)
+    found = calibration_of_scores("mine", copied, 0.4, "aci")
+    assert found.standing == "bad"
+    assert "occur in another question" in found.points[0][1]
+
+
+def test_scores_without_questions_are_told_as_such(tmp_path: Path) -> None:
+    """No mode that needs questions, no picture by question, and the number they are worth is a bound."""
+    np.save(tmp_path / "s.npy", np.array([1 + n * 37 % 101 / 50 for n in range(200)]))
+    with pytest.raises(CalibrationInputError, match="needs no questions"):
+        calibration_report(tmp_path / "s.npy", mode="question")
+    found = calibration_report(tmp_path / "s.npy")
+    assert "Rate by question" not in [chart.title for chart in calibration_charts(found.control)]
+    assert found.headline.numbers[1].note.startswith("at most")
+    assert "not known" in render_calibration(found, "markdown")
+
+
+@pytest.mark.parametrize("mode", ["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"])
+def test_every_mode_has_a_report(mode: Any) -> None:
+    """Each with its own promise."""
+    found = calibration_of_scores("mine", _scores(5, 8), 0.3, mode)
+    assert found.promise.mode == mode
+    assert found.promise.guarantee
+    assert render_calibration(found, "html").count("<svg") >= 6
+
+
+@pytest.mark.parametrize("scale", ["logprob", "real"])
+def test_other_scales_are_read_as_they_are(scale: str) -> None:
+    """Log-probabilities are worse when lower: the report ranks them so."""
+    draw = random.Random(2)
+    raw = [draw.uniform(-3, -0.1) for _ in range(90)]
+    scores = StoredScores(tuple(raw), tuple(f"q{n % 9}" for n in range(90)), (0,) * 90, scale_named(scale))
+    found = calibration_of_scores("mine", scores, 0.3, "aci")
+    assert found.control.metrics["auroc_within_question_turn"] > 0.9
+    assert abs(found.control.escalated - 27) < 8
+
+
+def test_one_score_has_a_report() -> None:
+    """And says how little it is."""
+    found = calibration_of_scores("mine", StoredScores((1.5,), ("q",), (0,)), 0.4, "aci")
+    for format in ("html", "markdown", "json"):
+        assert render_calibration(found, calibration_format(format, None))
+    assert found.standing == "care"
+
+
+def test_all_formats_say_the_same(of_run: CalibrationReport) -> None:
+    """Sentence, numbers, guarantee and what voids it stand in each; JSON is strict."""
+    page, words, data = (render_calibration(of_run, format) for format in ("html", "markdown", "json"))
+    parsed = json.loads(data, parse_constant=pytest.fail)
+    assert parsed["headline"]["sentence"] == of_run.headline.sentence
+    assert parsed["promise"]["guarantee"] == of_run.promise.guarantee
+    assert parsed["control"]["escalated"] == of_run.control.escalated
+    for number in of_run.headline.numbers:
+        assert number.note in words
+        assert f"<b>{number.value}</b>" in page
+    assert "Voided by:" in words
+    assert "<dt>Voided by</dt>" in page
+    assert "://" not in page
+
+
+def test_the_histogram_has_a_band_of_uniformity() -> None:
+    """Bars of uniform p-values stay in it; where they gather in one bin, that bar is outside."""
+    scores = StoredScores.of([1 + random.Random(n).random() for n in range(1200)])
+    chart = calibration_charts(calibration_of_scores("mine", scores, 0.3, "marginal").control)[-2]
+    assert chart.title == "Histogram of p-values"
+    assert 'class="band"' in chart.picture
+    assert 'class="bar off"' not in chart.picture
+    rising = StoredScores.of([1 + n / 1000 for n in range(400)])
+    worse = calibration_charts(calibration_of_scores("mine", rising, 0.3, "marginal").control)[-2]
+    assert 'class="bar off"' in worse.picture
+
+
+def test_figures_stand_alone(of_run: CalibrationReport, tmp_path: Path) -> None:
+    """Each picture once, as SVG that is whole by itself: a namespace, its own colours, no variable, no script."""
+    paths = save_calibration(of_run, "svg", tmp_path / "figures")
+    assert len(paths) == len({path.name for path in paths}) == 7
+    for path in paths:
+        root = ET.fromstring(path.read_text())
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert root.get("aria-label")
+        assert "var(" not in path.read_text()
+
+
+def test_png_needs_a_program(of_run: CalibrationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one the message says which, and that SVG needs none; with one the file is a PNG of twice the size."""
+    from atts.analysis.report import figures
+
+    chart = calibration_charts(of_run.control)[0]
+    if shutil.which("chromium") or shutil.which("rsvg-convert"):
+        (path,) = figures.save_figures([chart], tmp_path, "png")
+        head = path.read_bytes()[:24]
+        assert head.startswith(b"\x89PNG")
+        assert int.from_bytes(head[16:20], "big") == 2 * int(ET.fromstring(standalone(chart)).get("width", "0"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"rsvg-convert.*--format svg"):
+        figures.save_figures([chart], tmp_path, "png")
+
+
+@pytest.mark.parametrize(
+    ("format", "out", "found"),
+    [(None, None, "html"), (None, "a.md", "markdown"), (None, "a.JSON", "json"), ("md", None, "markdown"),
+     ("svg", "a", "svg"), ("html", "a.md", "html"), (None, "folder", "html")],
+)  # fmt: skip
+def test_the_format_is_named_or_the_ending(format: str | None, out: str | None, found: str) -> None:
+    """What is said counts, else what the file is called."""
+    assert calibration_format(format, out and Path(out)) == found  # type: ignore[arg-type]  # "" is no name here
+
+
+def test_what_cannot_be_reported_is_refused(other_run: Path, tmp_path: Path) -> None:
+    """A run whose gate saw no score, a place with nothing, an unknown format, a picture as text."""
+    with pytest.raises(CalibrationInputError, match="the run's scores"):
+        calibration_report(other_run)
+    with pytest.raises(JournalError):
+        calibration_report(tmp_path / "none")
+    with pytest.raises(OptionError, match="'pdf'"):
+        calibration_format("pdf", None)
+    with pytest.raises(OptionError, match="folder"):
+        render_calibration(calibration_of_scores("mine", _scores(), 0.4, "aci"), "png")
+    with pytest.raises(CalibrationInputError, match="correct of record 2"):
+        calibration_report(_labelled(tmp_path / "bad.jsonl", [True, "maybe"]))

@@ -1,10 +1,11 @@
-"""Proportional-odds regression: probabilities of ordered levels from features that may be missing."""
+"""Partial proportional-odds regression: probabilities of ordered levels from features that may be missing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import scipy
@@ -23,7 +24,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class OrdinalModel:
-    """P(level <= k) = logistic(cut_k - weights . x), x the standardised features with an indicator per missing one."""
+    """P(level <= k) = logistic(cut_k - weights . x), x the standardised features with an indicator per missing one.
+
+    Where the odds of the levels are not proportional, `shifts` holds what each cut's weights have beside the common
+    ones; the probabilities are then made to grow with the level.
+    """
 
     levels: tuple[str, ...]
     features: tuple[str, ...]
@@ -33,6 +38,7 @@ class OrdinalModel:
     weights: tuple[float, ...]
     cuts: tuple[float, ...]
     rows: int
+    shifts: tuple[tuple[float, ...], ...] = ()  # by cut; none where the data do not ask for any
 
     def lean(self, row: Row) -> float:
         """The linear part: larger leans to the last level.
@@ -41,20 +47,23 @@ class OrdinalModel:
         """
         if len(row) != len(self.features):
             raise CalibrationInputError("features", len(row), f"{len(self.features)}: {', '.join(self.features)}")
-        total = 0.0
-        for value, centre, spread, weight in zip(row, self.centre, self.spread, self.weights, strict=False):
-            if value is not None:
-                if not math.isfinite(value):
-                    raise CalibrationInputError("feature", value, "a finite number or None")
-                total += weight * (value - centre) / spread
-        for weight, place in zip(self.weights[len(self.features) :], self.sometimes_missing, strict=True):
-            total += weight * (row[place] is None)
-        return total
+        return _dot(self.weights, self._columns(row))
+
+    def _columns(self, row: Row) -> list[float]:
+        if any(value is not None and not math.isfinite(value) for value in row):
+            raise CalibrationInputError("feature", row, "finite numbers or None")
+        scaled = zip(row, self.centre, self.spread, strict=True)
+        known = [0.0 if value is None else (value - centre) / spread for value, centre, spread in scaled]
+        return [*known, *(float(row[place] is None) for place in self.sometimes_missing)]
 
     def probabilities(self, row: Row) -> tuple[float, ...]:
         """The probability of each level, in order; they sum to 1."""
         lean = self.lean(row)
-        upto = [_logistic(cut - lean) for cut in self.cuts] + [1.0]
+        leans = [lean] * len(self.cuts)
+        if self.shifts:
+            columns = self._columns(row)
+            leans = [lean + _dot(shift, columns) for shift in self.shifts]
+        upto = [*accumulate((_logistic(cut - at) for cut, at in zip(self.cuts, leans, strict=True)), max), 1.0]
         return tuple(max(0.0, high - low) for low, high in zip([0.0, *upto], upto, strict=False))
 
 
@@ -86,9 +95,17 @@ def fit_ordinal(
     target = np.concatenate([target, np.arange(len(levels))])
     weights = np.concatenate([np.ones(len(labels)), np.full(len(levels), 0.5)])
     coefficients, cuts = _maximise(table, target, weights, len(levels), ridge)
+    lean = np.asarray(table @ np.array(coefficients), float)
+    found = [
+        _shift(table, (target <= cut).astype(float), weights, offset=end - lean, ridge=ridge)
+        for cut, end in enumerate(cuts)
+    ]
+    shifts = tuple(tuple(map(float, shift[1:])) for shift in found) if any(shift.any() for shift in found) else ()
+    cuts = tuple(end + float(shift[0]) for end, shift in zip(cuts, found, strict=True))
     return OrdinalModel(
-        tuple(levels), tuple(features), centre, spread, missing, weights=coefficients, cuts=cuts, rows=len(rows)
-    )
+        tuple(levels), tuple(features), centre, spread, missing, weights=coefficients, cuts=cuts, rows=len(rows),
+        shifts=shifts,
+    )  # fmt: skip
 
 
 def _standardised(
@@ -142,6 +159,35 @@ def _maximise(
     solution = np.asarray(found.x, float)
     ends = solution[columns] + np.concatenate([[0.0], np.cumsum(np.exp(solution[columns + 1 :]))])
     return tuple(map(float, solution[:columns])), tuple(map(float, ends))
+
+
+def _shift(table: Floats, upto: Floats, weights: Floats, offset: Floats, ridge: float) -> Floats:
+    """What one cut has beside the common model: its end, and the weights more than three standard errors apart.
+
+    Newton's steps of the logistic regression of "at most this level", the common model being the offset.
+    """
+    columns = np.hstack([np.ones((len(table), 1)), -table])
+    free = np.ones(columns.shape[1], bool)
+    penalty = np.full(columns.shape[1], max(ridge, 1e-6))
+    found, curve = np.zeros(columns.shape[1]), np.diag(penalty)
+    for _ in range(2):  # all weights free, then those that need be
+        found, design = np.zeros(columns.shape[1]), columns[:, free]
+        for _ in range(8):
+            chance = scipy.special.expit(offset + columns @ found)
+            slope = design.T @ (weights * (upto - chance)) - (penalty * found)[free]
+            curve = (design * (weights * chance * (1 - chance))[:, None]).T @ design + np.diag(penalty[free])
+            found[free] += np.clip(np.linalg.solve(curve, slope), -2.0, 2.0)
+        error = np.full(columns.shape[1], np.inf)
+        error[free] = np.sqrt(np.diag(np.linalg.inv(curve)))
+        apart = np.abs(found[1:]) > 3 * error[1:]
+        free = np.concatenate([[bool(apart.any())], apart])
+        if not apart.any():
+            return np.zeros(columns.shape[1])
+    return found
+
+
+def _dot(weights: Sequence[float], columns: Sequence[float]) -> float:
+    return math.fsum(weight * value for weight, value in zip(weights, columns, strict=True))
 
 
 def _log_interval(upper: Floats, lower: Floats) -> tuple[Floats, Floats, Floats]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
+from atts.calibration.actions import ActionRule
 from atts.calibration.online import Calibrator
 from atts.calibration.ordinal import LEVELS, OrdinalModel, Row, fit_ordinal
 from atts.calibration.ordinal_sets import LevelSets
@@ -41,13 +42,15 @@ def feature_row(evidence: Features, p: float | None = None) -> Row:
 
 
 class OrdinalStage:
-    """A cumulative-logit model refitted as labels arrive, with conformal sets calibrated on labels it had not seen.
+    """A cumulative-logit model, refitted as labels arrive; sets and actions are calibrated on labels it had not seen.
 
-    Every label first enters the sets with the probabilities of a model that did not know it, then the data of the next
-    fit. Refits happen after 60 labels and whenever there are a quarter more.
+    A set holds the level of a chunk often enough over all chunks, the unclear ones included. What is done on the
+    model's word alone is tested by itself: see `ActionRule`. Every label first enters both with the probabilities of a
+    model that did not know it, then the data of the next fit. Refits happen after 60 labels and whenever there are a
+    quarter more.
     """
 
-    __slots__ = ("_features", "_labels", "_next_fit", "_rows", "model", "sets")
+    __slots__ = ("_features", "_labels", "_next_fit", "_rows", "accept", "escalate", "model", "sets")
 
     def __init__(self, features: Sequence[str], alpha: float) -> None:
         self._features = tuple(features)
@@ -56,11 +59,15 @@ class OrdinalStage:
         self._next_fit = _FIRST_FIT
         self.model: OrdinalModel | None = None
         self.sets = LevelSets(alpha)
+        self.accept, self.escalate = ActionRule(alpha), ActionRule(alpha)
 
     def learn(self, row: Row, level: str, question: str) -> None:
         """Take one labelled chunk."""
         if self.model is not None and self._familiar(row):
-            self.sets.learn(self.model.probabilities(row), LEVELS.index(level), question)
+            law = self.model.probabilities(row)
+            self.sets.learn(law, LEVELS.index(level), question)
+            self.accept.learn(law[0], level != "accept", question)
+            self.escalate.learn(law[-1], level != "escalate", question)
         self._rows.append(tuple(row))
         self._labels.append(level)
         if len(self._rows) >= self._next_fit:
@@ -74,6 +81,20 @@ class OrdinalStage:
             return LEVELS
         window = self.sets.levels(self.model.probabilities(row))
         return LEVELS[window.start : window.stop]
+
+    def action(self, row: Row) -> Action:
+        """What may be done with a chunk on the model's word; "verify" where that was not found to be safe."""
+        if self.model is None or not self._familiar(row):
+            return "verify"
+        law = self.model.probabilities(row)
+        if law[0] >= self.accept.threshold:
+            return "accept"
+        return "escalate" if law[-1] >= self.escalate.threshold else "verify"
+
+    @property
+    def guarantee(self) -> str:
+        """What sets and actions promise, in words."""
+        return f"{self.sets.guarantee}; accepted so: {self.accept.guarantee}; handed over so: {self.escalate.guarantee}"
 
     def _familiar(self, row: Row) -> bool:
         """Whether every missing feature was sometimes missing in the fit: a model cannot tell what that means else."""
@@ -112,10 +133,14 @@ class OrdinalLearner:
         """The conformal set of a chunk: with its rank if the row has one, without if not."""
         return self.before.levels(row[1:]) if row[0] is None else self.after.levels(row)
 
+    def action(self, row: Row) -> Action:
+        """What may be done with a chunk on the model's word: with its rank if the row has one, without if not."""
+        return self.before.action(row[1:]) if row[0] is None else self.after.action(row)
+
     @property
     def guarantee(self) -> str:
-        """What the sets promise, and by whose labels."""
-        before, after = self.before.sets.guarantee, self.after.sets.guarantee
+        """What sets and actions promise, and by whose labels."""
+        before, after = self.before.guarantee, self.after.guarantee
         return f"before the score, {before}; after it, {after}; labels by {self.source}"
 
     @property
@@ -125,9 +150,9 @@ class OrdinalLearner:
 
 
 class OrdinalGate:
-    """Decides with the conformal set of levels where it is a single one, and with the calibrator where it is not.
+    """Decides on the levels' word where that was tested to be wrong seldom enough, and with the calibrator elsewhere.
 
-    `preview` is asked before the target has scored the chunk: {accept} skips verification, {escalate} goes straight to
+    `preview` is asked before the target has scored the chunk: "accept" skips verification, "escalate" goes straight to
     the target, anything else asks for the score. `decide` then adds the chunk's rank. Every decision counts for the
     calibrator's rate, by whichever rule, so its feedback makes up for what was skipped or handed over.
     """
@@ -139,8 +164,8 @@ class OrdinalGate:
 
     def preview(self, features: Features) -> Decision:
         """Whether the chunk needs a score at all."""
-        levels = self.learner.levels(feature_row(features))
-        action = _widest(levels)
+        row = feature_row(features)
+        levels, action = self.learner.levels(row), self.learner.action(row)
         origin: Origin = "gate" if action == "verify" else "evidence"
         decision = features.decision(action, float(self.calibrator.rate), _why(levels), origin=origin)
         return replace(decision, level=action, levels=levels)
@@ -152,10 +177,11 @@ class OrdinalGate:
         """
         place = (features.question, features.turn, features.sample, features.issue)
         said = self.calibrator.decide(score, *place, features.left)
-        levels = self.learner.levels(feature_row(features, said.p))
-        if levels in (("accept",), ("escalate",)):
-            return replace(said, action=levels[0], level=levels[0], levels=levels, why=_why(levels))
-        return replace(said, level=_widest(levels), levels=levels, why=f"{_why(levels)}; {said.why}")
+        row = feature_row(features, said.p)
+        levels, action = self.learner.levels(row), self.learner.action(row)
+        if action != "verify":
+            return replace(said, action=action, level=action, levels=levels, why=_why(levels))
+        return replace(said, level=action, levels=levels, why=f"{_why(levels)}; {said.why}")
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Count what was really done, and store the score if there is one."""
@@ -164,11 +190,6 @@ class OrdinalGate:
     def learn(self, features: Features, p: float | None, level: str) -> None:
         """Take the label of a finished chunk; `p` is the p-value its decision carried."""
         self.learner.learn(feature_row(features, p), level, features.question)
-
-
-def _widest(levels: Sequence[Action]) -> Action:
-    """The level a set stands for: its only one, or verify."""
-    return levels[0] if len(levels) == 1 else "verify"
 
 
 def _why(levels: Sequence[Action]) -> str:

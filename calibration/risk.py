@@ -97,17 +97,20 @@ def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
     that hypothesis, so 1 / its maximum is a p-value (Ville). It gains on Hoeffding-Bentkus when losses are fractions
     of small variance, and the order of problems must not depend on their losses.
     """
-    log_capital = best = 0.0
-    total, square, seen = epsilon, epsilon * (1 - epsilon), 1
-    for loss in checked_losses(losses).tolist():
-        mean, variance = total / seen, square / seen
-        gain = epsilon - mean
-        bet = max(0.0, min(0.75 / (1 - epsilon), gain / max(variance + gain * gain, 1e-9)))
-        bet = max(bet, 0.1)  # never idle: an early unlucky loss must not end the betting
-        log_capital += math.log1p(bet * (epsilon - loss))
-        best = max(best, log_capital)
-        total, square, seen = total + loss, square + (loss - mean) ** 2, seen + 1
-    return math.exp(-best)
+    array = checked_losses(losses)
+    seen = np.arange(1, len(array) + 1)
+    mean = (epsilon + _before(array)) / seen
+    variance = (epsilon * (1 - epsilon) + _before((array - mean) ** 2)) / seen
+    gain = epsilon - mean
+    bets = np.clip(gain / np.maximum(variance + gain * gain, 1e-9), 0.0, 0.75 / (1 - epsilon))
+    bets = np.maximum(bets, 0.1)  # never idle: an early unlucky loss must not end the betting
+    capital = np.cumsum(np.log1p(bets * (epsilon - array)))
+    return math.exp(-max(0.0, float(capital.max())))
+
+
+def _before(values: Losses) -> Losses:
+    """The sum of all before each."""
+    return np.cumsum(values) - values
 
 
 def net_p_value(losses: ArrayLike, epsilon: float) -> float:

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
-from atts.pipelines.gates import Gate
+from atts.pipelines.gates import Gate, Learning
 
 Meanwhile = Literal["accept", "escalate"]
 
@@ -44,7 +44,11 @@ class CappedGate:
 
 @dataclass(frozen=True, slots=True)
 class ExploringGate:
-    """A seeded fraction of chunks is scored and logged but never acted on, which keeps replay and labels honest."""
+    """A seeded fraction of chunks is scored and logged but never acted on, which keeps replay and labels honest.
+
+    A gate inside that learns how chunks turned out is told of these alone: they were kept whatever it thought, so
+    their labels say nothing of what it decides.
+    """
 
     inner: Gate
     fraction: float
@@ -68,6 +72,11 @@ class ExploringGate:
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Pass it on."""
         self.inner.observe(decision, escalated)
+
+    def learn(self, features: Features, p: float | None, level: str) -> None:
+        """Pass on what became of explored chunks."""
+        if self._explored(features) and isinstance(self.inner, Learning):
+            self.inner.learn(features, p, level)
 
     def _explored(self, features: Features) -> bool:
         return features.uniform(self.seed, "explore") < self.fraction

@@ -12,7 +12,6 @@ from atts.errors import CalibrationInputError
 from atts.pipelines import ConformalGate, Features
 
 Row = Sequence[float | None]
-_LESSONS = 8  # times the inverse of alpha: so many labels come first
 
 
 class SkippingGate(ConformalGate):
@@ -20,10 +19,11 @@ class SkippingGate(ConformalGate):
 
     The level of a scored chunk is told by its score: "escalate" where the calibrator rejects it, "accept" where its
     rank is well below that, "verify" between. No right answer has to be known, and no vote is waited for. A seeded
-    fraction of all chunks (`audit`) is scored whatever the evidence says: these teach the levels, so that a set misses
-    the level which a score would have given with probability at most `alpha`, over all chunks and not only unclear
-    ones. A chunk kept unseen joins the stored scores as a best one, one handed over as a worst: else the rate would be
-    that of the unclear ones.
+    fraction of all chunks (`audit`) is scored whatever the evidence says: these teach the levels. Of the chunks kept
+    unseen, and of those handed over unseen, a score would have said otherwise of at most `alpha`. That is tested,
+    question by question, before the first is (`atts.calibration.actions`): it takes some 80 questions at .05 where the
+    evidence tells everything, and more where it does not. A chunk kept unseen joins the stored scores as a best one,
+    one handed over as a worst: else the rate would be that of the unclear ones.
     """
 
     def __init__(self, calibrator: Calibrator, alpha: float = 0.05, audit: float = 0.15) -> None:
@@ -33,7 +33,7 @@ class SkippingGate(ConformalGate):
         super().__init__(calibrator)
         self.learner = OrdinalLearner(alpha, "score")
         self._stored = calibrator
-        self._alpha, self._audit = alpha, audit
+        self._audit = audit
         self._asked: dict[tuple[str, int, int, int | None], Row] = {}  # evidence of chunks whose score may teach
 
     def preview(self, features: Features) -> Decision:
@@ -46,12 +46,11 @@ class SkippingGate(ConformalGate):
         if self._teaches(features):
             self._asked[features.question, features.sample, features.turn, decision.issue] = row
             return decision
-        levels = self.learner.levels(row)
-        only = levels[0] if len(levels) == 1 else "verify"
-        if only == "verify":
-            return replace(decision, level="verify", levels=levels)
-        why = f"levels {{{only}}} by the draft's evidence, not scored"
-        return replace(decision, action=only, level=only, levels=levels, why=why, origin="evidence")
+        levels, action = self.learner.levels(row), self.learner.action(row)
+        if action == "verify":
+            return replace(decision, level=action, levels=levels)
+        why = f"{action} by the draft's evidence, not scored"
+        return replace(decision, action=action, level=action, levels=levels, why=why, origin="evidence")
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Feed the calibrator, and the levels where this chunk teaches."""
@@ -65,8 +64,9 @@ class SkippingGate(ConformalGate):
         super().observe(decision, escalated)
 
     def _teaches(self, features: Features) -> bool:
-        """Every chunk until the levels promise something worth having, then an audit that no evidence decides."""
-        if len(self.learner.before.sets) * self._alpha < _LESSONS:
+        """Every chunk until something may be done unseen, then an audit that no evidence decides."""
+        stage = self.learner.before
+        if not math.isfinite(min(stage.accept.threshold, stage.escalate.threshold)):
             return True
         return features.uniform(self._stored.seed, "audit") < self._audit
 

@@ -161,12 +161,12 @@ def test_features_are_missing_until_a_sibling_has_answered() -> None:
     assert len(feature_row(chunk_evidence())) == len(FEATURES)
 
 
-def learned(agreeing: float = 0.95) -> OrdinalLearner:
+def learned(agreeing: float = 0.98) -> OrdinalLearner:
     """A learner that has seen agreement decide everything."""
     draw, learner = random.Random(0), OrdinalLearner(alpha=0.1, source="gold")
-    for k in range(600):
+    for k in range(900):
         agrees = draw.random() < 0.5
-        evidence = chunk_evidence(f"q{k // 8}", has_answer=True, answered=8, agreement=0.9, agrees=agrees)
+        evidence = chunk_evidence(f"q{k}", has_answer=True, answered=8, agreement=0.9, agrees=agrees)
         right = draw.random() < (agreeing if agrees else 1 - agreeing)
         learner.learn(feature_row(evidence, draw.random()), "accept" if right else "escalate", evidence.question)
     return learner

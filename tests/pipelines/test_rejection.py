@@ -328,7 +328,7 @@ def test_one_model_can_be_both(attempt: Solve) -> None:
 
 def test_the_ordinal_gate_learns_from_settled_votes(attempt: Solve) -> None:
     """Live labels arrive as problems end; after enough of them some chunks are no longer scored."""
-    gate = OrdinalGate(Calibrator(0.3, "question-turn"), OrdinalLearner(alpha=0.3, source="vote"))
+    gate = OrdinalGate(Calibrator(0.3, "question-turn"), OrdinalLearner(alpha=0.5, source="vote"))
     outcomes = attempt(replace(POLICY, samples=8), gate, problems=40)
     assert gate.learner.before.model is not None
     judged = [turn for turn in turns(outcomes) if turn.decision]

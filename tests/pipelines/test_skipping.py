@@ -28,7 +28,7 @@ def stream(count: int, seed: int, telling: float = 1.0) -> Iterator[tuple[Featur
         shown = unclear if rng.random() < telling else rng.random() < 0.4
         evidence = -rng.uniform(0.5, 2.0) if shown else -rng.uniform(0.0, 0.1)
         score = math.exp(rng.uniform(0.0, 4.0)) if unclear else 1 + rng.uniform(0.0, 0.1)
-        yield Features(f"q{place // 40}", place % 5, place % 8, tokens=12, draft_logprob=evidence), score
+        yield Features(f"q{place // 6}", place % 5, place % 8, tokens=12, draft_logprob=evidence), score
 
 
 def decide(gate: SkippingGate, chunks: Iterator[tuple[Features, float]]) -> list[tuple[Decision, float]]:

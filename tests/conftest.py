@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -20,6 +21,8 @@ collect_ignore = ["typing_api.py"]
 # A property holds or it does not: how long an example takes on a busy machine is no part of it.
 settings.register_profile("atts", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("atts")
+# A shell's background jobs ignore interrupts, and so would what the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

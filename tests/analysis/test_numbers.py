@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import subprocess
-import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from atts.analysis.report.run_data import read_run_data
 from atts.analysis.report.timing import timing
 from atts.api import Setup
 from atts.calibration import Calibrator, coin_band
+from atts.cli.app import run as run_command
 from atts.core import Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn
 from atts.errors import JournalError, OptionError, UsageError
 from atts.graph import CallSpan
@@ -307,16 +306,17 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
-def test_the_command_writes_and_says_where(run: Path, tmp_path: Path) -> None:
+def test_the_command_writes_and_says_where(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The path on stdout, the verdict on stderr; JSON as one object; `-` is stdout; a bad format is usage."""
 
-    def command(*words: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "atts", "report", str(run), *words]
-        return subprocess.run(line, capture_output=True, text=True, check=False)
+    def command(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run_command(["report", str(run), *words])
+        return code, *capsys.readouterr()
 
-    done = command("--out", str(tmp_path / "r.html"))
-    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "r.html"))
-    assert "chunks were escalated" in done.stderr
-    assert json.loads(command("--json", "--out", str(tmp_path / "r.html")).stdout)["standing"] in ("good", "care")
-    assert command("--format", "md", "--out", "-").stdout.startswith("# atts report")
-    assert command("--format", "pdf").returncode == 2
+    code, out, told = command("--out", str(tmp_path / "r.html"))
+    assert (code, out.strip()) == (0, str(tmp_path / "r.html"))
+    assert "chunks were escalated" in told
+    assert json.loads(command("--json", "--out", str(tmp_path / "r.html"))[1])["standing"] in ("good", "care")
+    assert command("--format", "md", "--out", "-")[1].startswith("# atts report")
+    assert command("--format", "pdf")[0] == 2

@@ -77,7 +77,6 @@ async def test_cancelling_frees_the_work(make_model: Make) -> None:
         assert engine.stats().in_flight == 0
 
 
-@pytest.mark.both
 @pytest.mark.anyio
 async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_told(make_model: Make) -> None:
     """Two engines with different settings side by side; killing one is EngineUnavailable for its callers only."""

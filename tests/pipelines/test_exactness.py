@@ -39,7 +39,7 @@ pytestmark = pytest.mark.once
 DRAFT = {"a": [0.4, 0.3, 0.2, 0.1], "b": [0.2, 0.2, 0.5, 0.1], "n": [0.3, 0.5, 0.1, 0.1]}
 TARGET = {"a": [0.2, 0.4, 0.2, 0.2], "b": [0.5, 0.1, 0.2, 0.2], "n": [0.1, 0.3, 0.4, 0.2]}
 LENGTH = 4
-ROLLOUTS = 2400
+ROLLOUTS = 1200
 POLICY = Policy(
     samples=ROLLOUTS // 20,
     turns=8,
@@ -226,6 +226,7 @@ def exact(engine: TableEngine, sampling: Sampling = RAW) -> dict[str, float]:
 
 
 REPLACING = replace(POLICY, takeover="replace", answers="verify")
+TEMPERED = replace(REPLACING, samples=2 * POLICY.samples)  # temperatures differ less than the planted bugs do
 
 
 @pytest.mark.parametrize("optimistic", [False, True])
@@ -246,7 +247,7 @@ def test_rate_1_with_replace_and_its_own_temperature() -> None:
     """The target's own sampling settings is the one that counts."""
     draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
     warm = Sampling(temperature=0.6)
-    seen = texts(draft, target, replace(REPLACING, target_sampling=warm), "escalate")
+    seen = texts(draft, target, replace(TEMPERED, target_sampling=warm), "escalate")
     assert p_value(seen, exact(target, warm)) > 1e-4
 
 
@@ -280,5 +281,5 @@ def test_a_planted_bug_shows(bug: type[TableEngine]) -> None:
 def test_a_wrong_temperature_shows() -> None:
     """So does sampling at another temperature than asked."""
     draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
-    seen = texts(draft, target, replace(REPLACING, target_sampling=Sampling(temperature=0.8)), "escalate")
+    seen = texts(draft, target, replace(TEMPERED, target_sampling=Sampling(temperature=0.8)), "escalate")
     assert p_value(seen, exact(target)) < 1e-6

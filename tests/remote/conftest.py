@@ -13,7 +13,15 @@ from atts.remote import RemoteEngine, RemoteOptions
 from atts.testing import Latency, ScriptedEngine, ToyTokenizer
 from atts.testing.servers import DialectServer
 
-QUICK = RemoteOptions(timeout_seconds=60.0, delay_seconds=0.01, connect_seconds=20.0, wait_seconds=20.0)
+# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds pass between two.
+QUICK = RemoteOptions(
+    timeout_seconds=60.0,
+    delay_seconds=0.01,
+    connect_seconds=20.0,
+    wait_seconds=20.0,
+    idle_seconds=1e9,
+    recheck_seconds=1e9,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,15 @@ from atts.testing import (
 pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 Simple = Callable[..., Any]
-OPTIONS = RemoteOptions(timeout_seconds=60.0, delay_seconds=0.01, wait_seconds=20.0, prefill="continue", extras="send")
+OPTIONS = RemoteOptions(
+    timeout_seconds=60.0,
+    delay_seconds=0.01,
+    wait_seconds=20.0,
+    prefill="continue",
+    extras="send",
+    idle_seconds=1e9,
+    recheck_seconds=1e9,
+)
 QUESTION = Message("user", "Start at 4. +3, -2. What is the result?")
 RATING = "\n\nI think the quality score is: "
 

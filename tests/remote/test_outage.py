@@ -26,7 +26,7 @@ pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 POLICY = Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), early_stop="none")
 PROBLEMS = toy_problems(4, 5)
-AWAY = RemoteOptions(timeout_seconds=60.0, delay_seconds=0.01, wait_seconds=0.0)
+AWAY = RemoteOptions(timeout_seconds=60.0, delay_seconds=0.01, wait_seconds=0.0, idle_seconds=1e9, recheck_seconds=1e9)
 PATIENT = replace(AWAY, wait_seconds=120.0)
 
 

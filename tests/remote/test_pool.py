@@ -20,7 +20,7 @@ pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
-QUICK = RemoteOptions(timeout_seconds=60.0, attempts=2, delay_seconds=0.01)
+QUICK = RemoteOptions(timeout_seconds=60.0, attempts=2, delay_seconds=0.01, idle_seconds=1e9, recheck_seconds=1e9)
 
 
 def request(number: int, rollout: str = "") -> SampleRequest:

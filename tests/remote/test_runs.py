@@ -34,7 +34,10 @@ from atts.testing.servers import DialectServer
 
 pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
-OPTIONS = RemoteOptions(timeout_seconds=60.0, delay_seconds=0.01, wait_seconds=20.0)
+# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds pass between two.
+OPTIONS = RemoteOptions(
+    timeout_seconds=60.0, delay_seconds=0.01, wait_seconds=20.0, idle_seconds=1e9, recheck_seconds=1e9
+)
 HURRIED = replace(OPTIONS, timeout_seconds=1.5)  # some calls hang until then
 FAULTS = {
     "refused": 0.05, "reset": 0.05, "429": 0.05, "500": 0.05, "truncated": 0.04,

@@ -5,15 +5,15 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.once
+from atts.cli.app import run
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 KINDS = ("finished", "rounds", "ordinal", "shard1", "shard2", "merged", "killed", "interrupted", "failed")
@@ -34,11 +34,11 @@ TIMES = {"seconds", "draft_prefill_tokens", "target_prefill_tokens"}  # of a res
 
 def atts(at: Path, *words: str) -> list[Any]:
     """What the command printed on standard output, JSON by JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "atts", *words], cwd=at, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode in (0, 5), done.stderr
-    return list(values(done.stdout))
+    out, told = StringIO(), StringIO()
+    with chdir(at), redirect_stdout(out), redirect_stderr(told):
+        code = run(words)
+    assert code in (0, 5), told.getvalue()
+    return list(values(out.getvalue()))
 
 
 def values(text: str) -> Iterator[Any]:

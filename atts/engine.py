@@ -176,7 +176,7 @@ class Returning(Protocol):
     """An engine that may come back after it was lost, such as a server that is restarted."""
 
     async def comes_back(self) -> bool:
-        """Wait for it as long as its options say; whether it was gone and is there again."""
+        """Wait for it as long as its options say; whether it is there."""
         ...
 
 

@@ -69,11 +69,11 @@ class Watch:
         self._lost_at = None
 
     async def comes_back(self) -> bool:
-        """Whether it was gone and is there again, within `wait_seconds` of its loss."""
+        """Whether it is there, or there again within `wait_seconds` of its loss."""
         was_lost = self._lost_at is not None
         async with self._one:
             if self._lost_at is None and (was_lost or await self._is_there()):
-                return was_lost
+                return True
             if self._lost_at is None:
                 self._lost_at = self._now()
                 self._say("is lost; waiting up to %g s for it to come back", self._client.options.wait_seconds)

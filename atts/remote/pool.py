@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
+
+import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine, EngineSpec, EngineState, EngineStats, Returning, Tokenizer, not_open, opened
@@ -68,7 +70,8 @@ class _Member:
     failures: int = 0
     in_a_row: int = 0
     retry_at: float = 0.0
-    checking: bool = False
+    checking: anyio.Lock = field(default_factory=anyio.Lock)
+    checks: int = 0  # after which it was up
     reason: str = ""
 
 
@@ -121,23 +124,23 @@ class ReplicaPool:
         return await self._anywhere(request.rollout, lambda engine: engine.score(request))
 
     async def comes_back(self) -> bool:
-        """Wait until one replica is there again, where all are lost; see `atts.engine.Returning`."""
-        if self._state != "open" or any(member.state == "up" for member in self._members):
+        """Wait until one replica is up again, where all are lost; see `atts.engine.Returning`."""
+        if self._state != "open":
             return False
-        found: list[_Member] = []
 
         async def wait_for(member: _Member) -> None:
             engine = member.engine
             if member.state == "down" and isinstance(engine, Returning) and await engine.comes_back():
-                found.append(member)
+                async with member.checking:  # of the calls that ask at once one checks, and all go on when it has
+                    if member.state == "down":
+                        await self._look(member)
+            if member.state == "up":
                 group.cancel_scope.cancel()
 
         async with task_group() as group:
             for member in self._members:
                 group.start_soon(wait_for, member)
-        for member in found:
-            member.retry_at = self._clock()
-        return bool(found)
+        return any(member.state == "up" for member in self._members)
 
     async def __aenter__(self) -> Self:
         if self._state == "closed":
@@ -181,10 +184,12 @@ class ReplicaPool:
     async def _at(self, member: _Member, call: Callable[[Engine], Awaitable[T]]) -> T:
         member.in_flight += 1
         member.requests += 1
+        checks = member.checks
         try:
             answer = await call(member.engine)
         except EngineUnavailable as error:
-            self._fail(member, error)
+            if member.checks == checks:  # else it was lost before it was seen to be up again
+                self._fail(member, error)
             raise
         except (EngineTimeout, BadReply) as error:
             member.failures += 1
@@ -234,11 +239,14 @@ class ReplicaPool:
         return home if home.in_flight <= 1.25 * fair + _SLACK else least
 
     def _is_due(self, member: _Member) -> bool:
-        return member.state == "down" and not member.checking and self._clock() >= member.retry_at
+        return member.state == "down" and not member.checking.locked() and self._clock() >= member.retry_at
 
     async def _check(self, member: _Member) -> None:
         """See whether a replica can be used, and set its state."""
-        member.checking = True
+        async with member.checking:
+            await self._look(member)
+
+    async def _look(self, member: _Member) -> None:
         try:
             await member.engine.recheck()
             if self._first is None:
@@ -255,8 +263,7 @@ class ReplicaPool:
         else:
             if member.state == "down":
                 member.state, member.in_a_row, member.reason = "up", 0, ""
-        finally:
-            member.checking = False
+                member.checks += 1
 
     def _one(self) -> Replica:
         return opened(self._first, self._name)

@@ -13,7 +13,7 @@ from atts.errors import EngineError, EngineUnavailable, FingerprintError, Option
 from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.seeds import Seed
 from atts.tasks import collect, task_group
-from atts.testing import CheckOptions, Latency, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine
+from atts.testing import CheckOptions, Latency, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine, run_virtual
 from atts.testing.servers import DialectServer
 
 pytestmark = pytest.mark.once
@@ -159,6 +159,50 @@ async def test_without_any_replica_the_error_is_retryable_and_says_why(serve: Se
                 await pool.sample(request(0))
     with pytest.raises(EngineUnavailable, match="no replica can be used"):
         await pool_of(client, server).__aenter__()
+
+
+class Lost(ScriptedEngine):
+    """A replica that is lost for one call and there at once again; it takes its time to be checked."""
+
+    lost = is_open = False
+
+    async def recheck(self) -> None:
+        """Open it, or see who it is."""
+        if not self.is_open:
+            self.is_open = True
+            await self.__aenter__()
+        await anyio.sleep(0.05)
+
+    async def comes_back(self) -> bool:
+        """It is there."""
+        return True
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """As the toy engine does, or not."""
+        if self.lost:
+            raise EngineUnavailable("lost", "the connection broke")
+        return await super().sample(request)
+
+
+def test_calls_that_lost_the_only_replica_wait_until_it_was_checked(anyio_backend: Any) -> None:
+    """It is there before it was missed: whoever asked goes on when one has looked, however long it failed before."""
+
+    async def main() -> None:
+        engine = Lost()
+        async with ReplicaPool([("only", engine)]) as pool:
+            engine.lost = True
+            for _ in range(2):
+                with pytest.raises(EngineUnavailable):
+                    await pool.sample(request(1))
+            engine.lost = False
+
+            async def again() -> str:
+                assert await pool.comes_back()
+                return (await pool.sample(request(1))).text
+
+            assert len(set(await collect([again] * 3))) == 1
+
+    run_virtual(main, backend=anyio_backend)
 
 
 @pytest.mark.anyio

@@ -6,6 +6,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,14 @@ from atts.calibration.modes import Mode, Tuning
 if TYPE_CHECKING:
     from atts.calibration.drift import DriftEvent
     from atts.calibration.stored import StoredScores
+
+_LAST = 20
+
+
+def _reach(spread: float) -> float:
+    """What a sub-Gaussian number of that variance proxy stays within, with probability 0.95."""
+    return math.sqrt(2 * spread * math.log(2 / 0.05))
+
 
 TEXTS: dict[str, dict[str, str]] = tomllib.loads(
     Path(__file__).with_name("guarantees.toml").read_text(encoding="utf-8")
@@ -33,6 +42,7 @@ class Facts:
     tuning: Tuning
     events: Sequence[DriftEvent]
     left: float = math.inf  # decisions expected before the run ends; infinite where that is not known
+    cap: Fraction | None = None  # of any first n decisions at most ceil(cap * n) escalate
 
     @property
     def count(self) -> int:
@@ -59,16 +69,31 @@ class Facts:
         """What that comes to for the decisions so far, or for all of a run whose size is known."""
         bound, side = self.aci_bound, max(self.rate, 1 - self.rate)
         if math.isfinite(self.left):
-            whole = self.decided + self.left
             return (
                 f"(1 + {side:g} E) / T of {self.rate:g} when the run ends, E being the most decisions by which a "
-                f"quarter of those expected to be left ever exceeded those that were left; of the {whole:,.0f} "
-                f"expected here that is {1 / whole:.4f} where E is 0, {(1 + 20 * side) / whole:.4f} where it is 20"
+                "quarter of those expected to be left ever exceeded those that were left"
             )
-        start = f"{bound:.2f} / T of {self.rate:g}, "
-        if self.decided > bound:
-            return f"{start}so here within {bound / self.decided:.4f}"
-        return f"{start}a promise from decision {math.ceil(bound):,} on"
+        here = f", so here within {bound / self.decided:.4f}" if self.decided > bound else ""
+        return f"{bound:.2f} / T of {self.rate:g}{here}"
+
+    @property
+    def aci_likely(self) -> str:
+        """Within what the rate of mode "aci" is with probability 0.95 if scores are exchangeable.
+
+        What is owed shrinks by a share g before every decision and moves by a martingale difference of range 1, so it
+        is sub-Gaussian with v' = (1 - g)^2 v + 1/4. With g the step, v is below 1 / (4 (2 step - step^2)); with g four
+        times one in the decisions that are left, below left / 28 + 1/4.
+        """
+        if math.isfinite(self.left):
+            whole = self.decided + self.left
+            reach = _reach(max(whole / _LAST, 4.0) / 28 + 0.25) / whole
+            return (
+                f"{reach:.4f} of {self.rate:g} over the whole run, of about {whole:,.0f} decisions, though it may end "
+                f"when one in {_LAST} of them was still expected"
+            )
+        step = self.tuning.aci_step
+        spread = min(self.decisions / 4, 1 / (4 * step * (2 - step)) if step < 1 else math.inf)
+        return f"{_reach(spread) / self.decisions:.4f} of {self.rate:g} over {self.decisions:,} decisions"
 
     @property
     def turn_bound(self) -> float:
@@ -110,10 +135,10 @@ class Facts:
         return summarise(by_cluster(self.stored.nonconformity, self.stored.questions))
 
 
-def describe(mode: Mode, facts: Facts, by_length: bool = False) -> tuple[str, str]:
-    """The promise of a mode with the numbers of now, and what voids it or already has."""
+def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[str, str]:
+    """The promise of a mode and of what was added to it, with the numbers of now, and what voids it or already has."""
     names = ["question", mode] if mode == "question-turn" else [mode]
-    texts = [TEXTS[name] for name in ([*names, "by-length"] if by_length else names)]
+    texts = [TEXTS[name] for name in (*names, *additions)]
     guarantee, voided = (
         "".join(text[part] for text in texts).format(facts=facts) for part in ("guarantee", "voided_by")
     )

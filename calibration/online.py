@@ -16,11 +16,11 @@ from atts.calibration.guarantees import Facts, describe
 from atts.calibration.lengths import LengthStrata
 from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
 from atts.calibration.order import HOLD, Held, IssueOrder
-from atts.calibration.rates import exact_rate
+from atts.calibration.rates import Rate, exact_rate
 from atts.calibration.scale import PERPLEXITY, Scale
 from atts.calibration.state import Part, read_state, strict, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint
-from atts.core import Action, Decision
+from atts.core import Action, Decision, Origin
 from atts.errors import CalibrationInputError
 
 Group = int | tuple[str, int] | None
@@ -28,6 +28,7 @@ Group = int | tuple[str, int] | None
 
 _KIND, _VERSION = "atts calibrator", 1
 _NORMAL = NormalDist()
+_FEW = 40  # scores: with fewer known, a run of known size keeps escalations back for when ranks mean more
 _WIDENED, _WIDER = 500, 1.5  # after a "widen" alarm: for so many decisions the allowance is so many times higher
 
 
@@ -63,12 +64,14 @@ class Calibrator(Part):
         hold: int = HOLD,
         tuning: Tuning = DEFAULTS,
         by_length: bool = False,
+        cap: Rate | None = None,
     ) -> None:
         """`stored` are scores of a calibration run, `drift` what an alarm about them does, `fingerprint` the conditions
         of this run, `hold` how many scores may wait for an earlier issue: at least as many as chunks are in flight.
-        With `by_length` a score is its rank among chunks of about the same length, in every mode.
+        With `by_length` a score is its rank among chunks of about the same length, in every mode. Of any first n
+        decisions at most ceil(`cap` * n) escalate, exactly, where each is observed before the next is taken.
 
-        :raises CalibrationInputError: for an impossible rate, window, decay or stored score; mode "split" without
+        :raises CalibrationInputError: for an impossible rate, cap, window, decay or stored score; mode "split" without
             stored scores; or `by_length` with stored scores whose lengths are not known.
         :raises OptionError: for an unknown mode or drift policy.
         :raises FingerprintError: if the stored scores were made under other conditions.
@@ -84,7 +87,10 @@ class Calibrator(Part):
         if mode == "split" and not len(self.stored):
             raise CalibrationInputError("stored scores", 0, 'at least one for mode "split", which learns nothing live')
         self.decided = self.escalated = 0
-        self._options = {"drift": drift, "window": window, "decay": decay, "hold": hold}
+        self._options: dict[str, object] = {"drift": drift, "window": window, "decay": decay, "hold": hold}
+        self.cap = None if cap is None else exact_rate(cap, "cap")
+        if self.cap is not None:
+            self._options["cap"] = str(self.cap)
         self._strata = LengthStrata() if by_length else None
         if by_length:
             self._options["by_length"] = True
@@ -131,16 +137,22 @@ class Calibrator(Part):
         nonconformity = self.scale.nonconformity(score)
         standing = self._standing(nonconformity, question, turn, sample, length)
         self._expected = math.inf if left is None or left >= 1 else self.decided * left / (1 - left)
-        p = self._pool.rank(standing, question, turn).p(self._theta(nonconformity, question, turn, sample))
+        place = self._pool.rank(standing, question, turn)
+        p = place.p(self._theta(nonconformity, question, turn, sample))
         allowance = self._controller.allowance(standing, question, turn, self._expected)
+        if left is not None and self.mode == "aci" and allowance < 1:
+            allowance *= min(1.0, place.size / _FEW)
         if self._alert:
             allowance = 1.0 if self._alert == "escalate" else allowance * _WIDER if self._widened else allowance
         up = allowance >= 1 or (allowance > 0 and p > 1 - allowance)
         why = f"p {p:.4f} {'>' if up else '<='} {1 - allowance:.4f}"
+        origin: Origin = "gate"
+        if up and self.cap is not None and self.escalated >= math.ceil(self.cap * (self.decided + 1)):
+            up, why, origin = False, f"{why}; hard cap: no escalation left", "budget"
         action: Action = "escalate" if up else "accept"
         return Decision(
             action, self._nominal, question, turn, sample or 0, issue=issue, score=float(score), p=p, why=why,
-            length=None if length is None or self._strata is None else float(length),
+            origin=origin, length=None if length is None or self._strata is None else float(length),
         )  # fmt: skip
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
@@ -214,12 +226,12 @@ class Calibrator(Part):
     @property
     def guarantee(self) -> str:
         """What this mode promises, for what sequence, with the numbers of now."""
-        return describe(self.mode, self._facts(), self._strata is not None)[0]
+        return describe(self.mode, self._facts(), self._additions())[0]
 
     @property
     def voided_by(self) -> str:
         """What makes that promise empty."""
-        return describe(self.mode, self._facts(), self._strata is not None)[1]
+        return describe(self.mode, self._facts(), self._additions())[1]
 
     def resume(self) -> None:
         """End what an alarm started ("escalate" everything, or "widen"), after someone has looked."""
@@ -278,7 +290,11 @@ class Calibrator(Part):
 
     def _facts(self) -> Facts:
         facts = Facts(self._nominal, self.stored, self.decided, self.escalated, self.tuning, self.events)
-        return replace(facts, left=self._expected)
+        return replace(facts, left=self._expected, cap=self.cap)
+
+    def _additions(self) -> list[str]:
+        """What adds to the promise of the mode."""
+        return ["by-length"] * (self._strata is not None) + ["cap"] * (self.cap is not None)
 
     def state(self) -> dict[str, Any]:
         """Everything that decides what comes next, as JSON: restored, the same stream gets the same decisions."""
@@ -312,6 +328,8 @@ class Calibrator(Part):
             check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
         stored, tuning = StoredScores.restore(state["stored"]), Tuning(**state["tuning"])
         options: dict[str, Any] = {"seed": state["seed"], "stored": stored, "tuning": tuning, **state["options"]}
+        if "cap" in options:
+            options["cap"] = Fraction(options["cap"])
         made = cls(Fraction(state["rate"]), state["mode"], **options)
         made.fingerprint = dict(state["fingerprint"])
         super(Calibrator, made).merge(state)

@@ -9,8 +9,8 @@ from atts.errors import CalibrationInputError
 Rate = float | Fraction
 
 
-def exact_rate(rate: object) -> Fraction:
-    """The rate as written: 0.4 is two fifths, not its nearest double.
+def exact_rate(rate: object, what: str = "rate") -> Fraction:
+    """The rate as written: 0.4 is two fifths, not its nearest double; refused under the name of `what`.
 
     :raises CalibrationInputError: if it is not a number in [0, 1].
 
@@ -18,7 +18,7 @@ def exact_rate(rate: object) -> Fraction:
     Fraction(2, 5)
     """
     if isinstance(rate, bool) or not isinstance(rate, int | float | Fraction) or not 0 <= rate <= 1:
-        raise CalibrationInputError("rate", rate, "a number in [0, 1]")
+        raise CalibrationInputError(what, rate, "a number in [0, 1]")
     return rate if isinstance(rate, Fraction) else Fraction(repr(float(rate)))
 
 

@@ -48,6 +48,7 @@ def replay(
     decay: float | None = None,
     tuning: Tuning = DEFAULTS,
     by_length: bool = False,
+    cap: float | Fraction | None = None,
 ) -> ReplayResult:
     """Decide on records {"question", "turn", "score"} one by one in arrival order, each from those before it.
 
@@ -64,7 +65,7 @@ def replay(
     """
     calibrator = Calibrator(
         rate, mode, seed=seed, scale=scale, stored=stored, drift=drift, window=window, decay=decay, tuning=tuning,
-        by_length=by_length,
+        by_length=by_length, cap=cap,
     )  # fmt: skip
     decisions: list[Decision] = []
     for number, record in enumerate(records, 1):

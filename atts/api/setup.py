@@ -18,7 +18,7 @@ from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting
 from atts.methods import GateInputs, preset
-from atts.pipelines import Answers, Gate, Policy, RoundGate
+from atts.pipelines import Answers, ConformalGate, Gate, Policy, RoundGate
 from atts.run import Conditions, Plan
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ class Setup:
     by_length: Annotated[
         bool | None, "rank scores among chunks of about the same length; none: in mode marginal alone"
     ] = None
+    cap: Annotated[
+        float | None, "of any first n chunks at most ceil(cap * n) go over, exactly, whatever is owed; none: no cap"
+    ] = None
     policy: Policy = Policy()
     gate: Gate | RoundGate | None = None  # None: the method's own
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
@@ -66,6 +69,8 @@ class Setup:
             raise OptionError(
                 "rate", f"{self.rate} is outside [0, 1]: it is the fraction of chunks the target takes over"
             )
+        if self.cap is not None and not 0 <= self.cap <= 1:
+            raise OptionError("cap", f"{self.cap} is outside [0, 1]: it is a fraction of chunks")
 
     @property
     def run_policy(self) -> Policy:
@@ -107,7 +112,7 @@ class Setup:
         settings: dict[str, Any] = {name: held.value for name, held in manifest.configuration.items()}
         samples = (settings.get("policy") or {}).get("samples", 1)
         given: dict[str, Any] = {
-            name: settings[name] for name in ("method", "rate", "mode", "warmup") if name in settings
+            name: settings[name] for name in ("method", "rate", "mode", "warmup", "cap") if name in settings
         }
         given["by_length"] = bool(settings.get("by_length"))
         if "rollouts" in manifest.settings:
@@ -144,16 +149,20 @@ class Setup:
     def decider(self) -> tuple[Gate | RoundGate, Calibrator]:
         """The gate, fresh, and the calibrator that the method's own gate asks.
 
-        :raises OptionError: an unknown method or mode, or a method that needs what is not there.
+        :raises OptionError: an unknown method or mode, a method that needs what is not there, or a cap its gate lacks.
         :raises CalibrationInputError: stored scores that are none.
         """
         chosen = preset(self.method)
         tuning = Tuning.for_rollouts(self.policy.samples)
         calibrator = Calibrator(
             self.rate, self.mode, seed=self.seed, stored=self.stored, hold=max(HOLD, self.rollouts), tuning=tuning,
-            by_length=self.ranks_by_length,
+            by_length=self.ranks_by_length, cap=self.cap,
         )  # fmt: skip
-        return self.gate if self.gate is not None else chosen.gate(GateInputs(calibrator, self.warmup)), calibrator
+        gate = self.gate if self.gate is not None else chosen.gate(GateInputs(calibrator, self.warmup))
+        if self.cap is not None and not isinstance(gate, ConformalGate):
+            raise OptionError("cap", f"the gate of method {self.method!r} here keeps none; methods atts and paper do, "
+                              "without a warm-up")  # fmt: skip
+        return gate, calibrator
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
         """What decides the gate's behaviour: a resume must find it unchanged."""
@@ -164,6 +173,7 @@ class Setup:
             "stored": list(calibrator.stored.scores),
             **({"aci_step": calibrator.tuning.aci_step} if self.mode == "aci" else {}),
             **({"warmup": self.warmup} if self.warmup else {}),
+            **({"cap": self.cap} if self.cap is not None else {}),
             **({"by_length": True, "stored_lengths": list(calibrator.stored.lengths)} if self.ranks_by_length else {}),
         }
         return {name: Setting(value, "setup") for name, value in words.items()}

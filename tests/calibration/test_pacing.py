@@ -1,9 +1,14 @@
 """Runs of known size land on their rate, however small they are and however their problems are sorted."""
 
 import heapq
+import json
 import math
 import random
+import re
 from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -11,9 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atts.analysis import build_report
+from atts.api import Setup, evaluate_sync
 from atts.calibration import Calibrator, Tuning, replay
 from atts.calibration.controllers import Adaptive
-from atts.errors import CalibrationInputError
+from atts.errors import CalibrationInputError, OptionError
+from atts.testing import toy_problems
 
 pytestmark = pytest.mark.once
 Records = list[dict[str, Any]]
@@ -110,6 +118,78 @@ def test_a_restored_calibrator_paces_on() -> None:
     assert list(steps(half, records[:200])) == expected[:200]
     again = Calibrator.restored(half.state())
     assert list(steps(again, records[200:])) == expected[200:]
+
+
+def run_of_coins(rate: float, rollouts: int, together: int, seed: int, mode_known: bool) -> tuple[int, int, str]:
+    """Exchangeable scores, rollouts that end at random and, at the last, several at once: escalated, decided, promise.
+
+    The promise is the one stated half-way.
+    """
+    draw = random.Random(seed)
+    calibrator, left = Calibrator(rate, "aci", seed=seed), rollouts
+    promise = ""
+    while left > (together if draw.random() < 0.1 else 0):
+        share = left / rollouts if mode_known else None
+        calibrator.observe(calibrator.decide(1 + draw.random(), str(left // 8), left=share))
+        left -= draw.random() < 0.3
+        if not promise and left <= rollouts / 2:
+            promise = calibrator.guarantee
+    return calibrator.escalated, calibrator.decided, promise if mode_known else calibrator.guarantee
+
+
+def likely(promise: str) -> float:
+    """The number promised with probability 0.95."""
+    found = re.search(r"with probability 0.95 .*? is within ([0-9.]+) of ", promise)
+    assert found is not None, promise
+    return float(found[1])
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("rate", [0.05, 0.2, 0.6])
+def test_the_band_of_a_small_run_holds_as_often_as_it_says_and_is_worth_printing(rate: float, known: bool) -> None:
+    """Runs of 20 problems: at most one in twenty outside, where chance alone may make it one in ten of so few."""
+    outside, widths = 0, list[float]()
+    for seed in range(40):
+        escalated, decided, promise = run_of_coins(rate, 160, 8, seed, known)
+        widths.append(likely(promise))
+        outside += abs(escalated / decided - rate) > widths[-1]
+    assert outside <= 4
+    assert fmean(widths) < (0.006 if known else 0.05)
+
+
+@pytest.mark.parametrize("worst", ["random", "all at once", "never"])
+def test_a_cap_is_exact_at_every_moment(worst: str) -> None:
+    """At most ceil(cap n) of any first n, under modes that want more, also after the calibrator was restored."""
+    draw = random.Random(3)
+    calibrator = Calibrator(0.5, "marginal", cap=0.2)
+    for count in range(1, 200):
+        score = {"random": 1 + draw.random(), "all at once": 2.0 + count, "never": 1.0}[worst]
+        decision = calibrator.decide(score, str(count // 8))
+        calibrator.observe(decision)
+        assert calibrator.escalated <= math.ceil(Fraction(1, 5) * count)
+        assert (decision.origin == "budget") <= (not decision.escalate)
+        if count % 50 == 0:
+            calibrator = Calibrator.restored(json.loads(json.dumps(calibrator.state())))
+    assert calibrator.escalated >= 39 or worst == "never"
+    assert "at most ceil(1/5 n) escalate, exactly" in calibrator.guarantee
+    with pytest.raises(CalibrationInputError, match="cap"):
+        Calibrator(0.5, cap=1.5)
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.1, 0.25])
+def test_a_capped_run_is_taken_again_from_its_journal(cap: float, tmp_path: Path) -> None:
+    """The cap holds in the order of decisions, the audit finds the same ones, and other gates refuse one."""
+    setup = Setup(draft="scripted", target="scripted", rate=0.5, cap=cap)
+    evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
+    held = build_report(tmp_path / "run").report.calibration
+    assert held is not None
+    assert held.escalated - held.forced <= math.ceil(cap * held.decisions)
+    assert "came out the same" in held.promise.audit
+    assert "; 0 did not" not in held.promise.audit
+    with pytest.raises(OptionError, match="cap"):
+        replace(setup, method="random").decider()
+    with pytest.raises(OptionError, match="cap"):
+        replace(setup, cap=1.5)
 
 
 def test_a_share_that_is_none_is_refused() -> None:

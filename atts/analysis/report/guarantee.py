@@ -92,7 +92,10 @@ def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float,
         hold = max(HOLD, rollouts.value) if rollouts and isinstance(rollouts.value, int) else HOLD
         start = StoredScores.of(stored, lengths=data.run.setting("stored_lengths") or ())
         by_length = bool(data.run.setting("by_length"))
-        calibrator = Calibrator(rate, mode, seed=seed, stored=start, hold=hold, tuning=tuning, by_length=by_length)
+        calibrator = Calibrator(
+            rate, mode, seed=seed, stored=start, hold=hold, tuning=tuning, by_length=by_length,
+            cap=data.run.setting("cap"),
+        )  # fmt: skip
     except CalibrationInputError:  # a mode that needs stored scores
         return None
     checked = same = 0

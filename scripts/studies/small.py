@@ -1,0 +1,122 @@
+"""Small runs, live on the embedded pair: how near they end to their rate, what they escalate, what they get right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import anyio
+
+from atts.calibration import Calibrator, Tuning
+from atts.core import Decision, Features, Outcome, Problem
+from atts.evaluators import compare_runs
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
+from atts.pipelines import ConformalGate
+from scripts.studies.arms import Pair, arm, run_block
+from scripts.studies.harness import Options, Row, Table, interval, say
+from scripts.studies.parts import Parts
+
+SIZES = ((20, 8), (30, 16), (40, 8), (100, 8))
+ORDERS = ("random", "hard first", "easy first")
+RATES = (0.1, 0.2, 0.4)
+GATES = ("counted", "streaming in")
+"""The default, and the same that is not told how much of the run is left."""
+
+
+class UnpacedGate(ConformalGate):
+    """The conformal gate of a run whose problems stream in."""
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """Without the share that is left."""
+        return super().decide(replace(features, left=None), score)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One run: its decisions, those that went over, those of its worst chunks that did, and each problem's answer."""
+
+    decisions: int
+    escalated: int
+    caught: float
+    right: dict[str, float]
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], rate: float) -> Ended:
+        """Of what the run kept."""
+        turns = [turn for outcome in outcomes for rollout in outcome.rollouts for turn in rollout.turns]
+        made = [turn.decision for turn in turns if turn.decision is not None]
+        scored = sorted((d for d in made if d.score is not None), key=lambda d: -(d.score or 0.0))
+        worst = scored[: max(1, round(rate * len(made)))]
+        right = {one.problem.id: float(one.answer == one.problem.answer) for one in outcomes}
+        caught = sum(decision.escalate for decision in worst) / len(worst)
+        return cls(len(made), sum(decision.escalate for decision in made), caught, right)
+
+
+def study(options: Options) -> list[Table]:
+    """Every size, order, rate and seed with both gates in turn; finished runs are kept, and not run again."""
+    parts = Parts(options.file("small-runs.jsonl"))
+    sizes, seeds = options.pick(SIZES[:1], SIZES[:2], SIZES), options.pick(1, 3, 20)
+    anyio.run(_run_all, parts, sizes, seeds, options.seed)
+    return [_table(parts, sizes)]
+
+
+async def _run_all(parts: Parts, sizes: Sequence[tuple[int, int]], seeds: int, first: int) -> None:
+    cells = [
+        (seed, size, order, rate, gate)
+        for seed in range(first, first + seeds)
+        for size in sizes for rate in RATES for order in ORDERS for gate in GATES
+    ]  # fmt: skip
+    async with Pair() as pair:
+        for seed, (problems, samples), order, rate, gate in cells:
+            name = f"{problems}|{samples}|{order}|{rate}|{gate}|{seed}"
+            if name in parts:
+                continue
+            say(f"small runs: {name}")
+            chosen = _ordered(arithmetic("test", problems, 5000 + seed), order)
+            plan = pair.plan(arm("atts", samples=samples, rate=rate), seed * 31 + len(order))
+            if gate != GATES[0]:
+                tuning = Tuning.for_rollouts(samples)
+                plan = replace(plan, gate=UnpacedGate(Calibrator(rate, "aci", seed=plan.seed, tuning=tuning)))
+            outcomes, _ = await run_block(chosen, plan)
+            parts.keep(name, asdict(Ended.of(outcomes, rate)))
+
+
+def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:
+    if order == ORDERS[0]:
+        return list(problems)
+    return sorted(problems, key=lambda problem: problem.level or 0, reverse=order == ORDERS[1])
+
+
+def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
+    found = {tuple(name.split("|")): Ended(**value) for name, value in parts.items()}
+    rows = list[Row]()
+    for problems, samples in sizes:
+        for order in ORDERS:
+            for rate in RATES:
+                key = (str(problems), str(samples), order, str(rate))
+                runs = {gate: {n[5]: run for n, run in found.items() if n[:5] == (*key, gate)} for gate in GATES}
+                both = sorted(runs[GATES[0]].keys() & runs[GATES[1]].keys())
+                cells = [value for gate in GATES for value in _facts([runs[gate][seed] for seed in both], rate)]
+                pairs = [
+                    (runs[GATES[1]][seed].right[name], right)
+                    for seed in both
+                    for name, right in runs[GATES[0]][seed].right.items()
+                ]
+                gained = interval(compare_runs(*map(list, zip(*pairs, strict=True))).difference) if pairs else "-"
+                rows.append((f"{problems} x {samples}", order, rate, len(both), *cells, gained))
+    return Table.of(
+        "Small runs, live: how far they end from their rate, and what of the worst chunks went over",
+        "problems x samples | order | rate | runs | RMS error, counted | worst caught | RMS error, streaming in | "
+        "worst caught | answers right more often, counted",
+        rows,
+        "Runs of the embedded pair on arithmetic problems, sorted by level or not, 64 rollouts in flight, each with "
+        "the run's size known and not. Worst: as many chunks with the highest scores as the rate stands for.",
+    )
+
+
+def _facts(runs: Sequence[Ended], rate: float) -> tuple[float | None, float | None]:
+    if not runs:
+        return None, None
+    errors = [(run.escalated / run.decisions - rate) ** 2 for run in runs]
+    return math.sqrt(sum(errors) / len(runs)), sum(run.caught for run in runs) / len(runs)

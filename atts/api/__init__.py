@@ -16,7 +16,7 @@ from atts.api.estimate import DryRun, Tokens, dry_run
 from atts.api.evaluation import Session, SyncSession, evaluate, evaluate_sync, solve, solve_sync
 from atts.api.pairs import Pair, find_pair, known_pairs
 from atts.api.placement import CARDS, Placement, place
-from atts.api.recorded import compare, merge, plan, replay, report, trace
+from atts.api.recorded import certify, compare, merge, plan, replay, report, trace
 from atts.api.setup import Setup, answers_for, load_problems
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "calibrate_sync",
     "calibration_report",
     "calibrator_of",
+    "certify",
     "compare",
     "configure",
     "diagnose",

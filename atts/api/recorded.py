@@ -19,6 +19,8 @@ from atts.run import merge as merge_runs
 
 if TYPE_CHECKING:
     from atts.analysis import Advice, Compared, Format, Replay
+    from atts.calibration import Certificate
+    from atts.methods import GradedPolicy
 
 Run = str | Path | RunResult
 """A run directory, or the result of a run that was kept in one."""
@@ -95,6 +97,48 @@ def compare(first: Run, second: Run, *, points: float | None = None, seed: int =
     if points is not None and not 0 <= points <= 100:
         raise OptionError("points", f"{points:g} is outside [0, 100]")
     return compare(*(read_results(directory_of(one)) for one in (first, second)), points=points, seed=seed)
+
+
+def certify(target: Run, runs: Sequence[Run], *, epsilon: float, delta: float = 0.1, net: bool = True) -> Certificate:
+    """The cheapest of these runs right at most `epsilon` less often than the target alone, with probability 1 - delta.
+
+    All are of the same labelled problems. With `net` false the answers that are lost are bounded instead, those that
+    sampling loses included. Runs of one method and mode are tested from the highest rate down.
+
+    :raises JournalError: a directory holds no run, or one that cannot be read.
+    :raises CalibrationInputError: runs of other problems, without references, or an epsilon or delta outside (0, 1).
+    :raises UsageError: for a result that was kept in memory only.
+
+    >>> import tempfile
+    >>> from atts.api import Setup, evaluate_sync
+    >>> from atts.testing import toy_problems
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     def run(method: str) -> RunResult:
+    ...         setup = Setup(draft="scripted", target="scripted", method=method)
+    ...         return evaluate_sync(toy_problems(2), setup, directory=f"{folder}/{method}")
+    ...     certify(run("target-only"), [run("atts")], epsilon=0.02).problems
+    2
+    """
+    from atts.methods import certify_graded
+
+    alone, *policies = (_graded(directory_of(one)) for one in (target, *runs))
+    return certify_graded(alone, policies, epsilon, delta, net=net)
+
+
+def _graded(directory: Path) -> GradedPolicy:
+    """A run's policy with every graded problem's vote, and its target tokens a problem."""
+    from atts.methods import GradedPolicy
+
+    run = open_run(directory)
+    finished = {name: one for name, one in run.state().finished.items() if one.verdict is not None}
+    names = (run.setting("method"), run.setting("mode"))
+    tokens = sum(one.usage.target_tokens for one in finished.values())
+    return GradedPolicy(
+        "/".join(str(name) for name in names if name),
+        float(run.setting("rate") or 0.0),
+        {name: one.is_correct for name, one in finished.items()},
+        tokens / max(1, len(finished)),
+    )
 
 
 def plan(

@@ -13,6 +13,7 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "calibration": Command("atts.cli.calibration", "app", "Fit, check, import and replay calibrations."),
+    "certify": Command("atts.cli.certify", "certify", "Certify runs against the target alone."),
     "compare": Command("atts.cli.compare", "compare", "Compare two runs problem by problem, costs as ratios."),
     "config": Command("atts.cli.config", "app", "Show the configuration, and who set what."),
     "datasets": Command("atts.cli.datasets", "app", "List datasets, or show what is in one."),

@@ -1,16 +1,28 @@
 """Ready-made methods: presets of a policy and a gate, and gates built from calibrations."""
 
-from atts.methods.calibrated import LabelledRun, certified_gate, certify_runs, frozen_gate, warming_gate
+from atts.methods.calibrated import (
+    GradedPolicy,
+    LabelledRun,
+    certified_gate,
+    certify_graded,
+    certify_net_runs,
+    certify_runs,
+    frozen_gate,
+    warming_gate,
+)
 from atts.methods.presets import PRESETS, GateInputs, Preset, preset
 from atts.methods.skipping import SkippingGate
 
 __all__ = [
     "GateInputs",
+    "GradedPolicy",
     "LabelledRun",
     "PRESETS",
     "Preset",
     "SkippingGate",
     "certified_gate",
+    "certify_graded",
+    "certify_net_runs",
     "certify_runs",
     "frozen_gate",
     "preset",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atts.calibration import (
@@ -14,7 +14,9 @@ from atts.calibration import (
     StoredScores,
     Tuning,
     certify,
+    certify_net,
     lost_answers,
+    net_losses,
 )
 from atts.core import Outcome
 from atts.errors import CalibrationInputError
@@ -62,6 +64,16 @@ def warming_gate(
     return WarmingGate(scores, make, meanwhile)
 
 
+@dataclass(frozen=True, slots=True)
+class GradedPolicy:
+    """A policy on labelled problems: of each by name whether it was right, and the target tokens of one."""
+
+    gate: str
+    rate: float
+    right: Mapping[str, bool]
+    cost: float
+
+
 def certify_runs(
     target: Sequence[Outcome], runs: Sequence[LabelledRun], right: Right, epsilon: float, delta: float = 0.1
 ) -> Certificate:
@@ -73,18 +85,52 @@ def certify_runs(
 
     :raises CalibrationInputError: no runs, or runs of other problems than the target's.
     """
-    alone = {outcome.problem.id: right(outcome) for outcome in target}
-    names = sorted(alone)
+    return _certified(target, runs, right, epsilon, delta, net=False)
+
+
+def certify_net_runs(
+    target: Sequence[Outcome], runs: Sequence[LabelledRun], right: Right, epsilon: float, delta: float = 0.1
+) -> Certificate:
+    """The same of net losses: the cheapest policy that is right at most `epsilon` less often than the target alone.
+
+    What two runs lose to each other by sampling cancels, so that a policy as good as the target can be certified.
+
+    :raises CalibrationInputError: as `certify_runs`.
+    """
+    return _certified(target, runs, right, epsilon, delta, net=True)
+
+
+def _certified(
+    target: Sequence[Outcome], runs: Sequence[LabelledRun], right: Right, epsilon: float, delta: float, *, net: bool
+) -> Certificate:
+    alone, *policies = (
+        GradedPolicy(run.gate, run.rate, {one.problem.id: right(one) for one in run.outcomes}, _cost(run.outcomes))
+        for run in (LabelledRun("target-only", 1.0, target), *runs)
+    )
+    return certify_graded(alone, policies, epsilon, delta, net=net)
+
+
+def _cost(outcomes: Sequence[Outcome]) -> float:
+    return sum(outcome.usage.target_tokens for outcome in outcomes) / max(1, len(outcomes))
+
+
+def certify_graded(
+    target: GradedPolicy, policies: Sequence[GradedPolicy], epsilon: float, delta: float = 0.1, *, net: bool
+) -> Certificate:
+    """The cheapest of these policies by its net losses, or by the answers that it loses.
+
+    :raises CalibrationInputError: no policies, or other problems than the target's.
+    """
+    names = sorted(target.right)
     candidates: list[Candidate] = []
-    for run in runs:
-        found = {outcome.problem.id: outcome for outcome in run.outcomes}
-        if found.keys() != alone.keys():
-            missing = len(alone.keys() ^ found.keys())
+    for policy in policies:
+        if policy.right.keys() != target.right.keys():
+            missing = len(target.right.keys() ^ policy.right.keys())
             raise CalibrationInputError("labelled run", f"{missing} other problems", "the problems of the target alone")
-        losses = lost_answers([alone[name] for name in names], [right(found[name]) for name in names])
-        cost = sum(outcome.usage.target_tokens for outcome in run.outcomes) / max(1, len(names))
-        candidates.append(Candidate(run.gate, run.rate, losses.tolist(), cost))
-    return certify(candidates, epsilon, delta)
+        pair = [[one.right[name] for name in names] for one in (target, policy)]
+        losses = (net_losses if net else lost_answers)(*pair)
+        candidates.append(Candidate(policy.gate, policy.rate, losses.tolist(), policy.cost))
+    return (certify_net if net else certify)(candidates, epsilon, delta)
 
 
 def certified_gate(certificate: Certificate, stored: StoredScores, seed: int = 0) -> CertifiedGate:

@@ -9,14 +9,14 @@ from atts.api import Setup
 from atts.calibration import Calibrator, StoredScores
 from atts.core import Outcome, Problem
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
-from atts.methods import LabelledRun, SkippingGate, certified_gate, certify_runs, frozen_gate
+from atts.methods import LabelledRun, SkippingGate, certified_gate, certify_net_runs, certify_runs, frozen_gate
 from atts.pipelines import Gate
 from scripts.studies.arms import RATE, Grid, Ledger, Pair, Sum, arm, run_block, run_grid
 from scripts.studies.harness import Cell, Options, Row, Table, say
 from scripts.studies.pipelines_tables import methods
 
 SAMPLES = 8
-EPSILON, DELTA = 0.05, 0.1
+EPSILON, NET, DELTA = 0.05, 0.02, 0.1
 """Two runs of the target alone differ in a few answers, too: no bound below that can be certified by any number."""
 
 
@@ -61,6 +61,7 @@ async def _certified(options: Options, pair: Pair) -> Table:
         if not last.certified:
             break  # a fixed sequence ends at its first failure: lower rates could not be certified
     assert certificate is not None
+    net = certify_net_runs(target, runs, _is_right, NET, DELTA)
     if certificate.chosen is not None:
         alone = await _run(unseen, pair, seed + 1)
         outcomes = await _run(unseen, pair, seed + 1, certified_gate(certificate, stored))
@@ -73,6 +74,7 @@ async def _certified(options: Options, pair: Pair) -> Table:
         rows,
         f"{certificate.guarantee}.",
         f"Void with: {certificate.voided_by}.",
+        f"Of the net difference: {net.guarantee}.",
     )
 
 

@@ -10,12 +10,13 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from atts.calibration import Tuning, replay
+from atts.calibration import Candidate, Tuning, certify, certify_net, replay
 from atts.calibration.metrics import Floats
 from atts.evaluators.metrics.intervals import mean_estimate
 from atts.evaluators.metrics.rates import pass_at_k
@@ -27,12 +28,13 @@ Turns = Sequence[tuple[float, int]]
 """A recorded rollout: score and characters of each chunk."""
 
 TRUTHS = (0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
-SAMPLES = 16
+SAMPLES, EPSILON = 16, 0.02
 
 
 def study(options: Options) -> list[Table]:
     """Coverage by simulation; rates on recorded scores, where the traces are at hand."""
     tables = [coverage(problems, options) for problems in options.pick((30,), (30, 40, 500), (30, 40, 500))]
+    tables.append(certificates(options))
     folder = traces()
     return tables if folder is None else [*tables, small_runs(folder, options)]
 
@@ -82,6 +84,33 @@ def coverage(problems: int, options: Options) -> Table:
         " | ".join(["rate", "true value", *FORMULAS]),
         rows,
         f"{runs:,} simulated benchmarks a row. The others' formulas are theirs, computed here.",
+    )
+
+
+LAWS = {
+    "as good, 8.5 % lost and won": (0.085, 0.085),
+    "the embedded default": (0.0074, 0.0062),
+    "worse by .025": (0.11, 0.085),
+}
+"""Shares of problems that a policy loses to the target alone, and wins: the second as measured on 2,000 problems."""
+
+
+def certificates(options: Options) -> Table:
+    """How often a policy is certified against the target alone, by the answers it loses and by its net loss."""
+    runs, rows = options.pick(40, 200, 1000), list[Row]()
+    for name, (lost, won) in LAWS.items():
+        for problems in (500, 2000):
+            draw = np.random.default_rng([options.seed, problems])
+            laws = (lost, won, 1 - lost - won)
+            found = [draw.choice((1.0, -1.0, 0.0), problems, p=laws).tolist() for _ in range(runs)]
+            old = [certify([Candidate("a", 0.2, [max(loss, 0.0) for loss in one], 1.0)], EPSILON) for one in found]
+            net = [certify_net([Candidate("a", 0.2, one, 1.0)], EPSILON) for one in found]
+            rows.append((name, problems, *(fmean(c.chosen is not None for c in each) for each in (old, net))))
+    return Table.of(
+        f"Share of runs that are certified at {EPSILON}, by simulation",
+        "policy | problems | answers lost (`certify`) | net loss (`certify_net`)",
+        rows,
+        f"{runs:,} simulated runs a row, delta .1. A policy worse by .025 may be certified in one run of ten.",
     )
 
 

@@ -303,6 +303,25 @@ def test_calibrators_that_learnt_apart_are_put_together(atts: Atts, tmp_path: Pa
     assert "came out the same" in held.promise.audit
 
 
+def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path) -> None:
+    """Certified: 0 and the words; none: 5 and how many problems it would take; other problems are refused."""
+    for method, rate, problems in (("target-only", 0.2, 12), ("atts", 0.4, 12), ("draft-only", 0.2, 11)):
+        setup = Setup(draft="scripted", target="scripted", method=method, rate=rate, policy=Policy(samples=3))
+        evaluate_sync(toy_problems(problems), setup, directory=tmp_path / method)
+    alone, policy, other = (str(tmp_path / method) for method in ("target-only", "atts", "draft-only"))
+    said = atts("certify", alone, policy, "--epsilon", "0.6")
+    assert said.code == 0
+    assert "atts/aci" in said.out
+    assert "at most 60.0% less often than the target alone" in said.out
+    (found,) = lines(atts("certify", alone, policy, "--epsilon", "0.6", "--lost", "--json"))
+    assert (found["kind"], found["problems"], found["chosen"]["rate"]) == ("certificate", 12, 0.4)
+    said = atts("certify", alone, policy)
+    assert said.code == 5
+    assert "none certifiable with n = 12" in said.err
+    assert atts("certify", alone, other).code != 0
+    assert "other problems" in atts("certify", alone, other).err
+
+
 @pytest.mark.parametrize("mode", ["marginal", "question-turn"])
 def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(mode: Any, tmp_path: Path) -> None:
     """Its decisions hold the lengths, so a resume, an audit and a later run that starts from its scores know them."""

@@ -20,6 +20,7 @@ from atts.methods import (
     LabelledRun,
     SkippingGate,
     certified_gate,
+    certify_net_runs,
     certify_runs,
     frozen_gate,
     preset,
@@ -137,6 +138,21 @@ def test_nothing_is_certified_that_loses_too_much_or_was_run_on_other_problems()
         certified_gate(certificate, STORED)
     with pytest.raises(CalibrationInputError, match="other problems"):
         certify_runs(target, [LabelledRun("split", 0.2, target[:-1])], right, epsilon=0.05)
+
+
+def test_losses_that_are_won_back_are_certified_net_and_not_else() -> None:
+    """The policy loses six of 300 answers and wins as many: only the difference is within a point and a half."""
+    target = [_solved(str(number)) for number in range(300)]
+    target = [replace(one, answer="no") if number < 6 else one for number, one in enumerate(target)]
+    policy = [_solved(str(number)) for number in range(300)]
+    policy = [replace(one, answer="no") if number >= 294 else one for number, one in enumerate(policy)]
+    runs = [LabelledRun("split", 0.3, policy)]
+    net, old = (certify(target, runs, right, epsilon=0.03) for certify in (certify_net_runs, certify_runs))
+    assert net.chosen is not None
+    assert old.chosen is None
+    assert "less often than the target alone" in net.guarantee
+    with pytest.raises(CalibrationInputError, match="other problems"):
+        certify_net_runs(target, [LabelledRun("split", 0.2, target[:-1])], right, epsilon=0.05)
 
 
 @pytest.mark.parametrize("rollouts", [4, 64, 256])

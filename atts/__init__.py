@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         report,
         solve,
         solve_sync,
+        sweep,
+        sweep_sync,
         trace,
     )
     from atts.core import Completion, Decision, Outcome, Problem, Rollout, SampleRequest, Sampling, ScoreRequest, Scores
@@ -62,12 +64,14 @@ __all__ = [
     "report",
     "solve",
     "solve_sync",
+    "sweep",
+    "sweep_sync",
     "trace",
 ]
 
 _NAMES = {
     "atts.api": "Session Setup SyncSession calibrate calibrate_sync compare configure evaluate evaluate_sync merge "
-    "plan replay report solve solve_sync trace",
+    "plan replay report solve solve_sync sweep sweep_sync trace",
     "atts.core": "Completion Decision Outcome Problem Rollout SampleRequest Sampling ScoreRequest Scores",
     "atts.engine": "Engine EngineSpec",
     "atts.errors": "ATTSError",

@@ -8,6 +8,7 @@ advise([Path("runs/first")], Cap(target_tokens=300)).best
 """
 
 from atts.analysis.comparison import Compared, compare
+from atts.analysis.listing import RunLine, list_runs
 from atts.analysis.plan.advice import Advice, Cap, advise
 from atts.analysis.plan.options import Option
 from atts.analysis.plan.speeds import ChunkAdvice
@@ -20,6 +21,11 @@ from atts.analysis.report.render import Format, as_format, render, save_report
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.results import read_results
 from atts.analysis.run_replay import PolicyChange, Replay, ReplaySide, replay_run
+from atts.analysis.status import RunStanding, standing_of
+from atts.analysis.sweep.curves import ScalingPoint, SweepReport, read_sweep
+from atts.analysis.sweep.page import render_sweep
+from atts.analysis.sweep.run_set import SWEEP, PointKind, RunSet, RunSetPoint, Value, load_run_set, save_run_set
+from atts.analysis.sweep.text import sweep_lines
 
 __all__ = [
     "CalibrationReport",
@@ -36,19 +42,35 @@ __all__ = [
     "Format",
     "Option",
     "Plot",
+    "PointKind",
     "PolicyChange",
     "RateControl",
     "Replay",
     "ReplaySide",
     "Replayed",
+    "RunLine",
+    "RunSet",
+    "RunSetPoint",
+    "RunStanding",
+    "SWEEP",
+    "ScalingPoint",
     "Standing",
+    "SweepReport",
+    "Value",
     "advise",
     "as_format",
     "build_report",
     "compare",
+    "list_runs",
+    "load_run_set",
     "read_results",
+    "read_sweep",
     "render",
+    "render_sweep",
     "replay_policy",
     "replay_run",
     "save_report",
+    "save_run_set",
+    "standing_of",
+    "sweep_lines",
 ]

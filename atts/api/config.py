@@ -148,14 +148,19 @@ class Configuration:
         return Path(job.runs) / f"{name}-{self.digest}"
 
     @property
-    def digest(self) -> str:
-        """A short name for everything that decides the results."""
-        deciding = {
+    def deciding(self) -> dict[str, Any]:
+        """Everything that decides the results, as plain JSON data."""
+        kept = {
             name: held.value
             for name, held in self.settings.items()
             if name not in _NEUTRAL and not name.startswith("limits.")
         }
-        return blake2b(json.dumps(deciding, sort_keys=True).encode(), digest_size=4).hexdigest()
+        return cast(dict[str, Any], json.loads(json.dumps(kept)))
+
+    @property
+    def digest(self) -> str:
+        """A short name for that."""
+        return blake2b(json.dumps(self.deciding, sort_keys=True).encode(), digest_size=4).hexdigest()
 
     def setup(self) -> Setup:
         """The setup these words describe.

@@ -27,6 +27,8 @@ COMMANDS: dict[str, Command] = {
     "probe": Command("atts.cli.probe", "probe", "Say what a server can do for a run."),
     "replay": Command("atts.cli.replay", "replay", "Run another policy over a recorded run, without a model."),
     "report": Command("atts.cli.report", "report", "Write the report of a run."),
+    "runs": Command("atts.cli.runs", "runs", "List runs with their status and headline."),
     "solve": Command("atts.cli.solve", "solve", "Solve one problem and show the reasoning."),
+    "sweep": Command("atts.cli.sweep", "sweep", "Evaluate under many settings, and draw what accuracy costs."),
     "trace": Command("atts.cli.trace", "trace", "Write a run's task graph as a trace for Perfetto."),
 }

@@ -24,10 +24,11 @@ from atts.journal.events import (
     VerdictStatus,
     Warned,
 )
-from atts.journal.files import locked
+from atts.journal.files import is_held, locked
 from atts.journal.finished import FinishedProblem, FinishedSample
 from atts.journal.lines import LineWriter, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, save_manifest
+from atts.journal.replies import REPLIES, SharedReplies, SharedReply, reply_key, run_number
 from atts.journal.runs import MERGED, RecordedRun, check_exists, open_run
 from atts.journal.salvage import JournalCheck, check_journal, salvage
 from atts.journal.state import (
@@ -48,6 +49,7 @@ __all__ = [
     "LOCK",
     "MANIFEST",
     "MERGED",
+    "REPLIES",
     "SCHEMA",
     "CallFailed",
     "CallSpan",
@@ -83,6 +85,8 @@ __all__ = [
     "SessionClosed",
     "SessionOpened",
     "Setting",
+    "SharedReplies",
+    "SharedReply",
     "Taught",
     "Truncation",
     "TurnFinished",
@@ -90,6 +94,7 @@ __all__ = [
     "Warned",
     "check_directory",
     "dataset_digest",
+    "is_held",
     "judged",
     "load_manifest",
     "locked",
@@ -97,6 +102,8 @@ __all__ = [
     "open_run",
     "read_entries",
     "read_outcomes",
+    "reply_key",
+    "run_number",
     "save_manifest",
     "truncation",
 ]

@@ -17,6 +17,7 @@ from atts.run.progress import Progress, ProgressSnapshot
 from atts.run.recorder import CallBegun, ChunkWritten, EngineAwaited, Listener, Notice, Recorder, RunBegun
 from atts.run.result import INTERRUPTED, RunResult, RunStatus
 from atts.run.scoring import samples, scorecard
+from atts.run.sharing import SharingEngine
 from atts.run.stopping import Signals, Stop
 from atts.run.summary import Summary
 from atts.run.until import Until
@@ -45,6 +46,7 @@ __all__ = [
     "RunStatus",
     "RunOptions",
     "Shard",
+    "SharingEngine",
     "Signals",
     "ProgressSnapshot",
     "Stop",

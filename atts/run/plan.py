@@ -120,7 +120,7 @@ class Plan:
             dataset or "",
             count,
             {**own, **self.configuration},
-            {"draft": _identity(self.draft.spec), "target": _identity(self.target.spec)},
+            {"draft": engine_identity(self.draft.spec), "target": engine_identity(self.target.spec)},
             created=time.time(),
             settings={**self.settings, **_probed("draft", self.draft.spec), **_probed("target", self.target.spec)},
         )
@@ -129,8 +129,8 @@ class Plan:
         return manifest
 
 
-def _identity(spec: EngineSpec) -> dict[str, Json]:
-    """What makes an engine's results its own; where it runs does not."""
+def engine_identity(spec: EngineSpec) -> dict[str, Json]:
+    """What makes an engine's results its own, as manifests have it; where it runs does not."""
     names = ("engine", "model", "tokenizer", "dtype", "logprobs", "context_length", "end_ids", "vocabulary")
     probed = {name: str(seen) for name, seen in spec.fingerprint().items() if name.startswith("probe.")}
     own: dict[str, Json] = {name: getattr(spec, name) for name in names}

@@ -1,0 +1,115 @@
+"""Run directories below a folder, each with its status and headline numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+
+from atts.analysis.status import RunStanding, standing_of
+from atts.core import Usage
+from atts.errors import JournalError
+from atts.evaluators import Estimate, mean_estimate, share_estimate
+from atts.files import storage
+from atts.journal import FACTS, JOURNAL, MANIFEST, Decided, Observed, RecordedRun, open_run
+
+_DEEP = 4
+"""Folders below the one that is named in which runs are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """One run in a line; one that cannot be read says why in `problem`, and has no numbers."""
+
+    directory: str
+    standing: RunStanding | None
+    method: str = ""
+    models: str = ""  # the pair's name, or those of both models
+    done: int = 0
+    problems: int | None = None
+    accuracy: Estimate | None = None
+    rate: Estimate | None = None
+    draft_tokens: int = 0
+    target_tokens: int = 0
+    scored_tokens: int = 0
+    begun: float = 0.0  # seconds since the epoch
+    changed: float = 0.0
+    problem: str = ""
+
+
+def list_runs(folders: Sequence[Path]) -> list[RunLine]:
+    """The runs in these folders and below them, the latest last; a folder may be a run itself.
+
+    :raises JournalError: a folder is not there, or cannot be read.
+    """
+    found = dict.fromkeys(directory for folder in folders for directory in _directories(folder))
+    return sorted(map(_line, found), key=lambda line: (line.begun, line.directory))
+
+
+def _directories(folder: Path) -> Iterator[Path]:
+    with storage(folder):
+        if not folder.is_dir():
+            raise JournalError(folder, "there is no such folder", "Give a folder of runs, or the directory of a run")
+        os.listdir(folder)  # one that cannot be read is told; those below it are left out
+    yield from _below(folder, _DEEP)
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        inside = sorted(folder.iterdir())
+        if (folder / JOURNAL).exists() or (folder / MANIFEST).exists():
+            yield folder
+            return
+    except OSError:
+        return
+    for path in inside if depth else ():
+        if path.is_dir() and not path.is_symlink():
+            yield from _below(path, depth - 1)
+
+
+def _line(directory: Path) -> RunLine:
+    try:
+        run = open_run(directory)
+        state = run.state((*FACTS, Decided, Observed))
+    except JournalError as error:
+        return RunLine(str(directory), None, begun=_changed(directory), problem=str(error))
+    finished = list(state.finished.values())
+    graded = [float(one.is_correct) for one in finished if one.verdict is not None]
+    usage = reduce(add, (one.usage for one in finished), Usage())
+    return RunLine(
+        str(directory),
+        standing_of(directory, state),
+        method=str(run.setting("method") or run.setting("gate") or ""),
+        models=_models(run),
+        done=sum(map(state.is_over, state.finished)),
+        problems=run.manifest.problems,
+        accuracy=mean_estimate(graded, len(graded)),
+        rate=share_estimate((one.escalated, one.judged) for one in finished),
+        draft_tokens=usage.draft_tokens,
+        target_tokens=usage.target_tokens,
+        scored_tokens=usage.scored_tokens,
+        begun=run.manifest.created,
+        changed=_changed(directory),
+    )
+
+
+def _models(run: RecordedRun) -> str:
+    """The pair's name where one was chosen, else both models by the ends of their names."""
+    pair = run.manifest.settings.get("pair")
+    if pair is not None and pair.value:
+        return str(pair.value)
+    words = [run.manifest.settings.get(role) for role in ("draft", "target")]
+    engines = [str(run.manifest.engines.get(role, {}).get("model", "?")) for role in ("draft", "target")]
+    names = [str(word.value) if word else name for word, name in zip(words, engines, strict=True)]
+    short = [name.partition("?")[0].rstrip("/").rpartition("/")[2] for name in names]
+    return short[0] if short[0] == short[1] else " + ".join(short)
+
+
+def _changed(directory: Path) -> float:
+    try:
+        return (directory / JOURNAL).stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,205 @@
+"""The numbers of a set of runs: each one's accuracy with its interval, what it cost, and how far from the baselines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+
+from atts.analysis.status import RunStanding, standing_of
+from atts.analysis.sweep.run_set import PointKind, RunSet, RunSetPoint, Value, load_run_set
+from atts.core import Usage
+from atts.errors import JournalError
+from atts.evaluators import Estimate, compare_runs, mean_estimate, share_estimate
+from atts.journal import (
+    JOURNAL,
+    REPLIES,
+    FinishedProblem,
+    Json,
+    RecordedRun,
+    RunState,
+    Sampled,
+    Scored,
+    SharedReplies,
+    SharedReply,
+    open_run,
+    reply_key,
+    run_number,
+)
+
+LENGTHS = ("samples", "max_tokens", "turns")
+"""What a curve follows where it varies: each is a longer or wider use of the same models."""
+
+
+@dataclass(slots=True)
+class CallTotals:
+    """The engine calls of a run: how many there were, how many were taken from other runs, and their seconds."""
+
+    calls: int = 0
+    shared: int = 0
+    seconds: float = 0.0
+
+    def count(self, own: float, held: SharedReply | None, run: int) -> None:
+        """One call; what another run asked first took the time that it took there."""
+        is_shared = held is not None and held.run != run
+        self.calls += 1
+        self.shared += is_shared
+        self.seconds += held.seconds if held is not None and is_shared else own
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPoint:
+    """One run of the set; costs are per problem, as if the run had been made alone."""
+
+    name: str
+    kind: PointKind
+    values: Mapping[str, Value]
+    directory: str
+    standing: RunStanding
+    done: int
+    problems: int | None
+    samples: int
+    accuracy: Estimate
+    oracle: Estimate  # the share of problems that any of their rollouts solved
+    rate: Estimate
+    target_tokens: float
+    draft_tokens: float
+    scored_tokens: float
+    seconds: float  # of engine calls, added up
+    calls: int
+    shared: int  # of them, taken from another run of the set
+    right: Mapping[str, float] = field(repr=False)  # by problem, of those that were graded
+    difference: Estimate | None = None  # in accuracy, to the target alone, problem by problem
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether there is an accuracy to draw."""
+        return not math.isnan(self.accuracy.value)
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """A set of runs in numbers."""
+
+    directory: str
+    over: Mapping[str, tuple[Value, ...]]
+    settings: Mapping[str, Json]
+    points: tuple[ScalingPoint, ...]
+
+    @property
+    def grid(self) -> tuple[ScalingPoint, ...]:
+        """The runs of the grid."""
+        return tuple(point for point in self.points if point.kind == "point")
+
+    @property
+    def references(self) -> tuple[ScalingPoint, ...]:
+        """The baselines."""
+        return tuple(point for point in self.points if point.kind == "reference")
+
+    @property
+    def along(self) -> str | None:
+        """The setting whose values a curve follows: a length before a rate before anything else that is a number."""
+        several = {name: values for name, values in self.over.items() if len(set(map(str, values))) > 1}
+        numbers = [name for name, values in several.items() if all(map(_is_number, values))]
+        return next((name for name in (*LENGTHS, "rate", *numbers) if name in numbers), None)
+
+    @property
+    def curves(self) -> dict[str, list[ScalingPoint]]:
+        """The points of each curve in order, by what the curve holds fixed."""
+        found = dict[str, list[ScalingPoint]]()
+        for point in self.grid:
+            fixed = ", ".join(f"{name} {value}" for name, value in point.values.items() if name != self.along)
+            found.setdefault(fixed or "all", []).append(point)
+        along = self.along
+        if along is not None:
+            for points in found.values():
+                points.sort(key=lambda point: float(str(point.values[along])))
+        return found
+
+
+def read_sweep(directory: Path) -> SweepReport:
+    """The numbers of a set of runs as it stands, finished or not.
+
+    :raises JournalError: there is no set here, or a run of it cannot be read.
+    """
+    held = load_run_set(directory)
+    with SharedReplies(directory / REPLIES) as replies:
+        points = [_point(directory, point, replies) for point in held.points]
+    return SweepReport(str(directory), held.over, held.settings, tuple(_compared(held, points)))
+
+
+def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> ScalingPoint:
+    try:
+        run = open_run(directory / point.folder)
+    except JournalError:
+        if (directory / point.folder / JOURNAL).exists():
+            raise
+        run = None
+    state, calls = (RunState(), CallTotals()) if run is None else _read(run, point.folder, replies)
+    finished = list(state.finished.values())
+    usage = reduce(add, (one.usage for one in finished), Usage())
+    count = len(finished) or math.nan
+    right = {one.problem: float(one.is_correct) for one in finished if one.verdict is not None}
+    return ScalingPoint(
+        point.name,
+        point.kind,
+        point.values,
+        directory=str(directory / point.folder),
+        standing=standing_of(directory / point.folder, None if run is None else state),
+        done=sum(map(state.is_over, state.finished)),
+        problems=None if run is None else run.manifest.problems,
+        samples=0 if run is None else int(run.policy.get("samples", 0)),
+        accuracy=mean_estimate([*right.values()], len(right)),
+        oracle=mean_estimate([float(_is_any_right(one)) for one in finished if one.problem in right], len(right)),
+        rate=share_estimate((one.escalated, one.judged) for one in finished),
+        target_tokens=usage.target_tokens / count,
+        draft_tokens=usage.draft_tokens / count,
+        scored_tokens=usage.scored_tokens / count,
+        seconds=calls.seconds / count,
+        calls=calls.calls,
+        shared=calls.shared,
+        right=right,
+    )
+
+
+def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunState, CallTotals]:
+    """The run's problems in brief, and its calls."""
+    state, totals, number = RunState(), CallTotals(), run_number(folder)
+    for entry in run.entries():
+        state.apply(entry)
+        event = entry.event
+        if isinstance(event, Sampled | Scored):
+            engine = run.manifest.engines[event.role]
+            keys = (reply_key(engine, event.key, logprobs) for logprobs in ("raw", "unneeded"))
+            totals.count(event.seconds, next(filter(None, map(replies.find, keys)), None), number)
+    return state, totals
+
+
+def _is_any_right(one: FinishedProblem) -> bool:
+    return any(sample.verdict == "correct" for sample in one.samples)
+
+
+def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> Iterator[ScalingPoint]:
+    """With the difference to the target alone, on the same models, where there is such a run."""
+    targets = [point for point in points if point.kind == "reference" and point.values.get("method") == "target-only"]
+    for point in points:
+        base = next((one for one in targets if _is_beside(one, point)), None)
+        common = [] if base is None else [name for name in point.right if name in base.right]
+        if base is None or base is point or not common:
+            yield point
+            continue
+        first, second = ([side.right[name] for name in common] for side in (base, point))
+        yield replace(point, difference=compare_runs(first, second).difference)
+
+
+def _is_beside(reference: ScalingPoint, point: ScalingPoint) -> bool:
+    """Whether they ran on the same models: what the baseline sets besides its method, the point sets as well."""
+    shared = [name for name in reference.values if name not in ("method", *LENGTHS)]
+    return all(point.values.get(name) == reference.values[name] for name in shared)
+
+
+def _is_number(value: Value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

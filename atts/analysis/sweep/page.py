@@ -1,0 +1,149 @@
+"""A set of runs as one self-contained HTML file: three pictures and the table behind them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from atts.analysis.report.charts import Chart
+from atts.analysis.report.render import page
+from atts.analysis.report.svg import Axis, Plot
+from atts.analysis.report.tables import ReportTable
+from atts.analysis.sweep.curves import ScalingPoint, SweepReport
+from atts.analysis.sweep.text import sweep_notes
+
+COLOURS = 6
+"""How many curves have a colour of their own; more begin again with the first."""
+_LABEL = 12.0  # pixels between labels of baselines
+
+
+def render_sweep(report: SweepReport) -> str:
+    """The page: no network, no server, light and dark."""
+    return page(
+        "sweep.html",
+        ("tables.js",),
+        report=report,
+        charts=list(sweep_charts(report)),
+        runs=sweep_table(report),
+        notes=list(sweep_notes(report)),
+        headline=headline(report),
+    )
+
+
+def headline(report: SweepReport) -> str:
+    """The finding in one sentence: the cheapest run that is as good as the best one, as far as can be told."""
+    drawn = [point for point in report.grid if point.is_drawn]
+    if not drawn:
+        return "Nothing was graded yet"
+    best = max(drawn, key=lambda point: (point.accuracy.value, -point.target_tokens))
+    target = next(
+        (one for one in report.references if one.values.get("method") == "target-only" and one.is_drawn), None
+    )
+    said = f"Best: {best.name}, {best.accuracy.brief()} right for {best.target_tokens:,.0f} target tokens a problem"
+    if target is None:
+        return said
+    return f"{said}; the target alone gets {target.accuracy.brief()} for {target.target_tokens:,.0f}"
+
+
+def sweep_charts(report: SweepReport) -> Iterator[Chart]:
+    """Accuracy against what it cost."""
+    yield _chart(report, "Accuracy against target tokens", "target tokens per problem", lambda p: p.target_tokens)
+    yield _chart(report, "Accuracy against engine time", "seconds of engine calls per problem", lambda p: p.seconds)
+    if len(set(report.over.get("samples", ()))) > 1:
+        yield _chart(report, "Accuracy against samples", "rollouts per problem", lambda p: float(p.samples))
+
+
+def _chart(report: SweepReport, title: str, label: str, cost: Callable[[ScalingPoint], float]) -> Chart:
+    drawn = [point for point in report.points if point.is_drawn]
+    plot = Plot(Axis(0, max([cost(p) for p in drawn] + [1e-9]) * 1.08, label), _accuracies(drawn), 760, 340)
+    marks = [*_ceiling(plot, report, cost), *_baselines(plot, report, cost)]
+    for number, (name, points) in enumerate(report.curves.items()):
+        shown = [p for p in points if p.is_drawn]
+        marks.append(f'<g class="s{number % COLOURS}">{"".join(_curve(plot, name, shown, cost, report.along))}</g>')
+    rows = [(p.name, cost(p), p.accuracy.value, p.accuracy.low, p.accuracy.high, p.oracle.value) for p in drawn]
+    columns = ("run", label, "accuracy", "from", "to", "any rollout right")
+    legend = [(f"s{number % COLOURS}", name) for number, name in enumerate(report.curves)]
+    words = (
+        "Bands and whiskers are 95 % intervals over problems; dashed: the baselines; dotted: the share that any "
+        "rollout solved."
+    )
+    along = f" Along each curve: {report.along}." if report.along else ""
+    return Chart(
+        title,
+        words + along,
+        plot.drawn(title, marks),
+        ReportTable.of("", columns, rows),
+        wide=True,
+        legend=tuple(legend),
+    )
+
+
+def _accuracies(drawn: Sequence[ScalingPoint]) -> Axis:
+    """The accuracies to show: intervals whole, and not much besides."""
+    low = min([p.accuracy.low for p in drawn] + [1.0])
+    high = max([max(p.accuracy.high, p.oracle.value) for p in drawn] + [0.0])
+    return Axis(max(0.0, low - 0.02), min(1.0, high + 0.02), "accuracy") if high > low else Axis(0, 1, "accuracy")
+
+
+def _curve(
+    plot: Plot, name: str, points: Sequence[ScalingPoint], cost: Callable[[ScalingPoint], float], along: str | None
+) -> Iterator[str]:
+    at = [cost(p) for p in points]
+    if len(points) > 1 and along is not None:
+        yield plot.band(at, [p.accuracy.low for p in points], [p.accuracy.high for p in points])
+        yield plot.line([(x, p.accuracy.value) for x, p in zip(at, points, strict=True)], "main")
+    for x, p in zip(at, points, strict=True):
+        if along is None or len(points) == 1:
+            yield plot.line([(x, p.accuracy.low), (x, p.accuracy.high)], "whisker")
+        tip = f"{p.name}: {p.accuracy.brief()}, {x:,.1f} {plot.x.label}"
+        yield plot.dot(x, p.accuracy.value, "run", tip)
+        if along is not None and len(points) > 1:
+            yield plot.text(x, p.accuracy.value, f"{p.values[along]}", "middle", 0, -3)
+
+
+def _baselines(plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]) -> Iterator[str]:
+    """Dashed lines across with a point at what each cost, and its name at the right where no other name is."""
+    taken = list[float]()
+    for p in sorted(report.references, key=lambda p: p.accuracy.value if p.is_drawn else -1.0):
+        if not p.is_drawn:
+            continue
+        value = p.accuracy.value
+        yield plot.line([(plot.x.low, value), (plot.x.high, value)], "nominal")
+        yield plot.dot(cost(p), value, "baseline", f"{p.name}: {p.accuracy.brief()}, {cost(p):,.1f} {plot.x.label}", 3)
+        up = plot.up(value)
+        drop = 0.0 if all(abs(up - other) > _LABEL for other in taken) else 2 * _LABEL - 4
+        taken.append(up)
+        yield plot.text(plot.x.high, value, p.name, "end", -6, drop)
+
+
+def _ceiling(plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]) -> Iterator[str]:
+    """What no vote can exceed, curve by curve."""
+    for number, points in enumerate(report.curves.values()):
+        line = [(cost(p), p.oracle.value) for p in points if p.is_drawn and not math.isnan(p.oracle.value)]
+        if len(line) > 1 and report.along is not None:
+            yield f'<g class="s{number % COLOURS}">{plot.line(line, "oracle")}</g>'
+        elif line:
+            yield from (
+                f'<g class="s{number % COLOURS}">{plot.dot(x, y, "oracle", "any rollout right", 2.5)}</g>'
+                for x, y in line
+            )
+
+
+def sweep_table(report: SweepReport) -> ReportTable:
+    """Every run of the set."""
+    columns = (
+        "run", "status", "problems", "accuracy", "from", "to", "difference to the target alone", "from", "to",
+        "any rollout right", "rate", "target tokens", "draft tokens", "scored tokens", "seconds of calls", "calls",
+        "shared calls",
+    )  # fmt: skip
+    rows = [
+        (
+            p.name, p.standing, p.done, p.accuracy.value, p.accuracy.low, p.accuracy.high,
+            *(() if p.difference is None else (p.difference.value, p.difference.low, p.difference.high)),
+            *((None,) * 3 if p.difference is None else ()),
+            p.oracle.value, p.rate.value, p.target_tokens, p.draft_tokens, p.scored_tokens, p.seconds, p.calls,
+            p.shared,
+        )
+        for p in (*report.references, *report.grid)
+    ]  # fmt: skip
+    return ReportTable.of("Every run, costs per problem", columns, rows)

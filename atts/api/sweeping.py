@@ -1,0 +1,326 @@
+"""Sweeps: one evaluation under many settings, as a set of runs that share what is the same about them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from atts.analysis import (
+    SWEEP,
+    PointKind,
+    RunSet,
+    RunSetPoint,
+    SweepReport,
+    Value,
+    load_run_set,
+    read_sweep,
+    render_sweep,
+    save_run_set,
+)
+from atts.api.config import Configuration, Job, config_keys, configure
+from atts.api.engines import build_engines
+from atts.api.evaluation import sync
+from atts.api.keys import Key, keys_of
+from atts.engine import Engine
+from atts.errors import JournalError, OptionError
+from atts.files import write_atomic
+from atts.journal import JOURNAL, LOCK, REPLIES, SharedReplies, check_directory, locked, open_run
+from atts.jsonable import jsonable
+from atts.run import Listener, RunOptions, RunResult, SharingEngine
+from atts.run import evaluate as run_evaluation
+
+PAGE = "sweep.html"
+REFERENCES = ("target-only", "draft-only")
+"""Methods that every sweep is compared with, on the longest settings of it."""
+_MODELS = ("pair", "at", "draft", "target", "draft_servers", "target_servers")
+_LENGTHS = ("samples", "max_tokens", "turns")
+_FIXED = (*(key.name for key in keys_of(Job, Job())), "rollouts", "conditions")
+"""Keys that cannot vary: all runs are of the same problems, or their results do not depend on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """One run of a sweep that is planned."""
+
+    name: str
+    kind: PointKind
+    values: Mapping[str, Value]
+    configuration: Configuration
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A sweep that is planned: nothing is loaded, nothing is written."""
+
+    directory: Path
+    over: Mapping[str, tuple[Value, ...]]
+    points: tuple[SweepPoint, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the results, and all runs of the grid share: not what varies, nor what follows from that."""
+        made = self.points[-1].configuration
+        varying = {*self.over, *made.followed}
+        return {name: jsonable(value) for name, value in made.deciding.items() if name not in varying}
+
+
+@dataclass(frozen=True, slots=True)
+class SweepEnd:
+    """How far a sweep came; `last` is the run it ended with, None where nothing was left to do."""
+
+    report: SweepReport
+    page: Path
+    last: RunResult | None = field(default=None, repr=False)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or that of the run at which it ended: the same call goes on there."""
+        return 0 if self.last is None else self.last.exit_code
+
+
+Watch = Callable[[SweepPoint, int], AbstractAsyncContextManager[Sequence[Listener]]]
+"""Opened around each run, told its number; what it yields is told the run's events."""
+
+
+def plan_sweep(
+    over: Mapping[str, Sequence[object]],
+    flags: Mapping[str, object] | None = None,
+    pairs: Sequence[str] = (),
+    *,
+    file: str | Path | None = None,
+    references: Sequence[str] = REFERENCES,
+) -> Sweep:
+    """Every run of a sweep: one for each choice of values, and the baselines; `flags` and so on as for `configure`.
+
+    :raises OptionError: an unknown key, a key that cannot vary, an impossible value.
+    """
+    axes = {name: _values(name, values, flags or {}, pairs) for name, values in over.items()}
+    if not axes:
+        raise OptionError("--over", "nothing varies; give KEY=VALUE,VALUE such as rate=.1,.2,.4")
+    base = configure(flags, pairs, file=file)
+    directory = _directory(base, axes)
+
+    def point(kind: PointKind, name: str, values: Mapping[str, Value]) -> SweepPoint:
+        made = configure({**(flags or {}), **values, "out": None}, pairs, file=file)
+        made.setup()  # what is impossible is told before anything runs
+        return SweepPoint(name, kind, values, made, directory / _folder(name))
+
+    grid = [
+        point("point", ",".join(f"{name}={_word(value)}" for name, value in values.items()), values)
+        for values in (dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values()))
+    ]
+    known, baselines, notes = {one.configuration.digest for one in grid}, list[SweepPoint](), list[str]()
+    for values in _references(axes, references):
+        name = ",".join(
+            str(value) if key == "method" else f"{key}={_word(value)}"
+            for key, value in values.items()
+            if key not in _LENGTHS
+        )
+        try:
+            made = point("reference", name, values)
+        except OptionError as error:
+            notes.append(f"no run of {name} to compare with: {error}")
+            continue
+        if made.configuration.digest not in known:
+            known.add(made.configuration.digest)
+            baselines.append(made)
+    return Sweep(directory, axes, (*baselines, *grid), tuple(notes))
+
+
+def _values(
+    name: str, values: Sequence[object], flags: Mapping[str, object], pairs: Sequence[str]
+) -> tuple[Value, ...]:
+    """The values of one key, as the configuration holds them, each once."""
+    known = config_keys()
+    if name in _FIXED or name.startswith("limits."):
+        raise OptionError(
+            "--over", f"{name} cannot vary: all runs are of the same problems, and results do not depend on limits"
+        )
+    if name not in known:
+        raise OptionError("--over", f"unknown key {name!r}", [key for key in known if key not in _FIXED], name)
+    if flags.get(name) is not None or any(pair.partition("=")[0].strip() == name for pair in pairs):
+        raise OptionError("--over", f"{name} is set by a flag as well; leave one out")
+    found = tuple(dict.fromkeys(_read(known[name], value) for value in values))
+    if not found:
+        raise OptionError("--over", f"{name} has no values; give some, as in {name}=VALUE,VALUE")
+    return found
+
+
+def _read(key: Key, value: object) -> Value:
+    found = key.read(value, f"--over {key.name}")
+    if found is None or isinstance(found, str | int | float):
+        return found
+    raise OptionError("--over", f"{key.name} is a list, which cannot vary here")
+
+
+def _references(axes: Mapping[str, tuple[Value, ...]], methods: Sequence[str]) -> Iterator[dict[str, Value]]:
+    """The values of each baseline: on all models of the sweep, at the greatest lengths."""
+    models = {name: values for name, values in axes.items() if name in _MODELS}
+    longest: dict[str, Value] = {
+        name: max(values, key=lambda value: float(str(value)) if value is not None else 0.0)
+        for name, values in axes.items()
+        if name in _LENGTHS
+    }
+    for method in methods:
+        for chosen in product(*models.values()):
+            yield {"method": method, **dict(zip(models, chosen, strict=True)), **longest}
+
+
+def _directory(base: Configuration, axes: Mapping[str, object]) -> Path:
+    """Where the set is kept: as said, or a folder that belongs to these settings and what varies."""
+    job = base.job
+    if job.out is not None:
+        return base.directory
+    digest = blake2b(f"{base.digest} {sorted(axes)}".encode(), digest_size=4).hexdigest()
+    return base.directory.with_name(
+        re.sub(r"[^\w.]+", "-", f"sweep-{Path(job.dataset).name}").strip("-") + f"-{digest}"
+    )
+
+
+def _word(value: Value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _folder(name: str) -> str:
+    """A folder's name that no other point has."""
+    plain = re.sub(r"[^\w.=,+-]+", "-", name)
+    if plain == name and len(name) <= 100:
+        return name
+    return f"{plain[:80]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
+
+
+@asynccontextmanager
+async def _unwatched(point: SweepPoint, number: int) -> AsyncGenerator[Sequence[Listener]]:
+    yield ()
+
+
+async def run_sweep(planned: Sweep, watch: Watch = _unwatched) -> SweepEnd:
+    """Run what is missing of a sweep, point by point; the same call goes on where it was, whatever ended it.
+
+    Engines stay open from one point to the next that has the same. It ends with the first run that does not finish.
+
+    :raises JournalError: the directory cannot be used, or holds another sweep.
+    :raises EngineError: an engine cannot be opened, or is lost for good.
+    """
+    check_directory(planned.directory)
+    if (planned.directory / JOURNAL).exists():
+        raise JournalError(planned.directory, "it holds a run, and a sweep is a directory of runs", "Choose another")
+    planned.directory.mkdir(parents=True, exist_ok=True)
+    with locked(planned.directory / LOCK, planned.directory):
+        _keep(planned)
+        last = await _run_all(planned, watch)
+        report = read_sweep(planned.directory)
+        page = planned.directory / PAGE
+        write_atomic(page, render_sweep(report).encode())
+    return SweepEnd(report, page, last)
+
+
+async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
+    """The run that did not finish, if one did not."""
+    left = [(number, point) for number, point in enumerate(planned.points, 1) if not _is_over(point.directory)]
+    left.sort(key=lambda one: _words(one[1]))
+    async with AsyncExitStack() as stack:
+        opened: tuple[tuple[str, str], Engine, Engine] | None = None
+        replies = stack.enter_context(SharedReplies(planned.directory / REPLIES)) if left else None
+        engines = await stack.enter_async_context(AsyncExitStack())
+        for number, point in left:
+            assert replies is not None, "opened where there is work"
+            async with watch(point, number) as listeners:
+                if opened is None or opened[0] != _words(point):
+                    await engines.aclose()
+                    draft, target = build_engines(*_words(point))
+                    for engine in dict.fromkeys((draft, target)):
+                        await engines.enter_async_context(engine)
+                    opened = _words(point), draft, target
+                result = await _run_one(point, opened[1], opened[2], replies, listeners)
+            if result.exit_code or result.status != "finished":
+                return result
+    return None
+
+
+async def _run_one(
+    point: SweepPoint, draft: Engine, target: Engine, replies: SharedReplies, listeners: Sequence[Listener]
+) -> RunResult:
+    problems, setup = point.configuration.job.load().problems, point.configuration.setup()
+    folder = point.directory.name
+    shared = (SharingEngine(draft, "draft", replies, folder), SharingEngine(target, "target", replies, folder))
+    options = RunOptions(point.directory, listeners, engines="are open")
+    return await run_evaluation(problems, setup.plan(*shared, problems[0].kind), options)
+
+
+def _words(point: SweepPoint) -> tuple[str, str]:
+    return str(point.configuration["draft"]), str(point.configuration["target"])
+
+
+def _is_over(directory: Path) -> bool:
+    """Whether nothing is left to do there."""
+    try:
+        run = open_run(directory)
+    except JournalError:
+        if (directory / JOURNAL).exists():
+            raise
+        return False
+    state = run.state()
+    return state.ended is not None and sum(map(state.is_over, state.finished)) == run.manifest.problems
+
+
+def _keep(planned: Sweep) -> None:
+    """Write down what the set is made of; runs of an earlier call that had other values of the same keys stay in it.
+
+    :raises JournalError: the directory holds a sweep of other settings.
+    """
+    directory, settings = planned.directory, planned.settings
+    points = {one.name: RunSetPoint(one.name, one.kind, dict(one.values), one.directory.name) for one in planned.points}
+    over = dict(planned.over)
+    if (directory / SWEEP).exists():
+        held = load_run_set(directory)
+        if [*held.over] != [*over]:
+            raise _another(directory, f"it varies {', '.join(held.over)}")
+        for name in {**settings, **held.settings}:
+            if settings.get(name) != held.settings.get(name):
+                raise _another(directory, f"its {name} is {held.settings.get(name)!r}")
+        points = {one.name: one for one in held.points} | points
+        over = {name: tuple(dict.fromkeys((*held.over[name], *values))) for name, values in over.items()}
+    save_run_set(directory, RunSet(over, settings, tuple(points.values())))
+
+
+def _another(directory: Path, what: str) -> JournalError:
+    return JournalError(directory, f"another sweep is here: {what}", "Choose another directory with --out")
+
+
+async def sweep(
+    over: Mapping[str, Sequence[object]],
+    dataset: str = "arithmetic[:40]",
+    *,
+    directory: str | Path,
+    settings: Mapping[str, object] | None = None,
+) -> SweepReport:
+    """Evaluate under every choice of values: `over` maps keys of the configuration to what they are to be.
+
+    `settings` are other keys, as for `configure`. In the directory every choice is a run of its own; the same call goes
+    on where it was, and more values of the same keys make more runs there.
+
+    :raises OptionError: an unknown key, or one that cannot vary.
+    :raises EngineError: an engine cannot be opened, or is lost.
+
+    >>> import tempfile
+    >>> from atts.api import sweep_sync
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     words = {"draft": "scripted", "target": "scripted"}
+    ...     found = sweep_sync({"samples": [1, 2]}, "arithmetic[:2]", directory=folder, settings=words)
+    >>> [point.name for point in found.points]
+    ['target-only', 'draft-only', 'samples=1', 'samples=2']
+    """
+    flags = {**(settings or {}), "dataset": dataset, "out": str(directory)}
+    return (await run_sweep(plan_sweep(over, flags))).report
+
+
+sweep_sync = sync(sweep)

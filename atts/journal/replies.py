@@ -1,0 +1,128 @@
+"""Shared replies: what engines answered in one run of a set, in one file, for the set's other runs to take.
+
+A run's truth is its own journal. This file saves work and no more: a record that is torn or damaged, and whatever comes
+after it, is as if it had never been written.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from hashlib import blake2b
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from atts.files import open_ordinary, storage
+
+REPLIES = "replies.bin"
+"""Its name, beside the runs that share it."""
+_HEAD = struct.Struct("<20sIdII")  # key, run, seconds, length, checksum of all that and the reply
+_CHECKSUM = 4
+
+
+class SharedReply(NamedTuple):
+    """Where a reply is in the file, which run asked for it, and how long the engine took."""
+
+    at: int
+    length: int
+    run: int
+    seconds: float
+
+
+class SharedReplies:
+    """The index of the file in memory, its replies on the disk; only one process may add to it."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the index; a missing file is an empty one.
+
+        :raises StorageError: the file cannot be read.
+        """
+        self._path = path
+        self._file: FileIO | None = None
+        self._found: dict[bytes, SharedReply] = {}
+        self._end = 0
+        with storage(path):
+            if path.exists():
+                self._read()
+
+    def find(self, key: bytes) -> SharedReply | None:
+        """The record of a reply, if there is one."""
+        return self._found.get(key)
+
+    def read(self, held: SharedReply) -> bytes:
+        """The reply itself.
+
+        :raises StorageError: the file cannot be read.
+        """
+        with storage(self._path):
+            file = self._opened()
+            file.seek(held.at)
+            return file.read(held.length) or b""
+
+    def add(self, key: bytes, run: int, seconds: float, reply: bytes) -> None:
+        """Keep a reply; one that is there already stays.
+
+        :raises StorageError: the disk refuses.
+        """
+        if key in self._found:
+            return
+        record = _HEAD.pack(key, run, seconds, len(reply), 0)[:-_CHECKSUM]
+        crc = zlib.crc32(reply, zlib.crc32(record))
+        data = record + crc.to_bytes(_CHECKSUM, "little") + reply
+        with storage(self._path):
+            file = self._opened()
+            file.seek(self._end)
+            written = file.write(data)
+        if written == len(data):  # else the next one is written over it
+            self._found[key] = SharedReply(self._end + _HEAD.size, len(reply), run, seconds)
+            self._end += written
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None:
+        self.close()
+
+    def _opened(self) -> FileIO:
+        if self._file is None:
+            self._path.touch()
+            self._file = self._path.open("r+b", buffering=0)
+            self._file.truncate(self._end)
+        return self._file
+
+    def _read(self) -> None:
+        """Every whole record, up to the first that is not."""
+        with open_ordinary(self._path) as file:
+            while len(head := file.read(_HEAD.size)) == _HEAD.size:
+                key, run, seconds, length, checksum = _HEAD.unpack(head)
+                reply = file.read(length)
+                if len(reply) != length or zlib.crc32(reply, zlib.crc32(head[:-_CHECKSUM])) != checksum:
+                    return
+                self._found[key] = SharedReply(self._end + _HEAD.size, length, run, seconds)
+                self._end += _HEAD.size + length
+
+
+def reply_key(engine: Mapping[str, Any], key: str, logprobs: str = "raw") -> bytes:
+    """A request's name among those of many engines: of the engine as a manifest has it, and of what it is asked.
+
+    A completion may lack log-probabilities where its request does not need them, so such requests are others.
+    """
+    who = json.dumps(engine, sort_keys=True, default=sorted)
+    return blake2b(f"{who} {key} {logprobs}".encode(), digest_size=20).digest()
+
+
+def run_number(name: str) -> int:
+    """How shared replies name the run that asked for them."""
+    return zlib.crc32(name.encode())

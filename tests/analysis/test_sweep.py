@@ -1,0 +1,214 @@
+"""Sweeps: every point is what the run alone would have been, whatever was shared and whatever ended it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.analysis import SweepReport, load_run_set, read_sweep, render_sweep, sweep_lines
+from atts.api import Setup, SweepPoint, evaluate_sync, plan_sweep, run_sweep, sweep_sync
+from atts.errors import JournalCorrupt, JournalError, JournalLocked, OptionError
+from atts.journal import LOCK, REPLIES, SharedReplies, locked, open_run
+from atts.pipelines import Policy
+from atts.run import Listener, Progress
+
+WORDS: dict[str, object] = {
+    "draft": "scripted",
+    "target": "scripted",
+    "dataset": "arithmetic[:3]",
+    "early_stop": "none",
+}
+pytestmark = pytest.mark.once
+OVER: dict[str, list[object]] = {"rate": [0.2, 0.5], "samples": [2, 4]}
+
+
+def answers(directory: Path) -> dict[str, Any]:
+    """What a run came to, its texts and costs included; what was in a cache is not the same after a kill."""
+    return {
+        outcome.problem.id: (
+            outcome.answer,
+            outcome.usage.draft_tokens,
+            outcome.usage.target_tokens,
+            outcome.usage.calls,
+            [rollout.text for rollout in outcome.rollouts],
+        )
+        for outcome in open_run(directory).outcomes()
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> SweepReport:
+    """A sweep of two rates and two numbers of samples."""
+    folder = tmp_path_factory.mktemp("sweep")
+    words = {name: value for name, value in WORDS.items() if name != "dataset"}
+    return sweep_sync(OVER, "arithmetic[:3]", directory=folder / "set", settings=words)
+
+
+def test_every_choice_is_a_run_beside_two_baselines(made: SweepReport) -> None:
+    """Each in its own directory, over, with its accuracy, its interval and its distance from the target alone."""
+    names = [point.name for point in made.points]
+    assert names[:2] == ["target-only", "draft-only"]
+    assert names[2:] == [f"rate={rate},samples={samples}" for rate in (0.2, 0.5) for samples in (2, 4)]
+    assert {point.standing for point in made.points} == {"finished"}
+    assert all(point.accuracy.low <= point.accuracy.value <= point.oracle.value for point in made.points)
+    assert [point.difference is None for point in made.points] == [True, *[False] * 5]
+    assert (made.along, list(made.curves)) == ("samples", ["rate 0.2", "rate 0.5"])
+
+
+@pytest.mark.parametrize("name", ["target-only", "draft-only"])
+def test_a_point_is_the_run_that_one_would_have_made_alone(made: SweepReport, tmp_path: Path, name: str) -> None:
+    """Texts, answers and tokens are equal, although some replies were other runs'."""
+    setup = Setup(draft="scripted", target="scripted", method=name, policy=Policy(samples=4, early_stop="none"))
+    evaluate_sync("arithmetic[:3]", setup, directory=tmp_path / "alone")
+    assert answers(tmp_path / "alone") == answers(Path(made.directory) / name)
+
+
+def test_what_is_the_same_is_asked_once(made: SweepReport) -> None:
+    """First turns are the draft's own in every run, and the fewer samples are the first of the more."""
+    shared = {point.name: point.shared for point in made.points}
+    assert shared["target-only"] == 0
+    assert all(shared[point.name] > 0 for point in made.grid)
+    with SharedReplies(Path(made.directory) / REPLIES) as replies:
+        asked = sum(point.calls - point.shared for point in made.points)
+        assert asked <= len(vars(replies)["_found"])  # a call that a settled vote cut short may have been answered
+
+
+def test_samples_that_a_wider_run_has_drawn_are_all_its(tmp_path: Path) -> None:
+    """Without a gate that learns from the others, a run of two samples asks nothing after one of four."""
+    words = {**WORDS, "method": "target-only"}
+    planned = plan_sweep({"samples": [4, 2]}, {**words, "out": str(tmp_path / "set")}, references=())
+    points = anyio.run(run_sweep, planned).report.points
+    assert [(point.name, point.calls == point.shared) for point in points] == [
+        ("samples=4", False),
+        ("samples=2", True),
+    ]
+    assert 0 < points[1].seconds < points[0].seconds
+
+
+class _Killed(BaseException):
+    """Ends a process's work at once, as a kill does."""
+
+
+def interrupted(after: int) -> Callable[..., Any]:
+    """A watch that ends everything after so many events, whatever is being done."""
+    left = after
+
+    class Counting(Progress):
+        def notify(self, event: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise _Killed
+
+    @asynccontextmanager
+    async def watch(point: SweepPoint, number: int) -> AsyncGenerator[Sequence[Listener]]:
+        yield (Counting(),)
+
+    return watch
+
+
+@pytest.mark.parametrize("damage", ["none", "torn", "changed", "gone"])
+def test_whatever_ended_it_the_same_call_goes_on(tmp_path: Path, damage: str) -> None:
+    """Also where the shared replies are torn, damaged or gone: they save work, and nothing rests on them."""
+    words = {**WORDS, "method": "random", "out": str(tmp_path / "set")}
+    planned = plan_sweep({"samples": [2, 3]}, words)
+    for after in (5, 60, 130):
+        with pytest.raises(BaseException) as ended:  # noqa: PT011 - the task group may hold it
+            anyio.run(run_sweep, planned, interrupted(after))
+        assert ended.value.__class__ is _Killed or ended.group_contains(_Killed)
+    path = tmp_path / "set" / REPLIES
+    data = path.read_bytes()
+    if damage == "torn":
+        path.write_bytes(data[:-7])
+    elif damage == "changed":
+        path.write_bytes(data[: len(data) // 3] + b"\xff" + data[len(data) // 3 + 1 :])
+    elif damage == "gone":
+        path.unlink()
+    assert anyio.run(run_sweep, planned).exit_code == 0
+    whole = plan_sweep({"samples": [2, 3]}, {**words, "out": str(tmp_path / "whole")})
+    anyio.run(run_sweep, whole)
+    for one, other in zip(planned.points, whole.points, strict=True):
+        assert answers(one.directory) == answers(other.directory)
+
+
+def test_more_values_join_the_runs_that_are_there(tmp_path: Path) -> None:
+    """What is done is not run again; other settings are refused, and so is a second process."""
+    words = {**WORDS, "out": str(tmp_path / "set"), "samples": 2, "method": "random"}
+    anyio.run(run_sweep, plan_sweep({"rate": ["0.2"]}, words))
+    before = (tmp_path / "set/rate=0.2/journal.jsonl").read_bytes()
+    report = anyio.run(run_sweep, plan_sweep({"rate": [".2", 0.4]}, words)).report
+    assert [point.name for point in report.grid] == ["rate=0.2", "rate=0.4"]
+    assert (tmp_path / "set/rate=0.2/journal.jsonl").read_bytes() == before
+    with pytest.raises(JournalError, match="another sweep is here: its samples is 2"):
+        anyio.run(run_sweep, plan_sweep({"rate": [0.2]}, {**words, "samples": 3}))
+    with pytest.raises(JournalError, match="it varies rate"):
+        anyio.run(run_sweep, plan_sweep({"seed": [1]}, {**words, "rate": 0.2}))
+    with locked(tmp_path / "set" / LOCK, tmp_path), pytest.raises(JournalLocked):
+        anyio.run(run_sweep, plan_sweep({"rate": [0.2]}, words))
+
+
+@pytest.mark.parametrize(
+    ("over", "says"),
+    [
+        ({}, "nothing varies"),
+        ({"raet": [1]}, "'rate'"),
+        ({"dataset": ["a", "b"]}, "dataset cannot vary"),
+        ({"rollouts": [1]}, "rollouts cannot vary"),
+        ({"limits.draft.requests": [1]}, "cannot vary"),
+        ({"rate": []}, "rate has no values"),
+        ({"rate": [2]}, "[0, 1]"),
+        ({"samples": ["many"]}, "whole number"),
+        ({"chunking.stop": [["a"]]}, "list"),
+        ({"seed": [1, 2]}, "seed is set by a flag as well"),
+    ],
+)
+def test_what_cannot_vary_is_refused_before_anything_runs(tmp_path: Path, over: dict[str, Any], says: str) -> None:
+    """With the key's name; nothing is written."""
+    with pytest.raises(OptionError) as refused:
+        plan_sweep(over, {**WORDS, "seed": 0, "out": str(tmp_path / "set")})
+    assert says in str(refused.value)
+    assert not (tmp_path / "set").exists()
+
+
+def test_the_page_needs_nothing_and_draws_everything(made: SweepReport) -> None:
+    """Three pictures, each with every point, bands, dashed baselines and a dotted ceiling; no address of a network."""
+    page = render_sweep(read_sweep(Path(made.directory)))
+    pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(pictures) == 3
+    for picture in pictures:
+        assert picture.count('class="dot run"') == 4
+        assert picture.count('class="band"') == picture.count('class="line main"') == 2
+        assert picture.count('class="line nominal"') == 2
+        assert 'class="line oracle"' in picture
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_the_terminal_has_a_row_for_every_run_and_a_picture(made: SweepReport) -> None:
+    """Letters stand where the points are; baselines are dashed lines."""
+    text = "\n".join(sweep_lines(made))
+    assert all(re.search(rf"^\w {re.escape(point.name)} +3/3 ", text, re.MULTILINE) for point in made.points)
+    assert "- - -" in text
+    assert "along samples; a: rate 0.2; b: rate 0.5" in text
+    assert "were taken from another run" in text
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"over": 3}', '{"over": {}, "settings": {}, "points": [], "schema": 2}'])
+def test_a_damaged_set_is_told(tmp_path: Path, text: str) -> None:
+    """By its path; so is a folder that points out of the set."""
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(JournalCorrupt, match=r"sweep\.json"):
+        load_run_set(tmp_path)
+
+
+def test_a_set_names_no_run_outside(tmp_path: Path) -> None:
+    """Folders are names, not paths."""
+    point = '{"name": "x", "kind": "point", "values": {}, "folder": "../x"}'
+    (tmp_path / "sweep.json").write_text(f'{{"over": {{}}, "settings": {{}}, "points": [{point}], "schema": 1}}')
+    with pytest.raises(JournalCorrupt, match="would not be in this directory"):
+        load_run_set(tmp_path)

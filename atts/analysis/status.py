@@ -14,7 +14,12 @@ RunStanding = Literal["finished", "running", "interrupted", "failed", "killed", 
 def standing_of(directory: Path, state: RunState | None) -> RunStanding:
     """How the run in this directory stands, its journal read into `state`; None where there is no run yet."""
     if state is None:
-        return "running" if is_held(directory / LOCK) else "not begun"
+        return "running" if is_running(directory) else "not begun"
     if state.ended is not None:
         return state.ended.status
-    return "running" if is_held(directory / LOCK) else "killed"
+    return "running" if is_running(directory) else "killed"
+
+
+def is_running(directory: Path) -> bool:
+    """Whether a process of this machine writes the run in this directory."""
+    return is_held(directory / LOCK)

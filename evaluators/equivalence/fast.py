@@ -29,12 +29,7 @@ _KINDS = ("math", "choice", "text")
 
 
 def equivalent(
-    gold: str,
-    answer: str,
-    kind: AnswerKind = "math",
-    *,
-    limits: Limits = _DEFAULT,
-    grading: Grading = STRICT,
+    gold: str, answer: str, kind: AnswerKind = "math", *, limits: Limits = _DEFAULT, grading: Grading = STRICT
 ) -> Verdict:
     """Whether `answer` is the reference answer `gold`; symmetric, thread-safe, bounded in time and memory.
 

@@ -120,7 +120,7 @@ class Parser(Grammar):
         unit = " ".join(self.currencies)
         while self.is_kind("word") and self.here.text.lower() in vocabulary.LARGE:
             node = Node("mul", (node, number(vocabulary.LARGE[self.take().text.lower()])))
-        if self.is_kind("word") and self.here.text == "per" and self.ahead().kind == "word":
+        if self.here.text in ("per", "/") and self.ahead().kind == "word":
             self.take()
             unit += f" per {self.take().text}"
         elif self.is_kind("unit"):
@@ -175,6 +175,8 @@ class Parser(Grammar):
                 self.take()
                 factors.append(self.signed_factor())
             elif token.kind == "op" and token.text == "/":
+                if self.currencies and self.ahead().kind == "word" and measure(self.ahead().text):
+                    break  # $9/hour
                 self.take()
                 factors.append(Node("pow", (self.signed_factor(), MINUS_ONE)))
             elif self.starts_factor():

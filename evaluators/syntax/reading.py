@@ -80,7 +80,9 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
     joined = joined_thousands(plain)
     found: list[Node] = []
     problem: Undecided | None = None
-    for spelling in (joined,) if joined == plain or _ZEROS.search(plain) else (joined, plain):
+    counted = _COUNTED.sub(_as_binomial, joined)
+    spellings = [joined] if joined == plain or _ZEROS.search(plain) else [joined, plain]
+    for spelling in spellings if counted == joined else [counted, *spellings]:
         try:
             found.extend(Parser(each, limits).answer() for each in tokens(spelling, limits))
         except Undecided as error:
@@ -89,6 +91,17 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
         assert problem is not None
         raise problem
     return found
+
+
+_COUNTED = re.compile(
+    r"(?:\{\s*\}|\^)?_\s*\{?(\d{1,4})\}?\s*\{?([CP])\}?_\s*\{?(\d{1,4})\}?|(?<![A-Za-z])([CP])\((\d{1,4}), ?(\d{1,4})\)"
+)
+
+
+def _as_binomial(found: re.Match[str]) -> str:
+    """C(6,2) and _6C_2 as they are written elsewhere; permutations of so many as a quotient of factorials."""
+    n, kind, k = found.groups()[:3] if found[2] else (found[5], found[4], found[6])
+    return rf"\binom{{{n}}}{{{k}}}" if kind == "C" else rf"(({n})!/({n}-{k})!)"
 
 
 def _in_words(plain: str) -> Node | None:

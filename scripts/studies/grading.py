@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 import logging
 import random
 import statistics
@@ -17,7 +16,7 @@ from typing import Any
 
 from atts.evaluators import equivalent, group
 from scripts.studies.harness import Options, Row, Table, say
-from scripts.studies.machine import shared_data
+from scripts.studies.mutants import mutants, real_answers, rows_of
 
 Check = Callable[[str, str], bool]
 
@@ -42,18 +41,12 @@ def study(options: Options) -> list[Table]:
         ],
     }
     tables = [beside(name, _some(pairs, share)) for name, pairs in sets.items() if pairs]
+    made = [Pair(one.gold, one.answer, False) for one in mutants(real_answers(), options.pick(100, 1_000, 100_000))]
+    tables.append(beside("mutants", made))
     hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
     attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]
     tables.append(hostile_answers(_some(attacks, options.pick(60, 460, 460))))
     return [*tables, grouping(options.pick(5_000, 20_000, 100_000))]
-
-
-def rows_of(name: str) -> list[dict[str, Any]]:
-    """The lines of a file of shared data; none where it is not at hand."""
-    base = shared_data()
-    if base is None or not (base / name).is_file():
-        return []
-    return [json.loads(line) for line in (base / name).read_text(encoding="utf-8").split("\n") if line]
 
 
 def checkers() -> dict[str, Check]:

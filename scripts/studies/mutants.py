@@ -78,6 +78,9 @@ def real_answers() -> list[str]:
     rows = [row for name in _SETS for row in rows_of(f"benchmarks/{name}.jsonl")]
     rows += [row for row in rows_of("benchmarks/olympiadbench_oe_math.jsonl") if "," not in row["answer"]]
     found = [str(row["answer"]).strip().strip("$") for row in rows]
+    found += [
+        row["gold"] for row in rows_of("equivalence/cases.jsonl") if (row["tag"], row["kind"]) == ("core", "answer")
+    ]
     return list(dict.fromkeys(text for text in found if 0 < len(text) < 200)) or list(BUILT_IN)
 
 
@@ -146,7 +149,7 @@ def _bumped(text: str, random: Random) -> str | None:
     if found is None or _FOLDED.search(text) or re.search(r"(?:=|<|>|\\[lg]eq?)\s*0\b|0\s*(?:=|<|>)", text):
         return None
     whole, point, rest = found[0].replace(",", "").partition(".")
-    digits = str(int(whole + rest) + random.choice((1, 2, 3, 10))).rjust(len(whole + rest), "0")
+    digits = str(int(whole + rest) + random.choice((1, 2, 10, random.randint(3, 999)))).rjust(len(whole + rest), "0")
     return _put(
         text, found, digits[: len(digits) - len(rest)] + point + digits[len(digits) - len(rest) :] if point else digits
     )
@@ -156,7 +159,7 @@ def _scaled(text: str, random: Random) -> str | None:
     found = re.fullmatch(r"-?\d+(\.\d+)?", text)
     if found is None or not float(text):
         return None
-    power = random.choice((-2, -1, 1, 3, 6))
+    power = random.choice((-1, 1)) * random.randint(1, 12)
     return f"{text}{'0' * power}" if power > 0 and not found[1] else f"{text} \\times 10^{{{power}}}"
 
 

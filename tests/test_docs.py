@@ -65,3 +65,21 @@ def test_the_table_of_events_is_complete() -> None:
     found = [getattr(import_module(module), name) for module, _, name in named]
     assert len(found) == len(set(found))
     assert set(found) == set(get_args(Notice))
+
+
+def test_the_mathematics_page_has_the_settings_that_are_run() -> None:
+    """Its settings are those of `scripts/math`, its arms all there are, its published rows those of the pairs."""
+    from atts.api import known_pairs
+    from scripts.studies.mathematics import ARMS, PUBLISHED
+
+    text = (ROOT / "docs" / "mathematics.md").read_text()
+    words = " ".join(text.split())
+    for said in ("{samples} samples", "{turns} turns", "{max_tokens:,} tokens", "rate {rate:g}"):
+        assert said.format(**PUBLISHED) in words
+    assert [arm.name for arm in ARMS if ("target alone" if arm.name == "target" else arm.name) not in words] == []
+    rows = [line for line in text.splitlines() if " %" in line and line.startswith("| ")]
+    published = [(name, row) for name, pair in known_pairs().items() for row in pair.published.values()]
+    assert len(rows) == len(published) > 0
+    for line, (name, row) in zip(rows, published, strict=True):
+        for value in (name, f"{100 * row.accuracy:.1f} %", f"{row.marginal:.2f}x", f"{row.conditional:.2f}x"):
+            assert f"| {value} |" in line

@@ -104,11 +104,9 @@ def _banded(
 ) -> tuple[GroupRate, ...]:
     """Each group with the band that holds for all groups at once, were every decision a coin of the nominal rate."""
     level = 1 - (1 - LEVEL) / max(1, len(groups))
+    bands = {size: coin_band(size, nominal, level) for size in set(map(len, groups.values()))}
     rows = sorted(groups.items(), key=lambda item: item[0] if isinstance(item[0], int) else 0)
-    return tuple(
-        GroupRate(f"{prefix}{name}", len(flags), sum(flags), *coin_band(len(flags), nominal, level))
-        for name, flags in rows
-    )
+    return tuple(GroupRate(f"{prefix}{name}", len(flags), sum(flags), *bands[len(flags)]) for name, flags in rows)
 
 
 def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:

@@ -141,7 +141,7 @@ def calibration_table(control: RateControl) -> ReportTable:
         ("nominal rate", "none" if control.nominal is None else cell(control.nominal, "g")),
         ("realised rate", control.rate),
         ("decisions", control.decisions),
-        ("questions", control.questions),
+        ("questions", control.questions if control.questions < control.decisions else "one for each, or not known"),
         ("forced without a score", control.forced),
         ("effective sample size", control.effective),
         ("mode", control.promise.mode),

@@ -27,20 +27,24 @@ ADVICE: dict[int, str] = {
 }
 
 
-def refused(path: Path, error: OSError) -> StorageError:
+def refused(path: Path, error: BaseException) -> StorageError:
     """The operating system's refusal in words a user can act on."""
+    if isinstance(error, MemoryError):
+        return StorageError(path, "there is no memory left", "Free some and run the same command again")
+    if not isinstance(error, OSError):
+        return StorageError(path, f"a line was not written to its end ({type(error).__name__})", "Run it again")
     return StorageError(path, error.strerror or str(error), ADVICE.get(error.errno or 0, ""))
 
 
 @contextmanager
 def storage(path: Path) -> Generator[None, None, None]:
-    """Any refusal of the disk inside the block becomes a StorageError about `path`.
+    """Any refusal of the disk, or of memory, inside the block becomes a StorageError about `path`.
 
-    :raises StorageError: in place of an OSError.
+    :raises StorageError: in place of an OSError or a MemoryError.
     """
     try:
         yield
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise refused(path, error) from error
 
 
@@ -124,7 +128,7 @@ def open_ordinary(path: Path) -> BufferedReader:
     file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
     try:
         check_ordinary(os.fstat(file.fileno()).st_mode, path)
-    except OSError:
+    except BaseException:
         file.close()
         raise
     return file

@@ -115,9 +115,13 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     """
     try:
         replace_named(path, state_text(state).encode())
-    except OSError as problem:
+    except (OSError, MemoryError) as problem:
         advice = "Free space, or name another" if path.parent.is_dir() else "Make its folder first, or name another"
-        raise StorageError(path, f"the calibration cannot be written ({problem.strerror})", advice) from None
+        raise StorageError(path, f"the calibration cannot be written ({_reason(problem)})", advice) from None
+
+
+def _reason(problem: OSError | MemoryError) -> str:
+    return "there is no memory left" if isinstance(problem, MemoryError) else str(problem.strerror)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import inspect
 import os
 import select
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any
@@ -48,6 +49,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _failed(f"{error.filename or 'output'}: {error.strerror or error}", DISK)
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
+    except MemoryError:
+        return _failed("there is not enough memory; what was recorded is kept, and the same command goes on", 1)
+    except Exception:  # noqa: BLE001  whatever its words hold, a terminal is shown it as it is shown all else
+        return _failed(f"an error of ours, please report it:\n{traceback.format_exc()}", 1)
     return code
 
 

@@ -29,7 +29,7 @@ def check(run: Run, as_json: Json = False) -> None:
     found = check_journal(run)
     print_result(found.as_json(), as_json, lambda _: told(found))
     if found.damage:
-        raise CheckFailed(f"{found.damage}. `atts journal salvage {run} --out NEW` saves what is whole")
+        raise CheckFailed(found.damage)
 
 
 @app.command()

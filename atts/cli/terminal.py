@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import threading
+import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Everything that makes a terminal do something else than show a letter, line ends and tabs left alone."""
@@ -53,10 +56,21 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def warnings_on_stderr() -> Generator[None]:
-    """Within the block, logged warnings of this package are printed; the root logger stays as it is."""
+    """Within the block, logged warnings of this package are printed, and what Python says of errors it cannot raise.
+
+    The root logger stays as it is.
+    """
     handler, logger = _StderrHandler(logging.WARNING), logging.getLogger("atts")
+    hooks = threading.excepthook, sys.unraisablehook
     logger.addHandler(handler)
+    threading.excepthook = sys.unraisablehook = _tell_unraised
     try:
         yield
     finally:
+        threading.excepthook, sys.unraisablehook = hooks
         logger.removeHandler(handler)
+
+
+def _tell_unraised(found: Any) -> None:
+    """The traceback of an error in a thread, or where nothing can catch one."""
+    tell("".join(traceback.format_exception(found.exc_type, found.exc_value, found.exc_traceback)).rstrip())

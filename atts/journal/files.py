@@ -73,7 +73,9 @@ def held(path: Path, directory: Path) -> Generator[int, None, None]:
     with storage(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o644)
     try:
-        if not _try_lock(handle) or not is_same_file(handle, path):
+        with storage(path):
+            is_ours = _try_lock(handle) and is_same_file(handle, path)
+        if not is_ours:
             raise JournalLocked(
                 directory,
                 f"another process ({_holder(handle, path)}) is writing this run",

@@ -212,7 +212,8 @@ class JournalReader:
         return JournalCorrupt(
             self.path,
             f"line {self.number + 1} is damaged: {problem}",
-            "Nothing was overwritten. Restore the file from a copy, or cut it before that line to repeat what followed",
+            "Nothing was overwritten. Restore the file from a copy, or let "
+            f"`atts journal salvage {self.path.parent} --out NEW` save what is before that line, and go on there",
         )
 
 

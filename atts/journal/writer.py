@@ -68,10 +68,11 @@ class Journal:
         self._lines = LineWriter(past.number, past.crc)
         self._clock = options.clock or tasks.clock()
         self._epoch = self._synced_at = self._clock()
-        with storage(path):
-            self._file = options.opener(path)
+        with storage(path), ExitStack() as undo:
+            self._file = undo.enter_context(options.opener(path))
             sync_directory(path.parent)
             self._size = path.stat().st_size
+            undo.pop_all()
         self._recorded = 0  # events in the file
         self._synced = 0  # of those, on the disk itself
         self._failure: StorageError | None = None
@@ -92,14 +93,16 @@ class Journal:
             raise self._failure
         now, options = self._clock(), self._options
         whole = event if second is None else joined(event, second)
-        line = self._lines.lines(whole, now - self._epoch, options.wall())
         try:
+            line = self._lines.lines(whole, now - self._epoch, options.wall())
             taken = self._file.write(line)
             if taken != len(line):
                 write_all(self._file, line[taken or 0 :])
             self._size += len(line)
-        except OSError as error:
+        except BaseException as error:  # no line may follow one that is not whole, or was counted and never written
             self._fail(error)
+            if not isinstance(error, OSError | MemoryError):
+                raise
             self._check()
         self._recorded += 1
         is_overdue = options.durability == "interval" and now - self._synced_at >= options.sync_seconds
@@ -157,7 +160,7 @@ class Journal:
             await anyio.to_thread.run_sync(os.fsync, handle)
             self._look(handle, size)
             self._synced = covered
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self._fail(error)
         self._sync_done.set()
         self._sync_done = anyio.Event()
@@ -172,7 +175,7 @@ class Journal:
         if os.fstat(handle).st_size < size:
             raise OSError(errno.ESTALE, "it was cut while the run went on")
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._failure = refused(self.path, error)
         self._failure.__cause__ = error
 

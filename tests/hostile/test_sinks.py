@@ -118,6 +118,29 @@ def test_failures_and_logs_are_shown_not_obeyed(
         assert clean(said.out + said.err), repr(said.err)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyError, MemoryError])
+def test_tracebacks_are_shown_not_obeyed(
+    error: type[Exception], monkeypatch: Patch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Errors of ours, with their causes and notes, in the command and in threads: exit code 1."""
+
+    def broken(words: object) -> int:
+        thread = threading.Thread(target=int, args=(CANARY,), name=CANARY)
+        thread.start()
+        thread.join()
+        found = error(CANARY)
+        found.add_note(CANARY)
+        raise found from ValueError(CANARY)
+
+    monkeypatch.setattr("atts.cli.app._run", broken)
+    assert run(["report"]) == 1
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.count("canary") >= 1
+    assert clean(said.err)
+    assert ("not enough memory" if error is MemoryError else "please report it") in said.err
+
+
 def test_the_progress_table_takes_no_name_for_markup() -> None:
     """A model may be called "[/bold]", or have control codes in its name."""
     progress = Progress()

@@ -1,0 +1,322 @@
+"""Disks and memory that fail at every call of a writer in turn, and writes that a loss of power leaves in any order."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.calibration import Calibrator
+from atts.errors import ATTSError, JournalCorrupt, StorageError
+from atts.files import write_atomic, write_out
+from atts.journal import (
+    JOURNAL,
+    JournalOptions,
+    Manifest,
+    read_entries,
+    read_outcomes,
+    salvage,
+    save_manifest,
+)
+from atts.journal.lines import LineWriter
+from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
+from atts.run import Plan, RunOptions, evaluate
+from atts.testing import ScriptedEngine, toy_answer, toy_groups, toy_problems
+
+PROBLEMS = toy_problems(2)
+Fault = Callable[[], BaseException]
+REFUSALS: dict[str, Fault] = {
+    "EIO": lambda: OSError(errno.EIO, os.strerror(errno.EIO)),
+    "ENOSPC": lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    "EINTR": lambda: InterruptedError(errno.EINTR, os.strerror(errno.EINTR)),
+    "no memory": MemoryError,
+}
+
+
+def plan() -> Plan:
+    """Few and short rollouts with a frozen gate: a run of about thirty lines."""
+    policy = Policy(samples=2, turns=2, chunking=Chunking(12, 12, ()), early_stop="none")
+    draft, target = ScriptedEngine("draft"), ScriptedEngine("target")
+    return Plan(draft, target, policy, ThresholdGate(1.3), Answers(toy_answer, toy_groups))
+
+
+def evaluated(directory: Path, journal: JournalOptions | None = None) -> dict[str, Any]:
+    """A run, or what is left of one: each problem's answer and votes, by the journal."""
+    options = RunOptions(directory, journal=journal or JournalOptions(durability="close"), signals="ignore")
+    anyio.run(evaluate, PROBLEMS, plan(), options)
+    return told(directory / JOURNAL)
+
+
+def told(path: Path) -> dict[str, Any]:
+    """What a journal says of the problems that are over."""
+    found = dict[str, Any]()
+    for outcome in read_outcomes(read_entries(path)):
+        assert outcome.problem.id not in found, "told twice"
+        rollouts = [(r.finish, r.answer, r.ids("target")) for r in outcome.rollouts]
+        found[outcome.problem.id] = (outcome.answer, dict(outcome.votes), outcome.status, rollouts)
+    return found
+
+
+@dataclass(slots=True)
+class Nth:
+    """Lets all calls pass but one, which raises; before that it may do a part of its work."""
+
+    number: int
+    fault: Fault | None
+    calls: int = 0
+    met: bool = False
+
+    def is_due(self) -> bool:
+        """Count a call; whether it is the one."""
+        self.calls += 1
+        self.met = self.met or self.calls == self.number
+        return self.calls == self.number
+
+
+class Failing(FileIO):
+    """An append-only file, of whose writes one fails, before anything or after some bytes, and all after it too."""
+
+    def __init__(self, path: Path, nth: Nth, part: float) -> None:
+        super().__init__(path, "ab")
+        self._nth, self._part, self._is_broken = nth, part, False
+
+    def write(self, data: Any, /) -> int:
+        """Write, or as much as there is room for."""
+        if self._is_broken or self._nth.is_due():
+            self._is_broken = self._nth.fault is not None
+            size = int(len(data) * self._part)
+            taken = super().write(data[:size]) if size else 0
+            if self._nth.fault is not None:
+                raise self._nth.fault()
+            return taken or super().write(data[:1]) or 0  # short, and no error
+        return super().write(data) or 0
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int]:
+    """What an undisturbed run tells, and how many writes it takes."""
+    nth, folder = Nth(0, None), tmp_path_factory.mktemp("whole")
+    journal = JournalOptions(durability="close", opener=lambda path: Failing(path, nth, 1.0))
+    return evaluated(folder / "run", journal), nth.calls
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("part", [0.0, 0.6], ids=["nothing written", "half a line written"])
+@pytest.mark.parametrize("refusal", [*REFUSALS, "short write"])
+def test_a_journal_goes_on_after_any_write_that_failed(
+    refusal: str, part: float, whole: tuple[dict[str, Any], int], tmp_path: Path
+) -> None:
+    """At each write in turn: a short one changes nothing, any other ends the run in words; then it goes on as ever."""
+    expected, writes = whole
+    step = 1 if os.environ.get("ATTS_FUZZ") else 5
+    for number in range(1 + list(REFUSALS).index(refusal) if refusal in REFUSALS else 1, writes + 1, step):
+        nth, run = Nth(number, REFUSALS.get(refusal)), tmp_path / f"run {number}"
+        journal = JournalOptions(durability="close", opener=partial(Failing, nth=nth, part=part))
+        if refusal == "short write":
+            assert evaluated(run, journal) == expected
+            continue
+        with pytest.raises(StorageError, match=r"journal\.jsonl"):
+            evaluated(run, journal)
+        assert nth.met
+        assert told(run / JOURNAL).items() <= expected.items(), "nothing is told that is not so"
+        assert evaluated(run) == expected
+
+
+@pytest.mark.parametrize("refusal", [MemoryError, KeyboardInterrupt, ValueError])
+def test_no_line_follows_one_that_was_counted_and_not_written(
+    refusal: type[BaseException], whole: tuple[dict[str, Any], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes wrong between a line's number and its bytes ends the writing: else all that follows is unreadable."""
+    expected, _ = whole
+    nth, proper = Nth(9, None), LineWriter.lines
+
+    def lines(self: LineWriter, *rest: Any) -> bytes:
+        made = proper(self, *rest)
+        if nth.is_due():
+            raise refusal
+        return made
+
+    monkeypatch.setattr(LineWriter, "lines", lines)
+    with pytest.raises((ATTSError, KeyboardInterrupt, ValueError)):
+        evaluated(tmp_path / "run")
+    monkeypatch.setattr(LineWriter, "lines", proper)
+    assert nth.met
+    assert evaluated(tmp_path / "run") == expected
+
+
+CALLS = ("open", "fsync", "replace", "truncate", "ftruncate", "pwrite", "fstat", "lstat", "chmod", "scandir")
+"""What the writers of files ask of the system, by the names under which they do."""
+
+
+@contextmanager
+def failing_system(nth: Nth) -> Generator[None]:
+    """Of all these calls one fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            proper = getattr(os, name)
+
+            def call(*arguments: Any, proper: Any = proper, **settings: Any) -> Any:
+                if nth.fault is not None and nth.is_due():
+                    raise nth.fault()
+                return proper(*arguments, **settings)
+
+            patch.setattr(os, name, call)
+        yield
+
+
+def _calibrated() -> Calibrator:
+    calibrator = Calibrator(0.3, "question-turn")
+    for place in range(20):
+        calibrator.observe(calibrator.decide(1 + place / 7, f"q{place % 3}", place % 2, 0))
+    return calibrator
+
+
+SNAPSHOT: dict[str, Callable[[Path], object]] = {
+    "manifest": lambda path: save_manifest(path, Manifest(seed=3)),
+    "calibrator": lambda path: _calibrated().save(path),
+    "result": lambda path: write_out(path, b"new"),
+    "report": lambda path: write_atomic(path, b"new"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("kind", SNAPSHOT)
+def test_a_file_that_is_replaced_is_whole_at_any_failure(kind: str, refusal: str, tmp_path: Path) -> None:
+    """At each of the writer's calls in turn: an error in words, the old file or the new one, and no litter."""
+    write, path = SNAPSHOT[kind], tmp_path / "file"
+    write(path)
+    new = path.read_bytes()
+    for number in range(1, 30):
+        path.write_bytes(b"old")
+        nth = Nth(number, REFUSALS[refusal])
+        with failing_system(nth):
+            if refused := _refusal(lambda: write(path)):
+                assert isinstance(refused, StorageError), refused
+                assert str(path) in str(refused)
+        assert path.read_bytes() in ((b"old", new) if nth.met else (new,))
+        assert os.listdir(tmp_path) == ["file"]
+        if not nth.met:
+            assert number > 3, "the writer was asked for nothing"
+            return
+    pytest.fail("no end of calls")
+
+
+def _refusal(act: Callable[[], object]) -> BaseException | None:
+    try:
+        act()
+    except (ATTSError, OSError, MemoryError) as error:
+        return error
+    return None
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("refusal", ["EIO", "no memory"])
+def test_a_run_goes_on_after_any_refusal_of_the_system(
+    refusal: str, whole: tuple[dict[str, Any], int], tmp_path: Path
+) -> None:
+    """At every call that the writers of a run directory make, in a new run and in one that goes on."""
+    expected, _ = whole
+    for number in range(1, 200):
+        run, nth = tmp_path / f"run {number}", Nth(number, REFUSALS[refusal])
+        with failing_system(nth):
+            refused = _refusal(partial(evaluated, run, JournalOptions(durability="always")))
+        assert isinstance(refused, StorageError | MemoryError | None), refused
+        assert evaluated(run) == expected
+        if not nth.met:
+            assert number > 10
+            return
+    pytest.fail("no end of calls")
+
+
+@dataclass(slots=True)
+class Reordered:
+    """A journal's disk: what was synced, and every write after that, of which a loss of power leaves any."""
+
+    synced: bytes = b""
+    late: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
+    seen: list[tuple[bytes, tuple[tuple[int, bytes], ...]]] = field(
+        default_factory=list[tuple[bytes, tuple[tuple[int, bytes], ...]]]
+    )
+
+    def write(self, place: int, data: bytes) -> None:
+        """A write that is not synced yet."""
+        self.late.append((place, data))
+        self.seen.append((self.synced, tuple(self.late)))
+
+    def left(self, number: int, draws: random.Random) -> bytes:
+        """After write `number`: what was synced, some of the later writes, zeros where others are missing."""
+        synced, late = self.seen[number]
+        kept = [write for write in late if draws.random() < 0.6]
+        size = max([len(synced), *(place + len(data) for place, data in kept)])
+        if draws.random() < 0.3:  # the size may be known to the disk before the bytes are there
+            size = max(place + len(data) for place, data in late)
+        held = bytearray(synced.ljust(size, b"\0"))
+        for place, data in kept:
+            held[place : place + len(data)] = data
+        return bytes(held)
+
+
+class Watched(FileIO):
+    """An append-only file on such a disk."""
+
+    def __init__(self, path: Path, disk: Reordered) -> None:
+        super().__init__(path, "ab")
+        self._disk = disk
+
+    def write(self, data: Any, /) -> int:
+        """Write; a page at a time, as disks do."""
+        place = os.fstat(self.fileno()).st_size
+        for start in range(0, len(data), 512):
+            self._disk.write(place + start, bytes(data[start : start + 512]))
+        return super().write(data) or 0
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("durability", ["always", "close"])
+def test_what_a_power_loss_leaves_in_any_order_goes_on_or_is_salvaged(
+    durability: Any, whole: tuple[dict[str, Any], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any subset of what was not synced survives: it goes on at once, or is refused in words and saved."""
+    expected, _ = whole
+    disk, proper = Reordered(), os.fsync
+
+    def fsync(handle: int) -> None:
+        proper(handle)
+        if os.path.samestat(os.fstat(handle), (tmp_path / "run" / JOURNAL).stat()):
+            disk.synced, disk.late = (tmp_path / "run" / JOURNAL).read_bytes(), []
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    evaluated(tmp_path / "run", JournalOptions(durability=durability, opener=lambda path: Watched(path, disk)))
+    monkeypatch.setattr(os, "fsync", proper)
+    draws, manifest = random.Random(17), (tmp_path / "run" / "manifest.json").read_bytes()
+    salvaged = went_on = 0
+    count = int(os.environ.get("ATTS_FUZZ", "40"))
+    for number in range(count):
+        folder = tmp_path / f"left {number}"
+        folder.mkdir()
+        left = disk.left(draws.randrange(len(disk.seen)), draws)
+        (folder / JOURNAL).write_bytes(left)
+        (folder / "manifest.json").write_bytes(manifest)
+        refused = _refusal(partial(evaluated, folder))
+        if refused is not None:
+            assert isinstance(refused, JournalCorrupt)
+            assert "atts journal salvage" in str(refused)
+            assert (folder / JOURNAL).read_bytes() == left, "nothing is overwritten"
+            folder, damaged = tmp_path / f"saved {number}", folder
+            nothing = _refusal(partial(salvage, damaged, folder))
+            assert nothing is None or "not one line" in str(nothing)
+            evaluated(folder)
+        salvaged, went_on = salvaged + (refused is not None), went_on + (refused is None)
+        assert told(folder / JOURNAL) == expected
+    assert went_on
+    assert salvaged or durability == "always"

@@ -18,7 +18,7 @@ from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
 from atts.calibration.order import HOLD, Held, IssueOrder
 from atts.calibration.rates import Rate, exact_rate
 from atts.calibration.scale import PERPLEXITY, Scale
-from atts.calibration.state import Part, read_state, strict, write_state
+from atts.calibration.state import Part, read_state, same, strict, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint
 from atts.core import Action, Decision, Origin
 from atts.errors import CalibrationInputError
@@ -324,8 +324,20 @@ class Calibrator(Part):
         """
         if state.get("kind") != _KIND or state.get("version") != _VERSION:
             raise CalibrationInputError("calibrator state", state.get("kind"), f"{_KIND}, version {_VERSION}")
-        if fingerprint is not None:
-            check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
+        try:
+            if fingerprint is not None:
+                check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
+            made = cls._of(state)
+            is_whole = same(made.state(), state) and 0 <= made.escalated <= made.decided
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise CalibrationInputError("calibrator state", problem, "what a calibrator saved") from error
+        if not is_whole:
+            raise CalibrationInputError("calibrator state", "changed by hand", "what a calibrator saved")
+        return made
+
+    @classmethod
+    def _of(cls, state: Mapping[str, Any]) -> Calibrator:
         stored, tuning = StoredScores.restore(state["stored"]), Tuning(**state["tuning"])
         options: dict[str, Any] = {"seed": state["seed"], "stored": stored, "tuning": tuning, **state["options"]}
         if "cap" in options:

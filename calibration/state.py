@@ -164,5 +164,22 @@ def strict(value: Any) -> Any:
     return value
 
 
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are one as strict JSON, where 1 is 1.0 and nothing else is a number.
+
+    >>> same({"turn": 1}, {"turn": 1.0}), same([1], [True])
+    (True, False)
+    """
+    return json.dumps(_as_floats(strict(one)), sort_keys=True) == json.dumps(_as_floats(strict(other)), sort_keys=True)
+
+
+def _as_floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _as_floats(part) for name, part in cast(dict[str, Any], value).items()}
+    if isinstance(value, list):
+        return [_as_floats(part) for part in cast(list[Any], value)]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _digest(state: Mapping[str, Any]) -> str:
     return blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -174,10 +174,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _as_floats(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _as_floats(part) for name, part in cast(dict[str, Any], value).items()}
-    if isinstance(value, list):
-        return [_as_floats(part) for part in cast(list[Any], value)]
+    if isinstance(value, Mapping):
+        return {name: _as_floats(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_floats(part) for part in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 

@@ -176,6 +176,7 @@ class Decision:
     levels: tuple[str, ...] = ()  # the conformal set of levels, contiguous; empty when the gate has none
     why: str = ""  # for people; nothing reads it
     origin: Origin = "gate"
+    propensity: float | None = None  # how likely the action was, where a gate leaves some to chance
     length: float | None = None  # of the chunk, where the gate ranks by length
 
     @property

@@ -30,6 +30,7 @@ from atts.pipelines.wrappers import (
     ExploringGate,
     Meanwhile,
     Promising,
+    RandomisedGate,
     WarmingGate,
     WarmScore,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "Context",
     "CueGate",
     "ExploringGate",
+    "RandomisedGate",
     "Features",
     "FixedGate",
     "Gate",

@@ -83,6 +83,38 @@ class ExploringGate:
 
 
 @dataclass(frozen=True, slots=True)
+class RandomisedGate:
+    """Another gate, but for a seeded fraction of chunks, where a coin of the rate decides.
+
+    Every decision about a scored chunk says how likely its action was, so that what other policies would have led to
+    can be estimated from the run.
+    """
+
+    inner: Gate
+    fraction: float
+    rate: float
+    seed: int = 0
+
+    def preview(self, features: Features) -> Decision:
+        """Every chunk is scored: one that is not has no score for another policy to decide by."""
+        decision = self.inner.preview(features)
+        return decision if decision.action == "verify" else _overruled(decision, "verify", "exploration", decision.why)
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """As the inner gate, or as the coin."""
+        said = self.inner.decide(features, score)
+        chance = self.fraction * self.rate + (1 - self.fraction) * said.escalate
+        if features.uniform(self.seed, "explore") < self.fraction:
+            action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
+            said = _overruled(said, action, "exploration", f"left to a coin; would {said.action}: {said.why}")
+        return replace(said, propensity=chance if said.escalate else 1 - chance)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Pass it on."""
+        self.inner.observe(decision, escalated)
+
+
+@dataclass(frozen=True, slots=True)
 class WarmScore:
     """A score of the warm-up and where it is from; `tokens` is what scoring it cost."""
 

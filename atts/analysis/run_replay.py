@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from atts.analysis.doubly_robust import LoggedRollout, LoggedTurn, Valued, doubly_robust
 from atts.analysis.policy_replay import CUT_SHORT, Replayed, ReplayedRollout, replay_policy
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
 from atts.errors import JournalError, OptionError
@@ -61,6 +62,7 @@ class Replay:
     censored: int
     decisions: tuple[ReplayedDecision, ...]
     answers: Mapping[str, tuple[str | None, str | None]]  # by problem: recorded, replayed
+    estimated: Valued | None = None  # single rollouts under the other policy, where the run left decisions to chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,10 @@ class _Recorded:
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
         """Of these answers, as they were graded then or are graded now."""
         asked = [outcome.problem for outcome in self.outcomes if outcome.problem.answer is not None]
-        return accuracy_estimate(self._right(it, answers[it.id]) for it in asked if it.id in answers)
+        return accuracy_estimate(self.right(it, answers[it.id]) for it in asked if it.id in answers)
 
-    def _right(self, problem: Problem, answer: str | None) -> bool | None:
+    def right(self, problem: Problem, answer: str | None) -> bool | None:
+        """Whether it is; None where the grader cannot tell."""
         if answer is None:
             return False
         status = self.verdicts.get((problem.id, answer)) or judge(problem, answer).status
@@ -199,7 +202,34 @@ def _compare(recorded: _Recorded, again: Replayed) -> Replay:
         censored=len(after) - len(known),
         decisions=pairs,
         answers={name: (before[name], after[name]) for name in before},
+        estimated=_estimated(recorded, again, pairs),
     )
+
+
+def _estimated(recorded: _Recorded, again: Replayed, pairs: Sequence[ReplayedDecision]) -> Valued | None:
+    """Of graded rollouts that ran to their end; None unless every decision says how likely it was."""
+    turns: dict[tuple[str, int], list[LoggedTurn]] = {}
+    for pair in pairs:
+        done, wanted = pair.recorded, pair.decision
+        if done.propensity is None and done.origin != "forced":
+            return None
+        if done.propensity is not None:
+            turn = LoggedTurn(done.turn, done.escalate, done.propensity, wanted.escalate)
+            turns.setdefault((done.question, done.sample), []).append(turn)
+    asked = {outcome.problem.id: outcome.problem for outcome in recorded.outcomes if outcome.problem.answer is not None}
+    logged = list[LoggedRollout]()
+    ended = (one for problem in again.problems for one in problem.rollouts if not one.is_censored)
+    for one in (rollout for rollout in ended if rollout.problem in asked):
+        right = recorded.right(asked[one.problem], one.answer)
+        if right is not None:
+            logged.append(
+                LoggedRollout(one.problem, sorted(turns.get((one.problem, one.sample), ()), key=_turn), right)
+            )
+    return doubly_robust(logged) if turns else None
+
+
+def _turn(one: LoggedTurn) -> int:
+    return one.turn
 
 
 def _with_takeovers(recorded: _Recorded, tokens: int | None, more: int) -> int | None:

@@ -18,7 +18,7 @@ from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting
 from atts.methods import GateInputs, preset
-from atts.pipelines import Answers, ConformalGate, Gate, Policy, RoundGate
+from atts.pipelines import Answers, ConformalGate, Gate, Policy, RandomisedGate, RoundGate
 from atts.run import Conditions, Plan
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ class Setup:
         str | None, "answer only where wrong seldom enough: .1@.9 is at most .1 of the time with probability .9"
     ] = None
     labelled: Annotated[str | None, "the run of the same settings whose graded problems say where that is"] = None
+    explore: Annotated[
+        float, "share of chunks that a coin of the rate decides, for `atts replay` to estimate other rates by"
+    ] = 0.0
     seed: Annotated[int, "of everything random"] = 0
     rollouts: Annotated[int, "in flight at once, over all problems"] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
@@ -71,6 +74,9 @@ class Setup:
             )
         if self.cap is not None and not 0 <= self.cap <= 1:
             raise OptionError("cap", f"{self.cap} is outside [0, 1]: it is a fraction of chunks")
+
+        if not 0 <= self.explore <= 1:
+            raise OptionError("explore", f"{self.explore} is outside [0, 1]: it is the share of chunks left to coins")
 
     @property
     def run_policy(self) -> Policy:
@@ -162,7 +168,16 @@ class Setup:
         if self.cap is not None and not isinstance(gate, ConformalGate):
             raise OptionError("cap", f"the gate of method {self.method!r} here keeps none; methods atts and paper do, "
                               "without a warm-up")  # fmt: skip
-        return gate, calibrator
+        return self._exploring(gate), calibrator
+
+    def _exploring(self, gate: Gate | RoundGate) -> Gate | RoundGate:
+        if not self.explore:
+            return gate
+        if isinstance(gate, RoundGate):
+            raise OptionError("explore", f"the method {self.method} ranks whole rounds and leaves nothing to chance")
+        if self.cap is not None:
+            raise OptionError("explore", "coins know no cap; leave one of them out")
+        return RandomisedGate(gate, self.explore, self.rate, self.seed)
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
         """What decides the gate's behaviour: a resume must find it unchanged."""
@@ -174,6 +189,7 @@ class Setup:
             **({"aci_step": calibrator.tuning.aci_step} if self.mode == "aci" else {}),
             **({"warmup": self.warmup} if self.warmup else {}),
             **({"cap": self.cap} if self.cap is not None else {}),
+            **({"explore": self.explore} if self.explore else {}),
             **({"by_length": True, "stored_lengths": list(calibrator.stored.lengths)} if self.ranks_by_length else {}),
         }
         return {name: Setting(value, "setup") for name, value in words.items()}

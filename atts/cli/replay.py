@@ -36,6 +36,9 @@ def replay(
     answers of their rollouts are the recorded ones, and tokens are estimates. Rollouts that were stopped before they
     could answer count neither as right nor as wrong: --samples takes others first.
 
+    Where the run left decisions to chance (--set explore=0.2), what single rollouts would be worth is estimated with
+    an interval (doubly robust).
+
     Example: atts replay runs/first --rate 0.4 --samples 4
     """
     from atts.api import replay as again
@@ -63,7 +66,9 @@ def as_lines(found: Replay) -> list[str]:
     )
     rest = {name: getattr(found, name) for name in ("nominal", "changed", "off_policy", "censored")}
     sides = {name: asdict(getattr(found, name)) for name in ("recorded", "replayed", "on_policy_accuracy")}
-    return [json_line(line) for line in (*decisions, *problems, {"type": "summary", **rest, **sides})]
+    estimated = None if found.estimated is None else asdict(found.estimated)
+    summary = {"type": "summary", **rest, **sides, "estimated": estimated}
+    return [json_line(line) for line in (*decisions, *problems, summary)]
 
 
 def as_table(found: Replay) -> list[str]:
@@ -80,6 +85,12 @@ def as_table(found: Replay) -> list[str]:
     ]
     asked = "" if found.nominal is None else f" (asked for: {found.nominal:g})"
     table = [f"{name:<20}{one:<24}{other}{asked if name.startswith('chunks') else ''}" for name, one, other in rows]
+    if found.estimated is not None:
+        one = found.estimated
+        worth = f"worth {one.effective:,.0f} of {one.rollouts:,} rollouts drawn by it"
+        table.append(
+            f"{'one rollout right':<44}{one.accuracy.brief()}, estimated from what was left to chance; {worth}"
+        )
     changed = f"{found.changed:,} of {new.decisions:,} decisions came out otherwise."
     return [*_doubts(found), *table, "", changed]
 

@@ -100,11 +100,11 @@ def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float,
         return None
     checked = same = 0
     for place, step in enumerate(steps):
-        decision = step.decision
+        decision, explored = step.decision, step.decision.origin == "exploration"
         try:
             if step.kind == "observed":
                 calibrator.observe(decision, step.escalated)
-            elif place < audit and decision.score is not None and decision.p is not None:
+            elif place < audit and not explored and decision.score is not None and decision.p is not None:
                 again = calibrator.decide(
                     decision.score, decision.question, decision.turn, decision.sample, decision.issue,
                     left=step.left, length=decision.length,

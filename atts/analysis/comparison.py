@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atts.analysis.results import COSTS, GradedRun
 from atts.errors import DatasetError
@@ -89,6 +90,11 @@ def _cost(name: str, ours: Sequence[Any], theirs: Sequence[Any], seed: int) -> C
     if any(name not in costs for costs in (*ours, *theirs)):
         return None
     first, second = (np.array([costs[name] for costs in side], dtype=np.float64) for side in (ours, theirs))
+    return cost_ratio(name, first, second, seed)
+
+
+def cost_ratio(name: str, first: NDArray[np.float64], second: NDArray[np.float64], seed: int) -> CostRatio:
+    """What the second run's problems cost over the first's, with the interval of drawing problems anew."""
     before, after = float(first.mean()), float(second.mean())
     if not before:
         return CostRatio(name, before, after, math.inf if after else math.nan, math.nan, math.nan)

@@ -1,0 +1,132 @@
+"""Coverage by simulation: how often a nominal 95 % holds the truth, for rates, votes, differences and ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from statistics import fmean
+
+import numpy as np
+from scipy import stats
+
+from atts.analysis.comparison import cost_ratio
+from atts.calibration.metrics import Floats
+from atts.evaluators.metrics.intervals import mean_estimate
+from atts.evaluators.metrics.majority import Votes, maj_at_k
+from atts.evaluators.metrics.paired import difference_estimate
+from atts.evaluators.metrics.rates import pass_at_k
+from scripts.studies.harness import Options, Row, Table
+
+Ends = tuple[float, float]
+SAMPLES = 16
+TRUTHS = (0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
+_MANY = 20_000  # problems from which a true value is computed
+
+
+def coverage_tables(options: Options) -> list[Table]:
+    """One table for every number of problems: everything that is printed, beside the others' formulas."""
+    return [_table(problems, options) for problems in options.pick((30,), (30, 40, 500), (30, 40, 500))]
+
+
+def ours(values: Floats) -> Ends:
+    """The interval that is printed."""
+    found = mean_estimate(values, values.size * SAMPLES)
+    return found.low, found.high
+
+
+def inspect_ai(values: Floats) -> Ends:
+    """Its clustered standard error with Student's t."""
+    return _around(values, float(stats.t.ppf(0.975, values.size - 1)))
+
+
+def lm_eval(values: Floats) -> Ends:
+    """Its standard error of the mean, 1.96 to either side."""
+    return _around(values, 1.96)
+
+
+def _around(values: Floats, reach: float) -> Ends:
+    half = reach * float(values.std(ddof=1)) / math.sqrt(values.size)
+    return float(values.mean()) - half, float(values.mean()) + half
+
+
+FORMULAS: Mapping[str, Callable[[Floats], Ends]] = {"ours": ours, "inspect_ai": inspect_ai, "lm_eval": lm_eval}
+
+
+def _table(problems: int, options: Options) -> Table:
+    rows = list[Row]()
+    for truth in TRUTHS:
+        draw = np.random.default_rng([options.seed, problems, round(1000 * truth)])
+        rows += _rates(draw, truth, problems, options.pick(100, 400, 4000))
+    draw = np.random.default_rng([options.seed, problems, 1])
+    runs = options.pick(50, 300, 2000)
+    rows += [_differences(draw, shift, problems, runs) for shift in (0.0, 0.02, 0.1)]
+    rows += [_ratios(draw, factor, problems, runs) for factor in (0.2, 1.0)]
+    return Table.of(
+        f"What a nominal 95 % covers with {problems} problems of {SAMPLES} samples",
+        " | ".join(["what", "true value", *FORMULAS]),
+        rows,
+        f"{options.pick(100, 400, 4000):,} simulated benchmarks a row, {runs:,} for differences and ratios, a quarter "
+        "for maj@5, where wrong answers fall on three values; difficulties are Beta. The others' formulas are theirs, "
+        "computed here: inspect_ai has none for differences and ratios, lm_eval takes two runs as independent.",
+    )
+
+
+def _rates(draw: np.random.Generator, truth: float, problems: int, runs: int) -> list[Row]:
+    law = (2 * truth, 2 * (1 - truth))
+    right = draw.binomial(SAMPLES, draw.beta(*law, (runs, problems))).astype(float)
+    rows = list[Row]()
+    for k in (1, 4):
+        known = float((1 - (1 - draw.beta(*law, 400_000)) ** k).mean())
+        rows.append(_row(f"pass@{k}", known, [pass_at_k(np.full(problems, SAMPLES), row, k) for row in right]))
+    fewer = right[: max(1, runs // 4)]
+    many = draw.binomial(SAMPLES, draw.beta(*law, _MANY)).astype(float)
+    rows.append(_row("maj@5", float(_majorities(draw, many).mean()), [_majorities(draw, row) for row in fewer]))
+    return rows
+
+
+def _majorities(draw: np.random.Generator, right: Floats) -> Floats:
+    """Exact maj@5 of every problem: its right samples agree, its wrong ones fall on three answers."""
+    wrong = draw.multinomial(SAMPLES - right.astype(int), (0.5, 0.3, 0.2))
+    held = [
+        Votes((int(one), *map(int, others)), (1.0, 0.0, 0.0, 0.0)) for one, others in zip(right, wrong, strict=True)
+    ]
+    return maj_at_k(held, 5)
+
+
+def _row(name: str, known: float, found: list[Floats]) -> Row:
+    return name, known, *(fmean(_holds(formula(one), known) for one in found) for formula in FORMULAS.values())
+
+
+def _holds(ends: Ends, known: float) -> bool:
+    return ends[0] <= known <= ends[1]
+
+
+def _differences(draw: np.random.Generator, shift: float, problems: int, runs: int) -> Row:
+    """Two runs of the same problems, single answers, accuracies near .9 that differ by `shift`."""
+    ends, theirs = list[Ends](), list[Ends]()
+    for _ in range(runs):
+        chance = draw.beta(9, 1, problems) * (1 - shift)
+        first = (draw.random(problems) < chance).astype(float)
+        second = (draw.random(problems) < np.minimum(1, chance + shift)).astype(float)
+        found = difference_estimate(second - first)
+        ends.append((found.low, found.high))
+        errors = [float(side.std(ddof=1)) / math.sqrt(problems) for side in (first, second)]
+        mean, half = float(second.mean() - first.mean()), 1.96 * math.hypot(*errors)
+        theirs.append((mean - half, mean + half))
+    return f"difference of {shift:g}", shift, *_shares(shift, ends, theirs)
+
+
+def _ratios(draw: np.random.Generator, factor: float, problems: int, runs: int) -> Row:
+    """What a problem costs in two runs: log-normal, correlated, the mean of the second `factor` of the first's."""
+    ends = list[Ends]()
+    for seed in range(runs):
+        common, own = draw.normal(0, 0.6, problems), draw.normal(0, 0.4, (2, problems))
+        first, second = np.exp(common + own[0]), factor * np.exp(common + own[1])
+        found = cost_ratio("target_tokens", first, second, seed)
+        ends.append((found.low, found.high))
+    return f"ratio of costs {factor:g}", factor, *_shares(factor, ends, None)
+
+
+def _shares(known: float, ends: list[Ends], theirs: list[Ends] | None) -> tuple[float, None, float | None]:
+    other = None if theirs is None else fmean(_holds(one, known) for one in theirs)
+    return fmean(_holds(one, known) for one in ends), None, other

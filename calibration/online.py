@@ -135,7 +135,9 @@ class Calibrator(Part):
         if left is not None and not 0 <= left <= 1:
             raise CalibrationInputError("left", left, "a share in [0, 1]")
         nonconformity = self.scale.nonconformity(score)
-        standing = self._standing(nonconformity, question, turn, sample, length)
+        standing = nonconformity
+        if self._strata is not None:
+            standing = self._standing(nonconformity, question, turn, sample, length)
         self._expected = math.inf if left is None or left >= 1 else self.decided * left / (1 - left)
         place = self._pool.rank(standing, question, turn)
         p = place.p(self._theta(nonconformity, question, turn, sample))
@@ -171,9 +173,10 @@ class Calibrator(Part):
                 self.skip(decision.issue)
             return
         nonconformity = self.scale.nonconformity(decision.score)
-        self._count(
-            self._standing(nonconformity, question, turn, decision.sample, decision.length), question, turn, done
-        )
+        standing = nonconformity
+        if self._strata is not None:
+            standing = self._standing(nonconformity, question, turn, decision.sample, decision.length)
+        self._count(standing, question, turn, done)
         held = (nonconformity, question, turn, decision.length)
         self._learn_all([held] if decision.issue is None else self._order.push(decision.issue, held))
 
@@ -250,8 +253,11 @@ class Calibrator(Part):
             self._forget_over()
 
     def _learn(self, nonconformity: float, question: str, turn: int, length: float | None) -> None:
-        self._pool.add(self._standing(nonconformity, question, turn, -1, length), question, turn)
-        self._store_length(nonconformity, length)
+        if self._strata is None:
+            self._pool.add(nonconformity, question, turn)
+        else:
+            self._pool.add(self._standing(nonconformity, question, turn, -1, length), question, turn)
+            self._store_length(nonconformity, length)
         if self._monitor.watching:
             event = self._monitor.observe(nonconformity, question, turn, self._theta(nonconformity, question, turn, -1))
             if event is not None:

@@ -77,20 +77,11 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
     depend on who else is in the batch and on what the cache held (by up to 2e-5 after a resume), and scores that are
     equal must not be told apart by that.
     """
-    if not (isinstance(rule, ScoreRule) and rule.kind == "speculative"):
-        return _rounded(rule(logprobs, chunk.text))
-    if len(chunk.logprobs) < len(logprobs):  # an end token's own log-probability may be one more, never one less
-        return math.nan
-    return _rounded(rule([theirs - own for theirs, own in zip(logprobs, chunk.logprobs, strict=False)], chunk.text))
-
-
-def _rounded(score: float) -> float:
-    """To five digits.
-
-    >>> _rounded(1.0234567), _rounded(8.16e8), _rounded(math.inf)
-    (1.0235, 816000000.0, inf)
-    """
-    return float(f"{score:.5g}")
+    if isinstance(rule, ScoreRule) and rule.kind == "speculative":
+        if len(chunk.logprobs) < len(logprobs):  # an end token's own log-probability may be one more, never one less
+            return math.nan
+        logprobs = [theirs - own for theirs, own in zip(logprobs, chunk.logprobs, strict=False)]
+    return float(f"{rule(logprobs, chunk.text):.5g}")
 
 
 def first_doubt(theirs: Sequence[float], own: Sequence[float], nats: float = 1.0) -> int:

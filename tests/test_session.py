@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -105,6 +106,17 @@ async def test_a_question_asked_again_is_answered_anew() -> None:
     async with Session(SCRIPTED) as session:
         found = [await session.solve(toy_problems(1)[0].text) for _ in range(4)]
     assert len({outcome.rollouts[0].text for outcome in found}) > 1
+
+
+@pytest.mark.anyio
+async def test_a_session_of_any_length_counts_few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was forgotten is still no copy when it is asked again; one of few is numbered from 1."""
+    monkeypatch.setattr("atts.api.evaluation._REMEMBERED", 2)
+    async with Session(replace(SCRIPTED, method="draft-only")) as session:
+        asked = [(await session.solve(f"What is {number} + 1?")).problem.id for number in (1, 1, 1, 2, 3, 1, 4, 2)]
+        assert len(vars(session)["_asked"]) == 2
+    assert len(set(asked)) == len(asked)
+    assert [name.partition("-")[2] for name in asked[:5]] == ["1", "2", "3", "1", "1"]
 
 
 @pytest.mark.anyio

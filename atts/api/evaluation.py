@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ from atts.journal import Event, Setting
 from atts.run import Notice, Plan, RunOptions, RunResult, Shard
 from atts.run import evaluate as run_evaluation
 
+_REMEMBERED = 10_000  # questions of a session whose askings are counted one by one
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -184,7 +185,8 @@ class Session:
         self._plan: Plan | None = None
         self._shared: Graph | None = None
         self._is_closed = False
-        self._asked = Counter[str]()
+        self._asked = OrderedDict[str, int]()  # how often each of the latest questions was asked
+        self._forgotten = 0  # and at most, each of those before them
 
     async def solve(self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None) -> Outcome:
         """Solve one problem; `policy` changes fields of the setup's policy for it.
@@ -253,8 +255,10 @@ class Session:
 
     def _named(self, text: str) -> Problem:
         digest = blake2b(text.encode(), digest_size=6).hexdigest()
-        self._asked[digest] += 1
-        return Problem(f"{digest}-{self._asked[digest]}", text)
+        self._asked[digest] = count = self._asked.pop(digest, self._forgotten) + 1
+        if len(self._asked) > _REMEMBERED:
+            self._forgotten = max(self._forgotten, self._asked.popitem(last=False)[1])
+        return Problem(f"{digest}-{count}", text)
 
 
 class SyncSession:

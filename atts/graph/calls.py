@@ -100,8 +100,8 @@ class Caller:
                 ledger.nodes += 1
                 if status != "cancelled":
                     # in straight-line code nothing else finished meanwhile, and this call is all the next one waits for
-                    rest = () if self.frontier is after else tuple(n for n in self.frontier if n not in after)
-                    self.frontier = (*rest, node)
+                    is_straight = self.frontier is after
+                    self.frontier = (node,) if is_straight else (*[n for n in self.frontier if n not in after], node)
                 if ledger.sink is not None and not is_kept:
                     times = (ready, queued, started, ended)
                     ledger.sink(CallSpan(*who, *times, after, attempt, status, tokens))

@@ -28,10 +28,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
-
-    def put(self, command: Command) -> None:
-        """Add a command; never blocks."""
-        self._queue.put(command)
+        self.put: Callable[[Command], None] = self._queue.put  # adds a command; never blocks
 
     def take(self, *, wait: bool) -> list[Command]:
         """All commands so far; with `wait`, at least one."""

@@ -74,6 +74,8 @@ def inner(content: str) -> str:
     """The content of a box without further boxes around all of it."""
     for _ in range(8):
         stripped = content.strip()
+        if _START.search(stripped) is None:
+            break
         found, state = scan(stripped, Scan(), ended=True)
         if len(found) == 1 and state.open_at is None and found[0].start == 0 and found[0].end == len(stripped):
             content = found[0].content

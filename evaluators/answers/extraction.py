@@ -95,7 +95,7 @@ class Extractor:
         self._advance(rest, ended=True)
         if self._group:
             final = overruled(text[self._boxed_to :], self._kind)
-            return Extraction(self.answer, "box") if final is None else Extraction(final, "marker")
+            return Extraction(", ".join(self._group), "box") if final is None else Extraction(final, "marker")
         whole = self._whole(text)
         if (found := marked(whole, self._kind)) is not None:
             return Extraction(found, "marker")
@@ -121,7 +121,16 @@ class Extractor:
             self._take(box, self._pending[at : box.start])
             self._boxed_to = self._dropped + box.end
             at = box.end
-        self._drop(state, at)
+        # what no later box can need is forgotten, and the scan shifted to what is left
+        keep = state.open_at if state.open_at is not None else state.at
+        if self._gap is not None:
+            self._gap += self._pending[at:keep]
+            if len(self._gap) > 100:
+                self._gap = None
+        self._pending = self._pending[keep:]
+        self._dropped += keep
+        opened = None if state.open_at is None else state.open_at - keep
+        self._state = Scan(state.at - keep, opened, state.inside - keep, state.depth)
 
     def _take(self, box: Box, before: str) -> None:
         content = inner(box.content)
@@ -133,15 +142,3 @@ class Extractor:
         if content not in self._group:
             self._group.append(content)
         self._gap = ""
-
-    def _drop(self, state: Scan, at: int) -> None:
-        """Forget the text that no later box can need, and shift the scan to what is left."""
-        keep = state.open_at if state.open_at is not None else state.at
-        if self._gap is not None:
-            self._gap += self._pending[at:keep]
-            if len(self._gap) > 100:
-                self._gap = None
-        self._pending = self._pending[keep:]
-        self._dropped += keep
-        opened = None if state.open_at is None else state.open_at - keep
-        self._state = Scan(state.at - keep, opened, state.inside - keep, state.depth)

@@ -53,9 +53,21 @@ class Budget:
     chunk_tokens: int
     stop: tuple[str, ...] = ()
 
+    def within(self, context: int) -> Budget:
+        """The same where a model holds so many tokens; a part of them is left to the problem itself.
+
+        >>> Budget("reasoning models", 16_000, 500).within(4096).max_tokens
+        3584
+        """
+        room = context - min(_PROMPT, context // 4)
+        if self is SMALL or room >= self.max_tokens:
+            return self
+        return Budget(f"{self.models}, a context of {context:,}", room, min(self.chunk_tokens, room), self.stop)
+
 
 SMALL = Budget("embedded models", 512, 64, ("\n\n",))
 """Of the embedded models, which write one step of at most 40 tokens per chunk, and of the scripted ones."""
+_PROMPT = 512  # tokens of a context that are left to the problem itself
 _LEAST_TURNS = 15
 _STEP_TOKENS = 35  # what a step that a stop string ends is taken to bring
 _FULL = 0.8  # how much of a chunk without stop strings is taken to be used, whichever tokenizer counts

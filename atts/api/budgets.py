@@ -17,7 +17,6 @@ REASONING = Budget("reasoning models", 16_000, 500)
 _ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
 _REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
 _SERVERS = ("RemoteEngine", "ReplicaPool", "RayEngine")
-_PROMPT = 512  # tokens of the context that are left to the problem itself
 _TOO_SMALL = 0.25  # of what such models need
 
 
@@ -32,10 +31,7 @@ def budget_of(draft: str | Engine, target: str | Engine) -> Budget:
     """
     found = max(_budget(draft), _budget(target), key=lambda budget: budget.max_tokens)
     contexts = [length for length in map(known_context, (draft, target)) if length is not None]
-    room = min((length - min(_PROMPT, length // 4) for length in contexts), default=found.max_tokens)
-    if found is SMALL or room >= found.max_tokens:
-        return found
-    return Budget(f"{found.models}, a context of {min(contexts):,}", room, min(found.chunk_tokens, room), found.stop)
+    return found.within(min(contexts)) if contexts else found
 
 
 def budget_warnings(policy: Policy, draft: str | Engine, target: str | Engine) -> Iterator[str]:

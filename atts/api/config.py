@@ -20,7 +20,7 @@ import msgspec
 from atts.api.budgets import budget_of
 from atts.api.keys import Key, flat, keys_of, nested
 from atts.api.layers import CONFIG_VARIABLE, FILE, from_environment, from_file, from_flags
-from atts.api.pairs import Pair, PairChoice, find_pair
+from atts.api.pairs import PAIR, Pair, PairChoice, find_pair
 from atts.api.setup import Setup, setup_keys
 from atts.core import Role
 from atts.errors import DatasetError, OptionError
@@ -231,7 +231,7 @@ def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
             "draft": pair.words("draft", choice.at, choice.draft_servers),
             "target": pair.words("target", choice.at, choice.target_servers),
         }
-    origin = f"pair {pair.name}"
+    origin = f"{PAIR}{pair.name}"
     return {
         name: Setting(value, origin)
         for name, value in {**words, **pair.settings, **_prompt(pair, str(settings["dataset"].value))}.items()

@@ -200,7 +200,7 @@ class Session:
         plan, options = await self.plan(one.kind, RunOptions(signals="ignore"))
         if policy:
             changed = replace(self.setup, policy=replace(self.setup.policy, **policy))
-            plan = replace(plan, policy=changed.run_policy)
+            plan = replace(plan, policy=changed.run_policy, within=changed.policy_within)
         return next((await run_evaluation([one], plan, options)).outcomes())
 
     def evaluate(

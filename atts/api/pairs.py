@@ -15,6 +15,8 @@ from atts.core import Role
 from atts.errors import OptionError
 from atts.journal import Json
 
+PAIR = "pair "
+"""How the origin of a value begins that a pair has set; the pair's name follows."""
 Place = Literal["vllm", "sglang", "local"]
 _FIRST_PORT: Mapping[Role, int] = MappingProxyType({"target": 8000, "draft": 8001})
 _NEXT_PORT: Mapping[Role, int] = MappingProxyType({"target": 100, "draft": 1})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from atts.api.abstaining import read_abstain
 from atts.api.budgets import budget_of, budget_warnings
 from atts.api.keys import Key, flat, keys_of
+from atts.api.pairs import PAIR
 from atts.calibration import HOLD, Calibrator, StoredScores, Tuning
 from atts.core import AnswerKind, Problem, Role
 from atts.engine import Engine
@@ -91,6 +92,14 @@ class Setup:
         lengths = self.stored.lengths if isinstance(self.stored, StoredScores) else ()
         return self.mode == "marginal" and bool(lengths or not len(self.stored))
 
+    def policy_within(self, context: int) -> Policy:
+        """The policy on models of so many tokens: what models or a pair need is cut to that, what is said is not."""
+        policy, budget = preset(self.method).policy(self.policy), budget_of(self.draft, self.target)
+        held, said = self.given.get("max_tokens"), policy.max_tokens
+        if said is not None and held is not None and held.origin.startswith(PAIR) and held.value == said:
+            policy = replace(policy, max_tokens=replace(budget, max_tokens=said).within(context).max_tokens)
+        return policy.filled(budget.within(context))
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What looks too small before anything is run."""
@@ -149,6 +158,7 @@ class Setup:
             stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
             conditions=self.conditions,
             warnings=self.warnings,
+            within=self.policy_within,
             abstain=read_abstain(self.abstain, self.labelled),
         )
 

@@ -101,6 +101,7 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, options: RunOptions 
             await engines.enter_async_context(plan.draft)
             if plan.target is not plan.draft:
                 await engines.enter_async_context(plan.target)
+        plan = plan.opened()
         manifest = plan.manifest(problems, options.dataset)
         doubt = "" if plan.stored_under is None else check_conditions(manifest, plan.stored_under, plan.conditions)
         state = RunState("everything" if plan.recall == "recorded" else "open problems")

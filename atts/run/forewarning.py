@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from atts.run.plan import Plan
 
+_ENDLESS = 1 << 40  # tokens of a context that cuts nothing
 _FLOPS_PER_CORE = 2e10  # what a core is taken to compute in a second, to tell hours from minutes
 
 
@@ -17,8 +18,13 @@ def forewarnings(plan: Plan, problems: int) -> Iterator[tuple[str, str]]:
 
 
 def _short_contexts(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Models that hold less than a rollout may take."""
+    """Models that hold less than a rollout may take, or than it would be given otherwise."""
     most = plan.policy.bounds().max_tokens
+    usual = most if plan.within is None else plan.within(_ENDLESS).bounds().max_tokens
+    if most < usual:
+        spec = min((plan.draft.spec, plan.target.spec), key=lambda spec: spec.context_length)
+        holds = f"the context of {spec.model} holds {spec.context_length:,} tokens, the problem among them"
+        yield "context", f"{holds}: rollouts get {most:,} tokens and not {usual:,}"
     for spec in dict.fromkeys((plan.draft.spec, plan.target.spec)):
         if spec.context_length <= most:
             holds = f"the context of {spec.model} holds {spec.context_length:,} tokens, the problem among them"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 from atts import graph
@@ -87,6 +87,7 @@ class Plan:
     warnings: Sequence[str] = ()  # what a reader of the run should know beforehand
     abstain: Abstain | None = None  # where answers are withheld
     until: Until | None = None  # what it is compared with as it goes, and ends once that is settled
+    within: Callable[[int], Policy] | None = None  # the policy for a context of so many tokens; None: `policy` as it is
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
 
     def __post_init__(self) -> None:
@@ -97,6 +98,13 @@ class Plan:
             raise OptionError("conditions", f"unknown value {self.conditions!r}", get_args(Conditions))
         if self.rollouts < 1:
             raise OptionError("rollouts", f"{self.rollouts} in flight would be none at all; give at least 1")
+
+    def opened(self) -> Plan:
+        """The plan for what the open engines hold: lengths that nothing sets are no longer than their contexts."""
+        if self.within is None:
+            return self
+        context = min(engine.spec.context_length for engine in (self.draft, self.target))
+        return replace(self, policy=self.within(context))
 
     def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:
         """What a resume must find unchanged; the engines must be open.

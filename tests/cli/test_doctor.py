@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from atts.api import CARDS, config_keys, configure, known_pairs, place
+from atts.api import CARDS, Setup, config_keys, configure, evaluate_sync, known_pairs, place
 from atts.engine import Engine
+from atts.journal import Warned, open_run
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path
+from atts.pipelines import Policy
 from atts.testing import ServerQuirks
 from atts.testing.servers import DialectServer
 
@@ -57,6 +59,30 @@ def test_every_pair_can_be_run_and_placed(tmp_path: Path) -> None:
             assert bounds.max_tokens >= 4096
             assert "boxed" in found["system"] + found["instruction"]
     assert configure({"pair": "r1-1.5b/r1-70b"}, environment={}, folder=tmp_path)["system"] == ""
+
+
+def test_an_opened_server_lowers_what_rollouts_get(serve: Serve, tmp_path: Path) -> None:
+    """Lengths that follow from the models end where the shorter context does, with turns to match; said ones do not."""
+    setup = Setup(draft=serve("draft"), target=serve("target"), policy=Policy(samples=1), method="draft-only")
+    result = evaluate_sync("arithmetic[:1]", setup, directory=tmp_path / "run")
+    context = min(int(str(engine["context_length"])) for engine in result.manifest.engines.values())
+    policy = open_run(tmp_path / "run").policy
+    assert setup.run_policy.max_tokens == 16_000
+    room = context - context // 4  # the rest is the problem's
+    assert policy["max_tokens"] == room < 16_000
+    assert policy["turns"] * policy["chunking"]["draft_tokens"] >= policy["max_tokens"]
+    told = [str(entry.event) for entry in open_run(tmp_path / "run").entries({Warned})]
+    assert any(f"rollouts get {room:,} tokens and not 16,000" in text for text in told)
+    assert evaluate_sync("arithmetic[:1]", setup, directory=tmp_path / "run").status == "finished"
+
+
+@pytest.mark.parametrize(("flags", "most"), [({}, 7680), ({"max_tokens": 12_000}, 12_000), ({"max_tokens": 900}, 900)])
+def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(flags: dict[str, Any], most: int, tmp_path: Path) -> None:
+    """What somebody said is theirs, and warned of."""
+    found = configure({"pair": "r1-1.5b/r1-70b", **flags}, environment={}, folder=tmp_path)
+    bounds = found.setup().policy_within(8192).bounds()
+    assert bounds.max_tokens == most
+    assert bounds.turns * bounds.draft_tokens >= most
 
 
 def test_what_is_said_wins_over_the_pair(tmp_path: Path) -> None:

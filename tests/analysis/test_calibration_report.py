@@ -74,12 +74,27 @@ def test_scores_are_decided_one_by_one() -> None:
     assert (found.kind, found.control.decisions, found.control.questions) == ("scores", 240, 12)
     assert abs(found.control.escalated / 240 - 0.4) < 0.06
     assert found.headline.numbers[1].value == f"{found.health.clusters.effective:,.0f}"
-    assert found.promise.guarantee == Calibrator(0.4, "aci", stored=scores).guarantee
+    assert f"So far {found.control.escalated} of 240 decisions escalated" in found.promise.guarantee
     low, high = found.health.long_run_clustered
     assert f"{100 * low:.1f} to {100 * high:.1f} %" in found.headline.sentence
     assert [chart.title for chart in calibration_charts(found.control)] == [
         "Rate by turn", "Rate by question", "Rate over time", "Reliability", "Histogram of p-values", "Drift",
     ]  # fmt: skip
+
+
+def test_what_is_seen_is_counted_and_said() -> None:
+    """Questions that grow harder: the drift test counts as an alarm, a rate that left its band is told, with care."""
+    rows = [{"question": f"q{n // 20}", "score": 1.1 + n / 100 + n % 20 / 50} for n in range(600)]
+    found = calibration_of_scores("mine", StoredScores.from_records(rows), 0.3, "marginal")
+    drift = found.control.drift
+    assert drift is not None
+    assert drift.peak >= drift.alarm
+    assert found.headline.numbers[2].value == "1"
+    doubts = " ".join(text for _, text in found.points)
+    assert "the drift test reached its line" in doubts
+    assert "decided one by one in their order, 0.9" in doubts
+    assert "left its band" in doubts
+    assert found.standing == "care"
 
 
 def test_a_calibrator_brings_its_rate_and_its_mode(tmp_path: Path) -> None:

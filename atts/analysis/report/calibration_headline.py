@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from atts.analysis.report.headline import percent
-from atts.analysis.report.numbers import Headline, RateControl, ShownNumber, Standing
+from atts.analysis.report.numbers import DriftTest, Headline, RateControl, ShownNumber, Standing
 from atts.calibration import Health
 
 _SPAN = "{} to {}"
@@ -23,10 +23,12 @@ def calibration_points(kind: str, health: Health, control: RateControl) -> tuple
     check = control.check()
     if kind == "run" and check is not None and check.standing != "held":
         found.append(("bad" if check.standing == "left" else "care", str(check)))
+    elif check is not None and check.standing == "left":
+        found.append(("care", f"decided one by one in their order, {check}"))
     found.extend(
         ("bad", f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}") for alarm in control.alarms
     )
-    if control.drift is not None and control.drift.peak >= control.drift.alarm and not control.alarms:
+    if _is_reached(control.drift) and not control.alarms:
         found.append(("care", "the drift test reached its line: later questions score otherwise than earlier ones"))
     if control.forced:
         found.append(("care", f"{control.forced:,} decisions had no score to rest on"))
@@ -77,8 +79,14 @@ def _worth(health: Health) -> ShownNumber:
     return ShownNumber(f"{clusters.effective:,.0f}", what, f"they come from {clusters.clusters:,} questions{alike}")
 
 
+def _is_reached(drift: DriftTest | None) -> bool:
+    """Whether the bet on a change won as much as would surprise once in a hundred times."""
+    return drift is not None and drift.peak >= drift.alarm
+
+
 def _alarms(control: RateControl) -> ShownNumber:
-    count, drift = len(control.alarms), control.drift
+    drift = control.drift
+    count = len(control.alarms) + _is_reached(drift)
     what = "alarm that scores changed on the way" if count == 1 else "alarms that scores changed on the way"
     if drift is None:
         return ShownNumber(f"{count:,}", what, "too few questions to bet on a change between early and late ones")

@@ -83,7 +83,8 @@ def calibration_of_scores(
     events = (*told.events, *done.events)
     alarms = tuple(DriftAlarm(one.kind, one.scores, one.p, one.action, one.message) for one in events)
     steps = [GateStep("observed", decision, decision.escalate) for decision in done.decisions]
-    promise = StatedGuarantee(mode, told.guarantee, told.voided_by, "")
+    said = done if calibrator is None else calibrator
+    promise = StatedGuarantee(mode, said.guarantee, said.voided_by, "")
     control = rate_control(steps, promise, alarms, scores.scale)
     kind: SourceKind = "scores" if calibrator is None else "calibrator"
     known = [(step, right) for step, right in zip(steps, labels, strict=False) if right is not None]

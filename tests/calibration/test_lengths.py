@@ -143,7 +143,7 @@ def test_merged_calibrators_know_the_lengths_of_both_and_the_stored_ones_once() 
 
 @pytest.mark.parametrize("length", [None, 0, -3.0, math.inf, math.nan])
 def test_a_length_that_is_none_is_refused_where_it_counts(length: float | None) -> None:
-    """Named; where it does not count nobody needs it."""
+    """Named; where it does not count it is not needed."""
     with pytest.raises(CalibrationInputError, match="length"):
         Calibrator(0.2, "aci", by_length=True).decide(1.5, length=length)
     assert Calibrator(0.2, "aci").decide(1.5, length=length).length is None

@@ -361,7 +361,7 @@ def test_impossible_options_are_refused(call: Any, error: type[Exception], words
 
 
 def test_a_mismatched_fingerprint_is_refused() -> None:
-    """Scores of another model, or of conditions nobody recorded, do not calibrate this run."""
+    """Scores of another model, or of conditions that were not recorded, do not calibrate this run."""
     stored = StoredScores.of(STORED, fingerprint={"model": "QwQ-32B", "temperature": 0.8})
     assert Calibrator(0.4, stored=stored, fingerprint={"model": "QwQ-32B", "temperature": 0.8}).fingerprint
     for other in ({"model": "QwQ-32B", "temperature": 0.6}, {"model": "QwQ-32B"}, {}):

@@ -100,7 +100,7 @@ def test_the_words_say_who_and_how_much(atts: Any, runs: Path) -> None:
 
 
 def test_problems_of_one_side_only_are_left_out_aloud(atts: Any, tmp_path: Path) -> None:
-    """Nobody is compared with nothing, and nobody is dropped in silence."""
+    """No problem is compared with nothing, and none is dropped in silence."""
     results(tmp_path / "a.jsonl", [{"id": n, "correct": 1} for n in range(5)])
     results(tmp_path / "b.jsonl", [{"id": n, "correct": 0} for n in range(3)])
     said = atts("compare", "a.jsonl", "b.jsonl")

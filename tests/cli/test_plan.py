@@ -1,4 +1,4 @@
-"""Advice from recorded runs: what is counted is exact, what nobody ran is bounded."""
+"""Advice from recorded runs: what is counted is exact, what was not run is bounded."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Atts = Callable[..., Any]
 FROZEN = Setup(
     draft="scripted", target="scripted", method="random", rate=0.3, seed=5, policy=Policy(samples=4, early_stop="none")
 )
-"""A gate that learns nothing, and votes that spare nobody."""
+"""A gate that learns nothing, and votes that spare no rollout."""
 
 
 def lines(said: Any) -> list[dict[str, Any]]:
@@ -275,7 +275,7 @@ def _outcomes(run: Path) -> list[Any]:
 
 
 def test_a_union_is_a_run_like_any_other(atts: Atts, shards: Path) -> None:
-    """It is reported, replayed, traced and compared; it is nobody's to go on with."""
+    """It is reported, replayed, traced and compared; it cannot be gone on with."""
     parts = [str(shards / str(number)) for number in (1, 2, 3)]
     assert atts("merge", *parts, "--out", "all").code == 0
     assert atts("report", "all", "--json").code == 0
@@ -428,7 +428,7 @@ def test_nonsense_is_a_line_and_a_code(atts: Atts, words: tuple[str, ...], why: 
 
 
 def test_terminal_codes_are_shown_not_obeyed(atts: Atts) -> None:
-    """What somebody else wrote cannot clear the screen, ring, or turn a line round."""
+    """A foreign text cannot clear the screen, ring, or turn a line round."""
     Path("mine.jsonl").write_text(json.dumps({"question": "2 + 2?\x1b[2J\x07\u202e", "answer": "4"}) + "\n")
     said = atts("datasets", "show", "mine.jsonl")
     assert "2 + 2?␛[2J␇\\u202e" in said.out

@@ -28,7 +28,7 @@ FROZEN = (
     "--method", "random", "--rate", "0.3", "--samples", "4", "--seed", "5", "--set", "early_stop=none",
     "--rollouts", "6", "--draft", "scripted", "--target", "scripted", "--report", "none",
 )  # fmt: skip
-"""A gate that learns nothing, and votes that spare nobody: every run of it comes out the same."""
+"""A gate that learns nothing, and votes that spare no rollout: every run of it comes out the same."""
 CTRL_C = b"\x03"
 
 
@@ -71,7 +71,7 @@ class Terminal:
             return False
         try:
             more = os.read(self._keys, 1 << 16)
-        except OSError:  # how a terminal says that nobody writes to it any more
+        except OSError:  # how a terminal says that no process writes to it any more
             return False
         self.shown += more
         return bool(more)
@@ -114,7 +114,7 @@ def calls(run: Path) -> Mapping[str, set[int]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nobody interrupts, without a terminal."""
+    """The run that is not interrupted, without a terminal."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     command = [sys.executable, "-m", "atts", "eval", "arithmetic[:14]", *FROZEN, "--out", str(run)]
     done = subprocess.run(command, env=CLEAN, capture_output=True, text=True, check=False)

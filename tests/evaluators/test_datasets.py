@@ -227,7 +227,7 @@ def test_choices_are_read_from_positions_letters_and_words(tmp_path: Path) -> No
 
 
 def test_an_answer_that_is_no_choice_is_an_error(tmp_path: Path) -> None:
-    """Instead of a question nobody can get right."""
+    """Instead of a question that has no right answer."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"question": "q", "choices": ["a1", "b1"], "answer": "c1"}])
     assert "no letter, position or text of its choices" in message(lambda: load_dataset(path))
 

@@ -1,4 +1,4 @@
-"""However and wherever a run is disturbed, nothing is left behind, and nobody else is touched."""
+"""However and wherever a run is disturbed, nothing is left behind, and no other work is touched."""
 
 import os
 import signal

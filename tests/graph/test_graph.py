@@ -138,7 +138,7 @@ def test_bounds_hold_and_nothing_is_idle(
     slots: int,
     tokens: int,
 ) -> None:
-    """In every state: places, slots and tokens are within bounds, and whoever waits does so because one is used up."""
+    """In every state: places, slots and tokens are within bounds, and a caller waits only because one is used up."""
     graph = Graph(rollouts=places, limits={"draft": Limit(slots), "target": Limit(slots, tokens)})
     waiting_for_tokens = 0
 
@@ -263,7 +263,7 @@ async def _after(seconds: float, function: Callable[[], Awaitable[T]]) -> T:
 
 
 def test_calls_are_served_by_priority_then_in_order(virtually: Virtually[list[int]]) -> None:
-    """A full engine grants the lowest priority number first, within it whoever asked first."""
+    """A full engine grants the lowest priority number first, within it the caller that asked first."""
 
     async def main() -> list[int]:
         served: list[int] = []
@@ -286,7 +286,7 @@ def test_calls_are_served_by_priority_then_in_order(virtually: Virtually[list[in
 
 
 def test_a_rollout_keeps_the_context_of_whoever_asked_for_it(virtually: Virtually[list[str]]) -> None:
-    """Whoever frees a place does not leak its context variables into the rollout that takes it."""
+    """A rollout that frees a place does not leak its context variables into the rollout that takes it."""
     name: ContextVar[str] = ContextVar("name", default="")
 
     async def main() -> list[str]:
@@ -307,7 +307,7 @@ def test_a_rollout_keeps_the_context_of_whoever_asked_for_it(virtually: Virtuall
 
 
 def test_memory_does_not_grow_with_the_number_of_problems(anyio_backend: Backend, tmp_path: Path) -> None:
-    """With a sink that writes to disk and results that nobody keeps, more problems need no more memory."""
+    """With a sink that writes to disk and results that are not kept, more problems need no more memory."""
     import tracemalloc
 
     def peak(count: int) -> int:
@@ -615,7 +615,7 @@ def test_who_leaves_a_meeting_early_is_not_in_its_values(virtually: Virtually[No
 
 
 def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> None:
-    """Asynchronous rollouts wait for nobody, and a meeting is refused."""
+    """Asynchronous rollouts wait for no sibling, and a meeting is refused."""
     recording = Recording()
 
     async def main() -> None:

@@ -135,7 +135,7 @@ def test_a_run_is_kept_in_a_directory(recorded: Path, tmp_path: Path, capsys: Sa
 
 
 def test_a_link_in_a_run_directory_is_not_followed(recorded: Path, tmp_path: Path) -> None:
-    """Whoever made the directory may have put it there: what it leads to is not ours to write."""
+    """The directory's maker may have put it there: what it leads to is not ours to write."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
     for name in ("report.html", "trace.json"):

@@ -113,7 +113,7 @@ def report(kind: str, counts: Counter[int]) -> None:
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty folder, and nobody's variables."""
+    """An empty folder, and no ATTS_* variables."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name in [name for name in os.environ if name.startswith("ATTS_")]:

@@ -227,7 +227,7 @@ async def test_redirects_are_not_followed(
 async def test_certificates_are_verified(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that nobody vouches for is refused before the key is sent, as is a good one of another name."""
+    """One that no authority vouches for is refused before the key is sent, as is a good one of another name."""
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     server = hostile(lambda path: once(b"[]"), certificate=CERTIFICATE)
     trusting = replace(QUICK, ca_file=CERTIFICATE)

@@ -113,7 +113,7 @@ signal.pause()
     ],
 )
 def test_a_child_ends_with_its_parent(until: str, end: signal.Signals, make_model: Make) -> None:
-    """Whatever it does when its parent is killed, nobody is left; not even of a child that was stopped."""
+    """Whatever it does when its parent is killed, no process is left; not even of a child that was stopped."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     command = [sys.executable, "-c", PARENT, until]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
@@ -134,7 +134,7 @@ def test_a_child_ends_with_its_parent(until: str, end: signal.Signals, make_mode
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there; a dead one that nobody has waited for is not."""
+    """Whether a process is there; a dead one that is not waited for yet is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

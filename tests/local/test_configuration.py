@@ -75,7 +75,7 @@ def test_a_value_that_cannot_be_is_refused_by_its_key(what: str, make_model: Mak
 
 
 def test_values_that_only_others_read_are_not_looked_at(make_model: Make, tmp_path: Path) -> None:
-    """A million labels would be made by whoever reads all; this engine has no use for them."""
+    """A million labels would be made by a reader of all; this engine has no use for them."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     before = read_model_config(folder, "it")
     change(folder, {"num_labels": 10**12, "id2label": 5, "problem_type": [], "transformers_version": {}, "a": HUGE})

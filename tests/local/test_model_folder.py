@@ -1,4 +1,4 @@
-"""Model folders are data: code they bring is refused in words and never run, whoever sits at the terminal."""
+"""Model folders are data: code they bring is refused in words and never run, also at a terminal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture
 def singing(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """A model folder that asks for its own code in one of many ways; the code, run, would write the file `sung`."""
-    monkeypatch.setattr(builtins, "input", lambda *_: "y")  # somebody would agree
+    monkeypatch.setattr(builtins, "input", lambda *_: "y")  # a user would agree
 
     def make(way: str) -> Path:
         folder = tmp_path / "model"

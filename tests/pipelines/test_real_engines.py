@@ -45,7 +45,7 @@ def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Role, Texts]:
-    """What either model writes when nobody interferes."""
+    """What either model writes without interference."""
     keep = FixedGate("accept")
     return {"draft": run("draft-only", keep)[0], "target": run("target-only", keep)[0]}
 

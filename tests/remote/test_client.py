@@ -78,7 +78,7 @@ def test_a_server_error_stops_growth_and_shrinks_nothing() -> None:
 
 @pytest.mark.anyio
 async def test_turns_go_in_order_and_a_cancelled_waiter_leaves_none_behind() -> None:
-    """Nobody overtakes those who wait, and what a waiter that gave up would have had goes to the next."""
+    """No caller overtakes those that wait, and what a waiter that gave up would have had goes to the next."""
     limit, order = filled(2, Hands()), list[int]()
     gives_up = anyio.CancelScope()
 

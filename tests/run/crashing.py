@@ -60,7 +60,7 @@ class Order:
     room: int | None = None  # bytes this session can write into its journal
     then: Literal["die", "refuse"] = "die"  # at the first byte beyond: SIGKILL in mid-write, or no space left
     signals: Literal["handle", "ignore"] = "ignore"
-    slowness: float = 1.0  # of the engines: time for whoever wants to meet this child at work
+    slowness: float = 1.0  # of the engines: time to meet this child at work
 
 
 class CountingEngine(ScriptedEngine):

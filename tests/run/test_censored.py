@@ -32,7 +32,7 @@ def spared(problem: FinishedProblem) -> list[int]:
 
 
 def test_a_spared_rollout_is_never_wrong(run: RunResult) -> None:
-    """Its verdict says so in the result, in what is read back and in JSON; nobody graded it."""
+    """Its verdict says so in the result, in what is read back and in JSON; it is not graded."""
     assert any(map(spared, run.problems))
     back = open_run(run.directory).state().finished if run.directory else {}
     for problem in run.problems:

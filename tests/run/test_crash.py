@@ -40,7 +40,7 @@ def children(crashing: ModuleType) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def whole(crashing: ModuleType, children: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody kills."""
+    """A run that is not killed."""
     directory = tmp_path_factory.mktemp("whole")
     assert children.run(crashing.Order(str(directory))) == 0
     return directory

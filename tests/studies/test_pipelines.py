@@ -43,7 +43,7 @@ def test_a_torn_line_costs_its_piece_alone(tmp_path: Path) -> None:
 
 
 def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
-    """Each adds its seeds; whoever reads later has both."""
+    """Each adds its seeds; a later reader has both."""
     path = tmp_path / "ledger.jsonl"
     one, other = Ledger(path), Ledger(path)
     one.add(piece("atts", 0))

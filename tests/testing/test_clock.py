@@ -189,7 +189,7 @@ def test_ready_input_is_read_before_time_jumps(backend: Backend) -> None:
 
 
 def test_patience_waits_for_input_that_is_on_its_way(backend: Backend) -> None:
-    """With patience, a socket answered by a thread nobody told us about is waited for."""
+    """With patience, a socket answered by an unknown thread is waited for."""
     ours, theirs = socket.socketpair()
     helper = threading.Timer(0.02, theirs.sendall, (b"x",))
 

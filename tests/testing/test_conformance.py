@@ -239,7 +239,7 @@ class ScoresAfterAll(ScriptedEngine):
 
 
 class MixesUpAnswers(Rig):
-    """Under load, hands an answer to whoever asked last."""
+    """Under load, hands an answer to the caller that asked last."""
 
     last: SampleRequest | None = None
 

@@ -121,7 +121,7 @@ def test_slots_bound_what_runs_at_once_and_queue_in_order(backend: Backend) -> N
 @QUICK
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(-1, 12)), max_size=12), st.integers(1, 3))
 def test_slots_are_never_lost_or_doubled(visits: list[tuple[int, int, int]], number: int) -> None:
-    """Whoever arrives, holds and is cancelled when: no more than the number hold at once; in the end all is free."""
+    """However callers come, hold and are cancelled: no more than the number hold at once; in the end all is free."""
 
     async def main() -> None:
         slots = SlotQueue(number)

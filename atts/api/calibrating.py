@@ -164,7 +164,8 @@ def calibration_report(
         told = calibration_of_run(path, scores)
         if (rate is None or rate == told.rate) and (mode is None or mode == told.mode):
             return told
-        name, own = f"{path}, decided anew", (told.rate, usual)
+        name = f"{path}, decided anew"
+        own = (told.rate, usual)
     else:
         made, labels = _in_file(path)
     if made is not None:

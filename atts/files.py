@@ -40,12 +40,16 @@ def refused(path: Path, error: BaseException) -> StorageError:
 def storage(path: Path) -> Generator[None, None, None]:
     """Any refusal of the disk, or of memory, inside the block becomes a StorageError about `path`.
 
-    :raises StorageError: in place of an OSError or a MemoryError.
+    :raises StorageError: in place of an OSError, a MemoryError, or what Python says of names that no file can have.
     """
     try:
         yield
     except (OSError, MemoryError) as error:
         raise refused(path, error) from error
+    except ValueError as error:
+        if "null byte" not in str(error) and not isinstance(error, UnicodeEncodeError):
+            raise
+        raise StorageError(path, "no file can have this name", "Leave out what is no character") from error
 
 
 def is_same_file(handle: int, path: Path) -> bool:

@@ -16,6 +16,7 @@ NO_TEMPLATE = "Use the model's instruct version, or add chat_template.jinja to i
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _CODE = ("configuration_*.py", "modeling_*.py", "modular_*.py", "tokenization_*.py", "processing_*.py")
 _MOST_BYTES = 64 << 20
+_MOST_IDS = 1 << 24  # some forty times the largest vocabulary there is
 _LOOK = "Check the id and the network, or download the model elsewhere and give its folder"
 _PUBLISHED = {
     "phi3": {
@@ -79,8 +80,12 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
 def refuse_code(folder: Path, name: str) -> None:
     """See that nothing in the folder asks for code of its own to be run.
 
-    :raises ModelLoadError: something does.
+    :raises ModelLoadError: something does, or there are pipes or devices among its files, which have no end.
     """
+    for found in sorted(folder.iterdir()):
+        if found.exists() and not (found.is_file() or found.is_dir()):
+            problem = f"{found} is a device, a pipe or a socket, not a file"
+            raise ModelLoadError(name, problem, "Download the model again")
     path = folder / "config.json"
     kind = read_object(path, name).get("model_type") if path.is_file() else None
     known = _PUBLISHED.get(kind, set[str]()) if isinstance(kind, str) else set[str]()
@@ -91,6 +96,23 @@ def refuse_code(folder: Path, name: str) -> None:
         problem = f"{folder} brings code of its own ({', '.join(asked)}), and code of a model folder is never run"
         advice = "Remove it if the model needs none, or serve the model with vLLM and use the remote engine"
         raise ModelLoadError(name, problem, advice)
+
+
+def refuse_ids(folder: Path, name: str) -> None:
+    """See that the tokenizer names no ids for which its library would take all memory there is, and end the process.
+
+    :raises ModelLoadError: it does.
+    """
+    path = folder / "tokenizer.json"
+    found = read_object(path, name) if path.is_file() else {}
+    model, added = found.get("model"), found.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    highest = max((number for number in ids if isinstance(number, int)), default=0)
+    if highest > _MOST_IDS:
+        problem = f"{path} cannot be read (the id {highest} is in no vocabulary)"
+        raise ModelLoadError(name, problem, "Download or write it again")
 
 
 def require_template(folder: Path, name: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from atts.core import Message, TokenIds
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.importing import import_lock
-from atts.model_folder import NO_TEMPLATE, read_end_ids, refuse_code
+from atts.model_folder import NO_TEMPLATE, read_end_ids, refuse_code, refuse_ids
 
 
 class ModelTokenizer:
@@ -29,7 +29,10 @@ class ModelTokenizer:
         self._inner = _open(folder, name)
         self._state: dict[str, Any] = json.loads(self._inner.backend_tokenizer.to_str())
         self.digest = self._hash()  # of vocabulary, merges, special tokens and template: equal digests read ids alike
-        self.pieces = _pieces(self._inner, self._state)  # the bytes each id stands for; nothing for special tokens
+        try:
+            self.pieces = _pieces(self._inner, self._state)  # the bytes each id stands for; nothing for special tokens
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ModelLoadError(name, f"the tokenizer in {folder} cannot be read ({error})") from error
         self.vocabulary = len(self.pieces)  # one more than the highest id
         self.end_ids = read_end_ids(folder, name, self._inner.eos_token_id)  # the ids that end a text
 
@@ -63,12 +66,10 @@ class ModelTokenizer:
         return self.encode(text)
 
     def _template(self, rows: list[dict[str, str]], is_open: bool) -> str:
-        from jinja2 import TemplateError
-
         options: dict[str, Any] = {"continue_final_message": True} if is_open else {"add_generation_prompt": True}
         try:
             return str(self._inner.apply_chat_template(rows, tokenize=False, **options))
-        except (TemplateError, ValueError) as error:
+        except Exception as error:  # a template is a program: it may divide by nothing, or ask for a petabyte
             raise UnsupportedByEngine(self._name, f"the chat template refuses these messages ({error})") from error
 
     def _hash(self) -> str:
@@ -108,6 +109,7 @@ def _open(folder: Path, name: str) -> Any:
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         raise ModelLoadError(name, f"{folder} holds no tokenizer", "Copy the model's tokenizer files into its folder")
     refuse_code(folder, name)
+    refuse_ids(folder, name)
     with import_lock:
         from transformers import AutoTokenizer
 
@@ -124,7 +126,7 @@ def _pieces(tokenizer: Any, state: dict[str, Any]) -> tuple[bytes, ...]:
     """What each id writes; concatenating pieces is decoding, so stops are found without decoding anything twice."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     kinds = _decoder_kinds(state.get("decoder"))
-    pieces = [b""] * (max(vocabulary.values()) + 1)
+    pieces = [b""] * (max(vocabulary.values(), default=0) + 1)
     letters = {letter: byte for byte, letter in enumerate(_byte_letters())}
     for token, index in vocabulary.items():
         pieces[index] = _piece(token, kinds, letters)

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 from atts.errors import OptionError
+from atts.files import open_ordinary
 
 KEY_VARIABLE = "ATTS_API_KEY"
 _LONGEST_KEY = 1 << 16
@@ -54,9 +55,9 @@ class ApiKey:
 
     def _from_file(self, file: Path) -> str:
         try:
-            with file.open(encoding="utf-8") as stream:
-                return stream.read(_LONGEST_KEY).strip()
-        except (OSError, UnicodeDecodeError) as error:
+            with open_ordinary(file) as stream:
+                return stream.read(_LONGEST_KEY).decode("utf-8").strip()
+        except (OSError, ValueError) as error:
             raise OptionError("key file", f"{file} cannot be read ({type(error).__name__})") from error
 
 

@@ -45,13 +45,16 @@ class Selection:
         return "[" + ":".join("" if end is None else str(end) for end in ends) + "]"
 
 
+_PLACE = r"-?\d{0,18}"
+
+
 def split_slice(name: str) -> tuple[str, Selection]:
     """A name such as "math500[:100]" as the name and the slice.
 
     >>> split_slice("aime24[10:20]")[1].words()
     'slice [10:20]'
     """
-    found = re.fullmatch(r"(.+?)\[(-?\d*):(-?\d*)(?::(-?\d*))?\]", name)
+    found = re.fullmatch(rf"(.+?)\[({_PLACE}):({_PLACE})(?::({_PLACE}))?\]", name)
     if not found:
         return name, Selection()
     start, stop, step = (int(end) if end and end != "-" else None for end in found.groups()[1:])

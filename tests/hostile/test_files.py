@@ -274,6 +274,38 @@ def test_rows_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
             load_dataset(str(tmp_path / f"in{suffix}"))
 
 
+NAMES = ("a\x00b", "\ud800", "n" * 5000)
+"""No file can have them."""
+
+
+@pytest.mark.parametrize("name", NAMES, ids=["nothing in it", "half a character", "too long"])
+def test_names_that_no_file_can_have_are_refused(name: str, recorded: Path, tmp_path: Path, capsys: Said) -> None:
+    """Where a configuration brings them, and on the command line: words and an exit code, for whatever is named."""
+    (tmp_path / "c.toml").write_text(f"out = {json.dumps(name)}") if name != "\ud800" else None
+    scripted = ["--draft", "scripted", "--target", "scripted", "--report", "none"]
+    configured = ["eval", "arithmetic[:1]", *scripted, "--config", str(tmp_path / "c.toml")]
+    for words in (
+        *([configured] if name != "\ud800" else []),
+        ["eval", "arithmetic[:1]", *scripted, "--out", name],
+        ["eval", name, *scripted, "--dry-run"],
+        ["eval", "arithmetic[:1]", *scripted, "--scores", name, "--dry-run"],
+        *(["report", name], ["trace", name], ["replay", name], ["plan", name], ["journal", "check", name]),
+        *(["compare", str(recorded), name], ["grade", name], ["datasets", "show", name]),
+        *(["report", str(recorded), "--out", name], ["calibration", "fit", str(recorded), "--out", name]),
+    ):
+        assert run(words) in (2, 4), words
+        said = capsys.readouterr()
+        assert "report it" not in said.err, words
+        assert said.err
+
+
+def test_places_of_a_slice_are_numbers_of_some_length(capsys: Said) -> None:
+    """Thousands of digits are no place in a dataset."""
+    for name in ("arithmetic[" + "9" * 5000 + ":]", "arithmetic[:" + "9" * 5000 + "]"):
+        assert run(["eval", name, "--draft", "scripted", "--target", "scripted", "--dry-run"]) in (2, 4)
+        assert "report it" not in capsys.readouterr().err
+
+
 CONFIGURATIONS = (
     'rate = "0.2"', "rate = true", "samples = 1.5", f"samples = {10**30}", 'samples = "8"', "rate = nan",
     "samples = [1]", "rate = 2020-01-01", "draft = 3", "a = " + "[" * 9000, "\x00",

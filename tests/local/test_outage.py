@@ -25,18 +25,19 @@ POLICY = Policy(samples=3, turns=6, max_tokens=96, chunking=Chunking(16, 16, ("\
 
 
 class Killer:
-    """Kills the child of one engine after so many calls."""
+    """Kills the child of one engine after so many of its own calls."""
 
-    def __init__(self, engine: LocalEngine, calls: int) -> None:
-        self.engine, self.left = engine, calls
+    def __init__(self, engine: LocalEngine, role: Role, calls: int) -> None:
+        self.engine, self.role, self.left = engine, role, calls
 
     def recalled(self, event: object) -> None:
         """Nothing to do."""
 
     def notify(self, event: Notice) -> None:
         """Count, and kill."""
-        self.left -= isinstance(event, Sampled | Scored)
-        if self.left == 0:
+        is_own = isinstance(event, Sampled) if self.role == "draft" else isinstance(event, Scored)
+        self.left -= is_own
+        if is_own and self.left == 0:
             worker: Any = self.engine._opened._worker  # type: ignore[union-attr]  # pyright: ignore
             os.kill(worker._process.pid, signal.SIGKILL)
 
@@ -47,7 +48,7 @@ def run(directory: Path, problems: tuple[Problem, ...], role: Role = "draft", ca
     retries = RetryPolicy(calls=2, delay_seconds=0.01, give_up_after=None)
     answers = Answers(extract, group)
     plan = Plan(engines["draft"], engines["target"], POLICY, ThresholdGate(1.05), answers, retries=retries, rollouts=6)
-    listeners = (Killer(engines[role], calls),)
+    listeners = (Killer(engines[role], role, calls),)
     return anyio.run(evaluate, problems, plan, RunOptions(directory, signals="ignore", listeners=listeners))
 
 
@@ -59,15 +60,20 @@ def essence(outcome: Outcome) -> str:
 
 
 def test_a_child_killed_at_any_point_costs_no_outcome(tmp_path: Path) -> None:
-    """Twenty points, either engine: exit code 3 and nothing forced, then the outcomes of a run without an outage."""
+    """Twenty points, either engine: exit code 3 and nothing forced, then the outcomes of a run without an outage.
+
+    A child that had done all that was asked of it may be missed by nobody; that is no outage, and ends with 0.
+    """
     problems = tuple(load_dataset("arithmetic[:3]"))
     whole = {o.problem.id: essence(o) for o in run(tmp_path / "whole", problems).outcomes()}
-    draws = random.Random(31)
+    draws, outages = random.Random(31), 0
     roles: tuple[Role, Role] = ("draft", "target")
     for number in range(20):
         directory = tmp_path / str(number)
-        cut = run(directory, problems, roles[number % 2], draws.randrange(1, 25))
-        assert (cut.status in ("incomplete", "failed"), cut.exit_code) == (True, 3)
+        cut = run(directory, problems, roles[number % 2], draws.randrange(1, 10))
+        outages += cut.exit_code == 3
+        assert (cut.status, cut.exit_code) in (("incomplete", 3), ("failed", 3), ("finished", 0))
         again = run(directory, problems)
         assert (again.status, again.exit_code) == ("finished", 0)
         assert {o.problem.id: essence(o) for o in again.outcomes()} == whole
+    assert outages > 15

@@ -98,6 +98,7 @@ class SampleRequest:
     logprobs: Literal["raw", "unneeded"] = "raw"
     begun: int = 0  # of the last ids; `max_tokens` counts those to come
     draft: TokenIds = ()  # text that may be like the answer: an engine may be faster for it, and answers the same
+    acceptance: Literal["replay", "ratio"] = "replay"  # of proposed tokens; ratio keeps the law, not the tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
     if isinstance(request, SampleRequest):
         said = (request.rollout, request.max_tokens, request.sampling, request.seed, request.stop, request.stop_ids)
         text, ids = f"{role} {said!r}{request.begun or ''}", request.ids
+        text += "" if request.acceptance == "replay" else request.acceptance
     else:
         text = f"{role} scores {request.rollout!r} after {len(request.prefix)}"
         ids = request.prefix + request.suffix

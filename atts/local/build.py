@@ -19,7 +19,6 @@ from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
 from atts.local.model_config import rope_rows
 from atts.local.native_model import NativeModel, unknown_parts
 from atts.local.prefix import PrefixTree
-from atts.local.proposing import own_proposer
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.speculating import FixedLength, Speculation
 from atts.local.torch_model import TorchModel
@@ -64,10 +63,10 @@ def build_loop(
     token_table = TokenTable(config.pieces, frozenset(config.model.end_ids))
     scheduler = Scheduler(limits, tree)
     speculation = None
-    if options.speculates:
+    if options.speculates or (config.proposer is not None and options.k != 0):
         drafter = _drafter(config, drafter_weights, cache, scheduler) if config.drafter and drafter_weights else None
         lengths = FixedLength(_DEFAULT_K if options.k is None else options.k)
-        proposer = _proposer(options.speculate or "auto", drafter)
+        proposer = config.proposer() if config.proposer else _proposer(options.speculate or "auto", drafter)
         speculation = Speculation(proposer, lengths, scheduler, config.model.vocabulary, token_table.end_ids)
     loop = StepLoop(model, scheduler, token_table, send, speculation)
     return loop, WorkerReady(kv_tokens, model.device_name, trouble)
@@ -94,9 +93,7 @@ def _proposer(way: str, drafter: ModelDrafter | None) -> Proposer:
         return drafter
     if way == "suffix":
         return SuffixProposer()
-    if way == "auto":
-        return BestProposer([HintProposer(), SuffixProposer(), *([drafter] if drafter else [])])
-    return own_proposer(way)
+    return BestProposer([HintProposer(), SuffixProposer(), *([drafter] if drafter else [])])
 
 
 def _device(config: WorkerConfig) -> torch.device:

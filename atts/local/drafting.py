@@ -11,6 +11,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from atts.decode import SamplingBatch, batch_sampling, first_rows, inverse_cdf, probabilities
 from atts.local.batch import Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
@@ -30,7 +31,7 @@ class ModelDrafter(Proposer):
     def __init__(self, model: Model, config: ModelConfig, scheduler: Scheduler, vocabulary: int) -> None:
         """`vocabulary` is the target's: tokens beyond it are never proposed."""
         self._model, self._config, self._scheduler = model, config, scheduler
-        self._vocabulary = min(vocabulary, config.vocabulary)
+        self._vocabulary, self._target_vocabulary = min(vocabulary, config.vocabulary), vocabulary
         self._is_smaller = config.vocabulary < vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)
         self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))
@@ -95,7 +96,7 @@ class ModelDrafter(Proposer):
             return tokens, None
         laws = probabilities(logits, sampling)
         tokens = inverse_cdf(laws, torch.tensor(uniforms, dtype=torch.float64)).tolist()
-        return tokens, laws
+        return tokens, pad(laws, (0, self._target_vocabulary - laws.shape[-1]))
 
     def _sampling_batch(self, asks: list[Ask], logits: Tensor) -> SamplingBatch:
         key = tuple([ask.key for ask in asks])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import blake2b
@@ -31,9 +31,9 @@ from atts.local.messages import (
 )
 from atts.local.model_config import read_model_config
 from atts.local.options import LocalOptions
-from atts.local.proposing import own_proposer
 from atts.local.worker import LoopWorker, ProcessWorker, ThreadWorker
 from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, require_template, weight_files
+from atts.speculation import Proposer
 from atts.tasks import soon
 from atts.tokenizing import ModelTokenizer
 
@@ -50,10 +50,17 @@ class LocalEngine:
     """
 
     def __init__(
-        self, model: str | Path, *, name: str = "", options: LocalOptions | None = None, chat: bool = False
+        self,
+        model: str | Path,
+        *,
+        name: str = "",
+        options: LocalOptions | None = None,
+        chat: bool = False,
+        proposer: type[Proposer] | None = None,
     ) -> None:
         """`model` is a folder or a hub id; nothing is loaded before the engine is entered.
 
+        A `proposer` is made where the loop runs, and proposes instead of those that the options name.
         With `chat`, a model without a chat template is refused at once, or when its files are there to be looked at.
 
         :raises OptionError: an option is unknown or impossible.
@@ -63,7 +70,7 @@ class LocalEngine:
         self._name = name or Path(self.model).name
         self._options = options or LocalOptions()
         self._options.check()
-        self._is_chat = chat
+        self._is_chat, self._proposer = chat, proposer
         if chat and (folder := Path(self.model).expanduser()).is_dir():
             require_template(folder, self._name)
         self._opened: _OpenEngine | None = None
@@ -132,7 +139,8 @@ class LocalEngine:
             raise EngineUnavailable(self._name, f"its process cannot be started ({error})", advice) from error
         opened = _OpenEngine(self._name, worker)
         with anyio.CancelScope(shield=True):  # a half-loaded model cannot be abandoned
-            await opened.load(self.model, self._options, self._is_chat)
+            prepare = partial(_prepare, self.model, self._name, self._options, self._proposer, is_chat=self._is_chat)
+            await opened.load(prepare)
         self._opened = opened
         return self
 
@@ -175,10 +183,10 @@ class _OpenEngine:
         self._soon = soon()
         self.loop_stats = LoopStats()
 
-    async def load(self, model: str, options: LocalOptions, is_chat: bool) -> None:
+    async def load(self, prepare: Callable[[], _Prepared]) -> None:
         """Find, check and load the model, away from the event loop."""
         try:
-            config, tokenizer, marks = await anyio.to_thread.run_sync(_prepare, model, self._name, options, is_chat)
+            config, tokenizer, marks = await anyio.to_thread.run_sync(prepare)
             ready = await anyio.to_thread.run_sync(self._worker.open, config, self._hand_over)
         except BaseException:
             self._worker.close()
@@ -250,9 +258,12 @@ class _OpenEngine:
                 waiter.event.set()
 
 
+_Prepared = tuple[WorkerConfig, ModelTokenizer, tuple[str, str]]
+
+
 def _prepare(
-    model: str, name: str, options: LocalOptions, is_chat: bool
-) -> tuple[WorkerConfig, ModelTokenizer, tuple[str, str]]:
+    model: str, name: str, options: LocalOptions, proposer: type[Proposer] | None, *, is_chat: bool
+) -> _Prepared:
     """All that is known of a model before it is loaded; last, the name of its weights and their digest."""
     folder = find_folder(model, name, (*TEXT_FILES, *WEIGHT_FILES))
     if is_chat:
@@ -264,10 +275,8 @@ def _prepare(
         problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {config.vocabulary}"
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
     drafter = _prepare_drafter(name, options, tokenizer) if options.speculates and options.drafter else None
-    if options.speculates and ":" in (options.speculate or ""):
-        own_proposer(str(options.speculate))  # it is made again where the loop runs; here a mistake is told at once
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_digest(weights, 4, 16)}"
-    worker = WorkerConfig(name, folder, config, tokenizer.pieces, options, drafter)
+    worker = WorkerConfig(name, folder, config, tokenizer.pieces, options, drafter=drafter, proposer=proposer)
     return worker, tokenizer, (label, _digest(weights, 16, 256))
 
 

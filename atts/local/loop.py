@@ -9,11 +9,12 @@ from itertools import islice
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from atts.core import SampleRequest
-from atts.decode import SamplingBatch, batch_sampling, spread_rows
+from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.local.batch import Model, PrefillChunk, StepPlan, step_batch
 from atts.local.messages import (
     Cancel,
@@ -30,7 +31,7 @@ from atts.local.messages import (
 )
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, ending, new_sequence
-from atts.local.speculating import Speculation
+from atts.local.speculating import Speculation, is_ratio
 
 _NOT_NUMBERS = "the model's logits are not numbers (NaN)", "Check the weights; in half precision try float32"
 _REPORT_SECONDS = 0.2
@@ -208,8 +209,8 @@ class StepLoop:
         """One draw a row, with the uniform of its place; a sequence with a proposal has as many rows as its width."""
         sampling = self._sampling_batch(sequences, logits)
         if len(logits) > len(sequences):
-            rows = torch.arange(len(sequences)).repeat_interleave(torch.tensor(widths))
-            sampling = spread_rows(sampling, rows)
+            rows = np.repeat(np.arange(len(sequences)), widths)
+            sampling = spread_rows(sampling, torch.from_numpy(rows))
         uniforms = [
             float(uniform)
             for sequence, width in zip(sequences, widths, strict=True)
@@ -218,7 +219,23 @@ class StepLoop:
         ]
         sampled = self._model.sample(logits, sampling, uniforms)
         tokens, logprobs = iter(sampled.tokens.tolist()), iter(sampled.logprobs.tolist())
-        return [(s, list(islice(tokens, n)), list(islice(logprobs, n))) for s, n in zip(sequences, widths, strict=True)]
+        draws = [
+            (s, list(islice(tokens, n)), list(islice(logprobs, n))) for s, n in zip(sequences, widths, strict=True)
+        ]
+        return draws if len(logits) == len(sequences) else self._redrawn(draws, sampling, logits)
+
+    def _redrawn(self, draws: list[Draws], sampling: SamplingBatch, logits: Tensor) -> list[Draws]:
+        """The same, but for sequences whose proposals are to be tested by ratio."""
+        first, found = 0, list[Draws]()
+        for sequence, tokens, logprobs in draws:
+            rows = torch.arange(first, first + len(tokens))
+            first += len(tokens)
+            if self._speculation is not None and len(tokens) > 1 and is_ratio(sequence):
+                laws = probabilities(logits[rows], spread_rows(sampling, rows)).numpy(force=True)
+                tokens = self._speculation.redrawn(sequence, laws, tokens)
+                logprobs = self._model.logprobs(logits[rows], tokens)
+            found.append((sequence, tokens, logprobs))
+        return found
 
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
         """Settings as tensors, made anew only when the batch changed."""

@@ -11,6 +11,7 @@ from atts.engine import EngineCounters
 from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OutOfMemory
 from atts.local.model_config import ModelConfig
 from atts.local.options import LocalOptions
+from atts.speculation import Proposer
 
 FailureKind = Literal["broken", "load", "memory", "closed"]
 _ERRORS: dict[FailureKind, type[EngineError]] = {
@@ -30,6 +31,7 @@ class WorkerConfig:
     pieces: tuple[bytes, ...]  # the bytes of each token
     options: LocalOptions
     drafter: WorkerConfig | None = None  # the model that drafts for this one
+    proposer: type[Proposer] | None = None  # of one's own: found by name in a process
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class LocalOptions:
     chunk_tokens: int = 512  # tokens in one step, decoding apart
     threads: int | None = None  # of one step; None leaves torch's setting
     drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
-    speculate: str | None = None  # auto, draft, suffix, off, or MODULE:CLASS; None: auto where a drafter is named
+    speculate: str | None = None  # auto, draft, suffix or off; None: auto where a drafter is named
     k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
 
     def check(self) -> None:
@@ -46,9 +46,8 @@ class LocalOptions:
                 raise OptionError(option, f"is {value}, expected at least 1")
         if self.k is not None and not 0 <= self.k <= MOST_PROPOSED:
             raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
-        if self.speculate is not None and self.speculate not in SPECULATE and ":" not in self.speculate:
-            ways = (*SPECULATE, "MODULE:CLASS")
-            raise OptionError("speculate", f"{self.speculate!r} is no way to speculate", ways, self.speculate)
+        if self.speculate is not None and self.speculate not in SPECULATE:
+            raise OptionError("speculate", f"{self.speculate!r} is no way to speculate", SPECULATE, self.speculate)
         if self.speculate == "draft" and not self.drafter:
             raise OptionError("speculate", "draft needs a draft model: write drafter=embedded:draft, or another's name")
 

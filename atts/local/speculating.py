@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from atts.core import SampleRequest, TokenIds
 from atts.local.batch import StepPlan
 from atts.local.messages import SpeculationStats
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence
-from atts.speculation import Ask, Proposer, TokenProposal, standing
+from atts.seeds import uniforms
+from atts.speculation import Ask, Proposer, TokenProposal, ratio_walk, standing
 
 
 class Lengths(Protocol):
@@ -94,6 +98,22 @@ class Speculation:
         self._rounds.append(SpeculationRound(sequence.request_id, len(proposal.tokens), stood))
         return stood
 
+    def redrawn(self, sequence: Sequence, laws: NDArray[np.float64], drawn: list[int]) -> list[int]:
+        """What the ratio test writes at a sequence's places, where the target has these laws."""
+        proposal, request = self._asked[sequence.request_id], sequence.request
+        assert isinstance(request, SampleRequest), "only sampled sequences decode"
+        first = request.begun + len(sequence.logprobs)
+        last = first + len(proposal.tokens)
+        accepts, residuals = (
+            uniforms(replace(request.seed, purpose=f"{request.seed.purpose} {kind}"), last)[first:]
+            for kind in ("accept", "residual")
+        )
+        stood, instead = ratio_walk(proposal.tokens, laws, proposal.laws, accepts, residuals)
+        tokens = [*proposal.tokens[:stood], *drawn[stood:]]
+        if instead is not None:
+            tokens[stood] = instead
+        return tokens
+
     def observed(self, plan: StepPlan, seconds: float) -> None:
         """Tell who decides about lengths what came of the step, and how long the step itself took."""
         for each in self._rounds:
@@ -127,6 +147,8 @@ class Speculation:
     def _checked(self, ask: Ask, proposal: TokenProposal) -> TokenProposal:
         """The proposal up to the room there is, and to the first token after which there is nothing to write."""
         tokens = proposal.tokens[: ask.room]
+        if proposal.laws is not None:  # what is drawn must not be dropped for what it is
+            return proposal
         sound = next((at for at, token in enumerate(tokens) if not self._may_go_on(token)), len(tokens))
         if sound == len(proposal.tokens):
             return proposal
@@ -156,4 +178,10 @@ def _ask(sequence: Sequence, room: int) -> Ask:
         sampling=request.sampling,
         rollout=request.rollout,
         hint=request.draft,
+        wants_laws=is_ratio(sequence),
     )
+
+
+def is_ratio(sequence: Sequence) -> bool:
+    """Whether its proposals are tested by ratio."""
+    return isinstance(sequence.request, SampleRequest) and sequence.request.acceptance == "ratio"

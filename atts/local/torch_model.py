@@ -149,9 +149,12 @@ class _BatchAttention:
         self._num_single, self._scale, self._cap = batch.num_single, config.query_scale, config.attention_cap
         starts = batch.query_starts[batch.num_single :].tolist()
         self._spans = list(zip(starts[:-1], starts[1:], strict=True))
-        index, mask = _padded(batch, table, window)
+        groups, places = _groups(batch)
+        index, mask = _padded(batch, table, window, (groups, places))
+        self._width = 1 + int(places.max(initial=0))  # most rows that one sequence has side by side
+        self._groups, self._places = torch.from_numpy(groups).to(device), torch.from_numpy(places).to(device)
         self._index = torch.from_numpy(index).to(device)
-        self._mask = None if mask is None else torch.from_numpy(mask).to(device)[:, None, None, :]
+        self._mask = None if mask is None else torch.from_numpy(mask).to(device)[:, None]
         self._slots: list[Tensor] = []
         self._masks: list[Tensor | None] = []
         rows, lengths = batch.table_rows[batch.num_single :], batch.context_lens[batch.num_single :].tolist()
@@ -168,8 +171,14 @@ class _BatchAttention:
             flat = self._index.flatten()
             k = keys.index_select(0, flat).view(size).transpose(1, 2)
             v = values.index_select(0, flat).view(size).transpose(1, 2)
-            q = query[: self._num_single].unsqueeze(2)  # [batch, heads, 1, head_dim]
-            outs.append(self._attend(q, k, v, self._mask).flatten(1))
+            if self._width == 1:
+                q = query[: self._num_single].unsqueeze(2)  # [batch, heads, 1, head_dim]
+                outs.append(self._attend(q, k, v, self._mask).flatten(1))
+            else:
+                q = query.new_zeros(len(self._index), self._width, *query.shape[1:])
+                q[self._groups, self._places] = query[: self._num_single]
+                attended = self._attend(q.transpose(1, 2), k, v, self._mask)  # [groups, heads, width, head_dim]
+                outs.append(attended.transpose(1, 2)[self._groups, self._places].flatten(1))
         for (start, stop), slots, mask in zip(self._spans, self._slots, self._masks, strict=True):
             k = keys.index_select(0, slots).transpose(0, 1).unsqueeze(0)
             v = values.index_select(0, slots).transpose(0, 1).unsqueeze(0)
@@ -189,20 +198,36 @@ class _BatchAttention:
         return scores.float().softmax(-1).to(values.dtype) @ values
 
 
+def _groups(batch: StepBatch) -> tuple[Ints, Ints]:
+    """Single-token rows of one sequence side by side: which sequence each belongs to, and its place among them."""
+    rows = batch.table_rows[: batch.num_single]
+    is_first = np.append(True, rows[1:] != rows[:-1])[: len(rows)]
+    groups = is_first.cumsum() - 1
+    return groups, np.arange(len(rows)) - is_first.nonzero()[0][groups]
+
+
 def _padded(
-    batch: StepBatch, table: SlotIds, window: int
+    batch: StepBatch, table: SlotIds, window: int, at: tuple[Ints, Ints]
 ) -> tuple[Ints, np.ndarray[tuple[int, ...], np.dtype[np.bool_]] | None]:
-    """Slots of the single-token sequences side by side; beyond a sequence's end stands slot 0, which holds zeros."""
-    count = batch.num_single
-    lengths = batch.context_lens[:count]
-    longest = int(lengths.max()) if count else 0
-    index = table[batch.table_rows[:count], :longest].astype(np.int64)
-    inside = np.arange(longest) < lengths[:, None]
+    """Slots of the single-token sequences side by side, and which of them each of their places sees.
+
+    Beyond a sequence's end stands slot 0, which holds zeros; places beyond its last see that one alone.
+    """
+    count, (groups, places) = batch.num_single, at
+    if not count:
+        return table[:0, :0].astype(np.int64), None
+    size = groups[-1] + 1, places.max() + 1
+    lengths = np.ones(size, dtype=np.int64)
+    lengths[groups, places] = batch.context_lens[:count]
+    longest = int(lengths.max())
+    rows = batch.table_rows[:count][places == 0]
+    index = table[rows, :longest].astype(np.int64)
+    inside = np.arange(longest) < lengths[..., None]
     if window:
-        inside &= np.arange(longest) >= lengths[:, None] - window
+        inside &= np.arange(longest) >= lengths[..., None] - window
     if inside.all():
         return index, None
-    return np.where(inside, index, 0), inside
+    return np.where(inside.any(1), index, 0), inside
 
 
 def _causal_mask(queries: int, length: int, window: int, device: torch.device) -> Tensor | None:

@@ -31,13 +31,13 @@ def residual(law: Law, proposed: Law) -> Law:
 
 
 def ratio_walk(
-    proposal: Sequence[int], laws: Sequence[Law], proposed: Sequence[Law] | None, accepts: Law, residuals: Law
+    proposal: Sequence[int], laws: Law, proposed: Law | None, accepts: Law, residuals: Law
 ) -> tuple[int, int | None]:
     """How many tokens stand, and the residual draw in place of the first that does not; None where all stand.
 
-    `laws[i]` is the target's at the place of `proposal[i]`, `proposed[i]` that which the token was drawn from; without
-    them the tokens were looked up, and each counts as certain. `accepts` and `residuals` are uniforms of two streams of
-    their own, one for each place: no number is used twice, and each place is tested once.
+    `laws[i]` is the target's at the place of `proposal[i]`, `proposed[i]` that which the token was drawn from (both of
+    [places, vocabulary]); without them the tokens were looked up, and each counts as certain. `accepts` and `residuals`
+    are uniforms of two streams of their own, one for each place: no number is used twice, each place is tested once.
     """
     for place, token in enumerate(proposal):
         law = laws[place]

@@ -212,3 +212,19 @@ def drive() -> Callable[..., Driven]:
         return driven
 
     return run
+
+
+@pytest.fixture(scope="session")
+def near(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft model: the tiny target with noise on its weights, so that about half of what it draws stands."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, folder = make_model("llama"), tmp_path_factory.mktemp("near")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.04 * weight.std() * torch.randn_like(weight) if weight.ndim > 1 else 0.0
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder

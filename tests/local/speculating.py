@@ -1,0 +1,170 @@
+"""Loops that speculate, driven step by step, and proposers that know the text or do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from atts.core import SampleRequest, Sampling, TokenIds
+from atts.local import LocalOptions, LoopStats
+from atts.local.batch import StepPlan
+from atts.local.build import build_loop
+from atts.local.messages import (
+    Close,
+    Command,
+    LoopReport,
+    Reply,
+    SampleReply,
+    SpeculationStats,
+    Submit,
+    WorkerConfig,
+)
+from atts.local.model_config import read_model_config
+from atts.local.speculating import Lengths, SpeculationRound
+from atts.seeds import Seed
+from atts.speculation import Ask, Proposer, TokenProposal
+from atts.tokenizing import ModelTokenizer
+
+Make = Callable[..., Path]
+LAWS = (
+    Sampling(0.0), Sampling(0.7), Sampling(1.0), Sampling(0.7, top_k=5), Sampling(1.0, top_p=0.8),
+    Sampling(0.9, min_p=0.1), Sampling(0.8, top_k=20, top_p=0.9, min_p=0.02),
+)  # fmt: skip
+
+
+class Script:
+    """An inbox that hands out prepared orders, one list a step, then closes when the work is done."""
+
+    def __init__(self, steps: Sequence[Sequence[Command]]) -> None:
+        self._steps = [list(step) for step in steps]
+
+    def take(self, *, wait: bool) -> list[Command]:
+        """The next step's orders; when none are left and nothing runs, the end."""
+        while self._steps and wait and not self._steps[0]:
+            self._steps.pop(0)
+        if self._steps:
+            return self._steps.pop(0)
+        return [Close()] if wait else []
+
+
+@dataclass
+class Driven:
+    """What a loop said."""
+
+    replies: dict[int, Reply]
+    stats: LoopStats
+
+
+def ids_of(seed: int, count: int) -> TokenIds:
+    """Some ids, never a special one."""
+    return tuple(random.Random(seed).choices(range(3, 300), k=count))
+
+
+def requests(count: int, tokens: int = 24, laws: Sequence[Sampling] = LAWS) -> list[Submit]:
+    """Orders for texts under several laws; some share a prompt, as the samples of one problem do."""
+    return [
+        Submit(
+            n + 1,
+            SampleRequest(ids_of(n // 3, 12), tokens, laws[n % len(laws)], Seed(5, sample=n), rollout=f"p{n // 3}/{n}"),
+        )
+        for n in range(count)
+    ]
+
+
+class Knowing(Proposer):
+    """Proposes what a plain run wrote, wrong from a random place on; or nothing but wrong tokens."""
+
+    def __init__(self, texts: dict[int, TokenIds], kind: str) -> None:
+        self._texts, self._kind, self._random = texts, kind, random.Random(3)
+
+    def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
+        """Of each text what comes next."""
+        return [TokenProposal(self._next(ask)) for ask in asks]
+
+    def _next(self, ask: Ask) -> TokenIds:
+        right = self._texts[ask.key][ask.written : ask.written + ask.room]
+        if self._kind == "right":
+            return (*right, *[7] * (ask.room - len(right)))
+        if self._kind == "wrong":
+            return tuple((token + 1) % 300 for token in right)
+        if self._kind == "random":
+            return tuple(self._random.choices(range(320), k=ask.room))
+        good = self._random.randrange(ask.room + 1)
+        return (*right[:good], *self._random.choices(range(3, 300), k=self._random.randrange(ask.room + 1)))[: ask.room]
+
+
+class AnyLength:
+    """Another number of tokens for every sequence and step, 0 included."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._random = most, random.Random(most)
+
+    def choose(self, plan: StepPlan) -> list[int]:
+        """From 0 to the most there may be."""
+        return [self._random.randint(0, self._most) for _ in plan.decoding]
+
+    def observed(self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]) -> None:
+        """Whatever comes."""
+
+
+@cache
+def config_of(folder: Path, drafter: Path | None = None) -> WorkerConfig:
+    """What is known of a model before it is loaded."""
+    own = None if drafter is None else config_of(drafter)
+    return WorkerConfig(
+        "tiny", folder, read_model_config(folder, "tiny"), ModelTokenizer(folder, "tiny").pieces, LocalOptions(), own
+    )
+
+
+def run(
+    folder: Path,
+    steps: Sequence[Sequence[Command]],
+    proposer: Proposer | None = None,
+    lengths: Lengths | int | None = None,
+    drafter: Path | None = None,
+    **changes: Any,
+) -> Driven:
+    """Run a loop over a script, with a proposer and a choice of lengths of one's own where they are given."""
+    options = LocalOptions(device="cpu", kernel="native", kv_tokens=4096, max_batch=32, chunk_tokens=512, threads=1)
+    ways: dict[str, Any] = {}
+    if drafter is not None:
+        ways = {"speculate": "draft"}
+    options = replace(options, drafter=str(drafter or ""), k=lengths if isinstance(lengths, int) else None, **ways)
+    config = replace(config_of(folder, drafter), options=replace(options, **changes))
+    if proposer is not None:
+        config = replace(config, proposer=cast(Any, lambda: proposer))
+    driven = Driven({}, LoopStats())
+
+    def tell(report: LoopReport) -> None:
+        driven.replies.update({reply.request_id: reply for reply in report.replies})
+        driven.stats = report.stats or driven.stats
+
+    with pytest.MonkeyPatch.context() as patch:
+        if lengths is not None and not isinstance(lengths, int):
+            patch.setattr("atts.local.build.FixedLength", lambda tokens: lengths)
+        loop = build_loop(config, tell)[0]
+    loop.run(Script(steps))
+    return driven
+
+
+def texts(done: Driven) -> dict[int, TokenIds]:
+    """What was written, by request."""
+    return {key: reply.ids for key, reply in done.replies.items() if isinstance(reply, SampleReply)}
+
+
+def same(plain: Driven, other: Driven) -> bool:
+    """Whether every reply is the same: ids, ends, and log-probabilities to the bit."""
+    assert plain.replies, "nothing was written"
+    return plain.replies == other.replies
+
+
+def counts(done: Driven) -> SpeculationStats:
+    """What was proposed."""
+    assert done.stats.speculation is not None, "nothing speculated"
+    return done.stats.speculation

@@ -1,0 +1,237 @@
+"""Speculation in whole engines: other kernels, workers, ratio tests, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atts.api.engines import build_engine
+from atts.core import SampleRequest, Sampling
+from atts.errors import OptionError, OutOfMemory
+from atts.local import LocalEngine, LocalOptions
+from atts.local.batch import StepPlan
+from atts.local.build import allocate_cache
+from atts.local.loop import StepLoop
+from atts.local.messages import SampleReply, Submit
+from atts.seeds import Seed
+from atts.speculation import Ask, Proposer, TokenProposal
+from tests.local.speculating import AnyLength, Knowing, Make, counts, ids_of, requests, run, same, texts
+
+HERE = LocalOptions(device="cpu", worker="thread", kv_tokens=2048, max_batch=32, threads=1)
+
+
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 20}), ("gemma2", {})])
+def test_in_torch_only_near_ties_may_differ(family: str, changes: dict[str, Any], make_model: Make) -> None:
+    """Rows of one sequence are one masked batch there; log-probabilities stay within 1e-4."""
+    folder, orders = make_model(family, **changes), requests(7)
+    plain = run(folder, [orders], kernel="torch")
+    for k in (1, 6):
+        done = run(folder, [orders], Knowing(texts(plain), "partly"), AnyLength(6) if k > 1 else k, kernel="torch")
+        assert counts(done).accepted > 0
+        assert texts(done) == texts(plain)
+        for key, reply in done.replies.items():
+            other = plain.replies[key]
+            assert isinstance(reply, SampleReply)
+            assert isinstance(other, SampleReply)
+            assert reply.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_the_ratio_test_keeps_the_law(make_model: Make, near: Path) -> None:
+    """Two tokens that were proposed, in many samples: as often as in plain decoding; the tokens are other ones."""
+    law = Sampling(1.0, top_k=3)
+    found = list[Counter[tuple[int, ...]]]()
+    for shift, drafter in ((0, None), (1000, near)):
+        asked = [SampleRequest(ids_of(1, 12), 3, law, Seed(shift + n), acceptance="ratio") for n in range(500)]
+        done = run(
+            make_model("llama"),
+            [[Submit(n + 1, each) for n, each in enumerate(asked)]],
+            None,
+            2,
+            drafter,
+            max_batch=128,
+        )
+        found.append(Counter(ids[:3] for ids in texts(done).values()))
+    frequent = [key for key in found[0] | found[1] if found[0][key] + found[1][key] >= 10]
+    squares = [(found[0][key] - found[1][key]) ** 2 / (found[0][key] + found[1][key]) for key in frequent]
+    assert 0.1 < counts(done).accepted / counts(done).proposed < 1
+    assert len(frequent) > 5
+    assert (sum(squares) - len(squares)) / np.sqrt(2 * len(squares)) < 4
+
+
+def test_ratio_and_replay_stand_side_by_side(make_model: Make, near: Path) -> None:
+    """Those that replay are untouched by those that do not; without proposals, ratio is plain decoding."""
+    folder, orders = make_model("llama"), requests(6)
+    mixed = [
+        replace(order, request=replace(order.request, acceptance="ratio" if order.request_id % 2 else "replay"))
+        for order in orders
+        if isinstance(order.request, SampleRequest)
+    ]
+    plain = run(folder, [orders])
+    assert same(plain, run(folder, [mixed]))
+    done, again = (run(folder, [mixed], None, 4, near) for _ in range(2))
+    assert same(done, again)
+    for key, reply in plain.replies.items():
+        if key % 2 == 0:
+            assert done.replies[key] == reply
+    looked_up = run(folder, [mixed], Knowing(texts(plain), "right"), 4)
+    assert counts(looked_up).proposed > counts(looked_up).accepted > 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.once)])
+async def test_an_engine_with_a_drafter_answers_as_one_without(worker: Any, make_model: Make, near: Path) -> None:
+    """In a thread and in a process; what was proposed is in its counters."""
+    request, answers = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3)), list[Any]()
+    for drafter in ("", str(near)):
+        options = replace(HERE, worker=worker if drafter else "thread", drafter=drafter, k=4 if drafter else None)
+        async with LocalEngine(make_model("llama"), options=options) as engine:
+            answers.append(await engine.sample(request))
+            speculation = engine.loop_stats().speculation
+            assert (speculation is not None) == bool(drafter)
+            if speculation is not None:
+                assert speculation.proposed >= speculation.accepted > 0
+                assert speculation.tested_at[0] == speculation.rounds
+                assert sum(speculation.stood_at) == speculation.accepted
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("embedded:target?drafter=embedded:draft&k=-1", "is -1, expected 0 to 32"),
+        ("embedded:target?drafter=embedded:draft&k=1000", "is 1000, expected 0 to 32"),
+        ("embedded:target?drafter=embedded:draft&k=many", "not a whole number"),
+        ("embedded:target?speculate=fast", "no way to speculate"),
+        ("embedded:target?speculate=draft", "needs a draft model"),
+        ("embedded:target?drafter=vllm:http://host:8000/M", "names no draft model"),
+        ("embedded:target?drafter=hf:", "names no draft model"),
+        ("vllm:http://host:8000/M?drafter=embedded:draft", "for models of this machine"),
+        ("server:http://host:8000?speculate=auto", "for models of this machine"),
+        ("openai:https://host/v1/M?k=4", "for models of this machine"),
+    ],
+)
+def test_words_that_cannot_be_are_refused_before_anything_runs(words: str, problem: str) -> None:
+    """Each says what is wrong."""
+    with pytest.raises(OptionError, match=problem):
+        build_engine(words, "target")
+
+
+def test_words_for_speculation_are_understood() -> None:
+    """A drafter named as engines are; "auto" is a number of tokens too."""
+    engine: Any = build_engine("embedded:target?drafter=embedded:draft&speculate=auto&k=auto", "target")
+    assert engine._options.k is None
+    assert Path(engine._options.drafter).name == "draft"
+    assert engine._options.speculates
+    off: Any = build_engine("embedded:target?drafter=embedded:draft&k=0", "target")
+    assert not off._options.speculates
+    assert not LocalOptions().speculates
+
+
+@pytest.mark.anyio
+async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_path: Path) -> None:
+    """Its ids mean something else."""
+    from transformers import AutoTokenizer
+
+    source = make_model("llama")
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = state["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.__getitem__)[40:42]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    assert AutoTokenizer.from_pretrained(tmp_path) is not None
+    with pytest.raises(OptionError, match="has another tokenizer"):
+        async with LocalEngine(source, options=replace(HERE, drafter=str(tmp_path))):
+            pass
+
+
+def test_a_drafter_without_room_for_its_cache_is_refused(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says whose cache it is that does not fit."""
+
+    def scarce(config: Any, dtype: Any, device: Any, least: int | None = None) -> Any:
+        if config.name == "tiny" and least is not None:
+            monkeypatch.setattr("atts.local.build._zeros", refuse)
+        return allocate_cache(config, dtype, device, least)
+
+    def refuse(*sizes: object) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("atts.local.build.allocate_cache", scarce)
+    with pytest.raises(OutOfMemory, match="a cache of 4096 tokens does not fit"):
+        run(make_model("llama"), [requests(1)], None, 4, near)
+
+
+class Failing(Proposer):
+    """Proposes once, then fails."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
+        """What comes first is nonsense."""
+        self._asked += 1
+        if self._asked > 1:
+            raise ValueError("no more ideas")
+        return [TokenProposal((10**9, -5, 3)) for _ in asks]
+
+
+def test_a_proposer_that_fails_is_asked_no_more(make_model: Make) -> None:
+    """The texts are what they are, ids that are none are dropped, and it is said why nothing is proposed."""
+    plain = run(make_model("llama"), [requests(3)])
+    done = run(make_model("llama"), [requests(3)], Failing(), 4)
+    assert same(plain, done)
+    assert counts(done).proposed == 0
+    assert counts(done).trouble == "speculation is off: Failing failed (ValueError: no more ideas)"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a kernel broke")], ids=["memory", "broken"])
+def test_a_step_that_breaks_is_tried_without_proposals(
+    error: Exception, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is told, no text changes; where memory ran out, proposals are shorter afterwards."""
+    orders, compute, seen = requests(4), StepLoop._compute, list[int]()  # pyright: ignore[reportPrivateUsage]
+    plain = run(make_model("llama"), [orders])
+
+    def scarce(loop: StepLoop, plan: StepPlan) -> Any:
+        seen.append(max(map(len, plan.proposals), default=0))
+        if seen[-1] > 3:
+            raise error
+        return compute(loop, plan)
+
+    monkeypatch.setattr(StepLoop, "_compute", scarce)
+    done = run(make_model("llama"), [orders], Knowing(texts(plain), "right"), 8)
+    assert same(plain, done)
+    assert done.stats.shrunk == done.stats.preempted == 0
+    assert seen.count(8) == 1 if isinstance(error, MemoryError) else seen.count(8) > 1
+    assert (2 in seen) == isinstance(error, MemoryError)
+
+
+def test_company_changes_no_bit(make_model: Make) -> None:
+    """A request's log-probabilities are the same beside others that filter tokens, and alone."""
+    order = Submit(1, SampleRequest(ids_of(1, 12), 20, Sampling(0.7), Seed(1)))
+    other = Submit(2, SampleRequest(ids_of(2, 12), 20, Sampling(0.7, top_k=9, min_p=0.01), Seed(2)))
+    alone, beside = run(make_model("llama"), [[order]]), run(make_model("llama"), [[order, other]])
+    assert alone.replies[1] == beside.replies[1]
+
+
+def test_a_text_is_found_to_be_the_same_however_it_is_cut(make_model: Make, near: Path) -> None:
+    """Requests that come and go at random steps, with another number of tokens each step."""
+    shuffled = random.Random(4)
+    orders: list[Any] = list(requests(20, 20))
+    steps: list[list[Any]] = [[] for _ in range(15)]
+    for order in orders:
+        steps[shuffled.randrange(15)].append(order)
+    plain, done = (run(make_model("llama"), steps, None, lengths, near) for lengths in (0, AnyLength(8)))
+    assert texts(plain) == texts(done)
+    assert plain.stats.sampled_tokens == done.stats.sampled_tokens

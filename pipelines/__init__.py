@@ -31,6 +31,7 @@ from atts.pipelines.wrappers import (
     Meanwhile,
     Promising,
     RandomisedGate,
+    SparingGate,
     WarmingGate,
     WarmScore,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "CueGate",
     "ExploringGate",
     "RandomisedGate",
+    "SparingGate",
     "Features",
     "FixedGate",
     "Gate",

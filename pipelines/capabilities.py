@@ -18,7 +18,7 @@ from atts.pipelines.gates import (
 )
 from atts.pipelines.policy import Policy
 from atts.pipelines.scores import ScoreRule, resolved
-from atts.pipelines.wrappers import CappedGate, RandomisedGate
+from atts.pipelines.wrappers import CappedGate, RandomisedGate, SparingGate
 
 _BLIND = (FixedGate, RandomGate, CueGate)  # they never look at a score
 _BY_SCORE = (ConformalGate, StaticRankGate, ThresholdGate, TopGate)  # of the draft's own evidence they look at nothing
@@ -52,7 +52,7 @@ def needed_logprobs(policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, t
 
 
 def _innermost(gate: Gate | RoundGate) -> Gate | RoundGate:
-    while isinstance(gate, CappedGate | RandomisedGate):
+    while isinstance(gate, CappedGate | RandomisedGate | SparingGate):
         gate = gate.inner
     return gate
 

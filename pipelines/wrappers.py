@@ -82,6 +82,37 @@ class ExploringGate:
         return features.uniform(self.seed, "explore") < self.fraction
 
 
+_SIBLINGS = 3  # with an answer, before their agreement counts
+
+
+@dataclass(frozen=True, slots=True)
+class SparingGate:
+    """Another gate, but chunks whose siblings agree on an answer are kept: the target is spent where they do not.
+
+    The inner gate hears what was really done, so that one which holds a rate spends elsewhere what is spared here.
+    """
+
+    inner: Gate
+    agreement: float  # the share of answered siblings behind one answer from which nothing goes over
+
+    def preview(self, features: Features) -> Decision:
+        """As the inner gate, but for what is spared."""
+        return self._spared(features, self.inner.preview(features))
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """As the inner gate, but for what is spared."""
+        return self._spared(features, self.inner.decide(features, score))
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Pass it on."""
+        self.inner.observe(decision, escalated)
+
+    def _spared(self, features: Features, decision: Decision) -> Decision:
+        if decision.escalate and features.answered >= _SIBLINGS and features.agreement >= self.agreement:
+            return _overruled(decision, "accept", "budget", f"{decision.why}; spared: siblings agree")
+        return decision
+
+
 @dataclass(frozen=True, slots=True)
 class RandomisedGate:
     """Another gate, but for a seeded fraction of chunks, where a coin of the rate decides.

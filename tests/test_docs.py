@@ -1,5 +1,6 @@
 """Generated pages say what the code says, and the README keeps to its promises."""
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -83,3 +84,18 @@ def test_the_mathematics_page_has_the_settings_that_are_run() -> None:
     for line, (name, row) in zip(rows, published, strict=True):
         for value in (name, f"{100 * row.accuracy:.1f} %", f"{row.marginal:.2f}x", f"{row.conditional:.2f}x"):
             assert f"| {value} |" in line
+
+
+def test_every_promise_names_what_shows_it() -> None:
+    """Each row and each item of the page of promises cites a test or a study, and all that are cited exist."""
+    from scripts.studies.bench import STUDIES
+
+    text = (ROOT / "docs" / "guarantees.md").read_text()
+    promises = re.findall(r"^(?:- |\| `)(?:.|\n(?=  ))*", text, re.MULTILINE)
+    assert len(promises) > 25
+    assert [promise for promise in promises if not re.search(r"`(test_|scripts/bench )", promise)] == []
+    code = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
+    tests = set(re.findall(r"def (test_\w+)", code))
+    assert set(re.findall(r"`(test_\w+)`", text)) - tests == set()
+    assert set(re.findall(r"`scripts/bench ([\w-]+)", text)) - set(STUDIES) == set()
+    assert len(text.splitlines()) <= 120

@@ -19,7 +19,7 @@ from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting
 from atts.methods import GateInputs, preset
-from atts.pipelines import Answers, ConformalGate, Gate, Policy, RandomisedGate, RoundGate
+from atts.pipelines import Answers, ConformalGate, Gate, Policy, RandomisedGate, RoundGate, SparingGate
 from atts.run import Conditions, Plan
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ class Setup:
         str | None, "answer only where wrong seldom enough: .1@.9 is at most .1 of the time with probability .9"
     ] = None
     labelled: Annotated[str | None, "the run of the same settings whose graded problems say where that is"] = None
+    spare: Annotated[
+        float | None, "keep chunks where such a share of the answered siblings agrees, and spend the rate elsewhere"
+    ] = None
     explore: Annotated[
         float, "share of chunks that a coin of the rate decides, for `atts replay` to estimate other rates by"
     ] = 0.0
@@ -178,7 +181,16 @@ class Setup:
         if self.cap is not None and not isinstance(gate, ConformalGate):
             raise OptionError("cap", f"the gate of method {self.method!r} here keeps none; methods atts and paper do, "
                               "without a warm-up")  # fmt: skip
-        return self._exploring(gate), calibrator
+        return self._exploring(self._sparing(gate)), calibrator
+
+    def _sparing(self, gate: Gate | RoundGate) -> Gate | RoundGate:
+        if self.spare is None:
+            return gate
+        if not 0 < self.spare <= 1:
+            raise OptionError("spare", f"{self.spare} is no share of siblings that agree; give one above 0, up to 1")
+        if not isinstance(gate, ConformalGate):
+            raise OptionError("spare", f"the gate of method {self.method!r} holds no rate; methods atts and paper do")
+        return SparingGate(gate, self.spare)
 
     def _exploring(self, gate: Gate | RoundGate) -> Gate | RoundGate:
         if not self.explore:
@@ -200,6 +212,7 @@ class Setup:
             **({"warmup": self.warmup} if self.warmup else {}),
             **({"cap": self.cap} if self.cap is not None else {}),
             **({"explore": self.explore} if self.explore else {}),
+            **({"spare": self.spare} if self.spare is not None else {}),
             **({"by_length": True, "stored_lengths": list(calibrator.stored.lengths)} if self.ranks_by_length else {}),
         }
         return {name: Setting(value, "setup") for name, value in words.items()}

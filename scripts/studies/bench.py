@@ -30,6 +30,7 @@ STUDIES = {
     "calibration": Study("rate control and drift alarms on recorded scores", 30, 320),
     "statistics": Study("what intervals cover, and where runs of few problems land on their rate", 0, 60),
     "small": Study("runs of few problems, live: rate, worst chunks, accuracy"),
+    "decisions": Study("when comparisons end, and how often given answers are wrong", 0, 60),
     "grading": Study("answer checkers beside each other", 0, 100),
     "local": Study("the local engine beside transformers", 0, 300),
     "models": Study("the embedded pair: accuracy, voting, recovery, cost", 30, 150),

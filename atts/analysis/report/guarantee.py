@@ -100,7 +100,7 @@ def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float,
         return None
     checked = same = 0
     for place, step in enumerate(steps):
-        decision, explored = step.decision, step.decision.origin == "exploration"
+        decision, explored = step.decision, step.decision.origin in ("exploration", "budget")
         try:
             if step.kind == "observed":
                 calibrator.observe(decision, step.escalated)

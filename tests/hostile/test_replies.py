@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import sys
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
 from copy import deepcopy
@@ -168,6 +172,49 @@ async def test_no_part_of_a_reply_can_be_replaced_by_what_cannot_be_true(kind: s
                 else:
                     assert got == expected, f"{verb}: {new!r} was taken at {path}"
             assert refused > 40
+
+
+def mangled(text: bytes, draws: random.Random) -> bytes:
+    """Several parts of a reply replaced, left out or put elsewhere, or its bytes cut, doubled and changed."""
+    for _ in range(draws.randrange(1, 5)):
+        if draws.random() < 0.25 or not (ways := list(places(json.loads(text)))):
+            at, to = sorted(draws.choices(range(len(text) + 1), k=2))
+            return draws.choice(
+                (text[:at], text[at:to], text[:to] + text[at:], text[:at] + draws.randbytes(3) + text[to:])
+            )
+        whole, way = json.loads(text), draws.choice(ways)
+        new = draws.choice(IMPOSSIBLE)
+        if draws.random() < 0.3:
+            new = whole
+            for name in draws.choice(ways):
+                new = new[name]
+        text = json.dumps(replaced(whole, way, new)).encode()
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DIALECTS)
+async def test_replies_mangled_in_many_places(kind: str) -> None:
+    """`ATTS_FUZZ` of each kind: a bad reply, or one whose numbers may be true."""
+    ended = Counter[str]()
+    async with opened(kind) as (client, requests):
+        for verb, call in calls(requests).items():
+            client.replies, client.heard = {}, {}
+            await call()
+            ((at, text),) = client.heard.items()
+            for number in range(int(os.environ.get("ATTS_FUZZ", "200"))):
+                client.replies[at] = mangled(text, random.Random(f"{kind} {verb} {number}"))
+                try:
+                    got = await call()
+                except BadReply:
+                    ended["refused"] += 1
+                    continue
+                ended["taken"] += 1
+                logprobs = getattr(got, "logprobs", ())
+                assert all(value is None or (type(value) is float and value <= 0) for value in logprobs), number
+                assert all(type(value) is int and value >= 0 for value in getattr(got, "ids", ())), number
+    sys.stderr.write(f"fuzz: {kind}: {ended.total()} replies, {dict(ended)}\n")
+    assert ended["refused"] > ended["taken"]
 
 
 @pytest.mark.parametrize("kind", DIALECTS)

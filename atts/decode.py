@@ -50,7 +50,12 @@ def batch_sampling(settings: Sequence[Sampling], vocabulary: int, device: torch.
 
 def first_rows(sampling: SamplingBatch, count: int) -> SamplingBatch:
     """The settings of the first rows."""
-    return spread_rows(sampling, torch.arange(count))
+    if count == len(sampling.temperature):
+        return sampling
+    top_k, top_p, min_p = (
+        None if column is None else column[:count] for column in (sampling.top_k, sampling.top_p, sampling.min_p)
+    )
+    return SamplingBatch(sampling.temperature[:count], top_k, top_p, min_p, sampling.is_greedy)
 
 
 def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:

@@ -21,7 +21,7 @@ from atts.calibration.scale import PERPLEXITY, Scale
 from atts.calibration.state import Part, read_state, same, strict, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint
 from atts.core import Action, Decision, Origin
-from atts.errors import CalibrationInputError
+from atts.errors import CalibrationInputError, OptionError
 
 Group = int | tuple[str, int] | None
 """Which stored scores to compare with: a turn's, a question's and turn's, or all."""
@@ -29,6 +29,7 @@ Group = int | tuple[str, int] | None
 _KIND, _VERSION = "atts calibrator", 1
 _NORMAL = NormalDist()
 _FEW = 40  # scores: with fewer known, a run of known size keeps escalations back for when ranks mean more
+_WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 _WIDENED, _WIDER = 500, 1.5  # after a "widen" alarm: for so many decisions the allowance is so many times higher
 
 
@@ -334,8 +335,8 @@ class Calibrator(Part):
             if fingerprint is not None:
                 check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
             made = cls._of(state)
-            is_whole = same(made.state(), state) and 0 <= made.escalated <= made.decided
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            is_whole = same(made.state(), state) and type(made.seed) is int and 0 <= made.escalated <= made.decided
+        except (*_WRONG, OptionError) as error:
             problem = f"{type(error).__name__}: {error}"
             raise CalibrationInputError("calibrator state", problem, "what a calibrator saved") from error
         if not is_whole:

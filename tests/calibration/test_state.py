@@ -195,3 +195,26 @@ def test_a_score_that_waits_for_its_issue_is_let_go_with_its_question() -> None:
     calibrator.forget("slow")
     assert "quick" not in json.dumps(calibrator.state())
     assert "slow" not in json.dumps(calibrator.state())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mode": ["aci"]}, {"mode": "none"}, {"stored": None}, {"tuning": {"x": 1}}, {"rate": "1/0"}, {"options": []},
+        {"decided": True}, {"decided": -1}, {"escalated": 10**9}, {"pool": "x"}, {"order": {}}, {"alert": [1]},
+        {"monitor": None}, {"fingerprint": 3}, {"controller": {"a": 1}}, {"seed": "x"}, {"more": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_state_with_wrong_fields_is_refused(change: dict[str, Any]) -> None:
+    """Whatever is not what a calibrator saved, each field by itself changed or left out."""
+    calibrator = Calibrator(0.3, "aci", stored=STORED)
+    play(calibrator, stream(20))
+    state = json.loads(json.dumps(strict(calibrator.state())))
+    assert Calibrator.restored(state).decided == 20
+    with pytest.raises(CalibrationInputError):
+        Calibrator.restored({**state, **change})
+    with pytest.raises(CalibrationInputError):
+        Calibrator.restored(
+            {name: part for name, part in state.items() if name not in change} if "more" not in change else {}
+        )

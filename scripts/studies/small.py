@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 
 import anyio
 
@@ -12,7 +13,7 @@ from atts.calibration import Calibrator, Tuning
 from atts.core import Decision, Features, Outcome, Problem
 from atts.evaluators import compare_runs
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
-from atts.pipelines import ConformalGate
+from atts.pipelines import Calibrating, ConformalGate
 from scripts.studies.arms import Pair, arm, run_block
 from scripts.studies.harness import Options, Row, Table, interval, say
 from scripts.studies.parts import Parts
@@ -24,12 +25,22 @@ GATES = ("counted", "streaming in")
 """The default, and the same that is not told how much of the run is left."""
 
 
-class UnpacedGate(ConformalGate):
-    """The conformal gate of a run whose problems stream in."""
+class WatchedGate(ConformalGate):
+    """The conformal gate with its decisions kept: those of a chunk that a settled vote cut off are in no outcome."""
+
+    def __init__(self, calibrator: Calibrating, is_counted: bool) -> None:
+        super().__init__(calibrator)
+        self._is_counted = is_counted
+        self.made: list[tuple[float, bool]] = []  # score, and whether the target took over
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Without the share that is left."""
-        return super().decide(replace(features, left=None), score)
+        """As the gate; of a run whose problems stream in, without the share that is left."""
+        return super().decide(features if self._is_counted else replace(features, left=None), score)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Keep it, too."""
+        self.made.append((math.inf if decision.score is None else decision.score, escalated))
+        super().observe(decision, escalated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +53,12 @@ class Ended:
     right: dict[str, float]
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], rate: float) -> Ended:
-        """Of what the run kept."""
-        turns = [turn for outcome in outcomes for rollout in outcome.rollouts for turn in rollout.turns]
-        made = [turn.decision for turn in turns if turn.decision is not None]
-        scored = sorted((d for d in made if d.score is not None), key=lambda d: -(d.score or 0.0))
-        worst = scored[: max(1, round(rate * len(made)))]
+    def of(cls, gate: WatchedGate, outcomes: Sequence[Outcome], rate: float) -> Ended:
+        """Of what the gate decided, and what came of it."""
+        worst = sorted(gate.made, reverse=True)[: max(1, round(rate * len(gate.made)))]
         right = {one.problem.id: float(one.answer == one.problem.answer) for one in outcomes}
-        caught = sum(decision.escalate for decision in worst) / len(worst)
-        return cls(len(made), sum(decision.escalate for decision in made), caught, right)
+        caught = fmean(over for _, over in worst)
+        return cls(len(gate.made), sum(over for _, over in gate.made), caught, right)
 
 
 def study(options: Options) -> list[Table]:
@@ -75,11 +83,11 @@ async def _run_all(parts: Parts, sizes: Sequence[tuple[int, int]], seeds: int, f
             say(f"small runs: {name}")
             chosen = _ordered(arithmetic("test", problems, 5000 + seed), order)
             plan = pair.plan(arm("atts", samples=samples, rate=rate), seed * 31 + len(order))
-            if gate != GATES[0]:
-                tuning = Tuning.for_rollouts(samples)
-                plan = replace(plan, gate=UnpacedGate(Calibrator(rate, "aci", seed=plan.seed, tuning=tuning)))
+            tuning = Tuning.for_rollouts(samples)
+            watched = WatchedGate(Calibrator(rate, "aci", seed=plan.seed, tuning=tuning), gate == GATES[0])
+            plan = replace(plan, gate=watched)
             outcomes, _ = await run_block(chosen, plan)
-            parts.keep(name, asdict(Ended.of(outcomes, rate)))
+            parts.keep(name, asdict(Ended.of(watched, outcomes, rate)))
 
 
 def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:

@@ -118,7 +118,9 @@ class Plan:
         count = None
         if isinstance(problems, Sequence):
             count, dataset = len(problems), dataset or dataset_digest(problems)
-        policy: Mapping[str, Json] = asdict(self.policy)
+        policy: dict[str, Json] = asdict(self.policy)
+        if count is not None and not any(problem.choices for problem in problems):
+            policy["letter"] = ""  # it is said after choices only, and runs from before it existed go on
         own = {"policy": Setting(policy, "policy"), "gate": Setting(type(self.gate).__name__, "gate")}
         if isinstance(self.gate, Promising):
             own["promise"] = Setting(list(self.gate.promise), "gate")

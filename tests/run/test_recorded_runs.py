@@ -5,15 +5,21 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atts.api import Setup
 from atts.cli.app import run
+from atts.core import Problem
+from atts.errors import FingerprintError
+from atts.journal import Setting
+from atts.testing import ScriptedEngine, toy_problems
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 KINDS = ("finished", "rounds", "ordinal", "shard1", "shard2", "merged", "killed", "interrupted", "failed")
@@ -94,6 +100,21 @@ def runs(tmp_path: Path) -> Path:
 def test_recorded_runs_are_read_as_before(name: str, runs: Path) -> None:
     """Reports, plans, replays, comparisons and unions of old runs have the numbers they had."""
     assert_same(said(runs, name), json.loads((RUNS / "expected" / f"{name}.json").read_text()))
+
+
+def test_what_is_said_after_choices_is_no_setting_of_a_run_without_any() -> None:
+    """Runs from before it could be said go on; where there are choices, their prompts would be others."""
+    plan = Setup().plan(ScriptedEngine("draft"), ScriptedEngine("target"))
+
+    def check(problems: Sequence[Problem]) -> None:
+        now = plan.manifest(problems, None)
+        policy: Any = now.configuration["policy"].value
+        before = Setting({name: value for name, value in policy.items() if name != "letter"})
+        now.check(replace(now, configuration={**now.configuration, "policy": before}), Path("run"))
+
+    check(toy_problems(2))
+    with pytest.raises(FingerprintError, match=r"policy\.letter"):
+        check([Problem("one", "Which?", "A", "choice", choices=("this", "that"))])
 
 
 @pytest.mark.slow

@@ -37,6 +37,8 @@ COMMANDS = {
 RESUME = ("eval", "arithmetic[:8]", "--samples", "2", "--seed", "3", "--rollouts", "1", "--report", "none", "--json")
 TIMES = {"seconds", "draft_prefill_tokens", "target_prefill_tokens"}  # of a resumed run: its own clock and cache
 
+WORDS = {"guarantee", "voided_by"}  # sentences that later versions may word with more in them
+
 
 def atts(at: Path, *words: str) -> list[Any]:
     """What the command printed on standard output, JSON by JSON."""
@@ -78,6 +80,9 @@ def assert_same(new: Any, old: Any, place: str = "") -> None:
     if isinstance(old, dict):
         assert set(old) <= set(new), f"{place}: {set(old) - set(new)} are gone"
         for name, part in old.items():
+            if name in WORDS and isinstance(part, str):
+                assert isinstance(new[name], str), place
+                continue
             assert_same(new[name], part, f"{place}.{name}")
     elif isinstance(old, list):
         assert len(new) == len(old), f"{place}: {len(new)} for {len(old)}"

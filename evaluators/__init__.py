@@ -4,70 +4,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from atts.evaluators.answers.extraction import Extraction as Extraction
-    from atts.evaluators.answers.extraction import Extractor as Extractor
-    from atts.evaluators.answers.extraction import extract as extract
-    from atts.evaluators.answers.extraction import extraction as extraction
-    from atts.evaluators.datasets.arithmetic import Exercise as Exercise
-    from atts.evaluators.datasets.arithmetic import exercises as exercises
-    from atts.evaluators.datasets.columns import Columns as Columns
-    from atts.evaluators.datasets.hub import cached_snapshot as cached_snapshot
-    from atts.evaluators.datasets.loading import Dataset as Dataset
-    from atts.evaluators.datasets.loading import LoadOptions as LoadOptions
-    from atts.evaluators.datasets.loading import digest as digest
-    from atts.evaluators.datasets.loading import load_dataset as load_dataset
-    from atts.evaluators.datasets.loading import overlap as overlap
-    from atts.evaluators.datasets.rows import json_lines as json_lines
-    from atts.evaluators.datasets.selection import Selection as Selection
-    from atts.evaluators.datasets.selection import select as select
-    from atts.evaluators.datasets.sources import BENCHMARKS as BENCHMARKS
-    from atts.evaluators.datasets.sources import Benchmark as Benchmark
-    from atts.evaluators.datasets.sources import find_benchmark as find_benchmark
-    from atts.evaluators.equivalence.fast import equivalent as equivalent
-    from atts.evaluators.equivalence.grouping import group as group
-    from atts.evaluators.grading import GradedRecord as GradedRecord
-    from atts.evaluators.grading import GradeTally as GradeTally
-    from atts.evaluators.grading import grade as grade
-    from atts.evaluators.grading import judge as judge
-    from atts.evaluators.grading import reference as reference
-    from atts.evaluators.metrics.intervals import Estimate as Estimate
-    from atts.evaluators.metrics.intervals import accuracy_estimate as accuracy_estimate
-    from atts.evaluators.metrics.intervals import mean_estimate as mean_estimate
-    from atts.evaluators.metrics.intervals import share_estimate as share_estimate
-    from atts.evaluators.metrics.majority import Votes as Votes
-    from atts.evaluators.metrics.majority import maj_at_k as maj_at_k
-    from atts.evaluators.metrics.majority import votes as votes
-    from atts.evaluators.metrics.majority import weighted_maj_at_k as weighted_maj_at_k
-    from atts.evaluators.metrics.paired import Comparison as Comparison
-    from atts.evaluators.metrics.paired import McNemar as McNemar
-    from atts.evaluators.metrics.paired import compare_runs as compare_runs
-    from atts.evaluators.metrics.paired import mcnemar as mcnemar
-    from atts.evaluators.metrics.paired import problems_needed as problems_needed
-    from atts.evaluators.metrics.rates import Counts as Counts
-    from atts.evaluators.metrics.rates import avg_at_n as avg_at_n
-    from atts.evaluators.metrics.rates import count as count
-    from atts.evaluators.metrics.rates import g_pass_at_k as g_pass_at_k
-    from atts.evaluators.metrics.rates import pass_at_k as pass_at_k
-    from atts.evaluators.metrics.rates import pass_hat_k as pass_hat_k
-    from atts.evaluators.metrics.rates import rate as rate
-    from atts.evaluators.metrics.scorecard import Coverage as Coverage
-    from atts.evaluators.metrics.scorecard import Samples as Samples
-    from atts.evaluators.metrics.scorecard import SampleStatus as SampleStatus
-    from atts.evaluators.metrics.scorecard import Scorecard as Scorecard
-    from atts.evaluators.metrics.scorecard import answer_classes as answer_classes
-    from atts.evaluators.metrics.scorecard import coverage as coverage
-    from atts.evaluators.metrics.scorecard import samples_of as samples_of
-    from atts.evaluators.metrics.scorecard import score as score
-    from atts.evaluators.metrics.scorecard import status_of as status_of
-    from atts.evaluators.metrics.sequential import ConfidenceSequence as ConfidenceSequence
-    from atts.evaluators.metrics.sequential import Sequential as Sequential
-    from atts.evaluators.metrics.sequential import compare_in_order as compare_in_order
-    from atts.evaluators.verdict import Limits as Limits
-    from atts.evaluators.verdict import Status as Status
-    from atts.evaluators.verdict import Verdict as Verdict
+    from atts.evaluators.answers.extraction import Extraction, extract, extraction
+    from atts.evaluators.datasets.arithmetic import Exercise, exercises
+    from atts.evaluators.datasets.columns import Columns
+    from atts.evaluators.datasets.hub import cached_snapshot
+    from atts.evaluators.datasets.loading import Dataset, LoadOptions, digest, load_dataset, overlap
+    from atts.evaluators.datasets.rows import json_lines
+    from atts.evaluators.datasets.selection import Selection, select
+    from atts.evaluators.datasets.sources import BENCHMARKS, Benchmark, find_benchmark
+    from atts.evaluators.equivalence.fast import equivalent
+    from atts.evaluators.equivalence.grouping import group
+    from atts.evaluators.grading import GradedRecord, GradeTally, grade, judge, reference
+    from atts.evaluators.metrics.intervals import Estimate, accuracy_estimate, mean_estimate, share_estimate
+    from atts.evaluators.metrics.majority import Votes, maj_at_k, votes, weighted_maj_at_k
+    from atts.evaluators.metrics.paired import Comparison, McNemar, compare_runs, mcnemar, problems_needed
+    from atts.evaluators.metrics.rates import Counts, avg_at_n, count, g_pass_at_k, pass_at_k, pass_hat_k, rate
+    from atts.evaluators.metrics.scorecard import (
+        Coverage,
+        Samples,
+        SampleStatus,
+        Scorecard,
+        answer_classes,
+        coverage,
+        samples_of,
+        score,
+        status_of,
+    )
+    from atts.evaluators.metrics.sequential import ConfidenceSequence, Sequential, compare_in_order
+    from atts.evaluators.verdict import Limits, Status, Verdict
 
 _NAMES = {
-    "answers.extraction": "Extraction Extractor extract extraction",
+    "answers.extraction": "Extraction extract extraction",
     "datasets.arithmetic": "Exercise exercises",
     "datasets.columns": "Columns",
     "datasets.hub": "cached_snapshot",
@@ -87,7 +54,16 @@ _NAMES = {
     "verdict": "Limits Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "BENCHMARKS", "Benchmark", "Columns", "Comparison", "ConfidenceSequence", "Counts", "Coverage", "Dataset",
+    "Estimate", "Exercise", "Extraction", "GradeTally", "GradedRecord", "Limits", "LoadOptions", "McNemar",
+    "SampleStatus", "Samples", "Scorecard", "Selection", "Sequential", "Status", "Verdict", "Votes",
+    "accuracy_estimate", "answer_classes", "avg_at_n", "cached_snapshot", "compare_in_order", "compare_runs",
+    "count", "coverage", "digest", "equivalent", "exercises", "extract", "extraction", "find_benchmark",
+    "g_pass_at_k", "grade", "group", "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar", "mean_estimate",
+    "overlap", "pass_at_k", "pass_hat_k", "problems_needed", "rate", "reference", "samples_of", "score", "select",
+    "share_estimate", "status_of", "votes", "weighted_maj_at_k",
+]  # fmt: skip
 
 
 if not TYPE_CHECKING:  # a checker sees the imports above, so that it refuses a misspelt name

@@ -132,25 +132,6 @@ class Evaluator(Arithmetic):
     def based(self, node: Node) -> Approx:
         return self.rational(Fraction(digits_in_base(node)))
 
-    def sum(self, node: Node) -> Approx:
-        body, variable, lower, upper = node.args
-        first, last = self.exponent(lower), self.exponent(upper)
-        if isinstance(first, Approx) or isinstance(last, Approx) or first.denominator * last.denominator != 1:
-            raise Undecided("a sum without whole bounds")
-        if last - first >= self.limits.terms:
-            raise TooLarge(f"more than {self.limits.terms} terms")
-        total = self.rational(Fraction(0 if node.text == "sum" else 1))
-        outer = self.env
-        for index in range(int(first), int(last) + 1):
-            self.env = {**outer, variable.text: Fraction(index)}
-            term = self.value(body)
-            if node.text == "sum":
-                total = self.rounded(total.value + term.value, max(total.error, term.error) + 1)
-            else:
-                total = self.times(total, term)
-        self.env = outer
-        return total
-
     def cases(self, node: Node) -> Approx:
         """The value of the first case that applies."""
         for value, condition in zip(node.args[::2], node.args[1::2], strict=True):
@@ -212,7 +193,7 @@ class Evaluator(Arithmetic):
         return rule(self, args[0])
 
     def discrete(self, node: Node) -> Approx:
-        """Functions of integers: exact when their arguments are, gamma or a guarded rounding otherwise."""
+        """Functions of integers: exact when their arguments are; floor and ceiling by a guarded rounding otherwise."""
         try:
             return self.rational(exact(node, self.limits, self.env))
         except NotRational:
@@ -220,15 +201,6 @@ class Evaluator(Arithmetic):
         args = [self.value(arg) for arg in node.args]
         if node.text in ("floor", "ceil"):
             return self.stepped(node.text, args[0])
-        if any(arg.magnitude > 24 for arg in args):
-            raise TooLarge("a factorial of a huge number")
-        values = [self.mp.gamma(arg.value + 1) for arg in args]
-        if node.text == "factorial":
-            return self.rounded(values[0], args[0].error + magnitude(values[0]) + 8)
-        if node.text == "binom":
-            n, k = args
-            value = values[0] / values[1] / self.mp.gamma(n.value - k.value + 1)
-            return self.rounded(value, max(n.error, k.error) + magnitude(value) + 10)
         raise Undecided(f"the function {node.text}")
 
     def stepped(self, name: str, item: Approx) -> Approx:
@@ -248,6 +220,6 @@ _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
 _RULES: dict[str, Callable[[Evaluator, Node], Approx]] = {
     "number": Evaluator.number, "symbol": Evaluator.symbol, "constant": Evaluator.constant, "add": Evaluator.add,
     "mul": Evaluator.mul, "pow": Evaluator.pow, "root": Evaluator.root, "percent": Evaluator.percent,
-    "degree": Evaluator.degree, "based": Evaluator.based, "sum": Evaluator.sum,
-    "cases": Evaluator.cases, "call": Evaluator.call, "func": Evaluator.func,
+    "degree": Evaluator.degree, "based": Evaluator.based, "cases": Evaluator.cases, "call": Evaluator.call,
+    "func": Evaluator.func,
 }  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from atts.evaluators.answers.boxes import Scan, final_boxes, scan
+from atts.evaluators.answers.boxes import boxes, last_group
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.cleaning import cleaned, joined_thousands
 from atts.evaluators.syntax.grammar import Parser
@@ -145,8 +145,9 @@ def unboxed(text: str) -> str:
     if "box" not in text:
         return text
     text = text.replace("\\beginboxed", "\\boxed")
-    contents = final_boxes(text)
-    if not contents and scan(text, Scan(), ended=True)[1].open_at is not None:
+    found, open_at = boxes(text)
+    contents = last_group(found, text)
+    if not contents and open_at is not None:
         raise Malformed("a box that was cut off")
     return ", ".join(contents) if contents else _EMPTY_BOX.sub("", text)
 

@@ -339,6 +339,7 @@ class Outcome:
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
     why: str = ""
     usage: Usage = Usage()
+    doubt: str = ""  # what a reader should know of the answer: that the problem is unlike those of the stored scores
 
     @property
     def is_complete(self) -> bool:

@@ -21,6 +21,7 @@ from atts.calibration.clusters import (
     hierarchical_threshold,
     summarise,
 )
+from atts.calibration.domain import Domain
 from atts.calibration.drift import DriftEvent, DriftMonitor
 from atts.calibration.health import Health, examine, first_alarm
 from atts.calibration.martingale import SimpleJumper
@@ -43,6 +44,7 @@ __all__ = [
     "Certificate",
     "ClusterSummary",
     "DEFAULTS",
+    "Domain",
     "DriftEvent",
     "DriftMonitor",
     "GroupBudget",

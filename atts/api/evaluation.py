@@ -232,7 +232,7 @@ class Session:
                     for engine in dict.fromkeys(engines):
                         await stack.enter_async_context(engine)
                     self._stack = stack.pop_all()
-                self._plan = plan = self.setup.plan(*engines)
+                self._plan = plan = self.setup.informed().plan(*engines)
                 self._shared = Graph(rollouts=plan.rollouts, limits=plan.limits)
         plan = self._plan
         if options.directory is not None:
@@ -327,7 +327,7 @@ async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
     :raises EngineError: an engine cannot be opened or is lost.
     """
     one = problem if isinstance(problem, Problem) else Problem("problem", problem)
-    result = await evaluate([one], setup)
+    result = await evaluate([one], (setup or Setup()).informed())
     return next(result.outcomes())
 
 

@@ -12,7 +12,7 @@ from atts.api.abstaining import read_abstain
 from atts.api.budgets import budget_of, budget_warnings
 from atts.api.keys import Key, flat, keys_of
 from atts.api.pairs import PAIR
-from atts.calibration import HOLD, Calibrator, StoredScores, Tuning
+from atts.calibration import HOLD, Calibrator, Domain, StoredScores, Tuning, read_scores
 from atts.core import AnswerKind, Problem, Role
 from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
@@ -20,7 +20,7 @@ from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting
 from atts.methods import GateInputs, preset
 from atts.pipelines import Answers, ConformalGate, Gate, Policy, RandomisedGate, RoundGate, SparingGate
-from atts.run import Conditions, Plan
+from atts.run import Conditions, Plan, conditions_of
 
 if TYPE_CHECKING:
     from atts.evaluators import Verdict
@@ -95,6 +95,23 @@ class Setup:
         lengths = self.stored.lengths if isinstance(self.stored, StoredScores) else ()
         return self.mode == "marginal" and bool(lengths or not len(self.stored))
 
+    def informed(self) -> Setup:
+        """With the stored scores that come with its models, where nothing else says what its gate starts from.
+
+        One question has no scores of its own to begin with; a run over a data set soon has.
+        """
+        is_open = self.gate is None and not len(self.stored) and not self.warmup
+        return replace(self, stored=known) if is_open and (known := self._shipped) is not None else self
+
+    @property
+    def _shipped(self) -> StoredScores | None:
+        """The scores that come with the models, made under the conditions of this setup."""
+        if (self.draft, self.target) != ("embedded", "embedded"):
+            return None
+        found, own = embedded_scores(), Manifest(configuration={"policy": Setting(asdict(self.run_policy))})
+        fits = all(found.fingerprint.get(name) == value for name, value in conditions_of(own).items())
+        return found if fits else None
+
     def policy_within(self, context: int) -> Policy:
         """The policy on models of so many tokens: what models or a pair need is cut to that, what is said is not."""
         policy, budget = preset(self.method).policy(self.policy), budget_of(self.draft, self.target)
@@ -162,6 +179,7 @@ class Setup:
             conditions=self.conditions,
             warnings=self.warnings,
             within=self.policy_within,
+            domain=Domain.of(calibrator.stored if len(calibrator.stored) else self._shipped or calibrator.stored),
             abstain=read_abstain(self.abstain, self.labelled),
         )
 
@@ -216,6 +234,14 @@ class Setup:
             **({"by_length": True, "stored_lengths": list(calibrator.stored.lengths)} if self.ranks_by_length else {}),
         }
         return {name: Setting(value, "setup") for name, value in words.items()}
+
+
+@cache
+def embedded_scores() -> StoredScores:
+    """The scores that are shipped with the embedded pair."""
+    from atts.models import scores_path
+
+    return read_scores(scores_path())
 
 
 @cache

@@ -243,6 +243,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),
         ("cut", summary.truncation.warning),
+        ("out of domain", _doubts(result)),
         ("not complete", f"{summary.failed} problems: rollouts of theirs failed" if summary.failed else ""),
         ("without an answer", f"{summary.unanswered} problems" if summary.unanswered else ""),
     ]
@@ -268,6 +269,14 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
         ("wrong of these", _share(found.wrong)),
         ("promised", found.guarantee),
     ]
+
+
+def _doubts(result: RunResult) -> str:
+    """How many problems are unlike those of the stored scores, where any is."""
+    doubted = [one for one in result.problems if one.doubt]
+    return (
+        f"{len(doubted)} of {len(result.problems)} problems: {doubted[0].doubt.partition(': ')[2]}" if doubted else ""
+    )
 
 
 def _share(found: Estimate) -> str:

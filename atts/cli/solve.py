@@ -62,7 +62,7 @@ def solve(
     if kind not in _KINDS:
         raise OptionError("kind", f"{kind!r} is not a kind of answer", _KINDS, kind)
     asked = Problem("problem", text_of(problem), kind=kind)  # type: ignore[arg-type]  # checked above
-    setup = options.configured(context.params, config, pairs).setup()
+    setup = options.configured(context.params, config, pairs).setup().informed()
     for text in setup.warnings:
         tell(f"atts: {text}")
     printer: StoryPrinter | EventPrinter = EventPrinter() if as_json else StoryPrinter(follow, setup.policy.samples)
@@ -134,6 +134,8 @@ class StoryPrinter:
         self._console.print()
         self._say("answer", None, outcome.answer if outcome.answer is not None else "none")
         self._fact("votes", votes or "none" + (f"; {outcome.why}" if outcome.why else ""))
+        if outcome.doubt:
+            self._fact("doubt", outcome.doubt)
         of = f", {spared} of them spared once the vote was settled" if spared else ""
         self._fact("rollouts", f"{len(outcome.rollouts)}{of}")
         scored = f"{usage.scored_tokens:,} scored"
@@ -172,8 +174,8 @@ class EventPrinter:
         """The outcome."""
         from dataclasses import asdict
 
-        votes = {"votes": dict(outcome.votes), "usage": asdict(outcome.usage)}
-        print_json({"type": "outcome", "answer": outcome.answer, "status": outcome.status, "why": outcome.why, **votes})
+        said = {name: getattr(outcome, name) for name in ("answer", "status", "why", "doubt")}
+        print_json({"type": "outcome", **said, "votes": dict(outcome.votes), "usage": asdict(outcome.usage)})
 
 
 def _line(event: Notice) -> dict[str, Any] | None:

@@ -100,6 +100,7 @@ class OutcomeReached:
     votes: Mapping[str, float] = field(default_factory=dict[str, float])
     why: str = ""
     usage: Usage = Usage()
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

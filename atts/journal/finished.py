@@ -67,6 +67,7 @@ class FinishedProblem:
     why: str = ""
     judged: int = 0  # chunks a gate decided on, also those of rollouts that were cut
     escalated: int = 0  # of them, continued by the target
+    doubt: str = ""  # of the answer, by the stored scores
     seconds: float | None = field(default=None, compare=False)  # in the task graph; None: while it is being run
 
     @classmethod
@@ -85,6 +86,7 @@ class FinishedProblem:
             votes=outcome.votes,
             usage=outcome.usage,
             why=outcome.why,
+            doubt=outcome.doubt,
             judged=judged,
             escalated=escalated,
         )

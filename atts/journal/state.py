@@ -73,6 +73,7 @@ class OpenProblem:
             status=reached.status,
             why=reached.why,
             usage=reached.usage,
+            doubt=reached.doubt,
         )
 
     def apply(self, event: Event) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, get_args
 
 from atts.errors import ModelLoadError, OptionError
 
-__all__ = ["EMBEDDED", "Embedded", "ModelInfo", "info", "path"]
+__all__ = ["EMBEDDED", "Embedded", "ModelInfo", "info", "path", "scores_path"]
 
 Embedded = Literal["draft", "target"]
 EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
@@ -58,6 +58,11 @@ def path(name: Embedded) -> Path:
             "Install atts again, or train it anew with scripts/train.",
         )
     return folder
+
+
+def scores_path() -> Path:
+    """The file of the pair's stored scores: of the draft's chunks, on problems of the calibration split."""
+    return Path(str(resources.files(__name__))) / "scores.json"
 
 
 def info(name: Embedded) -> ModelInfo:

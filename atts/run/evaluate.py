@@ -52,7 +52,6 @@ from atts.run.until import Comparing
 Keep = Literal["lines", "nothing"]
 """What the result holds per problem; the journal has everything either way."""
 
-
 Engines = Literal["open them", "are open"]
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"engines": get_args(Engines), "signals": get_args(Signals), "keep": get_args(Keep)}
@@ -251,7 +250,7 @@ class _Run:
             recorded = OpenProblem(problem)
         record = ProblemRecord(self._recorder, recorded)
         context = self._context(RecordedSteps(self._recorder, recorded, self._options.stop, self._plan.recall), record)
-        outcome = await self._attempt(problem, context, scope)
+        outcome = self._plan.doubted(await self._attempt(problem, context, scope))
         if self._state.is_over(problem.id):
             # it was over before, and is only lived through again
             return self._lines.get(problem.id) or self._state.finished[problem.id]
@@ -304,16 +303,18 @@ class _Run:
         record.finished(outcome)
         for verdict in graded:
             self._recorder.record(verdict)
-        samples = tuple(rollout.sample for rollout in outcome.rollouts)
         reached = OutcomeReached(
             outcome.problem.id,
             outcome.status,
             outcome.answer,
-            samples,
+            tuple(one.sample for one in outcome.rollouts),
             votes=outcome.votes,
             why=outcome.why,
             usage=outcome.usage,
+            doubt=outcome.doubt,
         )
+        if outcome.doubt:
+            self._recorder.record(Warned("domain", outcome.doubt, outcome.problem.id))
         self._recorder.record(reached)
         await self._recorder.saved()
         escalated, judged = self._escalations.of(reached.problem)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 from atts import graph
-from atts.calibration import DriftEvent
+from atts.calibration import Domain, DriftEvent
 from atts.core import Outcome, Problem
 from atts.engine import Engine, EngineSpec
 from atts.errors import OptionError
@@ -88,6 +88,7 @@ class Plan:
     abstain: Abstain | None = None  # where answers are withheld
     until: Until | None = None  # what it is compared with as it goes, and ends once that is settled
     within: Callable[[int], Policy] | None = None  # the policy for a context of so many tokens; None: `policy` as it is
+    domain: Domain | None = None  # of stored scores: problems unlike theirs are told
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
 
     def __post_init__(self) -> None:
@@ -105,6 +106,13 @@ class Plan:
             return self
         context = min(engine.spec.context_length for engine in (self.draft, self.target))
         return replace(self, policy=self.within(context))
+
+    def doubted(self, outcome: Outcome) -> Outcome:
+        """With what the scores of its chunks say, if they are unlike stored ones."""
+        if self.domain is None:
+            return outcome
+        turns = (turn for rollout in outcome.rollouts for turn in rollout.turns)
+        return replace(outcome, doubt=self.domain.doubt([turn.score for turn in turns if turn.score is not None]))
 
     def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:
         """What a resume must find unchanged; the engines must be open.

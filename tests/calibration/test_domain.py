@@ -1,0 +1,103 @@
+"""Questions unlike those of the stored scores are told, and others as seldom as promised."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import anyio
+import pytest
+
+from atts.api import Setup, build_engines
+from atts.api.setup import embedded_scores
+from atts.calibration import PERPLEXITY, Domain, StoredScores
+from atts.core import Sampling
+from atts.journal import Warned, open_run
+from atts.local import LocalEngine, LocalOptions
+from atts.models import EMBEDDED, path
+from atts.pipelines import Policy
+from atts.run import RunOptions, RunResult, evaluate
+from atts.testing import toy_problems
+
+
+def question(random: Random, shift: float = 0.0) -> list[float]:
+    """Scores of one question: its own level, and chunks around it."""
+    level = random.expovariate(1.0) + shift
+    return [math.exp(random.expovariate(1.0) * level) for _ in range(random.randint(3, 9))]
+
+
+def stored(random: Random, questions: int) -> StoredScores:
+    """Scores of so many questions."""
+    rows = [(score, f"{name}") for name in range(questions) for score in question(random)]
+    return StoredScores(tuple(row[0] for row in rows), tuple(row[1] for row in rows), (0,) * len(rows))
+
+
+def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
+    """At most one in twenty, whatever the level of each; over 1,000 draws within a binomial tolerance."""
+    random = Random(0)
+    doubted = 0
+    for _ in range(1000):
+        domain = Domain.of(stored(random, 39))
+        assert domain is not None
+        doubted += bool(domain.doubt(question(random)))
+    assert doubted / 1000 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
+
+
+def test_other_questions_are_doubted_with_their_numbers() -> None:
+    """Infinite scores too; a single wild chunk is none, nor are questions that score better than any."""
+    domain = Domain.of(stored(Random(1), 100))
+    assert domain is not None
+    assert "out of domain: its 4 chunks" in domain.doubt([math.inf, 1e300, 1e40, math.inf])
+    assert domain.p_value([math.inf] * 4) == 1 / 101
+    assert domain.doubt([1.01] * 9 + [math.inf]) == ""
+    assert domain.doubt([1.0] * 9) == ""
+    assert domain.doubt([math.inf] * 2) == ""
+
+
+def test_without_questions_nothing_is_said() -> None:
+    """Scores whose questions are not known, or too few of them, cannot tell."""
+    assert Domain.of(StoredScores.of([1.0, 2.0] * 50)) is None
+    assert Domain.of(stored(Random(2), 18)) is None
+
+
+def test_the_embedded_pair_starts_informed() -> None:
+    """From scores of its own weights and conditions; other conditions, gates, scores or models start as they did."""
+    shipped = embedded_scores()
+    assert (len(set(shipped.questions)), len(shipped) < 2000) == (200, True)
+    usual = Setup()
+    assert usual.informed().stored is shipped
+    for other in (
+        Setup(draft="scripted", target="scripted"), Setup(stored=[1.0]), Setup(warmup=8),
+        Setup(policy=Policy(sampling=Sampling(temperature=0.2))), Setup(target="embedded:draft"),
+    ):  # fmt: skip
+        assert other.informed() is other
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("role", EMBEDDED)
+@pytest.mark.anyio
+async def test_the_shipped_scores_are_of_the_shipped_weights(role: str) -> None:
+    """`python -m scripts.studies.embedded_scores` makes them anew after training."""
+    options = LocalOptions(worker="thread", kv_tokens=256)
+    async with LocalEngine(path(role), name=role, options=options) as engine:  # type: ignore[arg-type]
+        assert embedded_scores().fingerprint[f"{role}.weights"] == engine.spec.weights
+
+
+@pytest.mark.parametrize(("scores", "doubts"), [((1.0, 1.1, 1.2), 0), ((1e9, 1e12, math.inf), 2)])
+def test_a_run_tells_it_in_its_outcomes_and_its_journal(scores: tuple[float, ...], doubts: int, tmp_path: Path) -> None:
+    """Each problem whose chunks score unlike the stored ones; reports count the warnings by their code."""
+    known = StoredScores(scores * 40, tuple(f"{n}" for n in range(40) for _ in scores), (0,) * 3 * 40)
+    setup = Setup(draft="scripted", target="scripted", rate=0.0, policy=Policy(samples=2), stored=known)
+    domain = Domain((0.0,) * 40, 100.0, PERPLEXITY) if doubts else Domain((1e6,) * 40, 1e7, PERPLEXITY)
+
+    async def main() -> RunResult:
+        plan = replace(setup.plan(*build_engines("scripted", "scripted")), domain=domain, stored_under=None)
+        return await evaluate(toy_problems(2), plan, RunOptions(tmp_path / "run"))
+
+    result = anyio.run(main)
+    assert [bool(problem.doubt) for problem in result.problems] == [bool(doubts)] * 2
+    assert [bool(outcome.doubt) for outcome in result.outcomes()] == [bool(doubts)] * 2
+    told = [entry.event for entry in open_run(tmp_path / "run").entries({Warned}) if isinstance(entry.event, Warned)]
+    assert [warned.code for warned in told].count("domain") == doubts

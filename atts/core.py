@@ -118,13 +118,18 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Ask for the log-probability of every token of `suffix` after `prefix`; both are non-empty."""
+    """Ask for the log-probability of every token of `suffix` after `prefix`; both are non-empty.
+
+    With `draw`, what would be asked of the model in the suffix's place (its ids are the prefix), an engine that can
+    draw from the laws it scores by tells how that answer begins.
+    """
 
     prefix: TokenIds
     suffix: TokenIds
     rollout: str = ""
     priority: int = 0
     turn: int = 0  # of the rollout: for timing, never for the result
+    draw: SampleRequest | None = None  # never changes the scores
 
 
 def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
@@ -145,11 +150,24 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Beginning:
+    """The first tokens of a completion, and why it ended if they are all of it."""
+
+    ids: TokenIds = ()
+    logprobs: tuple[float, ...] = ()
+    ended: Ending | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
-    """Raw log-probabilities, one per suffix token: none dropped, none invented."""
+    """Raw log-probabilities, one per suffix token: none dropped, none invented.
+
+    `begun` answers the request's `draw`: the model's own tokens up to and with the first that is not the suffix's.
+    """
 
     logprobs: tuple[float, ...]
     cached_tokens: int = 0
+    begun: Beginning | None = None
 
     @property
     def perplexity(self) -> float:
@@ -288,6 +306,7 @@ class Usage:
     target_prefill_tokens: int = 0
     wasted_tokens: int = 0  # sampled, then discarded or cancelled
     calls: int = 0
+    drawn_tokens: int = 0  # the target's, drawn while it scored and used: no step of decoding was made for them
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -298,6 +317,7 @@ class Usage:
             target_prefill_tokens=self.target_prefill_tokens + other.target_prefill_tokens,
             wasted_tokens=self.wasted_tokens + other.wasted_tokens,
             calls=self.calls + other.calls,
+            drawn_tokens=self.drawn_tokens + other.drawn_tokens,
         )
 
 

@@ -21,8 +21,10 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 _Value = TypeVar("_Value")
 _MOST_IDS = 1 << 31
 EngineState = Literal["new", "open", "closed"]
-Capability = Literal["sample", "score", "rate"]
-"""rate: scores a suffix of one token only, of a few likely ones: enough for a rating of one digit."""
+Capability = Literal["sample", "score", "rate", "draw"]
+"""rate: scores a suffix of one token only, of a few likely ones: enough for a rating of one digit. draw: draws from the
+laws it scores by (`ScoreRequest.draw`), and goes on from a beginning made elsewhere (`SampleRequest.begun`).
+"""
 
 
 class Tokenizer(Protocol):

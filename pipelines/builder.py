@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from atts.core import (
+    Beginning,
     Chunk,
     Completion,
     Decision,
@@ -22,7 +23,7 @@ from atts.core import (
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError
 from atts.graph import RolloutScope
-from atts.pipelines.chunks import chunk_of, forced
+from atts.pipelines.chunks import after, chunk_of, continued, forced
 from atts.pipelines.context import Context
 from atts.pipelines.policy import ConfidenceStop, Policy
 from atts.pipelines.scores import resolved
@@ -46,6 +47,7 @@ class Proposal:
     score: float | None = None
     flaw: str = ""  # why there is no score although one was asked for
     doubt: int = 0  # the token that the target doubts first; 0 also where that is not asked or not known
+    begun: Beginning | None = None  # what the target would write in its place; no gate sees it
 
 
 class Siblings:
@@ -94,6 +96,7 @@ class RolloutBuilder:
         self.score = resolved(policy.score, draft, target)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         self.finds_doubt = policy.takeover == "repair" and is_comparable  # where the target begins to doubt
+        self.draws = policy.takeover == "replace" and "draw" in target.capabilities  # the takeover, while it scores
         self._bounds = bounds = policy.bounds()
         self._limits: dict[Role, int] = {"draft": bounds.draft_tokens, "target": bounds.target_tokens}
         self._sampling = {role: policy.sampling_of(role) for role in ROLES}
@@ -111,6 +114,7 @@ class RolloutBuilder:
         self.turn = len(rollout.turns)
         self.text = rollout.text
         self._ids: dict[Role, TokenIds] = {"draft": rollout.ids("draft"), "target": rollout.ids("target")}
+        self._room = self.room_left()
 
     def _grow(self, turn: Turn, usage: Usage = _NOTHING) -> None:
         """Add a turn, and what it cost."""
@@ -125,6 +129,7 @@ class RolloutBuilder:
                 "draft": self._ids["draft"] + chunk.draft_ids,
                 "target": self._ids["target"] + chunk.target_ids,
             }
+        self._room = self.room_left()
         self.context.listener.turned(self.rollout, turn)
 
     async def propose(self, attempt: int = 0) -> Proposal:
@@ -159,13 +164,51 @@ class RolloutBuilder:
         :raises ContextOverflow: not one more token fits.
         :raises EngineError: the engine failed for good.
         """
-        engine, room = self.engine(role), self.room_left(pending)
+        request = self.request(role, pending, attempt, turn)
+        completion = await self.engine(role).sample(request)
+        self.spend(role, request, completion)
+        chunk = chunk_of(completion, role, self.context.draft, self.context.target)
+        self.context.listener.written(self.rollout, chunk)
+        return chunk
+
+    async def replace(self, proposal: Proposal) -> Chunk:
+        """What the target writes in a proposal's place: what was drawn of it while it was scored, and the rest.
+
+        The proposal is a hint besides: a target that speculates may be faster for it, and writes the same.
+        """
+        begun, request = proposal.begun, replace(self.request("target"), draft=proposal.chunk.target_ids)
+        rest: Completion | None = None
+        if begun is not None:
+            request = after(request, begun)
+            self.count(Usage(drawn_tokens=len(begun.ids)))
+        if begun is None or begun.ended is None:
+            rest = await self.engine("target").sample(request)
+            self.spend("target", request, rest)
+        if begun is not None:
+            rest = continued(begun, rest, self.engine("target"))
+        assert rest is not None, "nothing was begun, so all of it was asked for"
+        return self.written("target", rest)
+
+    def written(self, role: Role, completion: Completion) -> Chunk:
+        """A completion as a chunk, of which the listener is told."""
+        chunk = chunk_of(completion, role, self.context.draft, self.context.target)
+        self.context.listener.written(self.rollout, chunk)
+        return chunk
+
+    def request(
+        self, role: Role, pending: Sequence[Chunk] = (), attempt: int = 0, turn: int | None = None
+    ) -> SampleRequest:
+        """What a model is asked when it writes the next piece.
+
+        :raises ContextOverflow: not one more token fits.
+        """
+        room = self.room_left(pending) if pending else self._room
         turn = self.turn if turn is None else turn
-        ids = self.ids(role, pending)
+        ids = self.ids(role, pending) if pending else self._ids[role]
         if room < 1:
-            raise ContextOverflow(engine.spec.name, len(ids) + 1, len(ids) + room)
+            raise ContextOverflow(self.engine(role).spec.name, len(ids) + 1, len(ids) + room)
         rollout = self.rollout
-        request = SampleRequest(
+        return SampleRequest(
             ids,
             min(self._limits[role], room),
             self._sampling[role],
@@ -174,11 +217,6 @@ class RolloutBuilder:
             rollout=self.name,
             logprobs="raw" if role in self.context.logprobs else "unneeded",
         )
-        completion = await engine.sample(request)
-        self._spend(role, request, completion)
-        chunk = chunk_of(completion, role, self.context.draft, self.context.target)
-        self.context.listener.written(self.rollout, chunk)
-        return chunk
 
     def enter(
         self,
@@ -214,7 +252,7 @@ class RolloutBuilder:
     def _conclude(self) -> None:
         self._loose = 0 if self._ahead is None else self._ahead.tokens
         finish, answer, why = self._ending()
-        if finish in ("answer", "end") and self.waits_left and self.room_left() > 1:
+        if finish in ("answer", "end") and self.waits_left and self._room > 1:
             self._wait(answer)
         elif finish:
             answer = answer or self._earlier
@@ -245,7 +283,7 @@ class RolloutBuilder:
             return "end", None, f"the same chunk {self.policy.repeats} times in a row"
         if self.turn >= self._bounds.turns:
             return "turns", None, ""
-        if self.room_left() < 1:
+        if self._room < 1:
             return "tokens", None, ""
         stop = self.policy.confidence_stop
         return ("end", None, "low confidence") if stop and self._is_unsure(stop) else (None, None, "")
@@ -294,7 +332,8 @@ class RolloutBuilder:
         self._asked_again_at = len(self.text) + len(words.text)
         self._grow(Turn(self.turn, (words,), note=FORCING))
 
-    def _spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
+    def spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
+        """Count what a model wrote, not yet part of any turn."""
         new, read = len(completion.ids), max(0, len(request.ids) - completion.cached_tokens)
         self._loose += new
         if role == "draft":

@@ -113,3 +113,11 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
         raise BadReply(spec.name, f"{len(logprobs)} log-probabilities came back for {len(request.suffix)} tokens")
     if max(logprobs) > 1e-4 or any(map(math.isnan, logprobs)):  # rounding may exceed 0 a little
         raise BadReply(spec.name, "a log-probability is above 0 or not a number")
+    begun, draw = scores.begun, request.draw
+    if begun is None:
+        return
+    ids = begun.ids
+    if draw is None or ids[:-1] != request.suffix[: len(ids) - 1] or not 0 < len(ids) == len(begun.logprobs):
+        raise BadReply(spec.name, "what it drew while it scored does not begin as the scored text does")
+    if len(ids) > draw.max_tokens - (begun.ended is None) or not 0 <= ids[-1] < spec.vocabulary:
+        raise BadReply(spec.name, "what it drew while it scored is no beginning of what was asked for")

@@ -31,6 +31,8 @@ def check_engines(policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, tar
     """
     if not isinstance(_innermost(gate), _BLIND):
         _check_judge(policy, target)
+    if policy.exact:
+        _check_exact(draft, target)
     wants = _wants_logprobs(policy)
     for role, spec in _writers(policy, draft, target):
         if wants and spec.logprobs == "none":
@@ -69,6 +71,20 @@ def _check_judge(policy: Policy, target: EngineSpec) -> None:
     also = "; this one can rate: method spec-reason" if "rate" in can else ""
     problem = f"{target.engine} cannot score, and the method has the target score every chunk{reason}"
     raise UnsupportedByEngine(target.name, problem, f"Use a target on vLLM or SGLang, or a local one{also}")
+
+
+def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:
+    if "draw" not in target.capabilities:
+        problem = f"{target.engine} does not draw while it scores, and method exact keeps what the target draws"
+        raise UnsupportedByEngine(
+            target.name, problem, "Use a local target (hf:MODEL), or the server's own speculation"
+        )
+    if draft.tokenizer != target.tokenizer:
+        problem = "its tokenizer is not the target's, and method exact compares token by token"
+        raise UnsupportedByEngine(draft.name, problem, "Use a draft of the target's family")
+    if "draw" not in draft.capabilities:
+        problem = f"{draft.engine} cannot go on with a stream of draws that the target began, as method exact has it"
+        raise UnsupportedByEngine(draft.name, problem, "Use a local draft (hf:MODEL)")
 
 
 def _wants_logprobs(policy: Policy) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from atts.core import Chunk, Completion, Message, Problem, Prompt, Role, TokenIds
+from dataclasses import replace
+
+from atts.core import Beginning, Chunk, Completion, Message, Problem, Prompt, Role, SampleRequest, TokenIds
 from atts.engine import Engine
 from atts.pipelines.policy import Policy
 
@@ -45,13 +47,30 @@ def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine
     own, text = completion.ids, completion.text
     if completion.ended == "end" and own and own[-1] in writer.spec.end_ids:
         own = own[:-1]
-    if shared(draft, target):
+    if writer.spec.tokenizer == reader.spec.tokenizer:
         return Chunk(author, text, own, own, completion.ended, completion.logprobs)
     if text.endswith("\ufffd"):
         own, text = _whole_characters(own, writer)
     other = reader.tokenizer.encode(text)
     draft_ids, target_ids = (own, other) if author == "draft" else (other, own)
     return Chunk(author, text, draft_ids, target_ids, completion.ended, completion.logprobs)
+
+
+def after(request: SampleRequest, begun: Beginning) -> SampleRequest:
+    """The request for the rest of what has begun."""
+    count = len(begun.ids)
+    left = request.max_tokens - count
+    return replace(request, ids=request.ids + begun.ids, max_tokens=left, begun=request.begun + count)
+
+
+def continued(begun: Beginning, rest: Completion | None, engine: Engine) -> Completion:
+    """A completion that was begun elsewhere, with the rest of it, if any was left to write."""
+    ids, ended = begun.ids + (rest.ids if rest else ()), rest.ended if rest else begun.ended
+    assert ended is not None, "what has not ended has a rest"
+    own = ids[:-1] if ended == "end" and ids[-1] in engine.spec.end_ids else ids
+    logprobs = begun.logprobs + (rest.logprobs if rest else ())
+    kept = logprobs if len(logprobs) == len(ids) else ()
+    return Completion(ids, engine.tokenizer.decode(own), ended, kept, rest.cached_tokens if rest else 0)
 
 
 def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:

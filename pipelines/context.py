@@ -11,6 +11,7 @@ from atts.engine import Engine
 from atts.graph import Caller
 from atts.pipelines.calls import AdmittedEngine
 from atts.pipelines.gates import Gate, RoundGate
+from atts.pipelines.pace import DraftPace
 from atts.pipelines.votes import Grouper
 
 
@@ -68,6 +69,7 @@ class Context:
     bind: EngineBinder = AdmittedEngine
     logprobs: frozenset[Role] = frozenset({"draft", "target"})  # whose own are used: see `needed_logprobs`
     left: Remaining = field(default_factory=Remaining)
+    pace: DraftPace = field(default_factory=DraftPace)  # of the run's drafts under method exact
 
     def at(self, scope: Caller, timeout_seconds: float) -> Context:
         """The same with engines whose calls belong to this rollout: admitted, timed, validated and tried again."""

@@ -95,9 +95,12 @@ async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """The proposal with the target's score, or with the reason why there is none."""
     if builder.policy.verification == "rating":
         return await _rated(builder, proposal)
-    prefix, suffix = builder.ids("target"), proposal.chunk.target_ids
+    draw, suffix = builder.request("target") if builder.draws else None, proposal.chunk.target_ids
+    prefix = draw.ids if draw else builder.ids("target")
     try:
-        scores = await builder.context.target.score(ScoreRequest(prefix, suffix, builder.name, turn=builder.turn))
+        scores = await builder.context.target.score(
+            ScoreRequest(prefix, suffix, builder.name, turn=builder.turn, draw=draw)
+        )
     except EngineError as error:
         return replace(proposal, flaw=_excused(error))
     read = max(0, len(prefix) - scores.cached_tokens)  # the suffix is counted as scored, not as read
@@ -105,7 +108,7 @@ async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     score = score_of(builder.score, scores.logprobs, proposal.chunk)
     flaw = "" if not math.isnan(score) else "the score is not a number"
     doubt = first_doubt(scores.logprobs, proposal.chunk.logprobs) if builder.finds_doubt else 0
-    return Proposal(proposal.chunk, proposal.answer, proposal.attempt, score, flaw, doubt)
+    return replace(proposal, score=score, flaw=flaw, doubt=doubt, begun=scores.begun)
 
 
 async def _rated(builder: RolloutBuilder, proposal: Proposal) -> Proposal:

@@ -119,6 +119,9 @@ class Policy:
     max_tokens: Annotated[int | None, "tokens per rollout, at most; none: by the models"] = None
     chunking: Chunking = Chunking()
     drafter: Annotated[Role, "who writes; target is the target alone"] = "draft"
+    exact: Annotated[
+        bool, "the target's text, drafted: the draft writes ahead of it, and only what the target draws as well stays"
+    ] = False
     verification: Annotated[
         Verification, "what the target is asked for: log-probabilities, or a rating from 0 to 9"
     ] = "score"
@@ -170,6 +173,8 @@ class Policy:
         for name, kinds in _CHOICES.items():
             if getattr(self, name) not in kinds:
                 raise OptionError(name, f"unknown value {getattr(self, name)!r}", kinds, getattr(self, name))
+        if self.exact and self.drafter != "target":
+            raise OptionError("exact", "the draft's own text needs no draft ahead of it; set drafter to target")
         if not self.timeout_seconds > 0:
             raise OptionError("timeout_seconds", f"{self.timeout_seconds} leaves no time")
         if not self.growth > 1:

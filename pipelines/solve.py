@@ -13,6 +13,7 @@ from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.builder import Proposal, RolloutBuilder, Siblings
 from atts.pipelines.chunks import render
 from atts.pipelines.context import Context
+from atts.pipelines.exact import write_exactly
 from atts.pipelines.gates import Learning, level_of
 from atts.pipelines.judging import ChunkJudge, Judge, make_judge
 from atts.pipelines.policy import Policy
@@ -82,6 +83,8 @@ async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:
 async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
     """Propose, judge, carry out: the three stages."""
     policy = builder.policy
+    if policy.exact:
+        return builder.enter([await write_exactly(builder)])
     proposal = await builder.propose()
     if policy.drafter == "target":
         return builder.enter([proposal.chunk])

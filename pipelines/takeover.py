@@ -37,8 +37,8 @@ async def _continue(builder: RolloutBuilder, proposal: Proposal, decision: Decis
 
 
 async def _replace(builder: RolloutBuilder, proposal: Proposal, decision: Decision) -> None:
-    """The chunk goes, the target writes in its place from a fresh start: nothing of the chunk is used as a proposal."""
-    written = await builder.write("target", ())
+    """The chunk goes, the target writes in its place, with a stream of its own: the chunk changes no token of it."""
+    written = await builder.replace(proposal)
     builder.enter([written], [proposal.chunk], decision, proposal.score, proposal.flaw)
 
 

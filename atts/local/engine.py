@@ -93,7 +93,7 @@ class LocalEngine:
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids; see `atts.engine.Engine.sample`."""
-        opened = self._require()
+        opened = self._opened or self._require()
         reply = await opened.ask(request)
         assert isinstance(reply, SampleReply), "a sampling request is answered by a sample"
         is_closed = reply.ended == "end" and reply.ids[-1] in opened.spec.end_ids
@@ -102,9 +102,9 @@ class LocalEngine:
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Log-probabilities of the suffix; see `atts.engine.Engine.score`."""
-        reply = await self._require().ask(request)
+        reply = await (self._opened or self._require()).ask(request)
         assert isinstance(reply, ScoreReply), "a scoring request is answered by scores"
-        return Scores(reply.logprobs, reply.cached_tokens)
+        return Scores(reply.logprobs, reply.cached_tokens, reply.begun)
 
     def stats(self) -> EngineStats:
         """Counters so far."""
@@ -327,5 +327,6 @@ def _spec(marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, dige
         vocabulary=model.vocabulary,
         engine=_KIND,
         dtype=config.options.dtype,
+        capabilities=frozenset({"sample", "score", "draw"}),
         flops_per_token=2.0 * model.matrix_weights,
     )

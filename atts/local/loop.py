@@ -16,6 +16,7 @@ from torch import Tensor
 from atts.core import SampleRequest
 from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.local.batch import Model, PrefillChunk, StepPlan, step_batch
+from atts.local.drawing import DrawnTokens, beginning, draw_scored, extend_drawn
 from atts.local.messages import (
     Cancel,
     Close,
@@ -65,6 +66,7 @@ class Computed(NamedTuple):
     started: dict[Sequence, Tensor]  # logits after prompts that were fed to their end
     scored: list[ScoredChunk]
     firsts: list[tuple[Sequence, float]]  # tokens scored by cached logits
+    drawn: list[DrawnTokens]  # beside what is scored
 
 
 class StepLoop:
@@ -168,6 +170,7 @@ class StepLoop:
             started=dict(zip(started, logits[len(logits) - len(started) :], strict=True)) if started else {},
             scored=self._score(chunks, hidden[count:]) if hidden is not None and chunks else [],
             firsts=self._score_first_tokens(chunks),
+            drawn=list(draw_scored(self._model, chunks, hidden[count:])) if hidden is not None else [],
         )
 
     def _commit(self, plan: StepPlan, computed: Computed) -> None:
@@ -181,6 +184,9 @@ class StepLoop:
         for sequence, value in computed.firsts:
             sequence.logprobs.append(value)
         self._stats.free_tokens += len(computed.firsts)
+        for draws in computed.drawn:
+            table = self._token_table
+            self._guarded(draws.sequence, extend_drawn, (draws, table.pieces, table.end_ids))
         for chunk, logprobs, last in computed.scored:
             self._guarded(chunk.sequence, self._commit_scores, (logprobs, last))
 
@@ -313,7 +319,8 @@ class StepLoop:
         elif last is not None:
             self._cache(sequence, last)
             self._stats.scored_tokens += len(sequence.logprobs)
-            self._replies.append(ScoreReply(sequence.request_id, tuple(sequence.logprobs), sequence.cached_tokens))
+            scores, begun = tuple(sequence.logprobs), beginning(sequence)
+            self._replies.append(ScoreReply(sequence.request_id, scores, sequence.cached_tokens, begun))
             self._scheduler.finish(sequence)
 
     def _cache(self, sequence: Sequence, logits: Tensor) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from atts.core import Ending, SampleRequest, ScoreRequest, TokenIds
+from atts.core import Beginning, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineCounters
 from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OutOfMemory
 from atts.local.model_config import ModelConfig
@@ -72,6 +72,7 @@ class ScoreReply:
     request_id: int
     logprobs: tuple[float, ...]
     cached_tokens: int
+    begun: Beginning | None = None
 
 
 @dataclass(frozen=True, slots=True)

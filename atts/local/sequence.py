@@ -44,6 +44,8 @@ class Sequence:
     is_decoding: bool = False  # only its newest token is left to feed; set by the loop, cleared when it gives way
     is_finished: bool = False  # or cancelled
     was_admitted: bool = False
+    drawn: Sequence | None = None  # of one that scores: the completion that is drawn beside, which no scheduler knows
+    ended: Ending | None = None  # why that one ended, if it did
 
     @property
     def is_scoring(self) -> bool:
@@ -58,7 +60,8 @@ def new_sequence(
     order = (request_id + request.priority * _PRIORITY_STEP, request_id)
     if isinstance(request, ScoreRequest):
         ids, scored_from = [*request.prefix, *request.suffix], len(request.prefix)
-        return Sequence(request_id, request, order, arrived, ids, max_slots=len(ids), first_scored=scored_from)
+        drawn = new_sequence(request_id, request.draw, arrived, pieces) if request.draw else None
+        return Sequence(request_id, request, order, arrived, ids, len(ids), first_scored=scored_from, drawn=drawn)
     total = len(request.ids) + request.max_tokens
     return Sequence(
         request_id,

@@ -98,6 +98,12 @@ PRESETS: tuple[Preset, ...] = (
     Preset("draft-only", "the small model alone", {}, lambda g: FixedGate("accept")),
     Preset("target-only", "the large model alone", {"drafter": "target"}, lambda g: FixedGate("accept")),
     Preset(
+        "exact",
+        "the large model's own text, token for token, drafted by the small one",
+        {"drafter": "target", "exact": True},
+        lambda g: FixedGate("accept"),
+    ),
+    Preset(
         "random",
         "the same rate, spent by seeded coins",
         {"takeover": "replace"},

@@ -11,7 +11,17 @@ from typing import Any
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.errors import ContextOverflow, UnsupportedByEngine, UsageError
 from atts.tasks import collect
-from atts.testing.conformance_probe import GREEDY, LOOSE, NotApplicable, Probe, check, fail, refused, require
+from atts.testing.conformance_probe import (
+    GREEDY,
+    LOOSE,
+    NotApplicable,
+    Probe,
+    check,
+    fail,
+    first_difference,
+    refused,
+    require,
+)
 
 _TEXTS = ("Let x = 2.\n\nThen x + 1 = 3.\n", "  two  spaces,\ttab; \\boxed{42}", "naïve π ≤ 4 · 数 🙂")
 
@@ -289,6 +299,31 @@ async def check_hints(probe: Probe) -> None:
         for rollout in ("same", "never seen"):
             scored = await probe.score(request.ids, hinted.ids, rollout)
             probe.require_close(f"scored under the rollout hint {rollout!r}", scored, hinted.logprobs)
+
+
+@check("sample", "score", "draw", "seeds")
+async def check_drawing(probe: Probe) -> None:
+    """What is drawn while a text is scored begins the answer that was asked for, and the rest can be asked for."""
+    for request in probe.requests(1, LOOSE):
+        whole = await probe.engine.sample(request)
+        other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))
+        mixed = whole.ids[: len(whole.ids) // 2] + other.ids
+        scores = await probe.engine.score(ScoreRequest(request.ids, mixed, draw=request))
+        begun = scores.begun
+        if begun is None:
+            fail("it says that it draws, and told nothing of what it drew")
+        same = min(first_difference(whole.ids, mixed) + 1, len(whole.ids))
+        await probe.require_same("drawn while scoring", request, begun.ids, whole.ids[:same])
+        plain = await probe.score(request.ids, mixed)
+        probe.require_close("scores beside draws against scores alone", scores.logprobs, plain)
+        if len(begun.ids) == len(whole.ids):
+            require(begun.ended == whole.ended, f"what ended as {whole.ended!r} was said to end as {begun.ended!r}")
+            continue
+        left = request.max_tokens - len(begun.ids)
+        rest = replace(request, ids=request.ids + begun.ids, max_tokens=left, begun=len(begun.ids))
+        done = await probe.engine.sample(rest)
+        await probe.require_same("the rest of what was begun", request, begun.ids + done.ids, whole.ids)
+        require(done.ended == whole.ended, f"the rest ends as {done.ended!r}, the whole as {whole.ended!r}")
 
 
 @check("score")

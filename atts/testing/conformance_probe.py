@@ -138,7 +138,7 @@ class Probe:
 
     def need(self, *needs: Need) -> None:
         """Leave the check out unless all of these are there."""
-        missing = {"sample", "score"}.intersection(needs) - self.engine.spec.capabilities
+        missing = {"sample", "score", "draw"}.intersection(needs) - self.engine.spec.capabilities
         if missing:
             raise NotApplicable(f"the engine does not {' or '.join(sorted(missing))}")
         if "seeds" in needs and self.options.seeding != "exact":

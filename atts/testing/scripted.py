@@ -99,7 +99,7 @@ class ScriptedEngine(BaseEngine):
         faults: Faults = NO_FAULTS,
         drift: ScoreDrift = NO_DRIFT,
         context_length: int = 8192,
-        capabilities: frozenset[Capability] = frozenset({"sample", "score"}),
+        capabilities: frozenset[Capability] = frozenset({"sample", "score", "draw"}),
     ) -> None:
         if role not in ("draft", "target"):
             raise OptionError("role", f"{role!r} is unknown", ("draft", "target"))
@@ -166,7 +166,9 @@ class ScriptedEngine(BaseEngine):
         await self._wait(seconds, Seed(run=times.seed, problem=name, purpose="latency"))
         self._cache.keep(request.rollout, request.prefix + request.suffix)
         self._counts.steps += 1
-        return Scores(logprobs, cached)
+        draws = request.draw is not None and "draw" in self.spec.capabilities
+        begun = self._writer.begin(request.draw, request.suffix) if draws and request.draw is not None else None
+        return Scores(logprobs, cached, begun)
 
     async def _wait(self, seconds: float, key: Seed) -> None:
         if seconds > 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from atts.core import Completion, Ending, SampleRequest, ScoreRequest, TokenIds
+from dataclasses import replace
+
+from atts.core import Beginning, Completion, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.seeds import uniforms
 from atts.testing.grammar import ReadingState
 from atts.testing.language import ToyModel
@@ -21,8 +23,10 @@ class Writer:
         """Continue a text: one uniform of the request's stream per position."""
         model, end = self.model, self.model.tokenizer.end_id
         state = self._read(request.ids).copy()
-        draws = uniforms(request.seed, request.max_tokens).tolist()
+        draws = uniforms(request.seed, request.begun + request.max_tokens)[request.begun :].tolist()
         stops = StopMatcher(request.stop)
+        for index in request.ids[len(request.ids) - request.begun :]:
+            stops.feed(model.tokenizer.pieces[index])
         ids: list[int] = []
         logprobs: list[float] = []
         ended: Ending = "length"
@@ -52,6 +56,14 @@ class Writer:
             self.model.advance(state, index)
         self._states[request.prefix + request.suffix] = state
         return tuple(logprobs)
+
+    def begin(self, request: SampleRequest, suffix: TokenIds) -> Beginning:
+        """What the request is answered with, up to and with the first token that is not the suffix's."""
+        whole = self.write(replace(request, max_tokens=min(request.max_tokens, len(suffix) + 1)))
+        stood = next((i for i, (own, other) in enumerate(zip(whole.ids, suffix, strict=False)) if own != other), None)
+        count = len(whole.ids) if stood is None else stood + 1
+        is_all = count == len(whole.ids) and (whole.ended != "length" or count == request.max_tokens)
+        return Beginning(whole.ids[:count], whole.logprobs[:count], whole.ended if is_all else None)
 
     def _read(self, ids: TokenIds) -> ReadingState:
         state = self._states.get(ids)

@@ -1,0 +1,66 @@
+"""Method exact: the draft writes, the target draws while it scores, and only what it draws stays: target-only's text.
+
+The draft draws with the target's own stream, so that it comes to the same token wherever both models' laws are alike.
+Up to the first difference its tokens are the target's; there the target's is put, and the draft goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import anyio
+
+from atts.core import Beginning, Chunk, SampleRequest, ScoreRequest, Scores, TokenIds, Usage
+from atts.pipelines.builder import RolloutBuilder
+from atts.pipelines.chunks import after, continued
+
+
+async def write_exactly(builder: RolloutBuilder) -> Chunk:
+    """The piece that the target alone would write next, without a step of its decoding.
+
+    :raises ContextOverflow: not one more token fits.
+    :raises EngineError: an engine failed for good.
+    """
+    request, begun, wasted = builder.request("target"), Beginning(), 0
+    while begun.ended is None:
+        rest = after(request, begun)
+        drafted = await _drafted(builder, rest)
+        scores = await _scored(builder, rest, drafted)
+        assert scores.begun is not None, "an engine that does not draw was refused at the start"
+        more = scores.begun
+        wasted += len(drafted) - _standing(drafted, more.ids)
+        begun = Beginning(begun.ids + more.ids, begun.logprobs + more.logprobs, more.ended)
+    builder.count(Usage(wasted_tokens=wasted))
+    return builder.written("target", continued(begun, None, builder.engine("target")))
+
+
+async def _drafted(builder: RolloutBuilder, rest: SampleRequest) -> TokenIds:
+    """The draft's guess of the next tokens."""
+    pace, since = builder.context.pace, anyio.current_time()
+    ahead = replace(rest, max_tokens=pace.length(rest.max_tokens), logprobs="unneeded")
+    drafted = await builder.engine("draft").sample(ahead)
+    builder.spend("draft", ahead, drafted)
+    pace.drafted += len(drafted.ids)
+    pace.draft_seconds += anyio.current_time() - since
+    return drafted.ids
+
+
+async def _scored(builder: RolloutBuilder, rest: SampleRequest, drafted: TokenIds) -> Scores:
+    """What the target draws in the guess's places."""
+    pace, since = builder.context.pace, anyio.current_time()
+    request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
+    scores = await builder.engine("target").score(request)
+    drawn = scores.begun.ids if scores.begun else ()
+    stood = _standing(drafted, drawn)
+    pace.scores += 1
+    pace.score_seconds += anyio.current_time() - since
+    pace.stood += stood
+    pace.tested += min(stood + 1, len(drafted))
+    read = max(0, len(rest.ids) - scores.cached_tokens)
+    builder.count(Usage(scored_tokens=len(drafted), target_prefill_tokens=read, calls=1, drawn_tokens=len(drawn)))
+    return scores
+
+
+def _standing(drafted: TokenIds, drawn: TokenIds) -> int:
+    """How many drafted tokens were drawn as well; only the last one drawn may be another."""
+    return len(drawn) - (drawn != drafted[: len(drawn)])

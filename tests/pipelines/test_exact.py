@@ -1,0 +1,166 @@
+"""Draws made while a chunk is scored: what they save, that they change no token, the method that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import pytest
+
+from atts.core import Beginning, Completion, Outcome, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
+from atts.engine import EngineAround, EngineSpec
+from atts.errors import BadReply, OptionError, UnsupportedByEngine
+from atts.methods import preset
+from atts.pipelines import FixedGate, Policy, ThresholdGate, check_engines, check_scores
+from atts.pipelines.pace import DraftPace
+from atts.seeds import Seed
+from atts.testing import ScriptedEngine, check_engine, run_virtual
+
+Solve = Callable[..., list[Outcome]]
+PLAIN = Policy(samples=3, early_stop="none")
+BLIND = frozenset[Literal["sample", "score"]]({"sample", "score"})
+
+
+def texts(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], tuple[TokenIds, str | None]]:
+    """What every rollout came to."""
+    return {
+        (line.problem, line.sample): (line.ids("target"), line.finish)
+        for outcome in outcomes
+        for line in outcome.rollouts
+    }
+
+
+def used(outcomes: Sequence[Outcome], kind: str) -> int:
+    """Tokens of one kind, of all problems."""
+    return sum(getattr(outcome.usage, kind) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("length", [1, 3, 64])
+def test_exact_writes_what_the_target_alone_writes(
+    attempt: Solve, monkeypatch: pytest.MonkeyPatch, temperature: float, length: int
+) -> None:
+    monkeypatch.setattr(DraftPace, "length", lambda _self, most: min(most, length))
+    base = replace(PLAIN, sampling=Sampling(temperature))
+    alone = attempt(preset("target-only").policy(base), FixedGate("accept"))
+    exact = attempt(preset("exact").policy(base), FixedGate("accept"))
+    assert texts(exact) == texts(alone)
+    assert used(exact, "target_tokens") == 0
+    assert used(exact, "drawn_tokens") == used(alone, "target_tokens")
+
+
+def test_a_drafts_token_is_what_the_target_drew_or_it_goes(attempt: Solve) -> None:
+    """A draft that is the target loses nothing; one that writes nonsense changes no token."""
+    policy = preset("exact").policy(PLAIN)
+    twin = attempt(policy, FixedGate("accept"), draft=ScriptedEngine("target"))
+    nonsense = attempt(policy, FixedGate("accept"), draft=Nonsense(ScriptedEngine("draft"), "own"))
+    assert texts(twin) == texts(nonsense)
+    assert used(twin, "wasted_tokens") == 0
+    assert used(nonsense, "wasted_tokens") > 0.9 * used(nonsense, "draft_tokens")
+
+
+class Nonsense(EngineAround):
+    """A draft that writes the first token of the vocabulary."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        count = min(4, request.max_tokens)
+        return Completion((0,) * count, self.tokenizer.decode((0,) * count), "length", (-1.0,) * count)
+
+
+def test_a_takeover_goes_on_from_what_was_drawn_while_its_chunk_was_scored(attempt: Solve) -> None:
+    gate, policy = ThresholdGate(1.3), replace(PLAIN, takeover="replace")
+    drawn = attempt(policy, gate, problems=12)
+    asked = attempt(policy, gate, problems=12, target=ScriptedEngine("target", capabilities=BLIND))
+    assert texts(drawn) == texts(asked)
+    assert used(asked, "drawn_tokens") == 0 < used(drawn, "drawn_tokens")
+    total = used(asked, "target_tokens")
+    assert used(drawn, "target_tokens") + used(drawn, "drawn_tokens") == total
+    assert used(drawn, "target_tokens") < 0.9 * total
+
+
+@pytest.mark.parametrize("cut", [1, 5, 11])
+def test_a_beginning_and_its_rest_are_the_whole(cut: int) -> None:
+    """Stop strings are found across the cut as well."""
+
+    async def main() -> None:
+        async with ScriptedEngine("target") as engine:
+            prompt = engine.tokenizer.encode("Start at 4. +3, -2, +5, -1. What is the result?")
+            request = SampleRequest(prompt, 60, Sampling(1.5), Seed(run=5), stop=("\n\n", "st"))
+            whole = await engine.sample(request)
+            at = min(cut, len(whole.ids) - 1)
+            ids, left = prompt + whole.ids[:at], request.max_tokens - at
+            rest = await engine.sample(replace(request, ids=ids, max_tokens=left, begun=at))
+            assert (whole.ids[:at] + rest.ids, rest.ended) == (whole.ids, whole.ended)
+
+    run_virtual(main)
+
+
+def test_an_engine_that_draws_other_tokens_is_found() -> None:
+    """Planted bugs: the stream of another attempt, a rest that begins its stream anew."""
+
+    class OtherStream(ScriptedEngine):
+        async def score(self, request: ScoreRequest) -> Scores:
+            draw = request.draw and replace(request.draw, seed=replace(request.draw.seed, attempt=1))
+            return await super().score(replace(request, draw=draw))
+
+    class Anew(ScriptedEngine):
+        async def sample(self, request: SampleRequest) -> Completion:
+            return await super().sample(replace(request, begun=0))
+
+    for engine in (OtherStream, Anew):
+        report = run_virtual(partial(check_engine, engine, broken="report"))
+        assert [result.check for result in report.broken] == ["drawing"], engine
+
+
+def test_what_a_target_drew_must_follow_the_scored_text() -> None:
+    draw = SampleRequest((1, 2), 3)
+    request = ScoreRequest((1, 2), (4, 5, 6), draw=draw)
+    spec = _spec(ScriptedEngine("target"))
+    check_scores(Scores((-1.0,) * 3, 0, Beginning((4, 7), (-1.0, -1.0))), request, spec)
+    lies = [
+        Beginning((7, 5), (-1.0, -1.0)),
+        Beginning((), ()),
+        Beginning((4, 5, 6, 7), (-1.0,) * 4),
+        Beginning((4, 5, 6), (-1.0,) * 3),
+        Beginning((4, 10**9), (-1.0, -1.0)),
+        Beginning((4, 5), (-1.0,)),
+    ]
+    for lie in lies:
+        with pytest.raises(BadReply):
+            check_scores(Scores((-1.0,) * 3, 0, lie), request, spec)
+
+
+def test_engines_that_cannot_are_refused_before_anything_is_asked() -> None:
+    policy, gate = preset("exact").policy(PLAIN), FixedGate("accept")
+    able, blind = _spec(ScriptedEngine("target")), _spec(ScriptedEngine("target", capabilities=BLIND))
+    check_engines(policy, gate, able, able)
+    refusals = {
+        "does not draw while it scores": (able, blind),
+        "cannot go on with a stream": (blind, able),
+        "its tokenizer is not the target's": (replace(able, tokenizer="other"), able),
+    }
+    for words, (draft, target) in refusals.items():
+        with pytest.raises(UnsupportedByEngine, match=words):
+            check_engines(policy, gate, draft, target)
+    with pytest.raises(OptionError, match="drafter"):
+        Policy(exact=True)
+
+
+def _spec(engine: ScriptedEngine) -> EngineSpec:
+    async def main() -> EngineSpec:
+        async with engine:
+            return engine.spec
+
+    return run_virtual(main)
+
+
+def test_more_is_drafted_where_more_stands() -> None:
+    lengths = [
+        DraftPace(1000, stood, 1000, draft_seconds=1.0, scores=100, score_seconds=1.0).length(64)
+        for stood in (0, 300, 600, 900, 980, 1000)
+    ]
+    assert lengths == sorted(lengths)
+    assert lengths[0] == 1
+    assert lengths[-1] == 64

@@ -139,7 +139,11 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
         text, ids = f"{role} {said!r}{request.begun or ''}", request.ids
         text += "" if request.acceptance == "replay" else request.acceptance
     else:
-        text = f"{role} scores {request.rollout!r} after {len(request.prefix)}"
+        draw = request.draw
+        drawn = (
+            f" {(draw.begun, draw.max_tokens, draw.sampling, draw.seed, draw.stop, draw.stop_ids)!r}" if draw else ""
+        )
+        text = f"{role} scores {request.rollout!r} after {len(request.prefix)}{drawn}"
         ids = request.prefix + request.suffix
     hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
     try:

@@ -7,7 +7,7 @@ was recorded returns its recorded result at once, so it comes to where it was wi
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import anyio
@@ -103,7 +103,10 @@ class RecordedEngine(AdmittedEngine):
         self, key: str, stage: Stage, ask: Callable[[Request], Awaitable[Result]], request: Request
     ) -> _Reply[Request, Result]:
         steps = self._steps
-        recorded = steps.recorded.calls.get(key)
+        calls = steps.recorded.calls
+        recorded = calls.get(key)
+        if not recorded and calls and isinstance(request, ScoreRequest) and request.draw:  # recorded before there were
+            recorded = calls.get(request_key(self._role, replace(request, draw=None)))
         if recorded:
             return _Reply(request, key, await self._recalled(recorded.popleft(), request), 0.0, "recalled")
         stop = steps.stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from atts.calibration.budget import TokenBucket
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner
+from atts.core import SampleRequest, ScoreRequest, Scores, request_key
 from atts.errors import EngineUnavailable, FingerprintError, JournalCorrupt, StorageError
 from atts.journal import (
     JOURNAL,
@@ -21,7 +23,9 @@ from atts.journal import (
     Decided,
     JournalOptions,
     Observed,
+    OpenProblem,
     Sampled,
+    Scored,
     Setting,
     Taught,
     TurnFinished,
@@ -30,8 +34,12 @@ from atts.journal import (
 )
 from atts.pipelines import CappedGate, Chunking, Policy, TopGate
 from atts.run import RunResult
+from atts.run.calls import RecordedEngine, RecordedSteps
 from atts.run.gates import replay_event
-from atts.testing import Faults, Latency, ScriptedEngine, toy_problems
+from atts.run.recorder import EscalationCounter, Recorder, RolloutsLeft
+from atts.run.stopping import Stop
+from atts.seeds import Seed
+from atts.testing import Faults, Latency, ScriptedEngine, run_virtual, toy_problems
 
 pytestmark = pytest.mark.once
 
@@ -346,3 +354,27 @@ def test_failed_problems_are_tried_again(world: Any, outcomes: Outcomes) -> None
     assert len(list(again.outcomes())) == 3
     keys = [event.key for event in world.events() if isinstance(event, Sampled)]
     assert len(set(keys)) == len(keys)
+
+
+def test_a_score_recorded_before_targets_drew_is_not_asked_for_again() -> None:
+    """Journals of older versions hold scores of requests that wanted no draws; others of the same text stay apart."""
+    engine, plain = ScriptedEngine("target"), ScoreRequest((1, 2), (3,), "toy/0")
+    draws = [SampleRequest((1, 2), 5, seed=Seed(1, "toy", 0, turn)) for turn in range(2)]
+    known = {
+        request_key("target", plain): Scores((-1.0,)),
+        request_key("target", replace(plain, draw=draws[0])): Scores((-2.0,)),
+    }
+
+    async def main() -> list[float]:
+        problem = OpenProblem(toy_problems(1, 1)[0])
+        for key, scores in known.items():
+            problem.calls[key] = deque([Scored(problem.problem.id, key, scores)])
+        recorder = Recorder(None, [], EscalationCounter(), RolloutsLeft(None, 1))
+        steps = RecordedSteps(recorder, problem, Stop(), "instant")
+        async with engine:
+            recorded = RecordedEngine(engine, "target", None, 9.0, steps)
+            found = [await recorded.score(replace(plain, draw=draw)) for draw in draws]
+        return [scores.logprobs[0] for scores in found]
+
+    assert run_virtual(main) == [-2.0, -1.0]
+    assert engine.stats().requests == 0

@@ -90,6 +90,7 @@ class IssueOrder:
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
         self._next, self.given_up = int(state["next"]), int(state["given_up"])
-        rows = ((*row, None)[:5] for row in state["held"])  # without lengths in older states
-        self._held = {int(issue): (float(b), str(q), int(t), length) for issue, b, q, t, length in rows}
+        self._held = {  # without lengths in older states
+            int(issue): (float(b), str(q), int(t), rest[0] if rest else None) for issue, b, q, t, *rest in state["held"]
+        }
         self._skipped = set(map(int, state["skipped"]))

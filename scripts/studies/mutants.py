@@ -31,7 +31,7 @@ _CASE = re.compile(r"(\\begin\{cases\})(.*?)&(.*?)\\\\(.*?)&(.*?)(\\end\{cases\}
 _UNIT = re.compile(
     r"\\(?:text|mathrm|mbox)\s*\{\s*(cm|mm|m|km|kg|g|s|hours?|minutes?|seconds?|days?|miles?|feet|inches|km/h)\s*\}"
 )
-_OTHER = dict(
+_OTHER: dict[str, str] = dict(
     zip(
         "cm mm m km kg g s hours hour minutes minute seconds second days day miles mile feet inches km/h".split(),
         "mm cm km m g kg m minutes minute hours hour minutes minute weeks week km km inches feet m/s".split(),
@@ -43,7 +43,7 @@ _QUALIFIERS = (
     "{} dozen;a multiple of {};the square root of {};{} is wrong;{} less than the answer;up to {};{} or more;double {};"
     "{} thousand;the reciprocal of {};either {} or none;no more than {};{} to one;{}th root;between 0 and {}"
 ).split(";")
-_WORDS = dict(
+_WORDS: dict[str, str] = dict(
     zip(
         "even odd all real positive increasing Yes True maximum integers convex".split(),
         "odd even some rational negative decreasing No False minimum reals concave".split(),

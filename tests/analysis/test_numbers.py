@@ -313,7 +313,8 @@ def test_the_command_writes_and_says_where(run: Path, tmp_path: Path, capsys: py
     def command(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
         code = run_command(["report", str(run), *words])
-        return code, *capsys.readouterr()
+        said = capsys.readouterr()
+        return code, said.out, said.err
 
     code, out, told = command("--out", str(tmp_path / "r.html"))
     assert (code, out.strip()) == (0, str(tmp_path / "r.html"))

@@ -64,7 +64,7 @@ def test_a_record_has_its_own_policy() -> None:
     found = [each.verdict.is_equal for each in grade(rows, grading=HUNDREDTH)]
     assert found == [True, False]
     with pytest.raises(DatasetError, match="record 1"):
-        [*grade([{"gold": "1", "answer": "1", "units": "maybe"}])]
+        list(grade([{"gold": "1", "answer": "1", "units": "maybe"}]))
     with pytest.raises(OptionError, match="tolerance"):
         load_dataset("arithmetic", options=LoadOptions(grading={"relative": -1}))
 

@@ -69,7 +69,8 @@ class Journal:
         self._clock = options.clock or tasks.clock()
         self._epoch = self._synced_at = self._clock()
         with storage(path), ExitStack() as undo:
-            self._file = undo.enter_context(options.opener(path))
+            self._file = options.opener(path)
+            undo.callback(self._file.close)
             sync_directory(path.parent)
             self._size = path.stat().st_size
             undo.pop_all()

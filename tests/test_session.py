@@ -50,7 +50,6 @@ async def test_questions_asked_at_once_share_engines_and_gate() -> None:
     assert sum(outcome.usage.draft_tokens for outcome in found) == draft.stats().sampled_tokens
 
 
-@pytest.mark.once
 def test_hundreds_of_questions_at_once_stay_within_the_limits_and_leave_nothing() -> None:
     """Limits are of the session, not of a question: no more calls at once than slots; memory goes with what is open."""
     draft, target = Watched("draft"), Watched("target")

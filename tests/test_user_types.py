@@ -10,8 +10,6 @@ import pytest
 
 import atts
 
-pytestmark = pytest.mark.once
-
 HOME = Path(atts.__file__).resolve().parents[1]
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = Path(sys.executable).parent

@@ -306,7 +306,6 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
         atts.report(result)
 
 
-@pytest.mark.once
 def test_the_command_writes_and_says_where(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The path on stdout, the verdict on stderr; JSON as one object; `-` is stdout; a bad format is usage."""
 

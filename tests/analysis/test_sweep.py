@@ -24,7 +24,6 @@ WORDS: dict[str, object] = {
     "dataset": "arithmetic[:3]",
     "early_stop": "none",
 }
-pytestmark = pytest.mark.once
 OVER: dict[str, list[object]] = {"rate": [0.2, 0.5], "samples": [2, 4]}
 
 

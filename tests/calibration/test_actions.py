@@ -19,8 +19,6 @@ from atts.calibration.ordinal_gate import OrdinalStage
 from atts.errors import CalibrationInputError
 from atts.evaluators import share_estimate
 
-pytestmark = pytest.mark.once
-
 Chunks = Iterator[tuple[float, bool]]
 Recorded = dict[int, list[tuple[float, float, bool]]]  # by question: log-perplexity, share of siblings, right
 

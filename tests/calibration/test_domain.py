@@ -75,7 +75,6 @@ def test_the_embedded_pair_starts_informed() -> None:
         assert other.informed() is other
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("role", EMBEDDED)
 @pytest.mark.anyio
 async def test_the_shipped_scores_are_of_the_shipped_weights(role: str) -> None:

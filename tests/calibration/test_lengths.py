@@ -53,7 +53,6 @@ def realised(in_flight: int, by_length: bool, number: int = 400, **options: Any)
     return fmean(rates)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("in_flight", [64, 256])
 def test_marginal_mode_keeps_its_rate_when_long_chunks_score_worse_and_come_later(in_flight: int) -> None:
     """Ranks among all lean; ranks by length are within .01 of nominal."""
@@ -61,7 +60,6 @@ def test_marginal_mode_keeps_its_rate_when_long_chunks_score_worse_and_come_late
     assert realised(in_flight, by_length=True) == pytest.approx(0.2, abs=0.01)
 
 
-@pytest.mark.once
 def test_without_a_link_of_time_and_length_nothing_leans() -> None:
     """The bias is one of arrival: with durations dealt out anew, ranks among all hold, and ranks by length as well."""
     assert realised(256, by_length=False, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)

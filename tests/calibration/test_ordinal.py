@@ -21,8 +21,6 @@ from atts.calibration.ordinal_sets import LevelSets, entry_mass, nested_windows
 from atts.core import Features
 from atts.errors import CalibrationInputError
 
-pytestmark = pytest.mark.once
-
 LAWS = st.lists(st.floats(0.001, 1), min_size=1, max_size=6).map(lambda raw: [value / sum(raw) for value in raw])
 
 

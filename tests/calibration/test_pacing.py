@@ -23,7 +23,6 @@ from atts.calibration.controllers import Adaptive
 from atts.errors import CalibrationInputError, OptionError
 from atts.testing import toy_problems
 
-pytestmark = pytest.mark.once
 Records = list[dict[str, Any]]
 
 

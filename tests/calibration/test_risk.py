@@ -24,8 +24,6 @@ from atts.calibration.risk import (
 )
 from atts.errors import CalibrationInputError, OptionError
 
-pytestmark = pytest.mark.once
-
 EPSILON = 0.2
 
 

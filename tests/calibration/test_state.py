@@ -14,8 +14,6 @@ from atts.calibration.state import read_state, strict, write_state
 from atts.calibration.stored import check_fingerprint, read_scores
 from atts.errors import CalibrationInputError, FingerprintError, StorageError
 
-pytestmark = pytest.mark.once
-
 STORED = StoredScores.of([1 + 0.013 * k for k in range(1, 97)], 16, fingerprint={"model": "m", "limits": (500, 15)})
 
 

@@ -44,7 +44,6 @@ def test_turn_mode_holds_every_turn_without_equal_questions(
     assert metrics["question_rms"] > 0.1
 
 
-@pytest.mark.once
 def test_turn_mode_holds_turns_whatever_the_order_of_questions(arrivals: dict[str, Records]) -> None:
     """Question after question in orders that the constants were not chosen on: half of them within .009 by turn."""
     by_question: dict[int, Records] = {}

@@ -7,8 +7,6 @@ from atts.calibration import StoredScores
 from atts.calibration.samples import Floats, QuestionSample
 from atts.calibration.two_sample import TwoSampleTest, mixture_ratios, two_sample_test
 
-pytestmark = pytest.mark.once
-
 SIZE = 6
 
 

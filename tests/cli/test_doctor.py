@@ -21,7 +21,6 @@ from atts.pipelines import Policy
 from atts.testing import ServerQuirks
 from atts.testing.servers import DialectServer
 
-pytestmark = pytest.mark.once
 Serve = Callable[..., str]
 
 

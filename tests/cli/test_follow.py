@@ -13,8 +13,6 @@ from atts.cli.follow import follow
 from atts.errors import JournalError
 from atts.journal import JOURNAL, LOCK, locked
 
-pytestmark = pytest.mark.once
-
 
 class GrowingRun:
     """A run that is being written: every wait adds lines, torn ones too, until it is whole and its lock is free."""

@@ -13,8 +13,6 @@ import pytest
 from atts.cli.app import EXIT_CODES
 from atts.journal import locked
 
-pytestmark = pytest.mark.once
-
 USAGE, ENGINE, DISK = 2, 3, 4
 RUN = "arithmetic[:2] --samples 2 --draft scripted --target scripted --report none"
 

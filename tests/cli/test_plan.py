@@ -18,8 +18,6 @@ from atts.journal import JOURNAL, read_entries, read_outcomes
 from atts.pipelines import Policy
 from atts.testing import toy_problems
 
-pytestmark = pytest.mark.once
-
 PROBLEMS = 12
 
 

@@ -12,8 +12,6 @@ from typing import IO, Any
 
 import pytest
 
-pytestmark = pytest.mark.once
-
 ESCAPE = "\x1b"
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("ATTS_")}
 

@@ -21,8 +21,6 @@ from atts.models import path as model_path
 from atts.pipelines import Policy
 from atts.testing import toy_problems
 
-pytestmark = pytest.mark.once
-
 Atts = Callable[..., Any]
 FROZEN = Setup(
     draft="scripted", target="scripted", method="random", rate=0.3, seed=5, policy=Policy(samples=4, early_stop="none")

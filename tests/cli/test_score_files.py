@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.parametrize("name", ["scores.jsonl", "scores.json", "scores"])
 def test_imported_scores_are_read_everywhere(atts: Any, name: str) -> None:

@@ -21,8 +21,6 @@ import pytest
 
 from atts.journal import JOURNAL, Decided, Sampled, Scored, SessionClosed, SessionOpened, read_entries, read_outcomes
 
-pytestmark = pytest.mark.once
-
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("ATTS_")}
 FROZEN = (
     "--method", "random", "--rate", "0.3", "--samples", "4", "--seed", "5", "--set", "early_stop=none",

@@ -158,7 +158,6 @@ def test_intervals_over_problems_cover(
     assert least <= covered(truth, found) <= most
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("problems", [30, 40])
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99])
 def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
@@ -180,7 +179,6 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
             assert covered(known, [mean_estimate(values, total) for values in found]) >= least, known
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.5, 0.95, 0.98])
 def test_shares_of_unequal_totals_are_covered_near_the_edges(truth: float) -> None:
     """So many of so many in each of 30 problems, as with realised rates: 250 runs."""

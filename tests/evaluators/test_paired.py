@@ -183,7 +183,6 @@ def test_too_little_to_compare_is_undefined() -> None:
     assert math.isnan(compare_runs([1.0, math.nan], [0.0, 1.0]).difference.value)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("problems", "samples"), [(30, 1), (30, 8), (40, 16)])
 @pytest.mark.parametrize("truth", [0.02, 0.95, 0.99])
 def test_differences_are_covered_where_few_problems_differ(problems: int, samples: int, truth: float) -> None:

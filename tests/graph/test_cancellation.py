@@ -22,8 +22,6 @@ from atts.spans import CallSpan
 from atts.testing.clock import Backend, run_virtual
 from tests.graph.recording import Recording
 
-pytestmark = pytest.mark.once
-
 T = TypeVar("T")
 Virtually = Callable[[Callable[[], Awaitable[T]]], T]
 IsEmpty = Callable[[Graph], bool]

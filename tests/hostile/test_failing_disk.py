@@ -110,7 +110,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int
     return evaluated(folder / "run", journal), nth.calls
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("part", [0.0, 0.6], ids=["nothing written", "half a line written"])
 @pytest.mark.parametrize("refusal", [*REFUSALS, "short write"])
 def test_a_journal_goes_on_after_any_write_that_failed(
@@ -219,7 +218,6 @@ def _refusal(act: Callable[[], object]) -> BaseException | None:
     return None
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("refusal", ["EIO", "no memory"])
 def test_a_run_goes_on_after_any_refusal_of_the_system(
     refusal: str, whole: tuple[dict[str, Any], int], tmp_path: Path
@@ -281,7 +279,6 @@ class Watched(FileIO):
         return super().write(data) or 0
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("durability", ["always", "close"])
 def test_what_a_power_loss_leaves_in_any_order_goes_on_or_is_salvaged(
     durability: Any, whole: tuple[dict[str, Any], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

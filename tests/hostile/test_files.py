@@ -20,7 +20,6 @@ from atts.errors import ATTSError, CalibrationInputError, DatasetError, StorageE
 from atts.evaluators import load_dataset
 from atts.files import write_out
 
-pytestmark = pytest.mark.once
 Said = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 SCRIPTED = ("--draft", "scripted", "--target", "scripted", "--report", "none", "--samples", "2")

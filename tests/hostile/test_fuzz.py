@@ -32,7 +32,7 @@ from atts.local.model_config import read_model_config
 from atts.models import path as model_path
 from atts.tokenizing import ModelTokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = pytest.mark.slow
 COUNT = int(os.environ.get("ATTS_FUZZ", "60"))
 SCRIPTED = ("--draft", "scripted", "--target", "scripted", "--report", "none")
 OURS = "please report it"

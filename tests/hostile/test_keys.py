@@ -10,7 +10,6 @@ from atts.cli.app import run
 from atts.errors import OptionError
 from atts.remote import ApiKey
 
-pytestmark = pytest.mark.once
 KEYS = (
     "openai:https://h/v1/m?key=sk-canary1234567890abcdef", "vllm:http://h/m?key=hf_canaryCANARYcanary",
     "chat:http://h/v1/m?key=canary", "sglang:http://h,http://h:2/m?key=CANARY1X2Y3Z4W5Q6",

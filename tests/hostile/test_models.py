@@ -17,7 +17,6 @@ from atts.local.model_config import read_model_config
 from atts.models import path
 from atts.tokenizing import ModelTokenizer
 
-pytestmark = pytest.mark.once
 TEMPLATES = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.getcwd() }}",
     "{{ '{0.__class__.__init__}'.format(raise_exception) }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}", "{{ 1 % 0 }}",

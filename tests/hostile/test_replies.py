@@ -28,7 +28,7 @@ from atts.testing import ScriptedEngine, ServerQuirks, ToyTokenizer
 from atts.testing.server_core import Refusal, ServerCall, ServerState
 from atts.testing.servers import routes_of
 
-pytestmark = [pytest.mark.anyio, pytest.mark.once]
+pytestmark = pytest.mark.anyio
 T = TypeVar("T")
 
 

@@ -24,7 +24,7 @@ from atts.remote.transport import (
     HttpxTransport,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.once]
+pytestmark = pytest.mark.anyio
 Reply = tuple[int, Mapping[str, str], Iterable[bytes]]
 CANARY = "sk-canary-12/34567890abcdef"
 CERTIFICATE = Path(__file__).with_name("self_signed.pem")

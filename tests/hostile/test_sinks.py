@@ -28,7 +28,6 @@ from atts.errors import EngineError
 from atts.run import Progress
 from atts.testing import ScriptedEngine
 
-pytestmark = pytest.mark.once
 CODES = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202e"
 Patch = pytest.MonkeyPatch
 MARKUP = "<img src=x onerror=owned()>&[/bold]"

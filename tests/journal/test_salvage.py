@@ -17,7 +17,6 @@ from atts.cli.app import run as command
 from atts.errors import JournalError
 from atts.journal import JOURNAL, LOCK, MANIFEST, RunState, check_journal, locked, open_run, salvage
 
-pytestmark = pytest.mark.once
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 KINDS = ("finished", "failed", "rounds", "ordinal", "interrupted")
 READERS = ("journal check", "report --format json --out -", "replay --json", "plan --json", "calibration check")

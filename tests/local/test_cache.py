@@ -77,7 +77,6 @@ def _flip(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:
     return next((one - other for one, other in zip(ids, others, strict=True) if one != other), None)
 
 
-@pytest.mark.once
 def test_a_short_cache_forgets_the_oldest_and_gets_everything_done(make_model: Callable[..., Path], drive: Any) -> None:
     """Far more work than slots: evictions and preemptions, every answer, never more slots than there are."""
     folder = make_model("llama", eos_token_id=None)

@@ -23,7 +23,7 @@ from atts.local.model_config import read_model_config
 from atts.local.worker import ProcessWorker
 from atts.tokenizing import ModelTokenizer
 
-pytestmark = [pytest.mark.once, pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")]
+pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
 Make = Callable[..., Path]
 CANARY = "open({sung!r}, 'a').write(__name__ + '\\n')\nraise ImportError('the canary sang')\n"
 

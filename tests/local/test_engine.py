@@ -40,7 +40,6 @@ HERE = LocalOptions(worker="thread")
 """Opens at once, which tests that are not about processes do often."""
 
 
-@pytest.mark.once
 @pytest.mark.anyio
 async def test_the_engine_keeps_every_promise(make_model: Make, anyio_backend: str) -> None:
     """The conformance suite that ships with the protocol: on asyncio in the processes users get, on trio in threads."""
@@ -132,7 +131,6 @@ anyio.run(main)
 """
 
 
-@pytest.mark.once
 @pytest.mark.slow
 def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Path) -> None:
     """No `__main__` guard is asked for; Ctrl-C, which all of a terminal hears, is the script's business alone."""

@@ -68,7 +68,6 @@ ON_TORCH = {"gemma2", "gemma3_text", "olmo2"}
 ALWAYS = ("Mistral with a window", "Gemma 2", "Gemma 3", "Phi-4 mini", "OLMo-2", "SmolLM3 with windows")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("case", "kernel"),
     [

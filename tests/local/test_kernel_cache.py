@@ -269,7 +269,6 @@ print(trouble)
 """
 
 
-@pytest.mark.once
 def test_processes_that_build_at_once_disturb_nobody(builds: Builds) -> None:
     """None begins to keep its library before all build; one file stays."""
     environment = {**os.environ, "TMPDIR": str(builds.temporary)}

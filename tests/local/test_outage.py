@@ -20,7 +20,7 @@ from atts.models import path
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import Notice, Plan, RunOptions, RunResult, evaluate
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = pytest.mark.slow
 POLICY = Policy(samples=3, turns=6, max_tokens=96, chunking=Chunking(16, 16, ("\n\n",)), early_stop="none")
 
 

@@ -86,7 +86,7 @@ def test_ratio_and_replay_stand_side_by_side(make_model: Make, near: Path) -> No
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.once)])
+@pytest.mark.parametrize("worker", ["thread", "process"])
 async def test_an_engine_with_a_drafter_answers_as_one_without(worker: Any, make_model: Make, near: Path) -> None:
     """In a thread and in a process; what was proposed is in its counters."""
     request, answers = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3)), list[Any]()

@@ -101,7 +101,6 @@ def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
     return right / count
 
 
-@pytest.mark.once
 def test_the_target_solves_and_the_draft_often_fails(tokenizer: Any) -> None:
     """A smoke test through the transformers library; the documented accuracies come from scripts/studies."""
     assert _solved("target", tokenizer, 5) >= 0.8

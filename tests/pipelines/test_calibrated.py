@@ -29,8 +29,6 @@ from atts.methods import (
 from atts.pipelines import ConformalGate, Features, FixedGate, Policy, WarmingGate
 from atts.testing import toy_problems
 
-pytestmark = pytest.mark.once
-
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=6, early_stop="none")
 STORED = StoredScores.of([1.0 + i / 50 for i in range(200)])

@@ -33,8 +33,6 @@ from atts.pipelines import Answers, Chunking, Context, FixedGate, Policy, solve
 from atts.seeds import uniforms
 from atts.testing import run_virtual
 
-pytestmark = pytest.mark.once
-
 # "a" is the prompt and a letter, "n" plays the delimiter, "." is the end.
 DRAFT = {"a": [0.4, 0.3, 0.2, 0.1], "b": [0.2, 0.2, 0.5, 0.1], "n": [0.3, 0.5, 0.1, 0.1]}
 TARGET = {"a": [0.2, 0.4, 0.2, 0.2], "b": [0.5, 0.1, 0.2, 0.2], "n": [0.1, 0.3, 0.4, 0.2]}

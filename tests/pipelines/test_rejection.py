@@ -32,8 +32,6 @@ from atts.pipelines import (
 from atts.pipelines.scores import first_doubt
 from atts.testing import TARGET, Latency, ScriptedEngine, ToyModel, ToyTokenizer
 
-pytestmark = pytest.mark.once
-
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=4, early_stop="none")
 

@@ -15,8 +15,6 @@ from atts.errors import CalibrationInputError
 from atts.methods import SkippingGate
 from atts.pipelines import Features
 
-pytestmark = pytest.mark.once
-
 RATE = 0.2
 
 

@@ -14,8 +14,6 @@ from atts.core import Features
 from atts.errors import OptionError
 from atts.pipelines import ConformalGate, SparingGate
 
-pytestmark = pytest.mark.once
-
 
 def run(gate: ConformalGate | SparingGate, seed: int, problems: int = 60) -> dict[bool, tuple[int, int]]:
     """Sixteen rollouts of eight chunks; in half of the problems siblings agree. By that: handed over, of how many."""

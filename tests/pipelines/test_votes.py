@@ -91,7 +91,6 @@ def test_weights_are_bounded_and_survive_bad_scores() -> None:
 POLICY = Policy(samples=12, early_stop="none")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("stop", ["certain", "likely"])
 def test_a_settled_vote_spares_rollouts_and_keeps_the_answer(
     attempt: Solve, stop: Literal["certain", "likely"]

@@ -38,7 +38,6 @@ from atts.testing import (
     toy_problems,
 )
 
-pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 Simple = Callable[..., Any]
 OPTIONS = RemoteOptions(

@@ -12,7 +12,6 @@ from atts.testing import CheckOptions, ScriptedEngine, ServerQuirks, ToyTokenize
 from atts.testing.servers import DialectServer
 
 OPTIONS = CheckOptions(draws=32, tokens=9, long_tokens=96)
-pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])

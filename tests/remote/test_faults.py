@@ -31,7 +31,6 @@ from atts.tasks import collect, task_group
 from atts.testing import ScriptedEngine, ServerFaults, ServerQuirks, ToyTokenizer
 from atts.testing.servers import DialectServer
 
-pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])

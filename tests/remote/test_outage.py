@@ -22,7 +22,6 @@ from atts.run import EngineAwaited, Notice, Plan, RunOptions, RunResult, evaluat
 from atts.testing import Latency, ScriptedEngine, ToyTokenizer, toy_answer, toy_groups, toy_problems
 from atts.testing.servers import DialectServer
 
-pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 POLICY = Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), early_stop="none")
 PROBLEMS = toy_problems(4, 5)

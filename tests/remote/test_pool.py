@@ -16,7 +16,6 @@ from atts.tasks import collect, task_group
 from atts.testing import CheckOptions, Latency, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine, run_virtual
 from atts.testing.servers import DialectServer
 
-pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])

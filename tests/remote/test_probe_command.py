@@ -13,7 +13,6 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import path
 from atts.testing.servers import DialectServer
 
-pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 
 

@@ -32,7 +32,6 @@ from atts.testing import Latency, ScriptedEngine, ServerFaults, ToyTokenizer, to
 from atts.testing.server_core import ServerQuirks
 from atts.testing.servers import DialectServer
 
-pytestmark = pytest.mark.once
 Serve = Callable[..., DialectServer]
 # Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds pass between two.
 OPTIONS = RemoteOptions(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="the children are forked"), pytest.mark.once]
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the children are forked")
 
 
 @pytest.fixture(scope="module")

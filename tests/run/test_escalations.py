@@ -11,8 +11,6 @@ from atts.journal import Observed
 from atts.pipelines import Context, Policy, solve
 from atts.run import Stop
 
-pytestmark = pytest.mark.once
-
 
 class Counts:
     """Stops a run after so many judged chunks."""

@@ -50,7 +50,6 @@ def truth() -> float:
     return float((1 / (1 + np.exp(-strength))).mean())
 
 
-@pytest.mark.once
 def test_the_estimate_has_no_bias_and_its_interval_covers() -> None:
     """Sixty logs of 60 problems, a model of turns and actions only, which is wrong: the likelihoods make up for it."""
     value = truth()

@@ -41,8 +41,6 @@ from atts.run.stopping import Stop
 from atts.seeds import Seed
 from atts.testing import Faults, Latency, ScriptedEngine, run_virtual, toy_problems
 
-pytestmark = pytest.mark.once
-
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
 Outcomes = Callable[[RunResult], dict[str, str]]
 

@@ -235,7 +235,6 @@ def test_asked_to_end(world: Any, outcomes: Outcomes, backend: Backend, times: i
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_no_file_and_no_work_outlive_a_run(world: Any, backend: Backend) -> None:
     """However a run ends (cancelled anywhere, failed engines, out of time), its files are closed and its slots free."""
@@ -389,7 +388,6 @@ def test_the_scorecard(world: Any) -> None:
         scorecard([replace(settled, samples=())], toy_groups)
 
 
-@pytest.mark.once
 def test_alarms_are_recorded_once(world: Any) -> None:
     """A calibrator fed with scores unlike the stored ones raises an alarm; the journal says when and what was done."""
 
@@ -426,7 +424,6 @@ def _is_ours(kind: type) -> bool:
     return str(kind.__module__).startswith(("atts.core", "atts.journal", "atts.run", "atts.graph"))
 
 
-@pytest.mark.once
 def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
     """With the journal on and nothing kept, what lives after 200 problems is what lived after 20: those in flight.
 

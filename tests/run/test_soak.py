@@ -23,7 +23,7 @@ from atts.pipelines import Policy
 from atts.run import Notice, RunOptions, evaluate
 from atts.testing import FaultKind, Faults, Latency, ScriptedEngine, toy_problems
 
-pytestmark = [pytest.mark.slow, pytest.mark.once, pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc")]
 SECONDS = float(os.environ.get("ATTS_SOAK", "120"))
 WARM_UP = 1000  # problems, over all modes
 GROWTH = 1.10

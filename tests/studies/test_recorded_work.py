@@ -9,8 +9,6 @@ import pytest
 from atts.graph import measure, sibling_edges
 from atts.testing import Backend, run_virtual
 
-pytestmark = pytest.mark.once
-
 work = pytest.importorskip("tests.studies.recorded_work", reason="needs a checkout")
 library = pytest.importorskip("scripts.studies.scale_work", reason="needs a checkout")
 

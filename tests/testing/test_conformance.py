@@ -28,8 +28,6 @@ from atts.testing import (
     run_virtual,
 )
 
-pytestmark = pytest.mark.once
-
 Logprobs = tuple[float, ...]
 QUICK = CheckOptions(timeout_seconds=30, settle_seconds=0.5)
 SLOW = Latency(per_sample=0.01, per_score=0.005, sampled_token=0.002, jitter=0.2)

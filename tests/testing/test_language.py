@@ -18,8 +18,6 @@ from atts.testing.distributions import Distribution
 from atts.testing.questions import read_question
 from atts.testing.writing import Writer
 
-pytestmark = pytest.mark.once
-
 TOKENIZERS = {dialect: ToyTokenizer(dialect) for dialect in ("plain", "other")}
 PLAIN = TOKENIZERS["plain"]
 MODEL = ToyModel(DRAFT, PLAIN)

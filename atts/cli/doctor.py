@@ -14,17 +14,9 @@ from atts.cli.terminal import say
 from atts.errors import CheckFailed
 
 
+@options.with_setup("pair at method rate samples turns max_tokens draft target", before="card")
 def doctor(
     context: typer.Context,
-    pair: options.Pair = None,
-    at: options.At = None,
-    method: options.Method = None,
-    rate: options.Rate = None,
-    samples: options.Samples = None,
-    turns: options.Turns = None,
-    max_tokens: options.MaxTokens = None,
-    draft: options.Draft = None,
-    target: options.Target = None,
     card: Annotated[
         str | None,
         typer.Option(help="GPU to fit the pair to: rtx4090, l40s, a100, h100, h200, ...", show_default="those here"),

@@ -20,25 +20,10 @@ if TYPE_CHECKING:
     from atts.run import RunResult, Shard
 
 
+@options.with_setup(before="limit")
 def evaluate(
     context: typer.Context,
-    dataset: Annotated[
-        str | None,
-        typer.Argument(
-            help="A benchmark, a file or hub:owner/name; a slice may follow.", show_default="arithmetic[:40]"
-        ),
-    ] = None,
-    method: options.Method = None,
-    rate: options.Rate = None,
-    samples: options.Samples = None,
-    turns: options.Turns = None,
-    max_tokens: options.MaxTokens = None,
-    mode: options.Mode = None,
-    scores: options.Scores = None,
-    pair: options.Pair = None,
-    at: options.At = None,
-    draft: options.Draft = None,
-    target: options.Target = None,
+    dataset: options.DatasetName = None,
     limit: options.Limit = None,
     file: Annotated[str | None, typer.Option(help="Read the benchmark from this file, not from the hub.")] = None,
     column: Annotated[

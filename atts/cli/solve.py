@@ -26,22 +26,12 @@ _STYLES = {"draft": "dim", "accepted": "green", "rejected": "red", "target": "bo
 _KINDS = ("math", "choice", "text")
 
 
+@options.with_setup(before="seed")
 def solve(
     context: typer.Context,
     problem: Annotated[str, typer.Argument(help="The problem, a file that holds it, or - for stdin.")],
     kind: Annotated[str, typer.Option(help="Of the answer: math, choice or text.")] = "math",
     follow: Annotated[str, typer.Option(help="Which rollout is shown: a number, or all.")] = "0",
-    method: options.Method = None,
-    rate: options.Rate = None,
-    samples: options.Samples = None,
-    turns: options.Turns = None,
-    max_tokens: options.MaxTokens = None,
-    mode: options.Mode = None,
-    scores: options.Scores = None,
-    pair: options.Pair = None,
-    at: options.At = None,
-    draft: options.Draft = None,
-    target: options.Target = None,
     seed: options.Seed = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,

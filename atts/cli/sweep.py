@@ -21,14 +21,10 @@ if TYPE_CHECKING:
     from atts.run import Listener
 
 
+@options.with_setup(before="limit")
 def sweep(
     context: typer.Context,
-    dataset: Annotated[
-        str | None,
-        typer.Argument(
-            help="A benchmark, a file or hub:owner/name; a slice may follow.", show_default="arithmetic[:40]"
-        ),
-    ] = None,
+    dataset: options.DatasetName = None,
     over: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,17 +33,6 @@ def sweep(
             show_default="rate=.1,.2,.4",
         ),
     ] = None,
-    method: options.Method = None,
-    rate: options.Rate = None,
-    samples: options.Samples = None,
-    turns: options.Turns = None,
-    max_tokens: options.MaxTokens = None,
-    mode: options.Mode = None,
-    scores: options.Scores = None,
-    pair: options.Pair = None,
-    at: options.At = None,
-    draft: options.Draft = None,
-    target: options.Target = None,
     limit: options.Limit = None,
     seed: options.Seed = None,
     rollouts: options.Rollouts = None,

@@ -16,7 +16,7 @@ from typing import Any
 
 from atts.evaluators import equivalent, group
 from scripts.studies.harness import Options, Row, Table, say
-from scripts.studies.mutants import mutants, real_answers, rows_of
+from scripts.studies.machine import rows_of
 
 Check = Callable[[str, str], bool]
 
@@ -41,8 +41,6 @@ def study(options: Options) -> list[Table]:
         ],
     }
     tables = [beside(name, _some(pairs, share)) for name, pairs in sets.items() if pairs]
-    made = [Pair(one.gold, one.answer, False) for one in mutants(real_answers(), options.pick(100, 1_000, 100_000))]
-    tables.append(beside("mutants", made))
     hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
     attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]
     tables.append(hostile_answers(_some(attacks, options.pick(60, 460, 460))))

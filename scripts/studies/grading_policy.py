@@ -9,7 +9,7 @@ from typing import Any
 
 from atts.core import AnswerKind, Grading, Problem
 from atts.evaluators import equivalent, extract, judge, reference
-from scripts.studies.mutants import rows_of
+from scripts.studies.machine import rows_of
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "grading_policies.md"
 _HEAD = """# Grading policies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 _COPIED = 1 << 26  # bytes: larger than any cache of a small machine
 _MATRIX = 512
@@ -86,6 +87,14 @@ def shared_data() -> Path | None:
     named = os.environ.get("ATTS_SHARED_DATA")
     found = Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "data"
     return found if found.is_dir() else None
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The lines of a file of shared data; none where it is not at hand."""
+    base = shared_data()
+    if base is None or not (base / name).is_file():
+        return []
+    return [json.loads(line) for line in (base / name).read_text(encoding="utf-8").split("\n") if line]
 
 
 def pair_mark() -> str:

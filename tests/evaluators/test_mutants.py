@@ -1,25 +1,31 @@
 """Answers changed in one place so that they mean something else are not equal to what they were."""
 
-import pytest
+import json
+from pathlib import Path
 
 from atts.evaluators import equivalent
-
-pytestmark = pytest.mark.checkout
+from tests.evaluators.mutants import BUILT_IN, mutants
 
 
 def test_mutants_are_not_equal() -> None:
     """Signs, numbers, bounds, ends, order, units, qualifiers and more, of built-in answers."""
-    from scripts.studies.mutants import BUILT_IN, mutants
-
     made = mutants(BUILT_IN, 1_500, seed=3)
     assert len(made) > 400
     assert len({mutant.kind for mutant in made}) > 10
     assert [mutant for mutant in made if equivalent(mutant.gold, mutant.answer).is_equal] == []
 
 
+def test_mutants_of_references_are_not_equal(shared_data: Path) -> None:
+    """The same of the answers of two benchmarks."""
+    files = [shared_data / "benchmarks" / f"{name}.jsonl" for name in ("math500", "minerva_math")]
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
+    answers = [text for row in rows if 0 < len(text := str(row["answer"]).strip().strip("$")) < 200]
+    made = mutants(answers, 400)
+    assert len(made) == 400
+    assert [mutant for mutant in made if equivalent(mutant.gold, mutant.answer).is_equal] == []
+
+
 def test_the_generator_knows_equal_values() -> None:
     """A change that keeps the value is no mutant; what was made is told from what it was made of."""
-    from scripts.studies.mutants import mutants
-
     assert mutants(["0"], 50) != []
     assert all(mutant.answer != "-0" for mutant in mutants(["0"], 50))

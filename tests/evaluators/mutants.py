@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
-
-from scripts.studies.machine import shared_data
 
 BUILT_IN = tuple(
     r"""
@@ -21,7 +17,6 @@ x\equiv 5\pmod{12};\text{even};\text{Yes};\text{all real numbers};6!+1;f(3)=8;3\
     .replace("\n", ";")
     .split(";")
 )
-_SETS = ("math500", "aime24", "aime25", "amc23", "gsm8k_test", "hmmt25_feb", "hmmt25_nov", "minerva_math")
 _NUMBER = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?:\.\d+)?")
 _BINARY = re.compile(r"(?<=[\w})\]])\s*([+-])\s*(?=[\w\\({])")
 _INTERVAL = re.compile(r"([(\[])\s*(-?[\w.\\{}]+)\s*,\s*(-?[\w.\\{}]+)\s*([)\]])")
@@ -63,25 +58,6 @@ class Mutant:
     kind: str
     gold: str
     answer: str
-
-
-def rows_of(name: str) -> list[dict[str, Any]]:
-    """The lines of a file of shared data; none where it is not at hand."""
-    base = shared_data()
-    if base is None or not (base / name).is_file():
-        return []
-    return [json.loads(line) for line in (base / name).read_text(encoding="utf-8").split("\n") if line]
-
-
-def real_answers() -> list[str]:
-    """The references of the benchmarks at hand, else the built-in ones."""
-    rows = [row for name in _SETS for row in rows_of(f"benchmarks/{name}.jsonl")]
-    rows += [row for row in rows_of("benchmarks/olympiadbench_oe_math.jsonl") if "," not in row["answer"]]
-    found = [str(row["answer"]).strip().strip("$") for row in rows]
-    found += [
-        row["gold"] for row in rows_of("equivalence/cases.jsonl") if (row["tag"], row["kind"]) == ("core", "answer")
-    ]
-    return list(dict.fromkeys(text for text in found if 0 < len(text) < 200)) or list(BUILT_IN)
 
 
 def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:

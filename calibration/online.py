@@ -15,7 +15,7 @@ from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.guarantees import Facts, describe
 from atts.calibration.lengths import LengthStrata
 from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
-from atts.calibration.order import HOLD, Held, IssueOrder
+from atts.calibration.order import HOLD, Held, IssueOrder, with_lengths
 from atts.calibration.rates import Rate, exact_rate
 from atts.calibration.scale import PERPLEXITY, Scale
 from atts.calibration.state import Part, read_state, same, strict, write_state
@@ -334,6 +334,7 @@ class Calibrator(Part):
         try:
             if fingerprint is not None:
                 check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
+            state = {**state, "order": with_lengths(state["order"])}
             made = cls._of(state)
             is_whole = same(made.state(), state) and type(made.seed) is int and 0 <= made.escalated <= made.decided
         except (*_WRONG, OptionError) as error:

@@ -90,7 +90,10 @@ class IssueOrder:
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
         self._next, self.given_up = int(state["next"]), int(state["given_up"])
-        self._held = {  # without lengths in older states
-            int(issue): (float(b), str(q), int(t), rest[0] if rest else None) for issue, b, q, t, *rest in state["held"]
-        }
+        self._held = {int(issue): (float(b), str(q), int(t), length) for issue, b, q, t, length in state["held"]}
         self._skipped = set(map(int, state["skipped"]))
+
+
+def with_lengths(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an order as it is written now: older ones hold scores without lengths."""
+    return {**state, "held": [[*row, None] if len(row) == 4 else row for row in state["held"]]}

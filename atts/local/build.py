@@ -18,9 +18,10 @@ from atts.local.loop import StepLoop, TokenTable
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
 from atts.local.model_config import rope_rows
 from atts.local.native_model import NativeModel, unknown_parts
+from atts.local.options import MOST_PROPOSED
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
-from atts.local.speculating import FixedLength, Speculation
+from atts.local.speculating import FixedLength, GoodputLengths, Speculation
 from atts.local.torch_model import TorchModel
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
@@ -28,7 +29,8 @@ _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.8  # of what the weights leave free
 _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
 _MOST_LOGITS = 4096
-_DEFAULT_K = 8
+_K_BY_RATIO = 8
+"""Tokens proposed at a time for requests that are tested by ratio, where no number is given."""
 _SMALL_MODEL = 10_000_000
 """Weights below which a second thread costs more in waiting than it computes, unless the machine is idle."""
 
@@ -65,7 +67,7 @@ def build_loop(
     speculation = None
     if options.speculates or (config.proposer is not None and options.k != 0):
         drafter = _drafter(config, drafter_weights, cache, scheduler) if config.drafter and drafter_weights else None
-        lengths = FixedLength(_DEFAULT_K if options.k is None else options.k)
+        lengths = GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
         proposer = config.proposer() if config.proposer else _proposer(options.speculate or "auto", drafter)
         speculation = Speculation(proposer, lengths, scheduler, config.model.vocabulary, token_table.end_ids)
     loop = StepLoop(model, scheduler, token_table, send, speculation)

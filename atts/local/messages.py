@@ -11,7 +11,7 @@ from atts.engine import EngineCounters
 from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OutOfMemory
 from atts.local.model_config import ModelConfig
 from atts.local.options import LocalOptions
-from atts.speculation import Proposer
+from atts.speculation import Forecast, Proposer
 
 FailureKind = Literal["broken", "load", "memory", "closed"]
 _ERRORS: dict[FailureKind, type[EngineError]] = {
@@ -118,6 +118,19 @@ class SpeculationStats:
     stood_at: list[int] = field(default_factory=list[int])  # of them, those in which the one at this place did as well
     seconds: float = 0.0  # spent on proposing
     trouble: str = ""  # why nothing is proposed any more
+    choices: int = 0  # of a length: sequences summed over steps
+    chosen: int = 0  # summed lengths: divided by choices, the mean k
+    expected_tokens: float = 0.0  # of steps of which something was expected; beside it what came of them
+    expected_seconds: float = 0.0
+    came_tokens: int = 0
+    came_seconds: float = 0.0
+
+    def compare(self, forecast: Forecast, came: tuple[int, float]) -> None:
+        """Tokens and seconds of one more step, as they were expected and as they came."""
+        self.expected_tokens += forecast.tokens
+        self.expected_seconds += forecast.seconds
+        self.came_tokens += came[0]
+        self.came_seconds += came[1]
 
     def add(self, proposed: int, stood: int) -> None:
         """One more round."""

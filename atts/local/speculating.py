@@ -16,7 +16,16 @@ from atts.local.messages import SpeculationStats
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence
 from atts.seeds import uniforms
-from atts.speculation import Ask, Proposer, TokenProposal, ratio_walk, standing
+from atts.speculation import (
+    Ask,
+    Forecast,
+    GoodputControl,
+    Proposer,
+    StepShape,
+    TokenProposal,
+    ratio_walk,
+    standing,
+)
 
 
 class Lengths(Protocol):
@@ -26,8 +35,11 @@ class Lengths(Protocol):
         """The most tokens to propose for each of `plan.decoding`; 0: none."""
         ...
 
-    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> None:
-        """What came of the step: each round, and how long it took to propose and then to compute the step."""
+    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> Forecast | None:
+        """What came of the step: each round, and how long it took to propose and then to compute the step.
+
+        The answer is what was expected of it, where anything was.
+        """
         ...
 
 
@@ -54,6 +66,37 @@ class FixedLength:
         """Nothing is learned."""
 
 
+class GoodputLengths:
+    """Lengths by goodput; a proposal tested by ratio has a fixed length, or its text would depend on timings."""
+
+    def __init__(self, most: int, tokens_by_ratio: int) -> None:
+        self._control, self._by_ratio = GoodputControl(most), tokens_by_ratio
+
+    def choose(self, plan: StepPlan) -> list[int]:
+        """As many as pay, by what is known of times and of what stood."""
+        shape = self._shape(plan)
+        chosen = dict(zip(shape.keys, self._control.choose(shape), strict=True)) if shape.keys else {}
+        return [chosen.get(sequence.request_id, self._by_ratio) for sequence in plan.decoding]
+
+    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> Forecast | None:
+        """Survival and times are learnt."""
+        shape = self._shape(plan)
+        own = set(shape.keys)
+        outcomes = [(each.request_id, each.proposed, each.stood) for each in rounds if each.request_id in own]
+        if not own or len(outcomes) < len(rounds):  # who took the time to propose cannot be told
+            return None
+        rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
+        forecast = self._control.observed(shape, outcomes, rows, seconds)
+        return forecast._replace(tokens=forecast.tokens - shape.others) if forecast else None
+
+    def _shape(self, plan: StepPlan) -> StepShape:
+        keys = [sequence.request_id for sequence in plan.decoding if not is_ratio(sequence)]
+        others = sum([chunk.stop - chunk.start for chunk in plan.prefills])
+        others += (len(plan.decoding) - len(keys)) * (1 + self._by_ratio)
+        context = sum([sequence.num_computed for sequence in plan.decoding]) / len(plan.decoding)
+        return StepShape(keys, others, context)
+
+
 class Speculation:
     """Adds proposals to plans and says what of them stands; a proposal lives no longer than its step."""
 
@@ -78,7 +121,9 @@ class Speculation:
             return
         began = perf_counter()
         asks: list[Ask] = []
-        for sequence, length in zip(plan.decoding, self._lengths.choose(plan), strict=True):
+        lengths = self._lengths.choose(plan)
+        self._stats.choices, self._stats.chosen = self._stats.choices + len(lengths), self._stats.chosen + sum(lengths)
+        for sequence, length in zip(plan.decoding, lengths, strict=True):
             room = self._scheduler.widen(sequence, min(length, self._most)) if length > 0 else 0
             if room > 0:
                 asks.append(_ask(sequence, room))
@@ -119,7 +164,10 @@ class Speculation:
         for each in self._rounds:
             self._stats.add(each.proposed, each.stood)
         if plan.decoding:
-            self._lengths.observed(plan, self._rounds, (self._proposing, seconds - self._proposing))
+            forecast = self._lengths.observed(plan, self._rounds, (self._proposing, seconds - self._proposing))
+            if forecast is not None:
+                written = len(plan.decoding) + sum([each.stood for each in self._rounds])
+                self._stats.compare(forecast, (written, seconds))
 
     def report(self) -> SpeculationStats:
         """A copy of the counters."""

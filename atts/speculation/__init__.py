@@ -1,5 +1,6 @@
 """Lossless speculation: tokens proposed by one part and verified by another, as pure functions and values."""
 
+from atts.speculation.goodput import Forecast, GoodputControl, StepShape
 from atts.speculation.hints import HintProposer
 from atts.speculation.proposals import NOTHING, Ask, BestProposer, Proposer, TokenProposal
 from atts.speculation.ratio import ratio_walk
@@ -10,9 +11,12 @@ __all__ = [
     "NOTHING",
     "Ask",
     "BestProposer",
+    "Forecast",
+    "GoodputControl",
     "HintProposer",
     "TokenProposal",
     "Proposer",
+    "StepShape",
     "SuffixProposer",
     "ratio_walk",
     "standing",

@@ -147,7 +147,7 @@ def run(
 
     with pytest.MonkeyPatch.context() as patch:
         if lengths is not None and not isinstance(lengths, int):
-            patch.setattr("atts.local.build.FixedLength", lambda tokens: lengths)
+            patch.setattr("atts.local.build.GoodputLengths", lambda *limits: lengths)
         loop = build_loop(config, tell)[0]
     loop.run(Script(steps))
     return driven

@@ -60,6 +60,34 @@ def test_whatever_is_proposed_the_text_is_that_of_plain_decoding(count: int, mak
     assert (off.stats.steps, off.replies) == (plain.stats.steps, plain.replies)
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("count", [1, 9])
+def test_lengths_chosen_by_goodput_change_no_token(count: int, make_model: Make, near: Path) -> None:
+    """With `k=auto`, whatever this machine takes for its steps; what was chosen and expected is in the counters."""
+    folder, orders = make_model("llama"), requests(count, 60)
+    plain = run(folder, [orders])
+    for done in (run(folder, [orders], Knowing(texts(plain), "partly"), None), run(folder, [orders], None, None, near)):
+        assert same(plain, done)
+        found = counts(done)
+        assert 0 < found.proposed <= found.chosen
+        assert 0 < found.came_tokens <= done.stats.sampled_tokens + found.accepted
+        assert found.expected_tokens > 0
+        assert found.expected_seconds > 0
+
+
+@pytest.mark.once
+def test_lengths_of_requests_tested_by_ratio_do_not_depend_on_timings(make_model: Make, near: Path) -> None:
+    """What they write depends on what is proposed, so `k=auto` is a fixed number for them, whatever runs beside."""
+    orders = [
+        replace(each, request=replace(each.request, acceptance="ratio"))
+        for each in requests(4, 40)
+        if isinstance(each.request, SampleRequest)
+    ]
+    fixed, chosen = (run(make_model("llama"), [[*orders]], None, k, near) for k in (8, None))
+    assert same(fixed, chosen)
+    assert counts(chosen).chosen == counts(fixed).chosen > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 32])

@@ -1,0 +1,53 @@
+"""How likely each place of a proposal is to stand, from what stood before: censored, decayed, shrunk to the pool's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Outcome = tuple[int, int, int]  # sequence, tokens proposed, tokens that stood
+
+_PRIOR = 0.7  # a place of which nothing is known yet
+_POOL_DECAY, _OWN_DECAY = 0.99, 0.97  # a round; what stands changes within a text
+_POOL_WEIGHT, _OWN_WEIGHT = 2.0, 8.0  # of what a place is shrunk to, in tests
+
+
+class Survival:
+    """Counts, place by place, of rounds that got that far and of those in which the place stood as well.
+
+    A place behind one that fell was never tested, so it counts neither way: accepted over proposed would be biased.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._places = np.arange(most)
+        self._none = np.zeros((2, most))
+        self._pool = self._none
+        self._own: dict[int, NDArray[np.float64]] = {}
+
+    def add(self, rounds: Sequence[Outcome]) -> None:
+        """One round each of some sequences."""
+        if not rounds:
+            return
+        _, proposed, stood = np.array(rounds, dtype=np.int64).T
+        reached = np.minimum(stood + 1, proposed)
+        seen = np.stack([self._places < count[:, None] for count in (reached, stood)], 1).astype(np.float64)
+        self._pool = self._pool * _POOL_DECAY ** len(rounds) + seen.sum(0)
+        for (key, _, _), counts in zip(rounds, seen, strict=True):
+            self._own[key] = self._own.get(key, self._none) * _OWN_DECAY + counts
+
+    def standing(self, keys: Sequence[int]) -> NDArray[np.float64]:
+        """[sequences, places]: how likely a place stands with all before it, as far as these sequences show."""
+        rates, rate = list[float](), _PRIOR
+        for tested, stood in self._pool.T.tolist():
+            rate = (stood + _POOL_WEIGHT * rate) / (tested + _POOL_WEIGHT)
+            rates.append(rate)
+        own = np.array([self._own.get(key, self._none) for key in keys])
+        standing: NDArray[np.float64] = (own[:, 1] + _OWN_WEIGHT * np.array(rates)) / (own[:, 0] + _OWN_WEIGHT)
+        return standing.cumprod(axis=1)
+
+    def keep(self, keys: Sequence[int]) -> None:
+        """Forget the other sequences, once they are many; the pool has learnt from them."""
+        if len(self._own) > 64 + 2 * len(keys):
+            self._own = {key: self._own[key] for key in keys if key in self._own}

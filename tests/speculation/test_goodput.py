@@ -1,0 +1,180 @@
+"""Lengths by goodput, on a machine whose step times are a table and whose clock is virtual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from atts.speculation import GoodputControl, StepShape
+from atts.speculation.costs import StepCosts, condition
+from atts.speculation.survival import Survival
+
+Table = Callable[[int], float]
+MOST = 16
+
+
+class Machine:
+    """Steps of so many sequences: each proposed token stands with the same probability, every time is noisy."""
+
+    def __init__(self, table: Table, per_token: float, seed: int = 0, noise: float = 0.03) -> None:
+        self.control = GoodputControl(MOST)
+        self._table, self._per_token, self._noise = table, per_token, noise
+        self._random = np.random.default_rng(seed)
+        self._new = count(1)
+        self._keys: list[int] = []
+        self.expected = self.came = 0.0  # seconds, where a forecast was made
+
+    def steps(self, number: int, sequences: int, acceptance: float, others: int = 0) -> Iterator[list[int]]:
+        """The lengths of each step; now and then a sequence ends and another takes its place."""
+        for _ in range(number):
+            self._keys = [key for key in self._keys if self._random.random() > 0.01][:sequences]
+            self._keys += [next(self._new) for _ in range(sequences - len(self._keys))]
+            shape = StepShape(self._keys, others, 200.0)
+            lengths = self.control.choose(shape)
+            assert len(lengths) == sequences
+            assert all(0 <= length <= MOST for length in lengths)
+            self._learn(shape, lengths, acceptance)
+            yield lengths
+
+    def _learn(self, shape: StepShape, lengths: list[int], acceptance: float) -> None:
+        falls = self._random.geometric(1 - acceptance, len(lengths)) - 1
+        rounds = [
+            (key, length, min(length, int(fall)))
+            for key, length, fall in zip(shape.keys, lengths, falls, strict=True)
+            if length
+        ]
+        rows = shape.rows + sum(lengths)
+        slow = 1 + self._noise * self._random.exponential(size=2)
+        seconds = sum(lengths) * self._per_token * slow[0], self._table(rows) * slow[1]
+        forecast = self.control.observed(shape, rounds, rows, (float(seconds[0]), float(seconds[1])))
+        if forecast is not None:
+            self.expected, self.came = self.expected + forecast.seconds, self.came + float(sum(seconds))
+
+    def goodput(self, lengths: list[int], acceptance: float) -> tuple[float, float]:
+        """Expected tokens and seconds of a step, without noise."""
+        tokens = sum((1 - acceptance ** (length + 1)) / (1 - acceptance) for length in lengths)
+        return tokens, self._table(len(lengths) + sum(lengths)) + sum(lengths) * self._per_token
+
+    def rate(self, number: int, sequences: int, acceptance: float) -> float:
+        """Expected tokens a second over so many steps."""
+        each = [self.goodput(lengths, acceptance) for lengths in self.steps(number, sequences, acceptance)]
+        return sum(tokens for tokens, _ in each) / sum(seconds for _, seconds in each)
+
+    def fixed(self, length: int, sequences: int, acceptance: float) -> float:
+        """The same with one length for all."""
+        tokens, seconds = self.goodput([length] * sequences, acceptance)
+        return tokens / seconds
+
+
+def straight(start: float, slope: float) -> Table:
+    """A step time that rises evenly."""
+    return lambda rows: start + slope * rows
+
+
+def random_table(seed: int, most: int) -> Table:
+    """Monotone, with a slope that changes from octave to octave, and cliffs."""
+    random = np.random.default_rng(seed)
+    slopes = random.exponential(0.4, 16) ** 2
+    rises: NDArray[np.float64] = slopes[np.log2(np.arange(1, most + 1)).astype(int)]
+    rises = rises + (random.random(most) < 0.03) * random.exponential(2.0, most)
+    rises[0] += random.exponential(4.0) + 1
+    times = np.cumsum(rises)
+    return lambda rows: float(times[rows - 1]) / 1000
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("sequences", [1, 4, 16])
+def test_on_random_tables_it_is_near_the_best_fixed_length_and_never_behind_plain_decoding(sequences: int) -> None:
+    """At least .97 of either, once it has seen what steps take; which length is best differs from table to table."""
+    best_lengths = set[int]()
+    for seed in range(6):
+        random = np.random.default_rng((sequences, seed))
+        acceptance = float(random.choice([0.1, 0.4, 0.6, 0.8, 0.95]))
+        machine = Machine(random_table(seed, sequences * (MOST + 1)), float(random.exponential(5e-5)), seed)
+        machine.rate(400, sequences, acceptance)
+        reached = machine.rate(400, sequences, acceptance)
+        fixed = [machine.fixed(length, sequences, acceptance) for length in range(MOST + 1)]
+        best_lengths.add(int(np.argmax(fixed)))
+        assert reached >= 0.97 * max(fixed), (seed, acceptance, int(np.argmax(fixed)), reached / max(fixed))
+        assert reached >= 0.97 * fixed[0]
+    assert len(best_lengths) > 1
+
+
+def mean(lengths: list[list[int]]) -> float:
+    """Of all steps and sequences."""
+    return float(np.mean(lengths))
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+def test_it_goes_off_where_acceptance_falls_and_on_again_where_it_rises(sequences: int) -> None:
+    """Where a proposed token costs a third of a step: off within 200 steps, on within 1,500."""
+    machine = Machine(straight(1e-3, 3e-4 / sequences), 3e-4 / sequences)
+    assert mean(list(machine.steps(400, sequences, 0.9))[-100:]) > 0.8
+    assert mean(list(machine.steps(300, sequences, 0.2))[200:]) < 0.25
+    assert mean(list(machine.steps(1600, sequences, 0.9))[-100:]) > 0.8
+
+
+def test_less_is_proposed_with_more_sequences() -> None:
+    """A step of few rows takes hardly longer than one of one row, and one of many takes as long as its rows."""
+    machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 12), 2e-5)
+    found = [mean(list(machine.steps(500, sequences, 0.8))[-200:]) for sequences in (1, 2, 4, 8, 32)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 3
+    assert found[-1] < 0.25
+
+
+def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
+    """The rows that are free beside a few sequences are not beside a prompt."""
+    machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 16), 1e-5)
+    alone = mean(list(machine.steps(400, 2, 0.6))[-100:])
+    beside = mean(list(machine.steps(400, 2, 0.6, others=64))[-100:])
+    assert alone > 1.5
+    assert beside < 0.3
+
+
+def test_what_is_expected_of_steps_comes() -> None:
+    """Predicted seconds are those that came but for the noise."""
+    machine = Machine(straight(1e-3, 5e-5), 2e-5)
+    list(machine.steps(600, 4, 0.8))
+    assert machine.expected / machine.came == pytest.approx(1, abs=0.05)
+
+
+def test_survival_is_not_biased_by_places_that_were_never_tested() -> None:
+    """Accepted over proposed would say .54 for .8 and five tokens; places know no more than those before them."""
+    survival, random = Survival(8), np.random.default_rng(1)
+    for _ in range(400):
+        survival.add([(1, 5, min(5, int(random.geometric(0.2)) - 1))])
+    standing = survival.standing([1, 2])
+    assert standing[:, :5] == pytest.approx(np.array([0.8 ** np.arange(1, 6)] * 2), abs=0.12)
+    assert (np.diff(standing, axis=1) <= 0).all()
+    for _ in range(60):
+        survival.add([(1, 5, 0), (3, 5, 5)])
+    one, other = survival.standing([1, 3])[:, 0]
+    assert one < 0.3
+    assert other > 0.8
+
+
+def test_step_times_rise_between_and_beyond_what_was_measured() -> None:
+    """One outlier changes nothing; a new condition begins with the times of the nearest."""
+    costs, where = StepCosts(), condition(is_mixed=False, context=100)
+    assert costs.curve(where) is None
+    for rows, seconds in ((1, 1.0), (4, 2.0), (8, 1.8), (16, 4.0)):
+        for each in (seconds, seconds, 50.0, seconds):
+            costs.add(where, rows, each)
+    curve = costs.curve(where)
+    assert curve is not None
+    found = curve.at(np.arange(1.0, 40.0))
+    assert (np.diff(found) >= 0).all()
+    assert found[0] == 1.0
+    assert found[7] == pytest.approx(1.9)
+    assert found[31] >= 7.0, "beyond the last cell it is not cheaper than before it"
+    assert curve.least(np.array([3.0, 15.0])).tolist() == [1.0, pytest.approx(1.9)]
+    longer = condition(is_mixed=False, context=5000)
+    costs.add(longer, 1, 3.0)
+    near = costs.curve(longer)
+    assert near is not None
+    assert near.at(np.array([16.0]))[0] == 4.0

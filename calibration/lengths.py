@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from atts.calibration.memory import WeightedRank
@@ -22,30 +22,32 @@ Sums = list[float]
 """Of points: how many, lengths, scores, squared lengths, products."""
 
 
-def _sums(points: Iterable[Point]) -> Sums:
-    total = [0.0] * 5
-    for length, score in points:
-        for place, term in enumerate((1.0, length, score, length * length, length * score)):
-            total[place] += term
-    return total
-
-
-@dataclass(slots=True)
 class _Stratum:
     """Chunks of about one length; `split_from` is the size at which a split is tried next."""
 
-    points: list[Point] = field(default_factory=list[Point])
-    split_from: int = _LEAST
-    sums: Sums = field(init=False)
-    ranks: Ranks = field(init=False)
+    __slots__ = ("flat", "ranks", "split_from", "sums")
 
-    def __post_init__(self) -> None:
-        self.sums, self.ranks = _sums(self.points), Ranks(score for _, score in self.points)
+    def __init__(self, points: Iterable[Point] = (), split_from: int = _LEAST) -> None:
+        self.flat = array("d")  # length, score, length, score: as objects they would take eight times as much
+        self.ranks, self.split_from = Ranks(), split_from
+        self.sums: Sums = [0.0] * 5
+        for point in points:
+            self.add(point)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def points(self) -> list[Point]:
+        """All of them, in their order."""
+        return list(zip(self.flat[::2], self.flat[1::2], strict=True))
 
     def add(self, point: Point) -> None:
-        self.points.append(point)
-        self.ranks.add(point[1])
-        self.sums = [old + new for old, new in zip(self.sums, _sums([point]), strict=True)]
+        length, score = point
+        self.flat.extend(point)
+        self.ranks.add(score)
+        terms = (1.0, length, score, length * length, length * score)
+        self.sums = [old + new for old, new in zip(self.sums, terms, strict=True)]
 
     def halves(self) -> tuple[list[Point], list[Point]]:
         """The shorter and the longer chunks, no length in both; one is empty where all are of one length."""
@@ -80,11 +82,11 @@ class LengthStrata(Part):
         """Where a finite score stands among chunks of about this length; nothing is stored."""
         at, place = self._place(length)
         stratum = self._strata[at]
-        if not stratum.points:
+        if not len(stratum):
             return WeightedRank(0, 0, 0)
         usual = stratum.sums[1] / stratum.sums[0]
         below, equal = stratum.ranks.counts(nonconformity - self._slope(at) * (place - usual))
-        return WeightedRank(below, equal, len(stratum.points))
+        return WeightedRank(below, equal, len(stratum))
 
     def add(self, nonconformity: float, length: float) -> None:
         """Store a finite score."""
@@ -92,7 +94,7 @@ class LengthStrata(Part):
         stratum = self._strata[at]
         stratum.add((place, nonconformity))
         self._count += 1
-        if len(stratum.points) >= max(stratum.split_from, self._count / _SHARE):
+        if len(stratum) >= max(stratum.split_from, self._count / _SHARE):
             self._split(at)
 
     def _place(self, length: float) -> tuple[int, float]:
@@ -112,14 +114,14 @@ class LengthStrata(Part):
         stratum = self._strata[at]
         shorter, longer = stratum.halves()
         if min(len(shorter), len(longer)) < _LEAST // 4:  # nearly all of one length, as where a limit cuts them
-            stratum.split_from = 2 * len(stratum.points)
+            stratum.split_from = 2 * len(stratum)
             return
         self._bounds.insert(at, shorter[-1][0])
         self._strata[at : at + 1] = [_Stratum(shorter), _Stratum(longer)]
 
     def state(self) -> Any:
         """Every stratum with its sums, which depend on the order of the scores."""
-        rows = [[one.split_from, one.sums, [value for point in one.points for value in point]] for one in self._strata]
+        rows = [[one.split_from, one.sums, list(one.flat)] for one in self._strata]
         return {"bounds": list(self._bounds), "strata": rows}
 
     def merge(self, state: Any) -> None:
@@ -135,4 +137,4 @@ class LengthStrata(Part):
             stratum = _Stratum([(float(length), float(score)) for length, score in each], int(split_from))
             stratum.sums = list(map(float, sums))
             self._strata.append(stratum)
-        self._count = sum(len(one.points) for one in self._strata)
+        self._count = sum(map(len, self._strata))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-_LOAD = 4096  # scores per block after a split; an insertion moves at most twice as many pointers
+_LOAD = 4096  # scores per block after a split; an insertion moves at most twice as many
 _TOP: Callable[[Any], float] = itemgetter(-1)
 
 
 class Ranks:
-    """Scores in order, in blocks of bounded size, none of them empty.
+    """Scores in order, eight bytes each, in blocks of bounded size, none of them empty.
 
     Adding, counting and selecting cost O(log n) comparisons, one bounded move and a sum of n / 4096 sizes. Infinities
     and ties are ordinary values; NaN must be refused before.
@@ -29,7 +30,7 @@ class Ranks:
     def __init__(self, scores: Iterable[float] = ()) -> None:
         ordered = sorted(scores)
         self._size = len(ordered)
-        self._blocks = [ordered[start : start + _LOAD] for start in range(0, len(ordered), _LOAD)]
+        self._blocks = [array("d", ordered[start : start + _LOAD]) for start in range(0, len(ordered), _LOAD)]
 
     def __len__(self) -> int:
         return self._size
@@ -41,7 +42,7 @@ class Ranks:
         """Store one score."""
         self._size += 1
         if not self._blocks:
-            self._blocks.append([])
+            self._blocks.append(array("d"))
         at = bisect_right(self._blocks, score, hi=len(self._blocks) - 1, key=_TOP)
         block = self._blocks[at]
         insort(block, score)

@@ -18,6 +18,7 @@ from atts.pipelines.gates import (
     StaticRankGate,
     ThresholdGate,
     TopGate,
+    let_go,
     level_of,
 )
 from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
@@ -83,6 +84,7 @@ __all__ = [
     "check_engines",
     "check_scores",
     "evidence",
+    "let_go",
     "level_of",
     "needed_logprobs",
     "prompt_of",

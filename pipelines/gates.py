@@ -52,6 +52,24 @@ class Learning(Protocol):
         ...
 
 
+@runtime_checkable
+class Forgetting(Protocol):
+    """A gate or a calibrator that keeps something of each problem, and lets go of it."""
+
+    def forget(self, question: str) -> None:
+        """The problem is over: what only its own decisions need is let go."""
+        ...
+
+
+def let_go(kept: object, question: str) -> None:
+    """Let a gate forget a question, and every gate inside it."""
+    if isinstance(kept, Forgetting):
+        kept.forget(question)
+    inner = getattr(kept, "inner", None)
+    if inner is not None:
+        let_go(inner, question)
+
+
 def level_of(right: bool, escalated: bool) -> Action:
     """The label of a chunk whose rollout is over: the level that would have been due.
 
@@ -110,6 +128,10 @@ class ConformalGate:
         if decision.issue is not None:  # decisions of an earlier session come with their numbers
             self._issued = max(self._issued, decision.issue + 1)
         self.calibrator.observe(decision, escalated)
+
+    def forget(self, question: str) -> None:
+        """As the calibrator does."""
+        let_go(self.calibrator, question)
 
 
 class _NonLearningGate:
@@ -241,3 +263,7 @@ class TopGate:
             )
             for i, (f, score) in enumerate(round_)
         ]
+
+    def forget(self, question: str) -> None:
+        """Nothing of this question is carried any further."""
+        self._carry.pop(question, None)

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
-from atts.pipelines.gates import Gate, Learning
+from atts.pipelines.gates import Gate, Learning, let_go
 
 Meanwhile = Literal["accept", "escalate"]
 
@@ -208,6 +208,10 @@ class WarmingGate:
         """Pass on what the gate decided; decisions of the warm-up were none of its own."""
         if self.gate is not None and decision.origin != "warm-up":
             self.gate.observe(decision, escalated)
+
+    def forget(self, question: str) -> None:
+        """As the gate that was built."""
+        let_go(self.gate, question)
 
     def _decision(self, features: Features, action: Action, score: float | None, why: str) -> Decision:
         return features.decision(action, float(self._meanwhile == "escalate"), why, score=score, origin="warm-up")

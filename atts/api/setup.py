@@ -19,7 +19,7 @@ from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting
 from atts.methods import GateInputs, preset
-from atts.pipelines import Answers, ConformalGate, Gate, Policy, RandomisedGate, RoundGate, SparingGate
+from atts.pipelines import Answers, ConformalGate, Gate, Policy, RandomisedGate, RoundGate, SparingGate, let_go
 from atts.run import Conditions, Plan, conditions_of
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Setup:
             configuration=self._configuration(calibrator),
             settings=self.settings,
             alarms=partial(getattr, calibrator, "events"),
-            forget=calibrator.forget,
+            forget=partial(let_go, gate),
             stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
             conditions=self.conditions,
             warnings=self.warnings,

@@ -75,7 +75,7 @@ class LineWriter:
     def __init__(self, number: int = 0, crc: int = 0) -> None:
         self.number = number
         self._crc = crc
-        self._texts = Texts()
+        self._texts = Texts.of_writer()
 
     def lines(self, event: Event, at: float, wall: float) -> bytes:
         """The event's line, long texts it brings along before it."""

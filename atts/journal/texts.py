@@ -6,7 +6,8 @@ import base64
 from collections import OrderedDict
 from hashlib import blake2b
 
-_CHARACTERS = 16 << 20
+_READ = 16 << 20  # characters that a reader holds: writers of older versions held as many
+_WRITTEN, _EACH = 2 << 20, 256  # bytes that a writer holds, hundreds of calls; what a text costs beside its characters
 
 
 class Texts:
@@ -16,11 +17,20 @@ class Texts:
     more than `limit` characters. A text forgotten and met again is written again.
     """
 
-    def __init__(self, limit: int = _CHARACTERS) -> None:
+    def __init__(self, limit: int = _READ, each: int = 0) -> None:
+        """A text counts as its characters and `each` more; who holds more holds all that another does."""
         self._known: OrderedDict[str, str] = OrderedDict()
-        self._limit = limit
+        self._limit, self._each = limit, each
         self._size = 0
         self.fresh: list[tuple[str, str]] = []  # to be written before the line that refers to them
+
+    @classmethod
+    def of_writer(cls) -> Texts:
+        """Those of a writer, who remembers the texts of calls in flight: less than any reader holds."""
+        return cls(_WRITTEN, _EACH)
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     def refer(self, text: str) -> str:
         """The hash to write instead of a long text; a text not known yet joins `fresh`."""
@@ -37,10 +47,10 @@ class Texts:
             self._known.move_to_end(name)
             return
         self._known[name] = text
-        self._size += len(text)
+        self._size += len(text) + self._each
         while self._size > self._limit and len(self._known) > 1:
             _, forgotten = self._known.popitem(last=False)
-            self._size -= len(forgotten)
+            self._size -= len(forgotten) + self._each
 
     def find(self, name: str) -> str:
         """The text of a reference.

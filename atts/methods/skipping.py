@@ -63,6 +63,11 @@ class SkippingGate(ConformalGate):
             self.learner.before.learn(row[1:], self._level(decision), decision.question)
         super().observe(decision, escalated)
 
+    def forget(self, question: str) -> None:
+        """Chunks of this question that were announced and never decided on, as of rollouts that failed, are let go."""
+        self._asked = {place: row for place, row in self._asked.items() if place[0] != question}
+        super().forget(question)
+
     def _teaches(self, features: Features) -> bool:
         """Every chunk until something may be done unseen, then an audit that no evidence decides."""
         stage = self.learner.before

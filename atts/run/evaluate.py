@@ -186,8 +186,7 @@ class _Run:
         began = anyio.current_time()
         self._recorder.tell(self._begun())
         if not self._state.sessions:
-            told = [("conditions", doubt)] if doubt else []
-            told += [("budget", text) for text in self._plan.warnings]
+            told = [("conditions", doubt)] * bool(doubt) + [("budget", text) for text in self._plan.warnings]
             for code, text in (*told, *forewarnings(self._plan, self._manifest.problems or 1)):
                 self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
@@ -349,10 +348,11 @@ class _Run:
                 self._missing.add(result.value)
 
     def _keep(self, name: str, line: FinishedProblem) -> None:
-        if line.is_complete:  # others go on
+        if line.is_complete:
+            self._comparing.end(line)
+        if line.is_complete or self._taken:  # what failed before goes on now; what fails now, in another session
             self._escalations.forget(name)
             self._plan.forget(name)
-            self._comparing.end(line)
         if self._options.keep == "lines":
             self._lines[name] = line
 

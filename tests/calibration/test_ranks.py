@@ -2,6 +2,7 @@
 
 import math
 import random
+import tracemalloc
 from bisect import bisect_left, bisect_right, insort
 
 import pytest
@@ -47,6 +48,18 @@ def test_large_pools_split_and_shrink_correctly(kinds: int) -> None:
         pool.remove(value)
     assert len(pool) == 0
     assert pool.counts(1.0) == (0, 0)
+
+
+def test_a_stored_score_is_a_number_and_no_object() -> None:
+    """A long run stores as many scores as it judges chunks, in ten bytes each."""
+    count = 30_000
+    tracemalloc.start()
+    pool = Ranks(place / count for place in range(count // 2))
+    for place in range(count // 2, count):
+        pool.add(place / count)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 10 * len(pool)
 
 
 def test_what_is_not_there_cannot_be_removed_or_selected() -> None:

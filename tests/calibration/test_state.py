@@ -4,8 +4,9 @@ import json
 import math
 import random
 import re
+import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -216,3 +217,24 @@ def test_a_state_with_wrong_fields_is_refused(change: dict[str, Any]) -> None:
         Calibrator.restored(
             {name: part for name, part in state.items() if name not in change} if "more" not in change else {}
         )
+
+
+@pytest.mark.parametrize("mode", [*MODES, "by length"])
+def test_a_long_run_costs_a_few_numbers_a_score(mode: Mode | Literal["by length"]) -> None:
+    """Questions come and go; what stays of a chunk is its score a few times over, eight bytes each."""
+    by_length, draw = mode == "by length", random.Random(5)
+    stored = STORED if mode == "split" else ()  # which learns nothing, and nothing else
+    calibrator = Calibrator(0.3, "marginal" if mode == "by length" else mode, by_length=by_length, stored=stored)
+    held: list[int] = []
+    tracemalloc.start()
+    for issue in range(2400):
+        question, length = f"q{issue // 12}", draw.uniform(10, 500)
+        score, turn = 1 + draw.expovariate(2), issue // 4 % 3
+        decision = calibrator.decide(score, question, turn, issue % 4, issue, length=length)
+        calibrator.observe(decision)
+        if issue % 12 == 11:
+            calibrator.forget(question)
+        if issue % 1200 == 1199:
+            held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert held[1] - held[0] < (60 if by_length else 36) * 1200  # with its length it is there three times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from atts.journal import (
     read_entries,
 )
 from atts.journal.lines import JournalReader, LineWriter
+from atts.journal.texts import Texts
 
 OPENED = SessionOpened(SCHEMA, 1, "0.1.0", 42)
 
@@ -246,3 +248,32 @@ def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
     """In one sentence, with the documented exit code."""
     with pytest.raises(StorageError, match="No such file"):
         list(read_entries(tmp_path / "nothing"))
+
+
+def test_a_writer_does_not_hold_what_it_wrote(tmp_path: Path) -> None:
+    """However much is written it holds two megabytes, short texts and long ones, and a reader finds every text."""
+    path, writer = tmp_path / "j", LineWriter()
+    events: list[Event] = [Warned("code", f"{place} ".ljust(20_000, "x")) for place in range(200)]
+    tracemalloc.start()
+    with path.open("wb") as file:
+        for event in (OPENED, *events):
+            file.write(writer.lines(event, 0.0, 1e9))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 3 << 20
+    assert [entry.event for entry in read_entries(path)][1:] == events
+    texts = Texts.of_writer()
+    for place in range(8_000):
+        texts.learn(f"name {place}", "x" * 100)
+    assert len(texts) < 6_000
+
+
+def test_what_older_writers_referred_to_is_found(tmp_path: Path) -> None:
+    """They held sixteen million characters, however many texts those were."""
+    path, writer = tmp_path / "j", LineWriter()
+    writer._texts = Texts()  # pyright: ignore[reportPrivateUsage]
+    texts = [f"{place} ".ljust(100, "x") for place in range(7_000)]
+    events: list[Event] = [Warned("code", text) for text in (*texts, texts[0])]
+    path.write_bytes(b"".join(writer.lines(event, 0.0, 1e9) for event in (OPENED, *events)))
+    assert path.read_bytes().count(texts[0].encode()) == 1
+    assert [entry.event for entry in read_entries(path)][1:] == events

@@ -14,6 +14,7 @@ import anyio
 import psutil
 import pytest
 
+from atts.api import Setup
 from atts.calibration import Calibrator
 from atts.core import Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn
 from atts.errors import DatasetError, OptionError, UsageError
@@ -484,3 +485,38 @@ def test_a_calibrator_lets_go_of_problems_that_are_over(world: Any) -> None:
         state = calibrator.state()
         assert calibrator.decided > 0
         assert "toy-" not in repr([state["pool"], state["controller"]])
+
+
+def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
+    """They go on in another session, which remembers them: an outage of any length is not paid for in memory."""
+    ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="sample")
+    draft, retries = ScriptedEngine("draft", latency=world.quick, faults=ill), RetryPolicy(calls=1, rollouts=1)
+    calibrator = Calibrator(0.4, "question-turn", seed=3)
+    changes: dict[str, Any] = {"draft": draft, "retries": retries}
+    plan = world.plan(gate=ConformalGate(calibrator), forget=calibrator.forget, **changes)
+    result = world.run(plan, world.session())
+    state = calibrator.state()
+    assert result.status in ("incomplete", "failed")
+    assert calibrator.decided > 0
+    assert "toy-" not in repr([state["pool"], state["controller"]])
+
+
+@pytest.mark.parametrize(
+    "wants", [{"warmup": 3}, {"method": "ordinal"}, {"method": "top-b"}, {"explore": 0.5}, {"spare": 0.5}]
+)
+def test_every_gate_lets_go_of_problems_that_are_over(world: Any, wants: dict[str, Any]) -> None:
+    """Whatever it is made of, also of chunks that were announced and never scored."""
+    setup = Setup(mode="question-turn", rate=0.4, policy=world.plan().policy, **wants)
+    ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="score")
+    target = ScriptedEngine("target", latency=world.quick, faults=ill)
+    plan = setup.plan(ScriptedEngine("draft", latency=world.quick), target)
+    world.run(replace(plan, retries=RetryPolicy(calls=1, rollouts=1)), world.session())
+    gate: Any = plan.gate
+    while gate is not None:
+        own: dict[str, Any] = {}
+        if isinstance(gate, Calibrator):
+            gate.settle()  # scores that wait for that of a lost chunk
+            own = gate.state()
+        kept = [getattr(gate, name, None) for name in ("_carry", "_asked")] + [own.get("pool"), own.get("controller")]
+        assert "toy-" not in repr(kept)
+        gate = next(filter(None, (getattr(gate, name, None) for name in ("inner", "gate", "calibrator"))), None)

@@ -79,14 +79,15 @@ def questions(mode: Mode, count: int) -> list[Problem]:
 
 
 async def run(mode: Mode, engines: tuple[Engine, Engine], folder: Path, curve: Curve) -> None:
-    """One run until the time is over, or its problems are."""
+    """One run until the time is over, or its problems are; the result keeps no lines, the journal has them."""
     stored = [1 + random.Random(place).expovariate(2) for place in range(200)]
     setup = Setup(
         method="atts", rate=0.2, mode=mode, stored=stored, policy=Policy(samples=4, timeout_seconds=2.0), rollouts=16
     )
     retries = RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, give_up_after=None)
     plan = replace(setup.plan(*engines), retries=retries)
-    options = RunOptions(folder / mode, engines="are open", signals="ignore", listeners=(Counter(mode, curve),))
+    listeners = (Counter(mode, curve),)
+    options = RunOptions(folder / mode, listeners, engines="are open", signals="ignore", keep="nothing")
     with anyio.move_on_after(SECONDS):
         await evaluate(questions(mode, 200 + int(3 * SECONDS)), plan, options)
 

@@ -119,6 +119,25 @@ def test_a_restored_calibrator_paces_on() -> None:
     assert list(steps(again, records[200:])) == expected[200:]
 
 
+def early(left: float | None, stored: int) -> float:
+    """The share of the first ten decisions of a run that escalate, at rate one half, over 60 runs."""
+    draw, found = random.Random(5), list[bool]()
+    for seed in range(60):
+        calibrator = Calibrator(0.5, "aci", seed=seed, stored=[1 + draw.random() for _ in range(stored)])
+        for place in range(10):
+            decision = calibrator.decide(1 + draw.random(), str(place), left=left)
+            calibrator.observe(decision)
+            found.append(decision.escalate)
+    return fmean(found)
+
+
+def test_a_run_of_known_size_keeps_escalations_back_while_few_scores_are_known() -> None:
+    """Ranks among a handful say little, and what is kept back is spent later; stored scores make up for it."""
+    assert early(left=0.99, stored=0) < 0.15
+    assert early(left=0.99, stored=40) == pytest.approx(0.5, abs=0.1)
+    assert early(left=None, stored=0) == pytest.approx(0.5, abs=0.1)
+
+
 def run_of_coins(rate: float, rollouts: int, together: int, seed: int, mode_known: bool) -> tuple[int, int, str]:
     """Exchangeable scores, rollouts that end at random and, at the last, several at once: escalated, decided, promise.
 

@@ -14,7 +14,7 @@ from atts.core import Outcome, Problem
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Limit
 from atts.testing import Latency, ScriptedEngine, run_virtual, toy_problems
-from scripts.studies.arms import RATE, Arm, Grid, Ledger, Pair, Sum, arm, right, run_block, run_grid
+from scripts.studies.arms import RATE, Arm, Grid, Ledger, Pair, Sum, arm, right, run_block, run_grid, scores_of
 from scripts.studies.harness import Options, Row, Table, interval, say
 
 DRAFT = Latency(per_sample=0.02, sampled_token=0.012, prefilled_token=2e-5, jitter=0.4)
@@ -46,11 +46,11 @@ def cases(stored: Sequence[float]) -> list[Arm]:
 
 
 def study(options: Options) -> list[Table]:
-    """Scripted engines in virtual time, the embedded pair, and the promises."""
+    """Scripted engines in virtual time, then the embedded pair."""
     torch.set_num_threads(1)
     virtual = _table("scripted engines, virtual time", "seconds", _scripted(options))
     embedded = _table("embedded pair, live", "processor", anyio.run(_embedded, options))
-    return [virtual, embedded, guarantees()]
+    return [virtual, embedded]
 
 
 def _turn_zero(samples: int) -> Arm:
@@ -58,16 +58,11 @@ def _turn_zero(samples: int) -> Arm:
     return arm("atts", samples=samples, turns=1, early_stop="none")
 
 
-def _scores(outcomes: Sequence[Outcome]) -> list[float]:
-    turns = [turn for outcome in outcomes for line in outcome.rollouts for turn in line.turns]
-    return [turn.score for turn in turns if turn.score is not None]
-
-
 def _scripted(options: Options) -> dict[str, Sum]:
     problems, found, at_once = toy_problems(options.pick(16, 40, 200), seed=options.seed), dict[str, Sum](), Latency()
     before = toy_problems(20, seed=options.seed + 1)
     _, outcomes = run_virtual(scripted, _turn_zero(4), before, options.seed, at_once, at_once)
-    for case in cases(_scores(outcomes)):
+    for case in cases(scores_of(outcomes)):
         say(f"against: scripted, {case.name}")
         limited = replace(case, setup=replace(case.setup, limits=SLOTS))
         found[case.name], _ = run_virtual(scripted, limited, problems, options.seed)
@@ -89,7 +84,7 @@ async def _embedded(options: Options) -> dict[str, Sum]:
     async with Pair(worker="thread") as pair:  # whose processor time is this process's
         first = pair.plan(_turn_zero(4), 9_999)
         outcomes, _ = await run_block(arithmetic("calibration", options.pick(8, 30, 60)), first)
-        arms, ledger = cases(_scores(outcomes)), Ledger()
+        arms, ledger = cases(scores_of(outcomes)), Ledger()
         await run_grid(arms, grid, ledger, pair, "against: embedded")
     return {one.name: ledger.of(one.name) for one in arms}
 
@@ -126,26 +121,3 @@ def _row(name: str, clock: Literal["seconds", "processor"], one: Sum, alone: Sum
     tokens = f"{one.total('draft')}, {one.total('scored')}"
     speed = one.speed_up(alone, clock)
     return name, interval(one.estimate(right)), str(speed), f"{target:.1%}", tokens, one.rate, *errors
-
-
-def guarantees() -> Table:
-    """What each method promises, for what, and what voids it."""
-    rows: tuple[Row, ...] = (
-        ("atts (ours), online", "share of chunks handed over, by question and turn, in the long run; p-values exact "
-         "under exchangeability", "nothing", "every call resumable; decisions journalled", "an adversary who picks "
-         "scores after seeing decisions"),
-        ("atts (ours), split", "marginal share within 1/(n+1), finite sample", "nothing", "the same",
-         "drift, other settings than calibrated (refused by fingerprint)"),
-        ("atts (ours), hard cap", "never more than burst + rate x n of any n decisions", "nothing", "the same", "-"),
-        ("atts (ours), certified", "accuracy loss against target-only below a bound, with stated confidence",
-         "nothing", "the same", "other problems than those the certificate was earned on"),
-        ("published", "marginal share at turn 0 if calibration and test questions are exchangeable",
-         "all samples of a question", "existing result files are trusted", "later turns, questions, drift"),
-        ("sorted rounds (top-b)", "the share of every round, exactly", "all samples of a question, every turn",
-         "as atts, run by the same code", "-"),
-        ("SpecReason, Speculative Thinking", "none", "nothing", "-", "-"),
-        ("target-only, speculative decoding", "the target's law, exactly (ours and transformers': up to float order)",
-         "nothing", "-", "-"),
-    )  # fmt: skip
-    header = "method | promise | waits for | resume | what voids it"
-    return Table.of("What each promises", header, rows, "docs/guarantees.md has the statements and their tests.")

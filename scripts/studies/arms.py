@@ -100,6 +100,12 @@ async def run_block(
     return tuple(found[problem.id] for problem in problems), seconds
 
 
+def scores_of(outcomes: Iterable[Outcome]) -> tuple[float, ...]:
+    """The scores of all chunks, rollout by rollout."""
+    turns = (turn for outcome in outcomes for line in outcome.rollouts for turn in line.turns)
+    return tuple(turn.score for turn in turns if turn.score is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class Solved:
     """One problem under one arm, in the numbers that tables are made of."""

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,24 +133,6 @@ def _part(found: re.Match[str], records: Mapping[str, Record], pictures: Path | 
 def pages(root: Path = ROOT) -> list[Path]:
     """The front page, then a page for every study."""
     return [root / "BENCHMARKS.md", *sorted((root / "docs" / "benchmarks").glob("*.md"))]
-
-
-def marks(page: str) -> Iterator[tuple[str, str, str]]:
-    """What a page wants: kind, study, beginning of the title."""
-    for found in MARK.finditer(page):
-        yield found["what"], found["study"] or "", found["title"] or ""
-
-
-def shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]]:
-    """What each marked part consists of, whatever its numbers: the head of every table, the names of pictures."""
-    found: dict[tuple[str, str, str], tuple[tuple[str, ...], ...]] = {}
-    for part in MARK.finditer(page):
-        lines = part["held"].splitlines()
-        heads = [line for line, below in zip(lines, lines[1:], strict=False) if set(below) == set("| -")]
-        cells = [tuple(cell.strip() for cell in head.strip("|").split("|")) for head in heads]
-        pictures = [("picture",) for line in lines if line.startswith("![")]
-        found[part["what"], part["study"] or "", part["title"] or ""] = (*cells, *pictures)
-    return found
 
 
 def main() -> None:

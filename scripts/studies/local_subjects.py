@@ -119,11 +119,7 @@ class Fresh:
     """Requests whose prompts were never seen, so that no cache helps; both sides write the same number of tokens."""
 
     def __init__(
-        self,
-        subject: Subject,
-        batch: int,
-        seed: int = 0,
-        clock: Callable[[Callable[[], object]], float] = cpu_seconds,
+        self, subject: Subject, batch: int, seed: int = 0, clock: Callable[[Callable[[], object]], float] = cpu_seconds
     ) -> None:
         """`clock`: processor seconds where each side computes in one thread, for others do not lengthen those."""
         self._subject, self._batch, self._round, self._clock = subject, batch, 1000 * seed, clock

@@ -23,13 +23,7 @@ from atts.run import INTERRUPTED, RunOptions, RunResult, evaluate
 from scripts.studies.harness import say
 from scripts.studies.mathematics_table import Measured, as_json, tables
 
-PUBLISHED: dict[str, Any] = {
-    "samples": 16,
-    "turns": 15,
-    "max_tokens": 15_000,
-    "rate": 0.4,
-    "rollouts": 256,
-}
+PUBLISHED: dict[str, Any] = {"samples": 16, "turns": 15, "max_tokens": 15_000, "rate": 0.4, "rollouts": 256}
 """As the published suites have it: 16 samples, 15 turns, pieces of 500 tokens, temperature 0.8, nothing cut short."""
 _PUBLISHED_PAIRS = ("sampling.temperature=0.8", "sampling.top_p=1", "sampling.top_k=0", "timeout_seconds=3600")
 

@@ -9,7 +9,7 @@ import anyio
 
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.methods import PRESETS
-from scripts.studies.arms import RATE, Grid, Ledger, Pair, arm, points, right, run_block, run_grid
+from scripts.studies.arms import RATE, Grid, Ledger, Pair, arm, points, right, run_block, run_grid, scores_of
 from scripts.studies.harness import Options, Table, say
 from scripts.studies.machine import pair_name
 from scripts.studies.pipelines_gates import certified_table, ordinal_tables
@@ -97,8 +97,7 @@ async def every_method(options: Options) -> list[Table]:
         # turn-0 scores of the draft on calibration problems: what the published rule wants before a run
         first = pair.plan(arm("paper", samples=4, turns=1, early_stop="none"), 10_000)
         outcomes, _ = await run_block(arithmetic("calibration", 40), first)
-        turns = [turn for outcome in outcomes for line in outcome.rollouts for turn in line.turns]
-        stored = tuple(turn.score for turn in turns if turn.score is not None)
+        stored = scores_of(outcomes)
         arms = [arm(row.name, stored=stored if row.name == "published" else ()) for row in PRESETS]
         await run_grid(arms, grid, ledger, pair, "methods")
     return [methods(f"Methods at rate {RATE:g}", ledger, [one.name for one in arms], 8)]

@@ -21,8 +21,8 @@ from atts.remote import ReplicaPool
 from atts.testing import run_virtual
 from scripts.studies.parts import Parts
 from scripts.studies.scale_costs import Cost, Pair
-from scripts.studies.scale_engine import BatchedEngine
 from scripts.studies.scale_work import ANSWERS, CHUNK, TraceLaw
+from tests.studies.batched_engine import BatchedEngine
 from tests.studies.recording import Recording
 
 Method = Literal[

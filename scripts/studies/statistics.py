@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import heapq
-import json
 import math
 import random
 from collections import defaultdict
@@ -19,6 +17,7 @@ from atts.calibration import Candidate, Tuning, certify, certify_net, replay
 from scripts.studies.calibration import traces
 from scripts.studies.coverage import coverage_tables
 from scripts.studies.harness import Options, Row, Table
+from scripts.studies.scale_work import recorded_rollouts
 
 Turns = Sequence[tuple[float, int]]
 """A recorded rollout: score and characters of each chunk."""
@@ -122,11 +121,9 @@ def small_runs(folder: Path, options: Options) -> Table:
 
 def _rollouts(folder: Path) -> list[list[Turns]]:
     found: defaultdict[int, list[Turns]] = defaultdict(list)
-    with gzip.open(folder / "draft_target.jsonl.gz", "rt") as lines:
-        for record in map(json.loads, lines):
-            turns = [(turn["ppl"], turn["draft_chars"]) for turn in record["turns"] if turn["ppl"] is not None]
-            if record["run"] == "ct0" and turns:
-                found[record["question_id"]].append(turns)
+    for record in recorded_rollouts(folder) or ():
+        if turns := [(turn["ppl"], turn["draft_chars"]) for turn in record["turns"] if turn["ppl"] is not None]:
+            found[record["question_id"]].append(turns)
     return list(found.values())
 
 

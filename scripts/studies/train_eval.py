@@ -120,12 +120,7 @@ def first_wrong(exercise: Exercise, text: str) -> int | None:
 
 
 def recovery(
-    model: Llama,
-    encoder: Encoder,
-    starts: Sequence[tuple[Exercise, str]],
-    *,
-    temperature: float,
-    seed: int,
+    model: Llama, encoder: Encoder, starts: Sequence[tuple[Exercise, str]], *, temperature: float, seed: int
 ) -> Estimate:
     """How often the model still reaches the right answer after a solution that starts with a wrong chunk."""
     prompts = [prompt(item.text) + begun for item, begun in starts]

@@ -16,7 +16,7 @@ from atts.testing import run_virtual
 from scripts.studies.harness import Options, Row, Table, say
 from scripts.studies.machine import pair_mark
 from scripts.studies.scale_costs import Cost
-from scripts.studies.scale_engine import BatchedEngine, Host
+from tests.studies.batched_engine import BatchedEngine, Host
 from tests.studies.fitted import Observation, fit
 from tests.studies.measured import ROLES, THREADS, Live, Run, Seen, Taken, measure, pieces_of, run
 

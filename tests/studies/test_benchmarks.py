@@ -2,13 +2,13 @@
 
 import re
 import xml.etree.ElementTree as tree
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-against = pytest.importorskip("scripts.studies.against", reason="needs a checkout")
 bench = pytest.importorskip("scripts.studies.bench", reason="needs a checkout")
 charts = pytest.importorskip("scripts.studies.charts", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
@@ -102,13 +102,32 @@ def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == 3  # no point without a number, none at log 0
 
 
+def _marks(page: str) -> Iterator[tuple[str, str, str]]:
+    """What a page wants: kind, study, beginning of the title."""
+    for found in pages.MARK.finditer(page):
+        yield found["what"], found["study"] or "", found["title"] or ""
+
+
+def _shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]]:
+    """What each marked part consists of, whatever its numbers: the head of every table, the names of pictures."""
+    found: dict[tuple[str, str, str], tuple[tuple[str, ...], ...]] = {}
+    for part in pages.MARK.finditer(page):
+        lines = part["held"].splitlines()
+        heads = [line for line, below in zip(lines, lines[1:], strict=False) if set(below) == set("| -")]
+        cells = [tuple(cell.strip() for cell in head.strip("|").split("|")) for head in heads]
+        pictures = [("picture",) for line in lines if line.startswith("![")]
+        found[part["what"], part["study"] or "", part["title"] or ""] = (*cells, *pictures)
+    return found
+
+
 def test_every_mark_of_a_page_names_its_study(checkout: Path) -> None:
     """And every command it shows is one that exists."""
     for page in pages.pages(checkout):
         text = page.read_text()
-        found = list(pages.marks(text))
+        found = list(_marks(text))
         wanted = "" if page.name == "BENCHMARKS.md" else page.stem
-        assert {study for _, study, _ in found} == {wanted}
+        beside = {"small"} if wanted == "statistics" else set[str]()  # its live counterpart, run by itself
+        assert {study for _, study, _ in found} - beside == {wanted}
         assert any(what == "summary" for what, _, _ in found) == (not wanted)
         for names in re.findall(r"\./scripts/bench ([a-z -]+?)(?: --| *`| *$)", text, re.MULTILINE):
             assert set(names.split()) <= {*bench.STUDIES, "all", "quick"}, names
@@ -134,7 +153,6 @@ def small(law: Any, tally: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
     options, here = harness.Options("quick", 0, folder), machine.look(1)
     harness.emit("scale", scale.tables(options, law, cells.Results(law, None)), options, here)
     harness.emit("soak", soak.tables(tally), options, here)
-    harness.emit("against", [against.guarantees()], options, here)
     return folder
 
 
@@ -142,11 +160,11 @@ def test_pages_made_anew_have_the_structure_of_those_that_are_kept(small: Path, 
     """Every part that these studies fill has the same tables, columns and pictures, whatever the numbers."""
     text = "".join(page.read_text() for page in pages.pages(checkout))
     empty = pages.MARK.sub(lambda part: f"{part.group(1)}{part.group(6)}", text)
-    kept, made = pages.shapes(text), pages.shapes(pages.fill(empty, pages.read(small))[0])
+    kept, made = _shapes(text), _shapes(pages.fill(empty, pages.read(small))[0])
     assert kept.keys() == made.keys()
     filled = {mark: shape for mark, shape in made.items() if shape}
-    assert {study for _, study, _ in filled} == {"scale", "soak", "against", ""}
-    assert len(filled) > 12
+    assert {study for _, study, _ in filled} == {"scale", "soak", ""}
+    assert len(filled) > 11
     for mark, shape in filled.items():
         assert shape == kept[mark], f"{mark} is not what the study writes: run scripts.studies.benchmarks"
 
@@ -157,10 +175,10 @@ def test_another_column_or_a_lost_picture_is_another_structure(small: Path) -> N
     page += "<!-- table soak: Soak: memory over time -->\n<!-- end -->\n"
     filled, missing = pages.fill(page, pages.read(small))
     assert missing == []
-    shape = pages.shapes(filled)
-    assert pages.shapes(filled.replace("| verdict |", "| word |")) != shape
-    assert pages.shapes(re.sub(r"!\[.*", "", filled)) != shape
-    assert pages.shapes(re.sub(r"\d", "7", filled)) == shape
+    shape = _shapes(filled)
+    assert _shapes(filled.replace("| verdict |", "| word |")) != shape
+    assert _shapes(re.sub(r"!\[.*", "", filled)) != shape
+    assert _shapes(re.sub(r"\d", "7", filled)) == shape
 
 
 def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(small: Path) -> None:

@@ -58,6 +58,7 @@ class GoodputControl:
         self._mean = 0.0  # tokens a sequence, as last decided
         self._lengths: dict[int, int] = {}
         self._standing: dict[int, NDArray[np.float64]] = {}  # expected tokens by length
+        self._asked = set[int]()  # sequences that tokens were proposed for in the last step
         self._goodput = 0.0
         self._wanted: int | None = None  # a length whose step time is not known and might be worth it
 
@@ -80,8 +81,9 @@ class GoodputControl:
         asked = {key: count for key, count, _ in rounds}
         forecast = self._forecast(step, [asked.get(key, 0) for key in step.keys], rows - step.rows)
         self._survival.add(rounds)
-        if proposed:
+        if proposed and asked.keys() <= self._asked:
             self._costs.add_proposing(len(rounds), proposed, seconds[0])
+        self._asked = set(asked)
         self._costs.add(step.condition, rows, seconds[1])
         return forecast
 
@@ -139,7 +141,9 @@ class GoodputControl:
     def _try(self, step: StepShape, lengths: list[int]) -> list[int]:
         """Other lengths for once: what was never measured, else what keeps survival and times up to date."""
         if self._wanted is not None:
-            self._next_try, self._next_decision = self._tick + _LEARNING, self._tick + 1
+            self._tries += 1  # twice in a row: in the first step a drafter may have to catch up
+            self._next_try = self._tick + (1 if self._tries % 2 else _LEARNING)
+            self._next_decision = self._next_try
             return [self._wanted] * len(lengths)
         tried = self._varied(lengths)
         curve = self._costs.curve(step.condition)

@@ -60,7 +60,6 @@ def test_whatever_is_proposed_the_text_is_that_of_plain_decoding(count: int, mak
     assert (off.stats.steps, off.replies) == (plain.stats.steps, plain.replies)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("count", [1, 9])
 def test_lengths_chosen_by_goodput_change_no_token(count: int, make_model: Make, near: Path) -> None:
     """With `k=auto`, whatever this machine takes for its steps; what was chosen and expected is in the counters."""
@@ -75,7 +74,6 @@ def test_lengths_chosen_by_goodput_change_no_token(count: int, make_model: Make,
         assert found.expected_seconds > 0
 
 
-@pytest.mark.once
 def test_lengths_of_requests_tested_by_ratio_do_not_depend_on_timings(make_model: Make, near: Path) -> None:
     """What they write depends on what is proposed, so `k=auto` is a fixed number for them, whatever runs beside."""
     orders = [

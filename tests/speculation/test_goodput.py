@@ -86,7 +86,6 @@ def random_table(seed: int, most: int) -> Table:
     return lambda rows: float(times[rows - 1]) / 1000
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("sequences", [1, 4, 16])
 def test_on_random_tables_it_is_near_the_best_fixed_length_and_never_behind_plain_decoding(sequences: int) -> None:
     """At least .97 of either, once it has seen what steps take; which length is best differs from table to table."""

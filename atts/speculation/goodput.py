@@ -81,7 +81,7 @@ class GoodputControl:
         asked = {key: count for key, count, _ in rounds}
         forecast = self._forecast(step, [asked.get(key, 0) for key in step.keys], rows - step.rows)
         self._survival.add(rounds)
-        if proposed and asked.keys() <= self._asked:
+        if proposed and (asked.keys() <= self._asked or self._costs.per_token(len(rounds)) is None):
             self._costs.add_proposing(len(rounds), proposed, seconds[0])
         self._asked = set(asked)
         self._costs.add(step.condition, rows, seconds[1])
@@ -141,9 +141,10 @@ class GoodputControl:
     def _try(self, step: StepShape, lengths: list[int]) -> list[int]:
         """Other lengths for once: what was never measured, else what keeps survival and times up to date."""
         if self._wanted is not None:
-            self._tries += 1  # twice in a row: in the first step a drafter may have to catch up
-            self._next_try = self._tick + (1 if self._tries % 2 else _LEARNING)
-            self._next_decision = self._next_try
+            self._tries += 1
+            again = self._tries % 2 == 1  # for in the first step a drafter may have to catch up
+            self._next_try = self._tick + (1 if again else _LEARNING)
+            self._next_decision = self._tick + (2 if again else 1)
             return [self._wanted] * len(lengths)
         tried = self._varied(lengths)
         curve = self._costs.curve(step.condition)

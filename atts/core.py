@@ -310,7 +310,7 @@ class Usage:
     target_prefill_tokens: int = 0
     wasted_tokens: int = 0  # sampled, then discarded or cancelled
     calls: int = 0
-    drawn_tokens: int = 0  # the target's, drawn while it scored and used: no step of decoding was made for them
+    drawn_tokens: int = 0  # of the target's, those drawn while it scored: no step of decoding was made for them
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(

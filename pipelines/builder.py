@@ -180,7 +180,8 @@ class RolloutBuilder:
         rest: Completion | None = None
         if begun is not None:
             request = after(request, begun)
-            self.count(Usage(drawn_tokens=len(begun.ids)))
+            self.count(Usage(target_tokens=len(begun.ids), drawn_tokens=len(begun.ids)))
+            self._loose += len(begun.ids)
         if begun is None or begun.ended is None:
             rest = await self.engine("target").sample(request)
             self.spend("target", request, rest)

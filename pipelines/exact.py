@@ -57,7 +57,8 @@ async def _scored(builder: RolloutBuilder, rest: SampleRequest, drafted: TokenId
     pace.stood += stood
     pace.tested += min(stood + 1, len(drafted))
     read = max(0, len(rest.ids) - scores.cached_tokens)
-    builder.count(Usage(scored_tokens=len(drafted), target_prefill_tokens=read, calls=1, drawn_tokens=len(drawn)))
+    builder.count(Usage(target_tokens=len(drawn), drawn_tokens=len(drawn)))
+    builder.count(Usage(scored_tokens=len(drafted), target_prefill_tokens=read, calls=1))
     return scores
 
 

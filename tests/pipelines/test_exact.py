@@ -47,8 +47,7 @@ def test_exact_writes_what_the_target_alone_writes(
     alone = attempt(preset("target-only").policy(base), FixedGate("accept"))
     exact = attempt(preset("exact").policy(base), FixedGate("accept"))
     assert texts(exact) == texts(alone)
-    assert used(exact, "target_tokens") == 0
-    assert used(exact, "drawn_tokens") == used(alone, "target_tokens")
+    assert used(exact, "drawn_tokens") == used(exact, "target_tokens") == used(alone, "target_tokens")
 
 
 def test_a_drafts_token_is_what_the_target_drew_or_it_goes(attempt: Solve) -> None:
@@ -75,9 +74,8 @@ def test_a_takeover_goes_on_from_what_was_drawn_while_its_chunk_was_scored(attem
     asked = attempt(policy, gate, problems=12, target=ScriptedEngine("target", capabilities=BLIND))
     assert texts(drawn) == texts(asked)
     assert used(asked, "drawn_tokens") == 0 < used(drawn, "drawn_tokens")
-    total = used(asked, "target_tokens")
-    assert used(drawn, "target_tokens") + used(drawn, "drawn_tokens") == total
-    assert used(drawn, "target_tokens") < 0.9 * total
+    assert used(drawn, "target_tokens") == used(asked, "target_tokens")
+    assert used(drawn, "drawn_tokens") > 0.1 * used(drawn, "target_tokens")
 
 
 @pytest.mark.parametrize("cut", [1, 5, 11])

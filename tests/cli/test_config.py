@@ -62,8 +62,8 @@ def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
     from atts.cli import options
 
     for flag in ("method", "rate", "samples", "turns", "max_tokens", "mode", "draft", "target", "seed", "rollouts"):
-        name = "".join(part.title() for part in flag.split("_"))
-        shown = getattr(options, name).__metadata__[0].show_default
+        option = vars(options)["_SETUP"].get(flag) or getattr(options, flag.title())
+        shown = option.__metadata__[0].show_default
         default = config_keys()[flag].default
         if default is None:  # as the models need it
             assert "none: " in config_keys()[flag].help

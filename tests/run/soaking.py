@@ -137,7 +137,8 @@ async def _episode(kind: Kind, station: Station, directory: Path, tally: Tally, 
             await _run(station, problems, directory, live, number)
     result = await _run(station, problems, directory, live, number)
     _compare(result, live, tally, f"{kind}, run {number}")
-    if all(line.status != "failed" for line in result.problems):  # those that failed would be tried again
+    failed = any(sample.finish == "failed" for line in result.problems for sample in line.samples)
+    if not failed:  # those that failed would be tried again
         await _recall(kind, station, problems, directory, result, tally=tally, number=number)
     tally.episodes[kind] = tally.episodes.get(kind, 0) + 1
     tally.problems += len(problems)

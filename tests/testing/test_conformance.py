@@ -379,6 +379,14 @@ class Shut(Rig):
         raise ModelLoadError("shut", "its model is missing")
 
 
+class DrawsOtherwise(Rig):
+    """An engine that draws with another attempt's stream while it scores."""
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        draw = request.draw and replace(request.draw, seed=replace(request.draw.seed, attempt=1))
+        return await super().score(replace(request, draw=draw))
+
+
 class Stuck(Rig):
     """An engine that cannot be closed."""
 
@@ -427,6 +435,8 @@ SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
     ("distribution", "sharpens"): reheated(lambda temperature: temperature * 0.4),
     ("distribution", "ignores top_k"): IGNORES_TOP_K,
     ("distribution", "ignores the temperature"): reheated(lambda temperature: 1.0 if temperature else 0.0),
+    ("drawing", "another stream"): DrawsOtherwise,
+    ("drawing", "begins the stream anew"): asks(lambda _, r: replace(r, begun=0)),
     ("hints", "trusts them"): TrustsHints,
     ("hints", "trusts them when scoring"): TrustsHintsWhenScoring,
     ("score_company", "company matters"): ScoresDependOnCompany,
@@ -501,7 +511,7 @@ def test_an_engine_without_seeds_passes_where_seeds_are_not_promised() -> None:
     assert {"seeds", "hints", "order"} <= {result.check for result in broken}
     report = run_virtual(partial(check_engine, ONE_STREAM, options=replace(QUICK, seeding="none")))
     skipped = {result.check for result in report.results if result.status == "skipped"}
-    assert skipped == {"seeds", "seed_fields", "capabilities"}
+    assert skipped == {"seeds", "seed_fields", "drawing", "capabilities"}
 
 
 @pytest.mark.anyio

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atts.core import Beginning
+from atts.core import Beginning, SampleRequest
 from atts.decode import batch_sampling, spread_rows
 from atts.local.batch import Model, PrefillChunk
 from atts.local.sequence import Sequence, ending
@@ -30,14 +30,15 @@ def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Ite
         sequence, rows = chunk.sequence, hidden[row : row + chunk.stop - chunk.logits_from]
         row += len(rows)
         drawn = sequence.drawn
-        if drawn is None or drawn.is_finished or drawn.uniforms is None:
+        request = drawn.request if drawn else None
+        if drawn is None or drawn.is_finished or drawn.uniforms is None or not isinstance(request, SampleRequest):
             continue
         logits, first = model.compute_logits(rows), chunk.logits_from + 1 - sequence.first_scored
         if first == 1 and sequence.cached_logits is not None:
             logits, first = torch.cat([sequence.cached_logits[None].to(logits.device), logits]), 0
         uniforms = drawn.uniforms[first : first + len(logits)].tolist()
-        logits, settings = logits[: len(uniforms)], [drawn.request.sampling]  # type: ignore[union-attr]
-        batch = batch_sampling(settings, logits.shape[-1], logits.device)
+        logits = logits[: len(uniforms)]
+        batch = batch_sampling([request.sampling], logits.shape[-1], logits.device)
         found = model.sample(logits, spread_rows(batch, torch.zeros(len(uniforms), dtype=torch.int64)), uniforms)
         yield DrawnTokens(sequence, first, found.tokens.tolist(), found.logprobs.tolist())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 
 from atts.local import LocalOptions, LoopStats
 from atts.local.build import MakeModel, build_loop
-from atts.local.messages import Close, Command, LoopReport, Reply, WorkerConfig
+from atts.local.messages import Command, LoopReport, WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.tokenizing import ModelTokenizer
+from tests.local.speculating import Driven, Script
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -163,27 +164,6 @@ def naive(make_model: Callable[..., Path]) -> Callable[..., Naive]:
         return made[folder]
 
     return make
-
-
-class Script:
-    """An inbox that hands out prepared orders, one list a step, then closes when the work is done."""
-
-    def __init__(self, steps: list[list[Command]]) -> None:
-        self._steps = list(steps)
-
-    def take(self, *, wait: bool) -> list[Command]:
-        """The next step's orders; when none are left and nothing runs, the end."""
-        if self._steps:
-            return self._steps.pop(0)
-        return [Close()] if wait else []
-
-
-@dataclass
-class Driven:
-    """What a driven loop said."""
-
-    replies: dict[int, Reply]
-    stats: LoopStats
 
 
 @pytest.fixture

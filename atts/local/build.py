@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
 from atts.local.model_config import rope_rows
 from atts.local.native_model import NativeModel, unknown_parts
 from atts.local.options import MOST_PROPOSED
+from atts.local.padding import PaddedModel, padding_weights
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.speculating import FixedLength, GoodputLengths, Speculation
@@ -51,6 +53,7 @@ def build_loop(
     drafter_weights = _drafter_weights(config, dtype, device)
     cache = allocate_cache(config, dtype, device)
     model, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
+    model = _padded(config, model, cache)
     kv_tokens = cache.shape[2] - 1
     options = config.options
     limits = SchedulerConfig(
@@ -86,7 +89,45 @@ def _drafter(config: WorkerConfig, weights: Weights, cache: Tensor, scheduler: S
     size = cache.shape[2] - 1
     own = replace(config.drafter, options=replace(config.options, kv_tokens=size))
     model, _ = _model(own, weights, allocate_cache(own, cache.dtype, cache.device, least=size))
-    return ModelDrafter(model, own.model, scheduler, config.model.vocabulary)
+    return ModelDrafter(_padded(own, model, cache), own.model, scheduler, config.model.vocabulary)
+
+
+def _padded(config: WorkerConfig, model: Model, cache: Tensor) -> Model:
+    """The model beside its padding, which has a cache of as many slots; or alone where it has none.
+
+    :raises OutOfMemory: the padding does not fit.
+    """
+    stack = config.padding
+    if stack is None:
+        return model
+    slots = cache.shape[2] - 1
+    options = replace(config.options, kv_tokens=slots, threads=_threads(config))
+    own = replace(config, model=stack, options=options, padding=None, drafter=None)
+    bits = 16 if isinstance(model, NativeModel) else 8 * cache.dtype.itemsize
+    weights = stack.matrix_weights * bits // 8
+    if weights > (room := _room(cache.device)):
+        raise _too_large(config, f"its padding takes {weights / 1e9:.1f} GB, {room / 1e9:.1f} are free")
+    try:
+        numbers = padding_weights(stack, cache.dtype, cache.device)
+        other, _ = _model(own, numbers, allocate_cache(own, cache.dtype, cache.device, slots))
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _too_large(config, f"its padding does not fit into memory on {cache.device}") from error
+    return PaddedModel(model, other, config.model.hidden_size, config.model.vocabulary)
+
+
+def _too_large(config: WorkerConfig, problem: str) -> OutOfMemory:
+    return OutOfMemory(config.name, problem, "Write a smaller pad=, or lower kv_tokens")
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of memory that are free there; as many as there can be where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 1 << 60
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 1 << 60)
 
 
 def _proposer(way: str, drafter: ModelDrafter | None) -> Proposer:
@@ -131,7 +172,7 @@ def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> tuple[Model
 def _threads(config: WorkerConfig) -> int:
     if config.options.threads is not None:
         return config.options.threads
-    return 1 if config.model.matrix_weights < _SMALL_MODEL else torch.get_num_threads()
+    return 1 if config.matrix_weights < _SMALL_MODEL else torch.get_num_threads()
 
 
 def set_threads(config: WorkerConfig) -> None:
@@ -159,13 +200,11 @@ def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
 
 
 def _default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
-    model, drafter = config.model, config.drafter
-    floats = model.kv_floats_per_token + (drafter.model.kv_floats_per_token if drafter else 0)
-    per_token = floats * dtype.itemsize
     budget = _CPU_CACHE_BYTES
     if device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
-    return max(model.context_length, budget // per_token)
+        later = sum(part.padding.matrix_weights for part in (config, config.drafter) if part and part.padding)
+        budget = int((_room(device) - later * dtype.itemsize) * _GPU_CACHE_SHARE)
+    return max(config.model.context_length, budget // (config.kv_floats_per_token * dtype.itemsize))
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -29,8 +29,9 @@ from atts.local.messages import (
     WorkerConfig,
     WorkerReady,
 )
-from atts.local.model_config import read_model_config
+from atts.local.model_config import ModelConfig, read_model_config
 from atts.local.options import LocalOptions
+from atts.local.padding_shape import padding_shape, read_size
 from atts.local.worker import LoopWorker, ProcessWorker, ThreadWorker
 from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, require_template, weight_files
 from atts.speculation import Proposer
@@ -276,8 +277,20 @@ def _prepare(
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
     drafter = _prepare_drafter(name, options, tokenizer) if options.speculates and options.drafter else None
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_digest(weights, 4, 16)}"
-    worker = WorkerConfig(name, folder, config, tokenizer.pieces, options, drafter=drafter, proposer=proposer)
-    return worker, tokenizer, (label, _digest(weights, 16, 256))
+    padding, words = _padding(config, options)
+    worker = WorkerConfig(
+        name, folder, config, tokenizer.pieces, options, drafter=drafter, proposer=proposer, padding=padding
+    )
+    return worker, tokenizer, (label + words, _digest(weights, 16, 256))
+
+
+def _padding(model: ModelConfig, options: LocalOptions) -> tuple[ModelConfig | None, str]:
+    """The shape of what is computed beside a model for its cost, and how the model is named then."""
+    if not options.pad:
+        return None, ""
+    tokens = options.pad_vocabulary
+    words = f", padded to {options.pad}" + (f" and {tokens:,} tokens" if tokens else "")
+    return padding_shape(model, read_size(options.pad), tokens), words
 
 
 def _prepare_drafter(name: str, options: LocalOptions, tokenizer: ModelTokenizer) -> WorkerConfig:
@@ -292,7 +305,9 @@ def _prepare_drafter(name: str, options: LocalOptions, tokenizer: ModelTokenizer
     if pieces[:shared] != tokenizer.pieces[:shared]:
         problem = f"{options.drafter} has another tokenizer than {name}'s model: its proposals would mean nothing"
         raise OptionError("drafter", f"{problem}. Name a smaller model of the same family")
-    return WorkerConfig(own, folder, read_model_config(folder, own), pieces, options)
+    options = replace(options, pad=options.drafter_pad, pad_vocabulary=0)
+    model = read_model_config(folder, own)
+    return WorkerConfig(own, folder, model, pieces, options, padding=_padding(model, options)[0])
 
 
 @cache
@@ -328,5 +343,5 @@ def _spec(marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, dige
         engine=_KIND,
         dtype=config.options.dtype,
         capabilities=frozenset({"sample", "score", "draw"}),
-        flops_per_token=2.0 * model.matrix_weights,
+        flops_per_token=2.0 * config.matrix_weights,
     )

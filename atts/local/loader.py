@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,7 @@ class Weights:
     """All of a model's weights, and the frequencies of its rotary embedding."""
 
     embedding: Tensor  # [vocabulary, hidden_size]
-    layers: tuple[LayerWeights, ...]
+    layers: Sequence[LayerWeights]
     norm: Tensor
     head: Tensor  # [vocabulary, hidden_size]; the embedding itself when tied
     ropes: Mapping[str, Rope]  # by the names that the configuration gives its layers' ropes

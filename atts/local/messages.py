@@ -32,6 +32,18 @@ class WorkerConfig:
     options: LocalOptions
     drafter: WorkerConfig | None = None  # the model that drafts for this one
     proposer: type[Proposer] | None = None  # of one's own: found by name in a process
+    padding: ModelConfig | None = None  # the stack of layers computed beside the model, for their cost alone
+
+    @property
+    def matrix_weights(self) -> int:
+        """Weights one token is multiplied with, those of the padding included."""
+        return self.model.matrix_weights + (self.padding.matrix_weights if self.padding else 0)
+
+    @property
+    def kv_floats_per_token(self) -> int:
+        """Numbers that all caches keep per token."""
+        parts = (self.drafter, self.padding)
+        return self.model.kv_floats_per_token + sum(part.kv_floats_per_token for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -296,8 +296,10 @@ def unknown_parts(config: ModelConfig) -> str:
     return ", ".join(part for part, is_there in parts.items() if is_there)
 
 
-def _matrices(weights: Weights) -> list[Tensor]:
-    return [weights.head, *(m for layer in weights.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down))]
+def _matrices(weights: Weights) -> Iterator[Tensor]:
+    yield weights.head
+    for layer in weights.layers:
+        yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
 
 
 def _is_bfloat16(tensor: Tensor) -> bool:

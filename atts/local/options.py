@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from atts.errors import OptionError
+from atts.local.padding_shape import read_size
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -13,6 +14,7 @@ Kernel = Literal["auto", "torch", "native"]
 WorkerKind = Literal["thread", "process"]
 SPECULATE = ("auto", "draft", "suffix", "off")
 MOST_PROPOSED = 32
+MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,9 @@ class LocalOptions:
     drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
     speculate: str | None = None  # auto, draft, suffix or off; None: auto where a drafter is named
     k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
+    pad: str = ""  # the cost of a model of so many weights, as 20M or 8B, at the model's own words
+    pad_vocabulary: int = 0  # tokens the padding's output matrix is made for; 0: as many as the model knows
+    drafter_pad: str = ""  # the same for the drafter
 
     def check(self) -> None:
         """See that every option is known and possible.
@@ -48,6 +53,14 @@ class LocalOptions:
             raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
         if self.speculate is not None and self.speculate not in SPECULATE:
             raise OptionError("speculate", f"{self.speculate!r} is no way to speculate", SPECULATE, self.speculate)
+        if not 0 <= self.pad_vocabulary <= MOST_TOKENS:
+            raise OptionError("pad_vocabulary", f"is {self.pad_vocabulary}, expected 0 to {MOST_TOKENS:,}")
+        if self.pad_vocabulary and not self.pad:
+            raise OptionError("pad_vocabulary", "needs a padded model: write pad=20M as well, or another size")
+        if self.drafter_pad and not self.drafter:
+            raise OptionError("drafter_pad", "needs a draft model: write drafter=embedded:draft, or another's name")
+        for words in (self.pad, self.drafter_pad):
+            read_size(words or "0")
         if self.speculate == "draft" and not self.drafter:
             raise OptionError("speculate", "draft needs a draft model: write drafter=embedded:draft, or another's name")
 

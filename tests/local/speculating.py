@@ -136,7 +136,10 @@ def run(
     if drafter is not None:
         ways = {"speculate": "draft"}
     options = replace(options, drafter=str(drafter or ""), k=lengths if isinstance(lengths, int) else None, **ways)
-    config = replace(config_of(folder, drafter), options=replace(options, **changes))
+    padding = changes.pop("padding", None)
+    config = replace(config_of(folder, drafter), options=replace(options, **changes), padding=padding)
+    if padding and config.drafter:
+        config = replace(config, drafter=replace(config.drafter, padding=padding))
     if proposer is not None:
         config = replace(config, proposer=cast(Any, lambda: proposer))
     driven = Driven({}, LoopStats())

@@ -1,0 +1,97 @@
+"""The outcome cache: continuations of what a verification may come to, ready before it is known which it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Generic, NamedTuple, TypeVar
+
+Branch = TypeVar("Branch")
+
+
+class OutcomeGuess(NamedTuple):
+    """So many proposed tokens stand and this one follows, with this estimated probability."""
+
+    accepted: int
+    token: int
+    probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceLaw:
+    """What is thought of one place: whether the proposed token stands, and what the target may write instead."""
+
+    standing: float  # that the proposed token stands where all before it do; of the place after the last one: 1
+    tokens: Sequence[int]
+    probabilities: Sequence[float]  # of `tokens`, as far as they are known; need not sum to 1
+
+
+def ranked_outcomes(proposal: Sequence[int], places: Sequence[PlaceLaw]) -> list[OutcomeGuess]:
+    """The outcomes of verifying a proposal, most probable first; `places` has one more than the proposal.
+
+    With S_i the probability that i tokens stand, outcome (i, v) has S_i (1 - a_i) r_i(v), where r_i is the law of what
+    else than the proposed token is written there; after the whole proposal (k, v) has S_k q(v).
+
+    >>> first = PlaceLaw(0.75, (7, 8), (0.5, 0.25))
+    >>> [tuple(guess) for guess in ranked_outcomes((7,), (first, PlaceLaw(1.0, (5,), (0.5,))))]
+    [(1, 5, 0.375), (0, 8, 0.125)]
+    """
+    found: list[OutcomeGuess] = []
+    reached = 1.0
+    for accepted, place in enumerate(places):
+        kept = list(zip(place.tokens, place.probabilities, strict=True))
+        share = reached
+        if accepted < len(proposal):
+            own = sum(chance for token, chance in kept if token == proposal[accepted])
+            kept = [(token, chance) for token, chance in kept if token != proposal[accepted]]
+            share = reached * (1 - place.standing) / (1 - own) if own < 1 else 0.0
+            reached *= place.standing
+        found += [OutcomeGuess(accepted, token, share * chance) for token, chance in kept]
+    return sorted(found, key=lambda guess: -guess.probability)
+
+
+def most_worthwhile(
+    chances: Sequence[float], length: Callable[[int], int], standing: Sequence[float]
+) -> tuple[int, int]:
+    """How many of the likeliest outcomes to continue, and by how many tokens: what makes the next step expect most.
+
+    `length(n)` is how many tokens n continuations get in the time there is, `standing` how likely each place of a
+    proposal stands given those before it. One outcome is continued in any case.
+    """
+    best, covered = (1, max(0, length(1))), 0.0
+    most = 0.0
+    for count, chance in enumerate(chances, 1):
+        covered += chance
+        tokens = min(length(count), len(standing))
+        if tokens < 1:
+            break
+        expected = covered * sum(prod(standing[:place]) for place in range(1, tokens + 1))
+        if expected > most:
+            best, most = (count, tokens), expected
+    return best
+
+
+class OutcomeCache(Generic[Branch]):
+    """The branches of one step, by outcome; used once: one is selected, and all others are given back."""
+
+    def __init__(self) -> None:
+        self._branches: dict[tuple[int, int], Branch] = {}
+        self.hits = self.misses = self.wasted = 0
+
+    def __len__(self) -> int:
+        return len(self._branches)
+
+    def put(self, accepted: int, token: int, branch: Branch) -> None:
+        """Keep what follows this outcome."""
+        assert (accepted, token) not in self._branches, "an outcome is continued once"
+        self._branches[accepted, token] = branch
+
+    def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:
+        """What follows the outcome that came, None where it was not guessed; and the branches that are not needed."""
+        chosen = self._branches.pop((accepted, token), None)
+        others = list(self._branches.values())
+        self._branches.clear()
+        self.hits, self.misses = self.hits + (chosen is not None), self.misses + (chosen is None)
+        self.wasted += len(others)
+        return chosen, others

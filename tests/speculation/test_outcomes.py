@@ -1,0 +1,76 @@
+"""Outcomes are ranked by what they are worth, and a cache gives every branch back once."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atts.speculation.outcomes import OutcomeCache, PlaceLaw, most_worthwhile, ranked_outcomes
+
+chance = st.floats(0.0, 1.0)
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> tuple[list[int], list[PlaceLaw]]:
+    """A proposal and what is thought of each of its places, and of the one after."""
+    proposal = draw(st.lists(st.integers(0, 5), max_size=5))
+    places: list[PlaceLaw] = []
+    for at in range(len(proposal) + 1):
+        weights = draw(st.lists(st.integers(0, 20), min_size=6, max_size=6).filter(any))
+        law = [weight / sum(weights) for weight in weights]
+        places.append(PlaceLaw(draw(chance) if at < len(proposal) else 1.0, range(6), law))
+    return proposal, places
+
+
+@given(windows())
+def test_outcomes_are_ranked_by_probability_and_share_out_no_more_than_all(
+    window: tuple[list[int], list[PlaceLaw]],
+) -> None:
+    """Each once, never the proposed token as its own correction; together 1 where whole laws are known."""
+    proposal, places = window
+    found = ranked_outcomes(proposal, places)
+    chances = [guess.probability for guess in found]
+    assert chances == sorted(chances, reverse=True)
+    assert len({guess[:2] for guess in found}) == len(found)
+    assert all(guess.accepted == len(proposal) or guess.token != proposal[guess.accepted] for guess in found)
+    lost = [
+        place.probabilities[token] == 1.0 and place.standing < 1  # nothing else is thought possible there
+        for place, token in zip(places, proposal, strict=False)
+    ]
+    if not any(lost):
+        assert sum(chances) == pytest.approx(1.0)
+
+
+@given(st.lists(chance, min_size=1, max_size=8), st.lists(chance, min_size=1, max_size=6), st.integers(1, 12))
+def test_what_is_continued_is_worth_most(chances: list[float], standing: list[float], budget: int) -> None:
+    """As many and as long as fit into the time there is; no other number is expected to bring more."""
+    chances = sorted(chances, reverse=True)
+
+    def length(count: int) -> int:
+        return budget // count
+
+    def worth(count: int, tokens: int) -> float:
+        return sum(chances[:count]) * sum(prod(standing[:place]) for place in range(1, tokens + 1))
+
+    count, tokens = most_worthwhile(chances, length, standing)
+    assert 1 <= count <= len(chances)
+    assert tokens <= length(count)
+    everything = [worth(n, min(length(n), len(standing))) for n in range(1, len(chances) + 1)]
+    assert worth(count, tokens) == pytest.approx(max(everything))
+
+
+@given(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=12), st.integers(0, 3), st.integers(0, 4))
+def test_a_cache_hands_out_every_branch_once(outcomes: set[tuple[int, int]], accepted: int, token: int) -> None:
+    """The one that is asked for is served, all others are given back, and nothing is left."""
+    cache = OutcomeCache[tuple[int, int]]()
+    for outcome in outcomes:
+        cache.put(*outcome, outcome)
+    assert len(cache) == len(outcomes)
+    chosen, others = cache.select(accepted, token)
+    assert chosen == ((accepted, token) if (accepted, token) in outcomes else None)
+    assert sorted([*others, *([chosen] if chosen else [])]) == sorted(outcomes)
+    assert (len(cache), cache.hits + cache.misses, cache.wasted) == (0, 1, len(others))
+    assert cache.select(accepted, token) == (None, [])

@@ -161,12 +161,12 @@ class Feedback(Controller):
     }  # fmt: skip
 
     def __init__(self, rate: float, gains: tuple[float, float, float], order: float, limit: float) -> None:
-        """`gains` are those of the question, the turn and the whole stream, times the variance rate * (1 - rate)."""
+        """`gains` of question, turn and stream, and `order`, are times the variance rate * (1 - rate)."""
         super().__init__(rate)
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0
         variance = max(rate * (1 - rate), 1e-3)
         self._gains = tuple(gain / variance for gain in gains)
-        self._order, self._limit = order, limit
+        self._order, self._limit = order / variance, limit
         self._owed_question = StateTable(str, float)
         self._owed_turn = StateTable(int, float)
         self._owed = 0.0

@@ -103,7 +103,7 @@ class Facts:
     @property
     def question_bound(self) -> float:
         """What the sum of errors of each question stays within."""
-        return self.tuning.limit + 1
+        return self.tuning.limit_at(self.rate) + 1
 
     @property
     def lean(self) -> float:

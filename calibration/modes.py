@@ -31,8 +31,8 @@ class Tuning:
     question_gain: float = 0.23
     turn_gain: float = 0.035
     overall_gain: float = 0.02
-    order: float = 0.6  # what one sibling decided the other way round weighs on the logit scale
-    limit: float = 4.0  # decisions a question may be owed before it is simply given them
+    order: float = 0.144  # the same for one sibling decided the other way round
+    limit: float = 4.0  # decisions a question may be owed, at most, before it is simply given them
     shrinkage: float = 1.0  # scores the mean of all questions is worth in a question's own
     residuals: float = 20.0  # scores the turn's pool is worth beside the question's own residuals
     siblings: float = 24.0  # and beside the scores of the same question and turn
@@ -49,6 +49,11 @@ class Tuning:
     def turn_step_at(self, rate: float) -> float:
         """The step of mode "turn": as many standard deviations of a decision at every rate, half of it at the least."""
         return self.turn_step * max(0.5, 2 * math.sqrt(rate * (1 - rate)))
+
+    def limit_at(self, rate: float) -> float:
+        """What a question may be owed at this rate: of few escalations, one too many is a larger part."""
+        rarer = min(rate, 1 - rate)
+        return min(self.limit, 1.35 + 13 * rarer * rarer)
 
 
 DEFAULTS = Tuning()
@@ -82,4 +87,4 @@ def build(
     by_turn = mode == "question-turn"
     residuals = Residuals(remember, MINIMUM if by_turn else 10**18, tuning.shrinkage, tuning.residuals)
     gains = (tuning.question_gain, tuning.turn_gain if by_turn else 0.0, tuning.overall_gain)
-    return SiblingPool(residuals, tuning.siblings), Feedback(rate, gains, tuning.order, tuning.limit)
+    return SiblingPool(residuals, tuning.siblings), Feedback(rate, gains, tuning.order, tuning.limit_at(rate))

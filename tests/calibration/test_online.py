@@ -15,6 +15,7 @@ from scipy import stats
 
 from atts.calibration import LOG_PROB, MODES, PERPLEXITY, REAL, Calibrator, Mode, Scale, StoredScores, Tuning
 from atts.calibration.controllers import Adaptive
+from atts.calibration.modes import DEFAULTS
 from atts.core import Decision
 from atts.errors import CalibrationInputError, FingerprintError, OptionError
 
@@ -148,13 +149,13 @@ def test_turn_mode_bounds_every_turn(stream: list[tuple[float, int]], rate: floa
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(SCORES, st.integers(0, 2)), max_size=250), st.sampled_from([0.05, 0.4, 0.9]))
 def test_question_modes_bound_every_question(mode: Mode, stream: list[tuple[float, int]], rate: float) -> None:
-    """For any scores the count of each question stays within 5 of rate * n, at every n."""
+    """For any scores the count of each question stays within its limit and 1 of rate * n, at every n."""
     calibrator, sums = Calibrator(rate, mode), defaultdict[int, list[bool]](list)
     for place, (score, question) in enumerate(stream):
         decision = calibrator.decide(score, str(question), place % 4, place)
         calibrator.observe(decision)
         sums[question].append(decision.escalate)
-        assert abs(sum(sums[question]) - rate * len(sums[question])) <= 5 + 1e-9
+        assert abs(sum(sums[question]) - rate * len(sums[question])) <= DEFAULTS.limit_at(rate) + 1 + 1e-9
 
 
 @pytest.mark.parametrize("kind", ["sorted up", "sorted down", "alternating", "one value"])

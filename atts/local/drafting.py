@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from atts.decode import SamplingBatch, batch_sampling, first_rows, inverse_cdf, probabilities
-from atts.local.batch import Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
+from atts.decode import SamplingBatch, batch_sampling, filtered_rows, first_rows, inverse_cdf, probabilities
+from atts.local.batch import Ints, Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
 from atts.local.model_config import ModelConfig
+from atts.local.native_model import AheadBatch, NativeModel
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence
 from atts.speculation import NOTHING, Ask, Proposer, TokenProposal
@@ -35,6 +36,7 @@ class ModelDrafter(Proposer):
         self._is_smaller = config.vocabulary < vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)
         self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))
+        self._native = model if isinstance(model, NativeModel) and config.vocabulary <= vocabulary else None
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
         """Catch up with each sequence, then draw its next tokens one by one, all sequences side by side."""
@@ -63,19 +65,39 @@ class ModelDrafter(Proposer):
         """Those with the most room come first, so that the others drop out from the end."""
         sequences = [self._scheduler.sequence(ask.key) for ask in asks]
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
-        newest = np.array([len(sequence.ids) - 1 for sequence in sequences], dtype=np.int64)
+        following = np.array([len(sequence.ids) for sequence in sequences], dtype=np.int64)
+        wants_laws = any(ask.wants_laws for ask in asks)
+        if self._native is None or wants_laws or self._filters(asks):
+            return self._draft_in_turns(asks, self._catch_up(sequences), (rows, following), wants_laws)
+        rooms, table = np.array([ask.room for ask in asks]), self._scheduler.table
+        uniforms = np.zeros((asks[0].room, len(asks)))
+        for place, ask in enumerate(asks):
+            uniforms[: ask.room, place] = ask.uniforms[: ask.room]
+        ahead = AheadBatch(
+            first=self._catch_up(sequences),
+            following=single_rows(following, following, np.zeros_like(rows), rows, table),
+            counts=(rooms > np.arange(asks[0].room)[:, None]).sum(1),
+            temperatures=self._sampling_batch(asks).temperature,
+            uniforms=uniforms,
+        )
+        drawn = self._native.draw_ahead(ahead, table).T.tolist()
+        return [TokenProposal(tuple(own[: ask.room]), _CONFIDENCE) for ask, own in zip(asks, drawn, strict=True)]
+
+    def _draft_in_turns(
+        self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints], wants_laws: bool
+    ) -> list[TokenProposal]:
+        """The same with a step of the model for every turn; `places` are rows, and the positions after the newest."""
         drafted: list[list[int]] = [[] for _ in asks]
         laws: list[list[Tensor]] = [[] for _ in asks]
-        count = len(asks)
-        for step in range(asks[0].room):
-            while asks[count - 1].room <= step:
+        count, batch, (rows, following) = len(asks), first, places
+        for turn in range(asks[0].room):
+            while asks[count - 1].room <= turn:
                 count -= 1
-            if step == 0:
-                batch = self._catch_up(sequences)
-            else:
+            if turn:
                 tokens, ropes = np.array([own[-1] for own in drafted[:count]], dtype=np.int64), np.zeros_like(rows)
-                batch = single_rows(tokens, newest[:count] + step, ropes[:count], rows[:count], self._scheduler.table)
-            tokens_drawn, drawn_from = self._draw(batch, asks, step, count)
+                at = following[:count] + turn - 1
+                batch = single_rows(tokens, at, ropes[:count], rows[:count], self._scheduler.table)
+            tokens_drawn, drawn_from = self._draw(batch, asks[:count], turn, wants_laws)
             for place, token in enumerate(tokens_drawn):
                 drafted[place].append(token)
                 if drawn_from is not None:
@@ -85,25 +107,29 @@ class ModelDrafter(Proposer):
             for ask, own, law in zip(asks, drafted, laws, strict=True)
         ]
 
-    def _draw(self, batch: StepBatch, asks: list[Ask], step: int, count: int) -> tuple[list[int], Tensor | None]:
-        """A token for each of the first asks, and the laws they come from where one of them is asked for."""
+    def _draw(self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool) -> tuple[list[int], Tensor | None]:
+        """A token for each, and the laws they come from where one of them is asked for."""
         logits = self._model.compute_logits(self._model.forward(batch, self._scheduler.table))[:, : self._vocabulary]
-        uniforms = [float(ask.uniforms[step]) for ask in asks[:count]]
-        sampling = first_rows(self._sampling_batch(asks, logits), count)
+        uniforms = [float(ask.uniforms[turn]) for ask in asks]
+        sampling = self._sampling_batch(asks, logits.device)
         tokens: list[int]
-        if not any(ask.wants_laws for ask in asks):
+        if not wants_laws:
             tokens = self._model.sample(logits.contiguous(), sampling, uniforms).tokens.tolist()
             return tokens, None
         laws = probabilities(logits, sampling)
         tokens = inverse_cdf(laws, torch.tensor(uniforms, dtype=torch.float64)).tolist()
         return tokens, pad(laws, (0, self._target_vocabulary - laws.shape[-1]))
 
-    def _sampling_batch(self, asks: list[Ask], logits: Tensor) -> SamplingBatch:
+    def _filters(self, asks: list[Ask]) -> bool:
+        """Whether a token may be drawn from less than its whole law."""
+        return filtered_rows(self._sampling_batch(asks), self._vocabulary) is not None
+
+    def _sampling_batch(self, asks: list[Ask], device: torch.device | None = None) -> SamplingBatch:
+        """Settings as tensors; those of the first asks are the first rows of what was made for all."""
         key = tuple([ask.key for ask in asks])
-        if key != self._sampling[0]:
-            settings = [ask.sampling for ask in asks]
-            self._sampling = key, batch_sampling(settings, logits.shape[-1], logits.device)
-        return self._sampling[1]
+        if key != self._sampling[0][: len(key)]:
+            self._sampling = key, batch_sampling([ask.sampling for ask in asks], self._vocabulary, device)
+        return first_rows(self._sampling[1], len(key))
 
     def _catch_up(self, sequences: list[Sequence]) -> StepBatch:
         """What was written since it last drafted: long pieces are computed now, the last few tokens are the batch."""

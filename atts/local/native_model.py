@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,14 @@ _ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name != "num_
 def _address(array: NDArray[Any]) -> int:
     """What `array.ctypes.data` says, in half the time: a small step asks for a dozen."""
     return torch.from_numpy(array).data_ptr()
+
+
+def _fill(step: _Step, batch: StepBatch, table: SlotIds, hidden: _Floats) -> None:
+    step.num_tokens, step.num_sequences = len(batch.tokens), len(batch.table_rows)
+    step.num_logit_rows, step.table_width = len(batch.logit_rows), table.shape[1]
+    step.table, step.hidden = _address(table), _address(hidden)
+    for name in _ARRAYS:
+        setattr(step, name, _address(getattr(batch, name)))
 
 
 def _floats(rows: int, columns: int) -> _Floats:
@@ -87,6 +95,16 @@ class _Sampling(ctypes.Structure):
     ]
 
 
+class AheadBatch(NamedTuple):
+    """Sequences to draw several tokens for, each from its whole law; those with the most to draw come first."""
+
+    first: StepBatch  # what they were not fed yet; the last token of each is sampled after
+    following: StepBatch  # one row each, where the first token drawn will be fed; it moves on in place
+    counts: NDArray[np.int64]  # [turns] how many of them draw
+    temperatures: Tensor  # [sequences] float64
+    uniforms: NDArray[np.float64]  # [turns, sequences]
+
+
 class NativeModel:
     """Runs steps with the C kernels; same cache layout as the torch model, float32 on the CPU only.
 
@@ -133,14 +151,31 @@ class NativeModel:
         hidden = np.empty((len(batch.logit_rows), self._config.hidden_size), dtype=np.float32)
         self._grow_buffers(len(batch.tokens))
         self._next_items[:] = 0
-        step = self._step
-        step.num_tokens, step.num_sequences = len(batch.tokens), len(batch.table_rows)
-        step.num_logit_rows, step.table_width = len(batch.logit_rows), table.shape[1]
-        step.table, step.hidden = _address(table), _address(hidden)
-        for name in _ARRAYS:
-            setattr(step, name, _address(getattr(batch, name)))
-        self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(step))
+        _fill(self._step, batch, table, hidden)
+        self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(self._step))
         return torch.from_numpy(hidden)
+
+    def draw_ahead(self, ahead: AheadBatch, table: SlotIds) -> NDArray[np.int64]:
+        """Tokens to come, [turns, sequences], each drawn after the one before and fed to draw the next."""
+        count, vocabulary = len(ahead.temperatures), self._config.vocabulary
+        hidden, logits = np.empty((count, self._config.hidden_size), dtype=np.float32), torch.empty(count, vocabulary)
+        self._grow_buffers(len(ahead.first.tokens))
+        _fill(self._step, ahead.first, table, hidden)
+        following = _Step.from_buffer_copy(self._step)
+        _fill(following, ahead.following, table, hidden)
+        tokens = np.empty_like(ahead.uniforms, dtype=np.int64)
+        sampling = _Sampling(
+            num_rows=count,
+            vocabulary=vocabulary,
+            logits=logits.data_ptr(),
+            temperatures=ahead.temperatures.data_ptr(),
+            uniforms=_address(ahead.uniforms),
+            tokens=_address(tokens),
+            scratch=_address(self._sample_scratch),
+        )
+        parts = [ctypes.byref(part) for part in (self._model, self._step, following, sampling)]
+        self._library.atts_draw_ahead(*parts, len(tokens), _address(ahead.counts))
+        return tokens
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Their logits: [logits, vocabulary] float32."""

@@ -102,12 +102,13 @@ class Knowing(Proposer):
 class AnyLength:
     """Another number of tokens for every sequence and step, 0 included."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._random = most, random.Random(most)
+    def __init__(self, most: int, least: int = 0) -> None:
+        """Below nothing is nothing."""
+        self._most, self._least, self._random = most, least, random.Random(most)
 
     def choose(self, plan: StepPlan) -> list[int]:
-        """From 0 to the most there may be."""
-        return [self._random.randint(0, self._most) for _ in plan.decoding]
+        """From the least to the most there may be."""
+        return [max(0, self._random.randint(self._least, self._most)) for _ in plan.decoding]
 
     def observed(self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]) -> None:
         """Whatever comes."""

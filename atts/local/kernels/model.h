@@ -58,8 +58,9 @@ typedef struct {
   const float *logits;
   const double *temperatures, *uniforms;
   int64_t *tokens;
-  float *logprobs, *scratch;
+  float *logprobs, *scratch;  // no logprobs: they are not wanted
 } Sampling;
+void atts_sample(const Sampling *sampling);
 
 // Calls `work` once in each of `threads` threads, as number `thread`
 typedef void Work(const void *task, int64_t thread, int64_t threads);

@@ -60,7 +60,7 @@ EXPORT void atts_sample(const Sampling *sampling) {
       if (last >= 0) token = last;  // rounding can leave `wanted` just unreached
     }
     sampling->tokens[r] = token;
-    sampling->logprobs[r] = logprob_of(x, n, token, top);
+    if (sampling->logprobs) sampling->logprobs[r] = logprob_of(x, n, token, top);
   }
 }
 

@@ -188,3 +188,29 @@ EXPORT void atts_logits(const Model *model, const float *hidden, int64_t n, floa
   Scoring task = {.model = model, .num_rows = n, .hidden = hidden, .logits = logits};
   parallel(threads, all_logits, &task);
 }
+
+// Draws `turns` tokens for each sequence of `first`, which feeds what it was not fed yet; every token is fed, as a row of
+// `next`, to draw the one after. Turn after turn: uniforms and tokens, as many as there are sequences; `counts` go on.
+EXPORT void atts_draw_ahead(const Model *model, const Step *first, const Step *next, const Sampling *sampling,
+                            int64_t turns, const int64_t *counts) {
+  Step step = *first;
+  Sampling own = *sampling;
+  for (int64_t turn = 0; turn < turns; turn++) {
+    int64_t count = counts[turn];
+    memset(step.next_items, 0, (size_t)model->num_layers * sizeof *step.next_items);
+    atts_forward(model, &step);
+    atts_logits(model, step.hidden, count, (float *)own.logits, step.threads);
+    own.num_rows = count;
+    atts_sample(&own);
+    if (turn == 0) step = *next;
+    step.tokens = own.tokens;
+    own.uniforms += sampling->num_rows, own.tokens += sampling->num_rows;
+    if (turn + 1 == turns) return;
+    step.num_tokens = step.num_sequences = step.num_logit_rows = counts[turn + 1];
+    for (int64_t i = 0; turn && i < counts[turn + 1]; i++) {
+      int64_t place = ((int64_t *)step.context_lens)[i]++;
+      ((int64_t *)step.positions)[i]++;
+      ((int64_t *)step.slots)[i] = step.table[step.table_rows[i] * step.table_width + place];
+    }
+  }
+}

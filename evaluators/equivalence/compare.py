@@ -19,6 +19,7 @@ from atts.evaluators.equivalence.traits import (
     is_near,
     is_part,
     is_point_value,
+    is_unnamed,
     mark,
     members,
     rounds,
@@ -30,7 +31,7 @@ from atts.evaluators.equivalence.traits import (
 from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named, substituted
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
-from atts.evaluators.syntax.units import measure
+from atts.evaluators.syntax.units import is_generic, measure
 from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
 _PAIRWISE = 64  # unordered members compared with one another; more are first matched by structure
@@ -185,6 +186,8 @@ class Comparer:
         kinds: set[str] = {gold.kind, answer.kind}
         if kinds & {"congruence", "clock", "cases", "builder"}:
             return self.special(gold, answer, kinds)
+        if kinds == {"union"}:
+            return self.unordered(gold.args, answer.args, "set")
         if kinds & {"list", "set"}:
             return self.lists(gold, answer)
         if kinds & {"tuple", "matrix", "union", "setminus"}:
@@ -342,33 +345,26 @@ class Comparer:
         """Units must not contradict each other; one left out, or not known to us, is passed over."""
         left, right = (node.args[0] if node.kind == "quantity" else node for node in (gold, answer))
         one, two = (measure(node.text) if node.kind == "quantity" else None for node in (gold, answer))
-        if one is not None and two is not None and one[0] and two[0]:
-            if one[0] != two[0] and not is_part(one[0], two[0]) and not is_part(two[0], one[0]):
+        if one is not None and two is not None and one[0] and two[0] and not is_unnamed(one[0], two[0]):
+            if one[0] != two[0] and not is_part(one[0], two[0]):
                 return self.ruled("unit", False)
             return self.ruled("unit", self.same(left, Node("mul", (right, number(two[1] / one[1])))))
         if any(node.value is not None and node.kind == "quantity" for node in (gold, answer)):
             return self.ruled("unit", False)
-        if self.grading.units == "required" and gold.kind != answer.kind and ((one and one[0]) or (two and two[0])):
+        said = [found[0] for found in (one, two) if found and found[0] and not is_generic(found[0])]
+        if self.grading.units == "required" and gold.kind != answer.kind and said:
             return self.ruled("unit", False)
         return self.same(left, right)
 
     def ratios(self, gold: Node, answer: Node) -> bool:
         """Ratios by proportion, times of day by their digits."""
         if gold.kind == answer.kind == "ratio":
-            one, two = gold.args, answer.args
-            if len(one) != len(two):
-                return self.ruled("ratio", False)
-            if all(self.same(a, b) for a, b in zip(one, two, strict=True)):
-                return self.ruled("ratio", True)
-            if is_clock(gold) or is_clock(answer):
-                return self.ruled("ratio", False)
-            return self.ruled(
-                "ratio", all(self.same(quotient(a, one[0]), quotient(b, two[0])) for a, b in zip(one, two, strict=True))
-            )
+            one, two = (tuple(quotient(each, node.args[0]) for each in node.args) for node in (gold, answer))
+            is_time = is_clock(gold) or is_clock(answer)
+            return self.each(gold.args, answer.args, "ratio") or (not is_time and self.each(one, two, "ratio"))
         ratio, other = (gold, answer) if gold.kind == "ratio" else (answer, gold)
-        if len(ratio.args) != 2 or is_clock(ratio):
-            return self.ruled("ratio", False)
-        return self.ruled("ratio", self.numbers(quotient(*ratio.args), other))
+        is_number = len(ratio.args) == 2 and not is_clock(ratio)
+        return self.ruled("ratio", is_number and self.numbers(quotient(*ratio.args), other))
 
     def numbers(self, gold: Node, answer: Node) -> bool:
         """Expressions by value, then a long decimal as the rounding of what it cannot be exactly."""

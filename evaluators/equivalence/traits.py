@@ -10,7 +10,7 @@ from atts.evaluators.equivalence.exact import digits_in_base
 from atts.evaluators.equivalence.probing import Prober, Value
 from atts.evaluators.equivalence.views import is_name, named, signs_expanded
 from atts.evaluators.syntax.tree import Node, has, number, variables
-from atts.evaluators.syntax.units import Dimension, measure
+from atts.evaluators.syntax.units import Dimension, is_generic, measure
 from atts.evaluators.verdict import Undecided, Undefined
 
 ROUNDED_DIGITS = 5  # significant digits from which a decimal may stand for a value it only rounds
@@ -171,9 +171,15 @@ def is_near(prober: Prober, gold: Node, answer: Node, grading: Grading) -> bool:
     return bool(gap <= max(grading.absolute, size * grading.relative) * (1 + 1e-12))
 
 
+def is_unnamed(one: Dimension, two: Dimension) -> bool:
+    """Whether one side is of square units of no name, and the other of squares of a length, or the same of cubes."""
+    return any(is_generic(a) and b == (("m", a[0][1]),) for a, b in ((one, two), (two, one)))
+
+
 def is_part(one: Dimension, two: Dimension) -> bool:
     """Whether what is counted on one side is said more closely on the other: marbles, red marbles."""
-    return set(one) < set(two) and all(name.startswith("#") and size == 1 for name, size in two)
+    few, many = sorted((one, two), key=len)
+    return set(few) < set(many) and all(name.startswith("#") and size == 1 for name, size in many)
 
 
 def is_point_value(one: Node, two: Node) -> bool:

@@ -69,7 +69,8 @@ _BRACED_COMMA = re.compile(r"(?<=\d)\{,\}(?:\s*\\!)?\s*(?=\d{3}(?!\d))")
 _TIGHT_COMMA = re.compile(r"(?<=\d),\s*(?:\\!\s*)+(?=\d{3}(?!\d))")
 _THIN_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:\\,\d{3})+(?!\d)")
 _SPACE_THOUSANDS = re.compile(r"(?<![\d.,/] )(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/]| \d)(?:\.\d+)?")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d)")
+_PAIR = re.compile(r"(?<=[(\[])\s*-?[1-9]\d{0,2},\d{3}\s*(?=[)\]])")
 _REPEATING = re.compile(
     r"(?<![\d.])(\d{0,40})\.(\d{0,40})(?:\\(?:overline|bar|dot)\s*\{?\s*(\d{1,40})\s*\}?|\((\d{1,40})\))"
 )
@@ -115,6 +116,7 @@ def cleaned(text: str, limits: Limits) -> str:
         text = _BRACED_COMMA.sub("", text).replace("{,}", ",")
     if "\\" in text:
         text = _latex(text)
+    text = _OUTWARD.sub(_inward, text) if "[" in text or "]" in text else text
     text = _EMPHASIS.sub(r"\1", text) if "**" in text else text
     text = _DOLLARS.sub(" ", text) if "$" in text or "\\" in text or "`" in text else text
     text = _SPACE_THOUSANDS.sub(lambda found: found[0].replace(" ", ""), _BLANKS.sub(" ", text).strip())
@@ -155,8 +157,9 @@ def _going_on(found: re.Match[str]) -> str:
 
 
 def joined_thousands(text: str) -> str:
-    """The text with 1,234,567 read as one number."""
-    return _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
+    """The text with 1,234,567 read as one number, (1,234) as two."""
+    apart = _PAIR.sub(lambda found: found[0].replace(",", ", "), text)
+    return _THOUSANDS.sub(lambda found: found[0].replace(",", ""), apart)
 
 
 def spaceless(text: str) -> str:
@@ -165,6 +168,14 @@ def spaceless(text: str) -> str:
 
 
 _IDLE_BLANK = re.compile(r"\s++(?![A-Za-z0-9.])|(?<![A-Za-z0-9.\s])\s++")
+_OUTWARD = re.compile(r"((?<=\\in)|(?<=cup)|(?<![\w)}\]]))([\[\]])(\s*[^\[\](),;]+[,;][^\[\](),;]+)([\[\]])(?![\w(])")
+
+
+def _inward(found: re.Match[str]) -> str:
+    """]2,5] as (2,5]."""
+    return {"]": "(", "[": "["}[found[2]] + found[3] + {"[": ")", "]": "]"}[found[4]]
+
+
 _PAIRS = {"(": ")", "{": "}"}
 
 

@@ -355,7 +355,11 @@ class Parser(Grammar):
             return function("abs", inside)
         if opening == "\\{":
             return inside if inside.kind == "builder" else Node("set", members)
-        if len(members) == 1 or opening == "{":
+        if opening == "{":
+            return inside
+        if len(members) == 1:
+            if (opening, token.text) in (("(", "]"), ("[", ")")):
+                raise Malformed("an interval with one end")
             return inside
         return Node("tuple", members, opening + token.text)
 

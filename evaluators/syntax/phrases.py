@@ -15,6 +15,8 @@ from atts.evaluators.verdict import Prose, UnknownWords
 _PROPERTIES = frozenset({"even", "odd", "prime", "rational", "irrational", "composite"})
 _CONDITIONS = frozenset({"if", "when", "for", "where"})
 REST = frozenset({"otherwise", "else", "elsewhere"})
+_LEANING = frozenset({"of", "from", "per", "for", "first", "second", "last", "next"})
+"""Words that say of the value after them which ones are meant, or what else is."""
 _RAISED = {"squared": TWO, "cubed": THREE}
 
 
@@ -180,7 +182,7 @@ def phrase_before(parser: Grammar) -> Node | None:
     if len(found) > 12 or any(word.lower() not in vocabulary.NEUTRAL | vocabulary.LABELS for word in found):
         raise unknown(found)
     if any(word.lower() not in vocabulary.NEUTRAL for word in found):
-        if found[-1].lower() in ("of", "from", "per", "for"):
+        if found[-1].lower() in _LEANING:
             raise UnknownWords(f"the words {' '.join(found)!r}")
         parser.tokens.insert(parser.at, Token("op", "="))
         return _label(parser, found, [], parser.at)

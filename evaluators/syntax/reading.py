@@ -12,7 +12,7 @@ from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.cleaning import cleaned, joined_thousands
 from atts.evaluators.syntax.grammar import Parser
 from atts.evaluators.syntax.lexer import tokens
-from atts.evaluators.syntax.tree import EMPTY_SET, REALS, Node, number, symbol
+from atts.evaluators.syntax.tree import EMPTY_SET, INFINITY, REALS, Node, number, symbol
 from atts.evaluators.syntax.units import unit_at
 from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided, UnknownWords
 
@@ -134,7 +134,19 @@ _DIVISION = re.compile(
     r"\s*(?:quotient\s*(?:=|:|is|of)?\s*)?(\d+)\s*,?\s*(?:and\s+)?(?:with\s+)?(?:an?\s+)?"
     r"(?:[Rr]|rem|remainder)\b\.?\s*(?:=|:|is|of)?\s*(\d+)\s*|\s*(\d+)\s*R(\d+)\s*"
 )
-_FIXED = {"no solution": EMPTY_SET, "all reals": REALS, "all integers": symbol("mathbb:Z")}
+
+
+def _from_zero(brackets: str) -> Node:
+    return Node("tuple", (number(0), INFINITY), brackets)
+
+
+_FIXED = {
+    "no solution": EMPTY_SET,
+    "all reals": REALS,
+    "positive reals": _from_zero("()"),
+    "nonnegative reals": _from_zero("[)"),
+    "all integers": symbol("mathbb:Z"),
+}
 
 
 def unboxed(text: str) -> str:
@@ -160,5 +172,7 @@ _ANNOUNCED = re.compile(
 
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}")
-_LEADING = re.compile(r"\A\s*(?:=|\\approx(?![a-z]))\s*(?=\S)")
+_LEADING = re.compile(
+    r"\A\s*(?:=|\\approx(?![a-z])|equals?\b|(?:so|thus|therefore|hence|finally),)\s*(?=\S)", re.IGNORECASE
+)
 _EMPTY_BOX = re.compile(r"\\?(?:boxed|fbox)\s*\{\s*\}")

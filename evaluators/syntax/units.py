@@ -116,7 +116,13 @@ def measure(unit: str) -> Measure | None:
                 return None
             parts.append((found, sign * power))
             power = 1
-    return _combined(parts)
+    dimension, scale = _combined(parts)
+    return (dimension if is_generic(dimension) else tuple(each for each in dimension if each[0] != "unit")), scale
+
+
+def is_generic(dimension: Dimension) -> bool:
+    """Whether an amount is of squares or cubes of an unnamed length, as in "5 square units"."""
+    return dimension in ((("unit", 2),), (("unit", 3),))
 
 
 def _words(unit: str) -> Iterator[str]:

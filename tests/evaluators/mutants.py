@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 BUILT_IN = tuple(
@@ -17,6 +20,14 @@ x\equiv 5\pmod{12};\text{even};\text{Yes};\text{all real numbers};6!+1;f(3)=8;3\
     .replace("\n", ";")
     .split(";")
 )
+FRAMES: dict[str, list[tuple[str, list[str]]]] = {
+    kind: [
+        (gold, others.split(" ;; "))
+        for gold, _, others in (line.partition(" => ") for line in lines.split("\n") if line)
+    ]
+    for kind, lines in tomllib.loads(Path(__file__).with_name("frames.toml").read_text(encoding="utf-8")).items()
+}
+_PLACE = re.compile(r"(?<!angle )(?<!angle A)(?<!angle AB)(?<!angle AC)[ABC]")
 _NUMBER = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?:\.\d+)?")
 _BINARY = re.compile(r"(?<=[\w})\]])\s*([+-])\s*(?=[\w\\({])")
 _INTERVAL = re.compile(r"([(\[])\s*(-?[\w.\\{}]+)\s*,\s*(-?[\w.\\{}]+)\s*([)\]])")
@@ -61,18 +72,45 @@ class Mutant:
 
 
 def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
-    """That many different ones, fewer where the answers do not give so many."""
-    random, found, idle = Random(f"mutants:{seed}"), dict[tuple[str, str], Mutant](), 0
-    fitting = {kind: [text for text in answers if rule(text, random)] for kind, rule in _KINDS.items()}
-    kinds = [kind for kind, texts in fitting.items() if texts]
-    while len(found) < count and idle < 20_000:
-        kind = random.choice(kinds)
-        gold = random.choice(fitting[kind])
-        made = _KINDS[kind](gold, random)
-        idle += 1
-        if made is not None and made != gold and (gold, made) not in found and not _is_same(gold, made):
-            found[gold, made], idle = Mutant(kind, gold, made), 0
+    """That many different ones, as many of each kind, fewer where the answers do not give so many."""
+    random, found = Random(f"mutants:{seed}"), dict[tuple[str, str], Mutant]()
+    made_of, idle = Counter[str](), Counter[str]()
+    numbers = sorted(
+        {int(each) for text in answers for each in re.findall(r"(?<![\d.,])\d{1,4}(?![\d.,])", text)} - {0, 1}
+    )
+    fitting = {kind: [text for text in answers if rule(text, random)] for kind, rule in _RULES.items()}
+    kinds = sorted({kind for kind, texts in fitting.items() if texts} | (FRAMES.keys() if len(numbers) > 1 else set()))
+    while kinds and len(found) < count:
+        kind = min(kinds, key=lambda each: made_of[each])
+        mutant = _mutant(kind, fitting.get(kind, []), numbers, random)
+        if mutant is None or (mutant.gold, mutant.answer) in found or _is_same(mutant.gold, mutant.answer):
+            idle[kind] += 1
+            if idle[kind] > 2_000:  # it gives no more
+                kinds.remove(kind)
+            continue
+        found[mutant.gold, mutant.answer] = mutant
+        made_of[kind] += 1
+        idle[kind] = 0
     return list(found.values())
+
+
+def _mutant(kind: str, texts: Sequence[str], numbers: Sequence[int], random: Random) -> Mutant | None:
+    made: str | None
+    if kind in FRAMES and len(numbers) > 1 and (not texts or random.random() < 0.5):
+        gold, made = _framed(kind, numbers, random)
+    else:
+        gold = random.choice(texts)
+        made = _RULES[kind](gold, random)
+    return Mutant(kind, gold, made) if made and made != gold else None
+
+
+def _framed(kind: str, numbers: Sequence[int], random: Random) -> tuple[str, str]:
+    """An answer of the kind and one that it is not, about two numbers of the given answers."""
+    one, two = sorted(random.sample(numbers, 2))
+    filled = {"A": str(one), "B": str(two), "C": str(two + 1)}
+    gold, others = random.choice(FRAMES[kind])
+    gold, made = (_PLACE.sub(lambda found: filled[found[0]], text) for text in (gold, random.choice(others)))
+    return gold, made
 
 
 def _is_same(gold: str, made: str) -> bool:
@@ -87,7 +125,7 @@ _PLAIN = re.compile(r"[\d\s.+*/()-]|\*\*")
 def _value(text: str) -> float | None:
     plain = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"((\1)/(\2))", text.replace(",", "")).replace("\\$", "")
     plain = re.sub(r"\^\{?(\d{1,3})\}?", r"**\1", plain).strip()
-    if not plain or _PLAIN.sub("", plain):
+    if not plain or _PLAIN.sub("", plain) or re.search(r"[\d)]\s*\(|\)\s*\d", plain):
         return None
     try:
         return float(eval(plain, {"__builtins__": {}}))  # digits and operators alone
@@ -224,7 +262,7 @@ def _variable(text: str, random: Random) -> str | None:
     return re.sub(rf"(?<![A-Za-z\\]){found[0]}(?![A-Za-z])", "w", text) if "w" not in text else None
 
 
-_KINDS: dict[str, Callable[[str, Random], str | None]] = {
+_RULES: dict[str, Callable[[str, Random], str | None]] = {
     "sign": _sign, "number": _bumped, "magnitude": _scaled, "operand": _operand, "interval end": _end, "bound": _bound,
     "branch": _branch, "unit": _unit, "qualifier": _qualified, "order": _order, "exponent": _exponent,
     "quantifier": _quantifier, "member": _member, "variable": _variable,

@@ -1,17 +1,22 @@
 """Answers changed in one place so that they mean something else are not equal to what they were."""
 
 import json
+from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from atts.evaluators import equivalent
 from tests.evaluators.mutants import BUILT_IN, mutants
 
 
 def test_mutants_are_not_equal() -> None:
-    """Signs, numbers, bounds, ends, order, units, qualifiers and more, of built-in answers."""
+    """Signs, bounds, branches, conditions, units, qualifiers, order and more, of built-in answers, as many of each."""
     made = mutants(BUILT_IN, 1_500, seed=3)
-    assert len(made) > 400
-    assert len({mutant.kind for mutant in made}) > 10
+    kinds = Counter(mutant.kind for mutant in made)
+    assert len(made) == 1_500
+    assert len(kinds) == 18
+    assert min(kinds.values()) > 0.05 * len(made)
     assert [mutant for mutant in made if equivalent(mutant.gold, mutant.answer).is_equal] == []
 
 
@@ -23,6 +28,18 @@ def test_mutants_of_references_are_not_equal(shared_data: Path) -> None:
     made = mutants(answers, 400)
     assert len(made) == 400
     assert [mutant for mutant in made if equivalent(mutant.gold, mutant.answer).is_equal] == []
+
+
+@pytest.mark.slow
+def test_many_mutants_are_hardly_ever_equal(shared_data: Path) -> None:
+    """A hundred thousand of every benchmark's answers: the false equals, listed, are under one in a thousand."""
+    files = sorted((shared_data / "benchmarks").glob("*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
+    answers = sorted({text for row in rows if 0 < len(text := str(row["answer"]).strip().strip("$")) < 200})
+    made = mutants([*BUILT_IN, *answers], 100_000, seed=11)
+    wrong = [mutant for mutant in made if equivalent(mutant.gold, mutant.answer).is_equal]
+    assert len(made) == 100_000
+    assert len(wrong) < 100, wrong
 
 
 def test_the_generator_knows_equal_values() -> None:

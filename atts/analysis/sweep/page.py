@@ -102,7 +102,7 @@ def _curve(
 
 
 def _baselines(plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]) -> Iterator[str]:
-    """Dashed lines across with a point at what each cost, and its name at the right where no other name is."""
+    """Dashed lines across with a point at what each cost; its name at the right, below, or above one that is there."""
     taken = list[float]()
     for p in sorted(report.references, key=lambda p: p.accuracy.value if p.is_drawn else -1.0):
         if not p.is_drawn:
@@ -111,7 +111,7 @@ def _baselines(plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], f
         yield plot.line([(plot.x.low, value), (plot.x.high, value)], "nominal")
         yield plot.dot(cost(p), value, "baseline", f"{p.name}: {p.accuracy.brief()}, {cost(p):,.1f} {plot.x.label}", 3)
         up = plot.up(value)
-        drop = 0.0 if all(abs(up - other) > _LABEL for other in taken) else 2 * _LABEL - 4
+        drop = 2 * _LABEL - 4 if all(abs(up - other) > 2 * _LABEL for other in taken) else 0.0
         taken.append(up)
         yield plot.text(plot.x.high, value, p.name, "end", -6, drop)
 

@@ -36,7 +36,15 @@ ReportKind = Literal["html", "markdown", "json", "none"]
 
 LENGTHS = ("max_tokens", "turns", "chunking.draft_tokens", "chunking.target_tokens", "chunking.stop")
 """Keys that follow from the models, and turns from max_tokens, where nothing sets them."""
-_NEUTRAL = ("out", "runs", "report", "rollouts", "conditions", *(key.name for key in keys_of(PairChoice, PairChoice())))
+_NEUTRAL = (
+    "out",
+    "runs",
+    "report",
+    "rollouts",
+    "conditions",
+    "speculate",
+    *(key.name for key in keys_of(PairChoice, PairChoice())),
+)
 """Keys that leave a run's results what they are, as the limits do; a pair is what it sets."""
 
 

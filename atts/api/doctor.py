@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from atts.api.config import Configuration
-from atts.api.engines import build_engines
 from atts.api.pairs import Pair, find_pair
 from atts.api.placement import CARDS, place
 from atts.api.setup import Setup
@@ -148,7 +147,7 @@ async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
     """Each by itself; then, if both are open, together."""
     opened: dict[Role, Engine] = {}
     async with AsyncExitStack() as stack:
-        for role, engine in zip(get_args(Role), build_engines(setup.draft, setup.target), strict=True):
+        for role, engine in zip(get_args(Role), setup.engines(), strict=True):
             try:
                 opened[role] = engine if engine in opened.values() else await stack.enter_async_context(engine)
             except ATTSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from urllib.parse import parse_qsl, urlencode
 
 from atts.api.keys import keys_of
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SCHEMES = ("embedded", "hf", "scripted", "vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server", "ray")
+Speculate = Literal["auto", "draft", "suffix", "off"]
 _SERVERS = SCHEMES[3:-1]
+_LOCAL = ("embedded", "hf")
 _WRITTEN = "{}:http://HOST:PORT/MODEL"
 
 
-def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = None, *, chat: bool = False) -> Engine:
+def build_engine(
+    name: str | Engine, role: Role, options: LocalOptions | None = None, *, chat: bool = False, lent: str = ""
+) -> Engine:
     """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder", or one you made.
 
     Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
@@ -33,7 +37,8 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
     "ray:" before any of these runs it in the actors of a Ray cluster: "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the
     fields of `atts.remote.RayOptions`).
 
-    With `chat`, a model of this machine without a chat template is refused before it is loaded.
+    With `chat`, a model of this machine without a chat template is refused before it is loaded. A draft model that is
+    `lent` proposes for one of this machine, where it fits (`LocalEngine`).
 
     :raises OptionError: no engine is called that, or it has no such setting.
     :raises UnsupportedByEngine: a folder without a chat template.
@@ -61,16 +66,69 @@ def build_engine(name: str | Engine, role: Role, options: LocalOptions | None = 
         from atts.models import path
 
         model = str(path("target" if (model or role) == "target" else "draft"))
-    return LocalEngine(model, name=role, options=_local_options(settings, options), chat=chat)
+    found, lent = _local_options(settings, options), _drafter_model(lent) if lent else ""
+    return LocalEngine(model, name=role, options=found, chat=chat, lent="" if lent == model else lent)
 
 
-def build_engines(draft: str | Engine, target: str | Engine) -> tuple[Engine, Engine]:
+def build_engines(draft: str | Engine, target: str | Engine, speculate: Speculate = "auto") -> tuple[Engine, Engine]:
     """Both engines of a run: one where both are the same object, two where they are equal words.
 
-    :raises OptionError: see `build_engine`; so for a model without a chat template.
+    The draft model proposes tokens to the target as `speculate` says, unless the target's own words say otherwise.
+
+    :raises OptionError: see `build_engine`; so for a model without a chat template, and for two that cannot speculate.
     """
     first = build_engine(draft, "draft", chat=True)
-    return first, first if target is first else build_engine(target, "target", chat=True)
+    if target is first:
+        return first, first
+    options, lent = _speculation(draft, target, speculate)
+    return first, build_engine(target, "target", options, chat=True, lent=lent)
+
+
+def speculation_words(draft: str | Engine, target: str | Engine, speculate: Speculate = "auto") -> str:
+    """What proposes tokens to the target, for people.
+
+    :raises OptionError: `speculate` asks for what these engines cannot do.
+
+    >>> speculation_words("embedded", "vllm:http://a:8000/M")
+    'nothing: draft and target are not both models of this machine'
+    """
+    options, lent = _speculation(draft, target, speculate)
+    _, _, settings = str(target).partition("?")
+    if {name for name, _ in parse_qsl(settings)} & {"drafter", "speculate", "k"}:
+        return "as the target's own words say"
+    if options is not None:
+        return "the draft" if speculate == "draft" else "earlier texts on the same problem"
+    if lent:
+        return "the draft, if both models share a tokenizer and the target is computed on a CPU"
+    return "nothing" + ": draft and target are not both models of this machine" * (speculate == "auto")
+
+
+def _speculation(draft: str | Engine, target: str | Engine, speculate: Speculate) -> tuple[LocalOptions | None, str]:
+    """What the target's own words are added to, and the draft model that is lent to it: asked for, or where it fits."""
+    from atts.local import LocalOptions
+
+    drafter, is_local = _drafter_words(draft), bool(_drafter_words(target))
+    if speculate == "auto":
+        return None, drafter if is_local else ""
+    if speculate == "off":
+        return None, ""
+    if not is_local:
+        is_server = isinstance(target, str) and target.partition(":")[0] in _SERVERS
+        advice = "a server has flags of its own for it (docs/servers.md); leave speculate out"
+        advice = advice if is_server else "say it in the engine's own options; leave speculate out"
+        raise OptionError("speculate", f"{speculate} is for a target of this machine, embedded or hf:MODEL: {advice}")
+    if speculate == "draft" and not drafter:
+        problem = "draft has the run's draft propose, which must be a model of this machine, embedded or hf:MODEL"
+        raise OptionError("speculate", f"{problem}; take another draft, or leave speculate out")
+    return LocalOptions(speculate=speculate, drafter=drafter if speculate == "draft" else ""), ""
+
+
+def _drafter_words(engine: str | Engine) -> str:
+    """The model that these words name, without settings; "" for one that is not of this machine."""
+    if not isinstance(engine, str):
+        return ""
+    words = engine.partition("?")[0]
+    return words if words.partition(":")[0] in _LOCAL else ""
 
 
 def check_engine_words(name: str) -> tuple[str, str]:

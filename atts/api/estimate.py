@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from atts.api.config import LENGTHS, Configuration
-from atts.api.engines import build_engines
+from atts.api.engines import speculation_words
 from atts.api.setup import Setup
 from atts.core import Problem, Usage
 from atts.errors import JournalError
@@ -43,6 +43,7 @@ class DryRun:
     basis: str
     at_most: Tokens
     budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with what set it
+    proposes: str = ""  # what proposes tokens to the target
     warnings: tuple[str, ...] = ()  # lengths that look too small
 
     def as_json(self) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def dry_run(configuration: Configuration) -> DryRun:
     """
     setup, job, directory = configuration.setup(), configuration.job, configuration.directory
     problems = job.load().problems
-    build_engines(configuration["draft"], configuration["target"])  # opens nothing; refuses what names no engine
+    setup.engines()  # opens nothing; refuses what names no engine
     policy = setup.run_policy
     rollouts = len(problems) * policy.samples
     done = len(_outcomes(directory))
@@ -84,6 +85,7 @@ def dry_run(configuration: Configuration) -> DryRun:
         basis=basis,
         at_most=_limits(setup, policy).times(rollouts),
         budget={name: configuration.settings[name] for name in LENGTHS},
+        proposes=speculation_words(setup.draft, setup.target, setup.speculation),
         warnings=setup.warnings,
     )
 

@@ -20,7 +20,6 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from atts import tasks
 from atts.api.deciding import common, comparison_setting, until
-from atts.api.engines import build_engines
 from atts.api.setup import Setup, answers_for, load_problems
 from atts.core import AnswerKind, Outcome, Problem
 from atts.errors import EngineUnavailable, OptionError, UsageError
@@ -138,7 +137,7 @@ class evaluate:
                 raise OptionError("shard", f"{self._shard} of {len(whole)} problems is empty; take fewer shards")
         setup, options = self._setup, self._options
         if self._within is None:
-            plan = setup.plan(*build_engines(setup.draft, setup.target), problems[0].kind)
+            plan = setup.plan(*setup.engines(), problems[0].kind)
         else:
             plan, options = await self._within.plan(problems[0].kind, options)
         if self._shard is not None:
@@ -227,7 +226,7 @@ class Session:
             if self._is_closed:
                 raise EngineUnavailable("atts", "the session is closed", "Make a new one")
             if self._plan is None or self._shared is None:
-                engines = build_engines(self.setup.draft, self.setup.target)
+                engines = self.setup.engines()
                 async with AsyncExitStack() as stack:
                     for engine in dict.fromkeys(engines):
                         await stack.enter_async_context(engine)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from atts.api.abstaining import read_abstain
 from atts.api.budgets import budget_of, budget_warnings
+from atts.api.engines import Speculate, build_engines
 from atts.api.keys import Key, flat, keys_of
 from atts.api.pairs import PAIR
 from atts.calibration import HOLD, Calibrator, Domain, StoredScores, Tuning, read_scores
@@ -66,6 +67,9 @@ class Setup:
     explore: Annotated[
         float, "share of chunks that a coin of the rate decides, for `atts replay` to estimate other rates by"
     ] = 0.0
+    speculate: Annotated[  # the text is the same in any case
+        Speculate, "who proposes tokens to a local target: auto (the draft where it fits), draft, suffix or off"
+    ] = "auto"
     seed: Annotated[int, "of everything random"] = 0
     rollouts: Annotated[int, "in flight at once, over all problems"] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
@@ -86,6 +90,18 @@ class Setup:
     def run_policy(self) -> Policy:
         """The policy as it is run: with what the method changes, and the lengths that these models need."""
         return preset(self.method).policy(self.policy).filled(budget_of(self.draft, self.target))
+
+    def engines(self) -> tuple[Engine, Engine]:
+        """Draft and target, not open yet; the draft model also proposes tokens to the target, as `speculate` says.
+
+        :raises OptionError: no engine is called that, or these cannot speculate so.
+        """
+        return build_engines(self.draft, self.target, self.speculation)
+
+    @property
+    def speculation(self) -> Speculate:
+        """Who proposes tokens to the target; no one does to one that only scores, as in method exact."""
+        return "off" if self.speculate == "auto" and self.run_policy.exact else self.speculate
 
     @property
     def ranks_by_length(self) -> bool:

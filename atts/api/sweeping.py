@@ -40,7 +40,7 @@ REFERENCES = ("target-only", "draft-only")
 """Methods that every sweep is compared with, on the longest settings of it."""
 _MODELS = ("pair", "at", "draft", "target", "draft_servers", "target_servers")
 _LENGTHS = ("samples", "max_tokens", "turns")
-_FIXED = (*(key.name for key in keys_of(Job, Job())), "rollouts", "conditions")
+_FIXED = (*(key.name for key in keys_of(Job, Job())), "rollouts", "conditions", "speculate")
 """Keys that cannot vary: all runs are of the same problems, or their results do not depend on them."""
 
 
@@ -236,7 +236,7 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
             async with watch(point, number) as listeners:
                 if opened is None or opened[0] != _words(point):
                     await engines.aclose()
-                    draft, target = build_engines(*_words(point))
+                    draft, target = build_engines(*_words(point), point.configuration["speculate"])
                     for engine in dict.fromkeys((draft, target)):
                         await engines.enter_async_context(engine)
                     opened = _words(point), draft, target

@@ -167,6 +167,7 @@ def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
         f"{found.dataset}: {found.problems} problems x {configuration['samples']} rollouts, method "
         f"{configuration['method']}, rate {configuration['rate']:g}",
         *(f"  {role:<9} {configuration[role]}{_padded(configuration[role])}" for role in ("draft", "target")),
+        f"  proposed  by {found.proposes} (speculate {configuration['speculate']})",
         f"  output    {found.directory} ({output})",
         *(_budget_line(configuration, key, words) for key, words in _BUDGET.items()),
         *expected,

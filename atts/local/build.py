@@ -45,9 +45,26 @@ def build_loop(
 ) -> tuple[StepLoop, WorkerReady]:
     """Load the weights, allocate the cache, connect the parts; `make_model` stands in for the choice of a kernel.
 
+    A lent drafter that cannot be loaded is left out, as on a GPU, where it would take cache from the target.
+
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
     """
+    if not config.may_lack_drafter:
+        return _build(config, send, make_model)
+    if _device(config).type != "cpu":
+        return _build(config.without_drafter(), send, make_model)
+    try:
+        return _build(config, send, make_model)
+    except (ModelLoadError, OutOfMemory, UnsupportedByEngine) as error:
+        loop, ready = _build(config.without_drafter(), send, make_model)
+        trouble = f"{config.name}: the draft proposes nothing to it ({error})"
+        return loop, replace(ready, trouble=" ".join(filter(None, (ready.trouble, trouble))))
+
+
+def _build(
+    config: WorkerConfig, send: Callable[[LoopReport], None], make_model: MakeModel | None
+) -> tuple[StepLoop, WorkerReady]:
     device, dtype = _device(config), getattr(torch, config.options.dtype)
     weights = load_weights(config.folder, config.model, dtype, device, config.name)
     drafter_weights = _drafter_weights(config, dtype, device)

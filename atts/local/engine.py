@@ -16,7 +16,7 @@ import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
-from atts.errors import ContextOverflow, EngineUnavailable, ModelLoadError, OptionError
+from atts.errors import ContextOverflow, EngineError, EngineUnavailable, ModelLoadError, OptionError
 from atts.local.messages import (
     Cancel,
     FailureReply,
@@ -58,10 +58,13 @@ class LocalEngine:
         options: LocalOptions | None = None,
         chat: bool = False,
         proposer: type[Proposer] | None = None,
+        lent: str = "",
     ) -> None:
         """`model` is a folder or a hub id; nothing is loaded before the engine is entered.
 
-        A `proposer` is made where the loop runs, and proposes instead of those that the options name.
+        A `proposer` is made where the loop runs, and proposes instead of those that the options name. A draft model
+        that is `lent` is the drafter where the options say nothing against it, its tokenizer is this model's, and both
+        fit into the memory of a CPU; on a GPU it would take cache from this model, and options must name it.
         With `chat`, a model without a chat template is refused at once, or when its files are there to be looked at.
 
         :raises OptionError: an option is unknown or impossible.
@@ -71,7 +74,7 @@ class LocalEngine:
         self._name = name or Path(self.model).name
         self._options = options or LocalOptions()
         self._options.check()
-        self._is_chat, self._proposer = chat, proposer
+        self._is_chat, self._proposer, self._lent = chat, proposer, lent
         if chat and (folder := Path(self.model).expanduser()).is_dir():
             require_template(folder, self._name)
         self._opened: _OpenEngine | None = None
@@ -140,7 +143,9 @@ class LocalEngine:
             raise EngineUnavailable(self._name, f"its process cannot be started ({error})", advice) from error
         opened = _OpenEngine(self._name, worker)
         with anyio.CancelScope(shield=True):  # a half-loaded model cannot be abandoned
-            prepare = partial(_prepare, self.model, self._name, self._options, self._proposer, is_chat=self._is_chat)
+            prepare = partial(
+                _prepare, self.model, self._name, self._options, self._proposer, self._lent, is_chat=self._is_chat
+            )
             await opened.load(prepare)
         self._opened = opened
         return self
@@ -263,7 +268,7 @@ _Prepared = tuple[WorkerConfig, ModelTokenizer, tuple[str, str]]
 
 
 def _prepare(
-    model: str, name: str, options: LocalOptions, proposer: type[Proposer] | None, *, is_chat: bool
+    model: str, name: str, options: LocalOptions, proposer: type[Proposer] | None, lent: str, *, is_chat: bool
 ) -> _Prepared:
     """All that is known of a model before it is loaded; last, the name of its weights and their digest."""
     folder = find_folder(model, name, (*TEXT_FILES, *WEIGHT_FILES))
@@ -275,12 +280,13 @@ def _prepare(
     if tokenizer.vocabulary > config.vocabulary:
         problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {config.vocabulary}"
         raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
-    drafter = _prepare_drafter(name, options, tokenizer) if options.speculates and options.drafter else None
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_digest(weights, 4, 16)}"
     padding, words = _padding(config, options)
-    worker = WorkerConfig(
-        name, folder, config, tokenizer.pieces, options, drafter=drafter, proposer=proposer, padding=padding
-    )
+    worker = WorkerConfig(name, folder, config, tokenizer.pieces, options, proposer=proposer, padding=padding)
+    if options.speculates and options.drafter:
+        worker = replace(worker, drafter=_prepare_drafter(name, options, tokenizer))
+    elif lent and proposer is None and options.takes_lent:
+        worker = _with_lent(worker, replace(options, drafter=lent), tokenizer)
     return worker, tokenizer, (label + words, _digest(weights, 16, 256))
 
 
@@ -291,6 +297,15 @@ def _padding(model: ModelConfig, options: LocalOptions) -> tuple[ModelConfig | N
     tokens = options.pad_vocabulary
     words = f", padded to {options.pad}" + (f" and {tokens:,} tokens" if tokens else "")
     return padding_shape(model, read_size(options.pad), tokens), words
+
+
+def _with_lent(worker: WorkerConfig, options: LocalOptions, tokenizer: ModelTokenizer) -> WorkerConfig:
+    """With the lent draft model, if it is there and its ids mean what the target's do."""
+    try:
+        drafter = _prepare_drafter(worker.name, options, tokenizer)
+    except (OptionError, EngineError):
+        return worker
+    return replace(worker, options=options, drafter=drafter, may_lack_drafter=True)
 
 
 def _prepare_drafter(name: str, options: LocalOptions, tokenizer: ModelTokenizer) -> WorkerConfig:

@@ -73,12 +73,25 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
     :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another shape.
     :raises OutOfMemory: the weights do not fit.
     """
+    advice = "Use a smaller model, bfloat16, or another device"
+    needed, free = config.matrix_weights * dtype.itemsize, free_memory() if device.type == "cpu" else None
+    if free is not None and needed > free:
+        problem = f"the weights take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory are free"
+        raise OutOfMemory(name, problem, advice)
     try:
         with ExitStack() as stack:
             return _fuse(_TensorReader(folder, dtype, device, name, stack), config, load_ropes(folder, config, name))
     except (torch.OutOfMemoryError, MemoryError) as error:
-        advice = "Use a smaller model, bfloat16, or another device"
         raise OutOfMemory(name, f"the weights do not fit into memory on {device}", advice) from error
+
+
+def free_memory() -> int | None:
+    """Bytes that this machine could still give out, swap apart; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _fuse(read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope]) -> Weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +33,7 @@ class WorkerConfig:
     drafter: WorkerConfig | None = None  # the model that drafts for this one
     proposer: type[Proposer] | None = None  # of one's own: found by name in a process
     padding: ModelConfig | None = None  # the stack of layers computed beside the model, for their cost alone
+    may_lack_drafter: bool = False  # it was lent: what hinders it is told, and the model works without
 
     @property
     def matrix_weights(self) -> int:
@@ -44,6 +45,11 @@ class WorkerConfig:
         """Numbers that all caches keep per token."""
         parts = (self.drafter, self.padding)
         return self.model.kv_floats_per_token + sum(part.kv_floats_per_token for part in parts if part)
+
+    def without_drafter(self) -> WorkerConfig:
+        """The same engine, proposing nothing."""
+        options = replace(self.options, drafter="", speculate="off")
+        return replace(self, options=options, drafter=None, may_lack_drafter=False)
 
 
 @dataclass(frozen=True, slots=True)

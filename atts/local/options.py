@@ -69,3 +69,8 @@ class LocalOptions:
         """Whether tokens are proposed at all."""
         is_on = bool(self.drafter) if self.speculate is None else self.speculate != "off"
         return is_on and self.k != 0
+
+    @property
+    def takes_lent(self) -> bool:
+        """Whether a draft model that is not named here may propose."""
+        return not self.drafter and self.speculate in (None, "auto") and self.k != 0

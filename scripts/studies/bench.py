@@ -39,6 +39,7 @@ STUDIES = {
     "pipelines-methods": Study("every baseline", 0, 170),
     "pipelines-axes": Study("votes against samples, turns and tokens", 0, 40, smallest=True),
     "pipelines-time": Study("latency and throughput beside the target alone", 0, 60),
+    "pipelines-exact": Study("method exact beside the target alone, transcript by transcript", 0, 90),
     "pipelines-ordinal": Study("the gate of ordered levels", 0, 40, smallest=True),
     "pipelines-certified": Study("a certificate, earned and kept", 0, 30, smallest=True),
     "remote": Study("requests a second to servers, beside a bare aiohttp loop", 0, 90),

@@ -12,6 +12,7 @@ from atts.methods import PRESETS
 from scripts.studies.arms import RATE, Grid, Ledger, Pair, arm, points, right, run_block, run_grid, scores_of
 from scripts.studies.harness import Options, Table, say
 from scripts.studies.machine import pair_name
+from scripts.studies.pipelines_exact import same_transcripts
 from scripts.studies.pipelines_gates import certified_table, ordinal_tables
 from scripts.studies.pipelines_tables import control, curve, methods, verdict
 from scripts.studies.pipelines_time import timed
@@ -149,6 +150,7 @@ PARTS: dict[str, Callable[[Options], Awaitable[list[Table]]]] = {
     "methods": every_method,
     "axes": axes,
     "time": timed,
+    "exact": same_transcripts,
     "ordinal": ordinal_tables,
     "certified": certified_table,
 }

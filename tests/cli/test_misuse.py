@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,6 +56,29 @@ def an_array(folder: Path) -> None:
     np.save(folder / "s.npy", np.linspace(1.1, 2.0, 12))
 
 
+def drafter(kind: str) -> Callable[[Path], None]:
+    """A folder "drafter" that cannot draft for the embedded target: no model, of other words, or far too large."""
+
+    def write(folder: Path) -> None:
+        from atts.models import path
+
+        shutil.copytree(path("draft"), folder / "drafter")
+        config, tokenizer = folder / "drafter/config.json", folder / "drafter/tokenizer.json"
+        if kind == "bert":
+            config.write_text('{"model_type": "bert"}')
+        elif kind == "huge":
+            sizes = {"intermediate_size": 1 << 23, "num_hidden_layers": 4096}
+            config.write_text(json.dumps({**json.loads(config.read_text()), **sizes}))
+        else:
+            state = json.loads(tokenizer.read_text())
+            words = state["model"]["vocab"]
+            words["ox"], words["The"] = words["The"], words["ox"]
+            tokenizer.write_text(json.dumps(state))
+
+    return write
+
+
+DRAFTED = "--target embedded:target?worker=thread&drafter=hf:./drafter"
 SCORES = "s.jsonl"
 SCORED = text(SCORES, '{"score": 1.5}\n{"score": 1.7}\n')
 
@@ -135,6 +159,39 @@ CASES = [
     Case("unknown engine", "eval --draft vlm:http://a", USAGE, ("vlm", "'vllm'")),
     Case("engine without a model", "eval --draft hf:", USAGE, ("hf:", "which model")),
     Case("engine with an unknown setting", f"eval {RUN} --draft embedded?devise=cpu", USAGE, ("devise", "'device'")),
+    Case("speculation that is none", f"eval {RUN} --set speculate=fast", USAGE, ("--set speculate", "suffix")),
+    Case("speculation for a scripted target", f"eval {RUN} --set speculate=draft", USAGE, ("speculate", "embedded")),
+    Case(
+        "speculation asked of a server",
+        "eval --target vllm:http://127.0.0.1:9/M --set speculate=suffix",
+        USAGE,
+        ("speculate", "docs/servers.md"),
+    ),
+    Case(
+        "speculation asked of a server in a dry run",
+        "eval --target openai:http://127.0.0.1:9/v1/M --set speculate=draft --dry-run",
+        USAGE,
+        ("speculate", "docs/servers.md"),
+    ),
+    Case(
+        "speculation by a draft on a server",
+        "eval --draft vllm:http://127.0.0.1:9/M --set speculate=draft",
+        USAGE,
+        ("speculate", "take another draft"),
+    ),
+    Case("drafter on a server", f"eval {RUN} --target embedded?drafter=vllm:http://a:1/M", USAGE, ("hf:OWNER/NAME",)),
+    Case("drafter of a server", f"eval {RUN} --target vllm:http://a:1/M?drafter=embedded", USAGE, ("this machine",)),
+    Case("no tokens below none", f"eval {RUN} --target embedded?drafter=embedded&k=-1", USAGE, ("is -1", "0 to 32")),
+    Case("drafter that is not there", f"eval {RUN} {DRAFTED}", ENGINE, ("target's drafter", "drafter")),
+    Case("drafter that is no model", f"eval {RUN} {DRAFTED}", ENGINE, ("target's drafter", "bert"), drafter("bert")),
+    Case("drafter of another tokenizer", f"eval {RUN} {DRAFTED}", USAGE, ("another tokenizer",), drafter("other")),
+    Case(
+        "drafter larger than memory",
+        f"eval {RUN} {DRAFTED}",
+        ENGINE,
+        ("target's drafter", "GB of memory are free"),
+        drafter("huge"),
+    ),
     Case("missing model folder", "eval --draft hf:./none --limit 1", ENGINE, ("none",)),
     Case(
         "foreign model folder",

@@ -1,0 +1,146 @@
+"""The key `speculate`: whom it lets propose, what a dry run says of it, and that no run's text depends on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.api import Setup, build_engines, evaluate
+from atts.core import Message, SampleRequest
+from atts.engine import Engine
+from atts.local import LocalEngine, LocalOptions
+from atts.pipelines import Policy
+
+HERE = "worker=thread&threads=1"
+EMBEDDED = Setup(
+    draft=f"embedded:draft?{HERE}", target=f"embedded:target?{HERE}", policy=Policy(samples=2, early_stop="none")
+)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize(
+    ("method", "rollouts", "ways"), [("target-only", 8, ("auto", "suffix")), ("atts", 1, ("auto",))]
+)
+async def test_a_run_writes_the_same_whoever_proposes(method: str, rollouts: int, ways: Sequence[Any]) -> None:
+    """Every token, score and decision; one rollout at a time where the gate learns from their order."""
+    setup = replace(EMBEDDED, method=method, rollouts=rollouts, rate=0.5)
+    written = list[Any]()
+    for way in ("off", *ways):
+        result = await evaluate("arithmetic[:1]", replace(setup, speculate=way))
+        lines = [line for outcome in result.outcomes() for line in outcome.rollouts]
+        written.append([(line.problem, line.sample, line.turns, line.finish, line.answer) for line in lines])
+    assert all(written[0] == other for other in written[1:])
+    assert any(chunk.author == "target" for line in written[0] for turn in line[2] for chunk in turn.chunks)
+
+
+async def proposals(target: Engine) -> int | None:
+    """How many tokens were proposed to an engine that wrote a little; None: it does not speculate."""
+    assert isinstance(target, LocalEngine)
+    async with target:
+        await target.sample(SampleRequest(target.tokenizer.render([Message("user", "What is 3 + 4?")]), 24))
+        speculation = target.loop_stats().speculation
+        return None if speculation is None else speculation.proposed
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize(
+    ("setup", "does"),
+    [
+        (EMBEDDED, True),
+        (replace(EMBEDDED, speculate="draft"), True),
+        (replace(EMBEDDED, speculate="suffix"), True),
+        (replace(EMBEDDED, speculate="off"), False),
+        (replace(EMBEDDED, method="exact"), False),
+        (replace(EMBEDDED, draft="scripted"), False),
+        (replace(EMBEDDED, target=f"embedded:target?{HERE}&speculate=off"), False),
+        (replace(EMBEDDED, target=f"embedded:target?{HERE}&speculate=off", speculate="draft"), False),
+        (replace(EMBEDDED, target=f"embedded:target?{HERE}&k=0"), False),
+        (replace(EMBEDDED, target=f"embedded:target?{HERE}&drafter=embedded&k=2", speculate="off"), True),
+        (replace(EMBEDDED, draft=f"embedded:target?{HERE}"), False),
+    ],
+)
+async def test_the_key_says_who_proposes_and_the_targets_own_words_go_before_it(setup: Setup, does: bool) -> None:
+    """A method that has the target write nothing lends it no drafter, and no model is a drafter of its own."""
+    assert ((await proposals(setup.engines()[1])) is not None) == does
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("flaw", ["tokenizer", "missing", "weights", "memory"])
+async def test_a_lent_draft_that_does_not_fit_is_left_out(
+    flaw: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes on as it would have without; asked for by name, the same draft is an error."""
+    from atts.models import path
+
+    folder = tmp_path / "draft"
+    if flaw != "missing":
+        folder.mkdir()
+        for file in path("draft").iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+    if flaw == "tokenizer":
+        swap_two_tokens(folder / "tokenizer.json")
+    if flaw == "weights":
+        (folder / "model.safetensors").write_bytes(b"none")
+    if flaw == "memory":
+        scarce(monkeypatch, "drafter")
+    engine = LocalEngine(path("target"), options=LocalOptions(worker="thread", threads=1), lent=str(folder))
+    assert await proposals(engine) is None
+    named = LocalOptions(worker="thread", threads=1, drafter=str(folder))
+    with pytest.raises(Exception, match="drafter"):
+        await proposals(LocalEngine(path("target"), name="target", options=named))
+
+
+def swap_two_tokens(file: Path) -> None:
+    """The same words under other ids."""
+    state = json.loads(file.read_text())
+    vocabulary = state["model"]["vocab"]
+    vocabulary["ox"], vocabulary["The"] = vocabulary["The"], vocabulary["ox"]
+    file.write_text(json.dumps(state))
+
+
+def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
+    """There is next to no memory for the weights of this engine."""
+    from atts.local import build
+    from atts.local.loader import load_weights
+
+    def load(folder: Path, config: Any, dtype: Any, device: Any, name: str) -> Any:
+        with monkeypatch.context() as patch:
+            if whose in name:
+                patch.setattr("atts.local.loader.free_memory", lambda: 1000)
+            return load_weights(folder, config, dtype, device, name)
+
+    monkeypatch.setattr(build, "load_weights", load)
+
+
+def test_a_dry_run_says_who_proposes(atts: Callable[..., Any]) -> None:
+    """With what said so; nothing of it decides where the run is kept."""
+    plain, off = (atts("eval", "arithmetic[:1]", *words, "--dry-run") for words in ((), ("--set", "speculate=off")))
+    assert "the draft, if both models share a tokenizer" in plain.out
+    assert "speculate auto" in plain.out
+    assert "nothing (speculate off" in off.out
+    assert [line for line in plain.out.splitlines() if "output" in line] == [
+        line for line in off.out.splitlines() if "output" in line
+    ]
+    server = atts("eval", "arithmetic[:1]", "--target", "vllm:http://h:1/M", "--dry-run")
+    assert "nothing: draft and target are not both models of this machine" in server.out
+    own = atts("eval", "arithmetic[:1]", "--target", "embedded?k=3", "--dry-run")
+    assert "as the target's own words say" in own.out
+
+
+def test_an_engine_made_by_a_program_has_its_own_options() -> None:
+    """It is handed nothing, and asking for it by the key is an error."""
+    from atts.errors import OptionError
+    from atts.models import path
+
+    own = LocalEngine(path("target"))
+    assert build_engines("embedded", own)[1] is own
+    with pytest.raises(OptionError, match="own options"):
+        build_engines("embedded", own, "suffix")

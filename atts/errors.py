@@ -12,6 +12,7 @@ ATTSError (1)
 │   ├── BadReply                it answered, and the answer cannot be true (retryable)
 │   ├── UnsupportedByEngine     it cannot do what the pipeline needs
 │   ├── ModelLoadError          a model or tokenizer that cannot be loaded
+│   │   └── ZooError            a zoo of blocks that cannot be read, or lacks what is asked of it
 │   ├── OutOfMemory             the work does not fit, even after shrinking
 │   └── ContextOverflow         the request is longer than the model's context
 ├── JournalError (4)            the run directory cannot be used
@@ -118,6 +119,14 @@ class UnsupportedByEngine(EngineError):
 
 class ModelLoadError(EngineError):
     """A model or tokenizer that is missing, foreign, or of an unsupported family."""
+
+
+class ZooError(ModelLoadError):
+    """A zoo of blocks that is damaged, newer, or does not hold what is asked of it."""
+
+    def __init__(self, zoo: object, problem: str, advice: str = "") -> None:
+        super().__init__(str(zoo), problem, advice)
+        self.args = (f"zoo {zoo}: {problem}" + (f". {advice}" if advice else ""),)
 
 
 class OutOfMemory(EngineError):

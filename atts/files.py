@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -60,7 +60,7 @@ def is_same_file(handle: int, path: Path) -> bool:
         return False
 
 
-def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool = True) -> None:
     """Replace the file whole: a reader, or a crash at any moment, sees the old content or the new, never a mixture.
 
     Who may read it is as for any file one makes (the umask), or as it was before. What is not `durable` may be the old
@@ -72,7 +72,9 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         replace_file(path, data, durable=durable)
 
 
-def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0o666) -> None:
+def replace_file(
+    path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool = True, mode: int = 0o666
+) -> None:
     """The same for callers with words of their own; a new file is made with `mode`, less the umask.
 
     :raises OSError: the disk refuses; the old file is untouched.
@@ -83,7 +85,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True, mode: int = 0
         with os.fdopen(handle, "wb") as file:
             with suppress(FileNotFoundError):
                 os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,24 @@ def weight_files(folder: Path, name: str) -> list[Path]:
         why = f": {', '.join(pickled[:3])} may be pickled, and a pickle can run code" if pickled else ""
         raise ModelLoadError(name, f"{folder} holds no safetensors weights{why}", "Convert them with save_pretrained")
     return files
+
+
+def weights_marks(files: Sequence[Path]) -> tuple[str, str]:
+    """Two digests, a short one and a long one, that tell weights apart without reading gigabytes."""
+    return _mark(files, 4, 16), _mark(files, 16, 256)
+
+
+def _mark(files: Sequence[Path], digest_size: int, pieces: int) -> str:
+    """Of sizes, and of so many pieces of 64 KiB spread over each file."""
+    mark = blake2b(digest_size=digest_size)
+    for path in files:
+        size = path.stat().st_size
+        mark.update(str(size).encode())
+        with path.open("rb") as file:
+            for piece in range(pieces):
+                file.seek(size * piece // pieces)
+                mark.update(file.read(65536))
+    return mark.hexdigest()
 
 
 def read_end_ids(folder: Path, name: str, default: object) -> tuple[int, ...]:

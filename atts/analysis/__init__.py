@@ -21,6 +21,7 @@ from atts.analysis.report.render import FILE_NAMES, Format, as_format, render, s
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.results import read_results
 from atts.analysis.run_replay import PolicyChange, Replay, ReplaySide, replay_run
+from atts.analysis.sharing_chart import save_sharing
 from atts.analysis.status import RunStanding, is_running, standing_of
 from atts.analysis.sweep.curves import ScalingPoint, SweepReport, read_sweep
 from atts.analysis.sweep.page import render_sweep
@@ -74,6 +75,7 @@ __all__ = [
     "save_calibration",
     "save_report",
     "save_run_set",
+    "save_sharing",
     "standing_of",
     "sweep_lines",
 ]

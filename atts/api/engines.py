@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from urllib.parse import parse_qsl, urlencode
 
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SCHEMES = ("embedded", "hf", "scripted", "vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server", "ray")
+SCHEMES = (
+    *("embedded", "hf", "zoo", "scripted"),
+    *("vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server"),
+    "ray",
+)
 Speculate = Literal["auto", "draft", "suffix", "off"]
-_SERVERS = SCHEMES[3:-1]
-_LOCAL = ("embedded", "hf")
+_SERVERS = SCHEMES[4:-1]
+_LOCAL = SCHEMES[:3]
 _WRITTEN = "{}:http://HOST:PORT/MODEL"
+_MODELS = {"hf": "hf:OWNER/NAME or hf:./FOLDER", "zoo": "zoo:DIR/NAME"}
 
 
 def build_engine(
@@ -30,6 +36,7 @@ def build_engine(
 ) -> Engine:
     """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder", or one you made.
 
+    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`).
     Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
     "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs with commas
     between them are replicas of one engine (`docs/servers.md`). Settings follow a question mark:
@@ -66,6 +73,8 @@ def build_engine(
         from atts.models import path
 
         model = str(path("target" if (model or role) == "target" else "draft"))
+    if scheme == "zoo":
+        model = _zoo_folder(model)
     found, lent = _local_options(settings, options), _drafter_model(lent) if lent else ""
     return LocalEngine(model, name=role, options=found, chat=chat, lent="" if lent == model else lent)
 
@@ -152,7 +161,7 @@ def check_engine_words(name: str) -> tuple[str, str]:
 
         server_engine(scheme, rest, scheme, frozenset())
     elif not rest or scheme == "ray":
-        what = "hf:OWNER/NAME or hf:./FOLDER" if scheme == "hf" else _WRITTEN.format(scheme)
+        what = _MODELS.get(scheme) or _WRITTEN.format(scheme)
         raise OptionError("engine", f"{name!r} does not say which model; write {what}")
     return scheme, rest
 
@@ -188,6 +197,14 @@ def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:
     return options
 
 
+def _zoo_folder(words: str) -> str:
+    """The folder of a zoo's model, named by the zoo's directory and its own name."""
+    from atts.blocks import Zoo
+
+    directory, _, name = words.rstrip("/").rpartition("/")
+    return str(Zoo(Path(directory or ".").expanduser()).folder(name))
+
+
 def _drafter_model(words: str) -> str:
     """The folder or hub id of a draft model that is named as engines are."""
     scheme, _, model = words.partition(":")
@@ -195,8 +212,10 @@ def _drafter_model(words: str) -> str:
         from atts.models import path
 
         return str(path("target" if model == "target" else "draft"))
+    if scheme == "zoo" and model:
+        return _zoo_folder(model)
     if scheme != "hf" or not model or "?" in model:
-        known = "embedded:draft, hf:OWNER/NAME or hf:./FOLDER"
+        known = "embedded:draft, hf:OWNER/NAME, hf:./FOLDER or zoo:DIR/NAME"
         raise OptionError("drafter", f"{words!r} names no draft model; write {known}, without settings")
     return model
 

@@ -31,4 +31,5 @@ COMMANDS: dict[str, Command] = {
     "solve": Command("atts.cli.solve", "solve", "Solve one problem and show the reasoning."),
     "sweep": Command("atts.cli.sweep", "sweep", "Evaluate under many settings, and draw what accuracy costs."),
     "trace": Command("atts.cli.trace", "trace", "Write a run's task graph as a trace for Perfetto."),
+    "zoo": Command("atts.cli.zoo", "app", "Store many models by the blocks they share."),
 }

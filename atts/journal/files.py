@@ -36,13 +36,15 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 
 @contextmanager
-def locked(path: Path, directory: Path) -> Generator[None, None, None]:
+def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None, None, None]:
     """Hold the lock file, our process id in it; the system frees it when the process dies, however it dies.
+
+    With `wait`, until it is free: no other process is then told of.
 
     :raises JournalLocked: another process holds it.
     :raises StorageError: the file cannot be made, or is a link.
     """
-    with held(path, directory) as handle:
+    with held(path, directory, wait=wait) as handle:
         with storage(path):
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0) if sys.platform != "win32" else None
@@ -64,7 +66,7 @@ def is_held(path: Path) -> bool:
 
 
 @contextmanager
-def held(path: Path, directory: Path) -> Generator[int, None, None]:
+def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, None, None]:
     """Hold a file, made if missing, for this process alone, its content untouched: the journal too, should its lock go.
 
     :raises JournalLocked: another process holds it, or it was replaced meanwhile.
@@ -74,7 +76,7 @@ def held(path: Path, directory: Path) -> Generator[int, None, None]:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o644)
     try:
         with storage(path):
-            is_ours = _try_lock(handle) and is_same_file(handle, path)
+            is_ours = _try_lock(handle, wait=wait) and is_same_file(handle, path)
         if not is_ours:
             raise JournalLocked(
                 directory,
@@ -100,18 +102,18 @@ def _holder(handle: int, path: Path) -> str:
 if sys.platform == "win32":
     import msvcrt
 
-    def _try_lock(handle: int) -> bool:
+    def _try_lock(handle: int, *, wait: bool = False) -> bool:
         try:
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+            msvcrt.locking(handle, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
         except OSError:
             return False
         return True
 else:
     import fcntl
 
-    def _try_lock(handle: int) -> bool:
+    def _try_lock(handle: int, *, wait: bool = False) -> bool:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             return False
         return True

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,8 @@ import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
-from atts.errors import ContextOverflow, EngineError, EngineUnavailable, ModelLoadError, OptionError
+from atts.errors import ContextOverflow, EngineError, EngineUnavailable, OptionError
+from atts.local.checking import check_model
 from atts.local.messages import (
     Cancel,
     FailureReply,
@@ -33,8 +33,9 @@ from atts.local.model_config import ModelConfig, read_model_config
 from atts.local.options import LocalOptions
 from atts.local.padding_shape import padding_shape, read_size
 from atts.local.worker import LoopWorker, ProcessWorker, ThreadWorker
-from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, require_template, weight_files
+from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, require_template, weight_files, weights_marks
 from atts.speculation import Proposer
+from atts.stored_blocks import check_stored
 from atts.tasks import soon
 from atts.tokenizing import ModelTokenizer
 
@@ -274,20 +275,17 @@ def _prepare(
     folder = find_folder(model, name, (*TEXT_FILES, *WEIGHT_FILES))
     if is_chat:
         require_template(folder, name)
-    config = read_model_config(folder, name)
-    weights = weight_files(folder, name)
-    tokenizer = ModelTokenizer(folder, name)
-    if tokenizer.vocabulary > config.vocabulary:
-        problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {config.vocabulary}"
-        raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
-    label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{_digest(weights, 4, 16)}"
+    stored = check_stored(folder)
+    config, tokenizer = check_model(folder, name)
+    marks = stored.marks if stored else weights_marks(weight_files(folder, name))
+    label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{marks[0]}"
     padding, words = _padding(config, options)
     worker = WorkerConfig(name, folder, config, tokenizer.pieces, options, proposer=proposer, padding=padding)
     if options.speculates and options.drafter:
         worker = replace(worker, drafter=_prepare_drafter(name, options, tokenizer))
     elif lent and proposer is None and options.takes_lent:
         worker = _with_lent(worker, replace(options, drafter=lent), tokenizer)
-    return worker, tokenizer, (label + words, _digest(weights, 16, 256))
+    return worker, tokenizer, (label + words, marks[1])
 
 
 def _padding(model: ModelConfig, options: LocalOptions) -> tuple[ModelConfig | None, str]:
@@ -330,19 +328,6 @@ def warn_once(trouble: str) -> None:
     """Two engines that meet the same trouble tell it once."""
     if trouble:
         _log.warning("%s", trouble)
-
-
-def _digest(files: Sequence[Path], digest_size: int, pieces: int) -> str:
-    """What tells weights apart without reading gigabytes: sizes, and so many pieces of 64 KiB spread over each file."""
-    mark = blake2b(digest_size=digest_size)
-    for path in files:
-        size = path.stat().st_size
-        mark.update(str(size).encode())
-        with path.open("rb") as file:
-            for piece in range(pieces):
-                file.seek(size * piece // pieces)
-                mark.update(file.read(65536))
-    return mark.hexdigest()
 
 
 def _spec(marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, digest: str) -> EngineSpec:

@@ -17,7 +17,7 @@ from torch import Tensor
 from atts.errors import ModelLoadError, OutOfMemory
 from atts.importing import import_lock
 from atts.local.model_config import NO_ROPE, UNREADABLE, ModelConfig, read_hf_config
-from atts.model_folder import weight_files
+from atts.stored_blocks import tensor_files
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What weights come in; smaller numbers mean nothing without the scales that some other format keeps beside them."""
@@ -180,14 +180,18 @@ class _TensorReader:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack) -> None:
         self._dtype, self._device, self._name, self._folder = dtype, device, name, folder
-        files = weight_files(folder, name)
+        files = tensor_files(folder, name)
         try:
-            handles = [stack.enter_context(safe_open(path, framework="pt")) for path in files]
+            handles = [stack.enter_context(safe_open(file.path, framework="pt")) for file in files]
         except (SafetensorError, OSError) as error:
             advice = "Download it again"
             raise ModelLoadError(name, f"the weights in {folder} are damaged ({error})", advice) from error
         # some checkpoints carry the prefix of the full model, others hold the bare decoder
-        self._where = {key.removeprefix("model."): (handle, key) for handle in handles for key in handle.keys()}
+        self._where = {
+            key.removeprefix("model."): (handle, inner)
+            for file, handle in zip(files, handles, strict=True)
+            for key, inner in (file.names or {key: key for key in handle.keys()}).items()
+        }
 
     def __call__(self, key: str, *size: int) -> Tensor:
         if key not in self._where:

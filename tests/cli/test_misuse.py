@@ -79,6 +79,15 @@ def drafter(kind: str) -> Callable[[Path], None]:
 
 
 DRAFTED = "--target embedded:target?worker=thread&drafter=hf:./drafter"
+
+
+def a_zoo(folder: Path) -> None:
+    """A zoo without models."""
+    (folder / "zoo/models").mkdir(parents=True)
+    (folder / "zoo/blocks").mkdir()
+    (folder / "zoo/zoo.json").write_text('{"schema": 1}')
+
+
 SCORES = "s.jsonl"
 SCORED = text(SCORES, '{"score": 1.5}\n{"score": 1.7}\n')
 
@@ -379,6 +388,20 @@ CASES = [
     Case("runs of no folder", "runs nope", DISK, ("nope", "no such folder")),
     Case("runs of a file", "runs taken", DISK, ("taken", "no such folder"), text("taken", "")),
     Case("runs of an unknown flag", "runs --jsno", USAGE, ("--jsno", "--json")),
+    Case("zoo without a directory", "zoo show", USAGE, ("--zoo",)),
+    Case("zoo that is none", "zoo show --zoo nope", ENGINE, ("nope", "no zoo")),
+    Case("newer zoo", "zoo show --zoo zoo", ENGINE, ("newer", "Upgrade"), text("zoo/zoo.json", '{"schema": 9}')),
+    Case("damaged zoo", "zoo show --zoo zoo", ENGINE, ("zoo.json", "damaged"), text("zoo/zoo.json", "{")),
+    Case("zoo of other things", "zoo add a empty --zoo .", USAGE, ("empty", "no folder")),
+    Case("model of no name", "zoo add a/b empty --zoo zoo", USAGE, ("a/b", "name"), directory("empty")),
+    Case("zoo of no model", "zoo add a empty --zoo zoo", ENGINE, ("config.json",), directory("empty")),
+    Case("removal from no zoo", "zoo remove a --zoo nope", ENGINE, ("nope", "no zoo")),
+    Case("removal of no model", "zoo remove a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
+    Case("export of no model", "zoo export a out --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
+    Case("export onto a folder", "zoo export a zoo --zoo zoo", USAGE, ("zoo is there",), a_zoo),
+    Case("engine of no zoo", f"eval {RUN} --target zoo:nope/a", ENGINE, ("nope", "no zoo")),
+    Case("engine of no model of a zoo", f"eval {RUN} --target zoo:zoo/a", ENGINE, ("'a'", "none"), a_zoo),
+    Case("engine of a zoo alone", f"eval {RUN} --target zoo:", USAGE, ("zoo:DIR/NAME",)),
     Case("grades of nothing", "grade answers.jsonl", USAGE, ("answers.jsonl",)),
     Case("grades of no JSON", "grade answers.jsonl", USAGE, ("answers.jsonl", "line 1"), text("answers.jsonl", "x")),
 ]

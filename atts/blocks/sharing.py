@@ -1,0 +1,118 @@
+"""Who shares what in a zoo: the parts that the same models have, as a tree, and bytes stored beside bytes apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from atts.stored_blocks import StoredModel
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """Blocks that exactly these models have; below stand those that fewer of them have."""
+
+    models: tuple[str, ...]
+    places: tuple[str, ...]  # in the first of these models
+    bytes: int  # stored, once
+    below: tuple[SharedPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLine:
+    """One model of a zoo; `parts` says of each of its blocks how many models have it."""
+
+    name: str
+    base: str
+    bytes: int  # as it was added
+    parts: Mapping[str, int]
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ZooContents:
+    """A zoo at one moment."""
+
+    zoo: str
+    models: tuple[ModelLine, ...]
+    tree: tuple[SharedPart, ...]
+    blocks: int  # unique ones
+    stored: int  # bytes of the zoo
+    apart: int  # bytes of the folders that were added, of an adapter with its base's beside it
+
+    @property
+    def saved(self) -> float:
+        """The share of bytes that is not stored; below 0 where manifests outweigh what is shared."""
+        return 1 - self.stored / self.apart if self.apart else 0.0
+
+
+def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContents:
+    """What a zoo holds; `stored` are the bytes on its disk."""
+    owners, first = dict[str, tuple[str, ...]](), dict[str, StoredModel]()
+    for model in models:
+        for digest in model.digests:
+            owners[digest] = (*owners.get(digest, ()), model.name)
+            first.setdefault(digest, model)
+    parts = dict[tuple[str, ...], list[str]]()
+    for digest, names in owners.items():
+        parts.setdefault(names, []).append(digest)
+    groups = [
+        SharedPart(names, _places(first[digests[0]], digests), sum(first[d].block_of(d).bytes for d in digests), ())
+        for names, digests in parts.items()
+    ]
+    lines = [
+        ModelLine(
+            model.name,
+            model.base,
+            model.bytes,
+            {block.place: len(owners[block.digest]) for block in model.blocks},
+            model.is_whole,
+        )
+        for model in models
+    ]
+    return ZooContents(zoo, tuple(lines), _tree(groups), len(owners), stored, sum(model.bytes for model in models))
+
+
+def _places(model: StoredModel, digests: Sequence[str]) -> tuple[str, ...]:
+    chosen = set(digests)
+    return tuple(block.place for block in model.blocks if block.digest in chosen)
+
+
+def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
+    """Each part below the smallest one whose models are more than its own."""
+    ordered = sorted(groups, key=lambda part: (-len(part.models), part.models))
+    below = dict[tuple[str, ...], list[SharedPart]]()
+    for part in reversed(ordered):
+        wider = [other for other in ordered if set(other.models) > set(part.models)]
+        parent = min(wider, key=lambda other: len(other.models)).models if wider else ()
+        children = tuple(reversed(below.get(part.models, [])))
+        below.setdefault(parent, []).append(SharedPart(part.models, part.places, part.bytes, children))
+    return tuple(reversed(below.get((), [])))
+
+
+def written_places(places: Sequence[str]) -> str:
+    """Places in short: runs of layers as from and to.
+
+    >>> written_places(["embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"])
+    'embedding, layers 0-1'
+    >>> written_places(["layers.0.mlp", "layers.2.attention", "layers.2.mlp", "head"])
+    'layer 0 mlp, layer 2, head'
+    """
+    found, layers = list[str](), dict[int, set[str]]()
+    for place in places:
+        if place.startswith("layers."):
+            _, at, part = place.split(".")
+            layers.setdefault(int(at), set()).add(part)
+    runs = list[list[int]]()
+    for number, parts in layers.items():
+        last = runs[-1][-1] if runs else -2
+        if last == number - 1 and len(parts) == len(layers[last]) == 2:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    for run in runs:
+        parts = layers[run[0]]
+        only = "" if len(parts) == 2 else f" {next(iter(parts))}"
+        found.append(f"layers {run[0]}-{run[-1]}" if len(run) > 1 else f"layer {run[0]}{only}")
+    after = [place for place in places if place != "embedding" and not place.startswith("layers.")]
+    return ", ".join([*(["embedding"] if "embedding" in places else []), *found, *after])

@@ -1,0 +1,288 @@
+"""The zoo's directory: models added, removed and exported, so that a crash at any moment loses none of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from secrets import token_hex
+
+import msgspec
+
+from atts.blocks.sharing import ZooContents, contents
+from atts.blocks.splitting import Block, WeightFile, joined, split
+from atts.errors import OptionError, ZooError
+from atts.files import open_ordinary, storage, sync_directory, write_atomic
+from atts.journal import locked
+from atts.local import check_model, check_weights
+from atts.model_folder import WEIGHT_FILES, weight_files, weights_marks
+from atts.stored_blocks import (
+    BLOCKS,
+    MANIFEST,
+    MARK,
+    MODELS,
+    SCHEMA,
+    StoredModel,
+    block_path,
+    check_schema,
+    check_stored,
+    file_digest,
+    read_stored,
+)
+
+_LOCK = "lock"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_OTHER_WEIGHTS = (*WEIGHT_FILES, "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
+"""Weights in forms that no local engine reads: they stay where they are."""
+
+
+class Zoo:
+    """Models below one directory: `models/NAME/` has a manifest and small files, `blocks/` the weights they share.
+
+    What is added or removed is there, or gone, by one renaming at the end; a process that is killed before leaves files
+    that no model names, and the next change deletes them. Changes of several processes are made one after the other.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def names(self) -> list[str]:
+        """The models, by name.
+
+        :raises ZooError: it is no zoo, or one of a newer version.
+        """
+        check_schema(self.directory)
+        with storage(self.directory):
+            return sorted(path.name for path in self._models.iterdir() if not path.name.startswith("."))
+
+    def folder(self, name: str) -> Path:
+        """Where a model's configuration and tokenizer are: a folder that a local engine opens.
+
+        :raises ZooError: there is no such model.
+        """
+        known = self.names()
+        if name not in known:
+            raise ZooError(self.directory, f"it holds no model {name!r}", f"It holds {', '.join(known) or 'none'}")
+        return self._models / name
+
+    def show(self) -> ZooContents:
+        """Who shares what, and the bytes of it, of those models whose manifests can be read.
+
+        :raises ZooError: it is no zoo, or one of a newer version.
+        """
+        found = [self._read(name) for name in self.names()]
+        return contents(str(self.directory), [model for model in found if model is not None], self._size())
+
+    def damage(self) -> list[str]:
+        """What is damaged, a line for each model, every block compared with its digest.
+
+        :raises ZooError: it is no zoo, or one of a newer version.
+        """
+        found = list[str]()
+        for name in self.names():
+            try:
+                if check_stored(self._models / name) is None:
+                    read_stored(self._models / name)
+            except ZooError as error:
+                found.append(str(error))
+        return found
+
+    def add(self, name: str, folder: Path) -> StoredModel:
+        """Store a model under a name, each block of it that is not there yet.
+
+        :raises OptionError: the name cannot be one, or is taken.
+        :raises ModelLoadError: the folder holds no model that a local engine computes.
+        :raises ZooError: this is no zoo, or a newer one.
+        :raises StorageError: the disk refuses; nothing has changed.
+        """
+        if not _NAME.fullmatch(name):
+            raise OptionError("NAME", f"{name!r} can be no model's name; use letters, digits, '.', '_' and '-'")
+        if not folder.is_dir():
+            raise OptionError("FOLDER", f"{folder} is no folder; name one with a model's configuration and weights")
+        config, _ = check_model(folder, name)
+        check_weights(folder, config, name)
+        with self._changing(create=True), ExitStack() as stack:
+            if name in self.names():
+                advice = f"take another, or remove it first: atts zoo remove {name} --zoo {self.directory}"
+                raise OptionError("NAME", f"{name!r} is taken; {advice}")
+            with storage(folder):
+                files = weight_files(folder, name)
+                mapped = [WeightFile(path, stack) for path in files]
+                blocks = split(mapped, config.rules)
+                marks = weights_marks(files)
+            ours = {block.stored.digest for block in blocks}
+            sharers = [other for other in map(self._read, self.names()) if other and ours & other.digests]
+            side = _side_files(folder)
+            with storage(folder):
+                size = sum(path.stat().st_size for path in (*side, *files))
+            model = StoredModel(
+                name=name,
+                source=str(folder.resolve()),
+                base="",
+                is_whole=not sharers,
+                bytes=size,
+                marks=marks,
+                files=tuple(file.stored() for file in mapped),
+                blocks=tuple(block.stored for block in blocks),
+            )
+            for other in sharers:
+                self._separate(other)
+            if sharers:
+                self._write_blocks(blocks)
+            self._put(model, [*side, *([] if sharers else files)])
+            return model
+
+    def remove(self, name: str) -> int:
+        """Forget a model, and delete what no other needs; how many bytes became free.
+
+        :raises ZooError: there is no such model.
+        :raises StorageError: the disk refuses.
+        """
+        with self._changing():
+            folder = self.folder(name)
+            before = self._size()
+            with storage(folder):
+                folder.rename(self._models / f".removed-{token_hex(6)}")
+                sync_directory(self._models)
+            self._collect()
+            return before - self._size()
+
+    def export(self, name: str, out: Path) -> None:
+        """Write a model's folder as it was added, every file compared with its digest on the way.
+
+        :raises ZooError: there is no such model, or a block of it is damaged.
+        :raises OptionError: `out` is there already.
+        :raises StorageError: the disk refuses; nothing is left behind.
+        """
+        if out.exists():
+            raise OptionError("OUT", f"{out} is there already; name a new folder")
+        folder = self.folder(name)
+        model = check_stored(folder)
+        assert model is not None, "a model of a zoo has a manifest"
+        temporary = out.with_name(f".{out.name}.{token_hex(6)}")
+        try:
+            with storage(out), ExitStack() as stack:
+                temporary.mkdir(parents=True)
+                _copy([path for path in folder.iterdir() if path.name != MANIFEST], temporary)
+                tensors = dict[str, memoryview]()
+                for block in () if model.is_whole else model.blocks:
+                    stored = WeightFile(block_path(self.directory, block.digest), stack).tensors
+                    tensors |= {outer: stored[inner].data for outer, inner in block.tensors.items()}
+                for file in () if model.is_whole else model.files:
+                    path = temporary / file.name
+                    write_atomic(path, joined(file, tensors))
+                    if file_digest(path) != file.digest:
+                        raise ZooError(self.directory, f"{file.name} of {name!r} did not come out as it was added")
+                temporary.rename(out)
+                sync_directory(out.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    @property
+    def _models(self) -> Path:
+        return self.directory / MODELS
+
+    @contextmanager
+    def _changing(self, *, create: bool = False) -> Generator[None, None, None]:
+        """Alone among the processes that change this zoo, whose leavings are gone; those that come meanwhile wait."""
+        if create and not (self.directory / MARK).exists():
+            self._create()
+        check_schema(self.directory)
+        with locked(self.directory / _LOCK, self.directory, wait=True):
+            self._collect()
+            yield
+
+    def _create(self) -> None:
+        with storage(self.directory):
+            others = [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
+            if any(name not in (MODELS, BLOCKS, _LOCK, MARK) and not name.startswith(f".{MARK}.") for name in others):
+                raise ZooError(self.directory, "it is no zoo, and not empty", "Name a new folder")
+            for part in (MODELS, BLOCKS):
+                (self.directory / part).mkdir(parents=True, exist_ok=True)
+            write_atomic(self.directory / MARK, msgspec.json.encode({"schema": SCHEMA}))
+
+    def _read(self, name: str) -> StoredModel | None:
+        """A model's manifest; None where it is damaged, and the model shares nothing any more."""
+        try:
+            return read_stored(self._models / name)
+        except ZooError:
+            return None
+
+    def _separate(self, model: StoredModel) -> None:
+        """Cut a model that is whole into its blocks: they are written first, and its files deleted last."""
+        if not model.is_whole:
+            return
+        folder = self._models / model.name
+        check_stored(folder)
+        config, _ = check_model(folder, model.name)
+        with ExitStack() as stack:
+            with storage(folder):
+                mapped = [WeightFile(folder / file.name, stack) for file in model.files]
+            self._write_blocks(split(mapped, config.rules))
+        write_atomic(folder / MANIFEST, msgspec.json.encode(replace(model, is_whole=False)))
+        self._collect()
+
+    def _write_blocks(self, blocks: Iterable[Block]) -> None:
+        """Write those that are not there yet; one that is there and damaged is written again."""
+        for block in blocks:
+            path, digest = block_path(self.directory, block.stored.digest), block.stored.digest
+            with storage(path):
+                is_there = path.is_file() and file_digest(path) == digest
+            if not is_there:
+                write_atomic(path, block.parts)
+
+    def _put(self, model: StoredModel, files: Sequence[Path]) -> None:
+        """Write a model's folder beside the others, then give it its name."""
+        temporary = self._models / f".adding-{token_hex(6)}"
+        with storage(self._models / model.name):
+            try:
+                temporary.mkdir()
+                _copy(files, temporary)
+                if model.is_whole and any(file_digest(temporary / file.name) != file.digest for file in model.files):
+                    raise ZooError(self.directory, f"the files of {model.source} changed while they were read", "Again")
+                write_atomic(temporary / MANIFEST, msgspec.json.encode(model))
+                temporary.rename(self._models / model.name)
+                sync_directory(self._models)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+
+    def _collect(self) -> None:
+        """Delete what no model names: of adds and removes that were cut off, and of models that are gone.
+
+        While a manifest cannot be read, every block is kept: it may be that model's.
+        """
+        models = [(name, self._read(name)) for name in self.names()]
+        with storage(self.directory):
+            for path in self._models.glob(".*"):
+                shutil.rmtree(path)
+            for name, model in models:
+                if model is not None and not model.is_whole:
+                    for file in model.files:
+                        (self._models / name / file.name).unlink(missing_ok=True)
+            if all(model is not None for _, model in models):
+                named = {digest for _, model in models if model is not None for digest in model.digests}
+                for path in (self.directory / BLOCKS).iterdir():
+                    if path.stem not in named:
+                        path.unlink()
+
+    def _size(self) -> int:
+        with storage(self.directory):
+            return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
+
+
+def _side_files(folder: Path) -> list[Path]:
+    """What lies in a model's folder beside its weights."""
+    with storage(folder):
+        plain = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+    return [path for path in plain if not any(path.match(kind) for kind in _OTHER_WEIGHTS) and path.name != MANIFEST]
+
+
+def _copy(files: Iterable[Path], folder: Path) -> None:
+    """Copies that are on the disk when this returns."""
+    for path in files:
+        with open_ordinary(path) as file:
+            write_atomic(folder / path.name, iter(lambda: file.read(1 << 20), b""))

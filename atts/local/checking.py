@@ -1,0 +1,37 @@
+"""Model folders examined before they are loaded: configuration, tokenizer and weights, and that they go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from atts.errors import ModelLoadError
+from atts.importing import import_lock
+from atts.local.model_config import ModelConfig, read_model_config
+from atts.stored_blocks import tensor_files
+from atts.tokenizing import ModelTokenizer
+
+
+def check_model(folder: Path, name: str) -> tuple[ModelConfig, ModelTokenizer]:
+    """The configuration and the tokenizer of a model folder, whose weight files are there.
+
+    :raises ModelLoadError: something is missing or cannot be read, or they are of different models.
+    """
+    config = read_model_config(folder, name)
+    tensor_files(folder, name)
+    tokenizer = ModelTokenizer(folder, name)
+    if tokenizer.vocabulary > config.vocabulary:
+        problem = f"its tokenizer has ids up to {tokenizer.vocabulary - 1}, the model knows {config.vocabulary}"
+        raise ModelLoadError(name, problem, "Put the model's own tokenizer into its folder")
+    return config, tokenizer
+
+
+def check_weights(folder: Path, config: ModelConfig, name: str) -> None:
+    """See that the weights are all there, of the shapes that the configuration says; none is kept.
+
+    :raises ModelLoadError: see `atts.local.loader.load_weights`.
+    """
+    with import_lock:
+        import torch
+
+        from atts.local.loader import load_weights
+    load_weights(folder, config, torch.float32, torch.device("meta"), name)

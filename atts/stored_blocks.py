@@ -1,0 +1,181 @@
+"""Models that are stored as blocks: the manifest that names each block's file by its content, read and checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from atts.errors import ZooError
+from atts.model_folder import weight_files
+
+MANIFEST, MARK = "blocks.json", "zoo.json"
+MODELS, BLOCKS = "models", "blocks"
+SCHEMA = 1
+"""Of zoos: a higher number was written by a newer atts."""
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{40}$")]
+FileName = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\x00]+\.safetensors$")]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A part of a model: where it stands, what its content is called, and how its tensors are named."""
+
+    place: str  # embedding, layers.3.attention, layers.3.mlp, head, adapter, rest
+    digest: Digest  # of its file, which is called so
+    bytes: int
+    tensors: dict[str, str]  # by names in the model's files, names in the block's file
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A weight file as it was added: what precedes its tensors, and the digest of the whole."""
+
+    name: FileName
+    header: str
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """What a zoo knows of one model; its configuration and tokenizer lie beside, as they were added."""
+
+    name: str
+    source: str  # the folder that was added
+    base: str  # of an adapter, the model that it was added to
+    is_whole: bool  # its weight files lie beside as they were added: no other model shares a block of it
+    bytes: int  # of its folder as it was added
+    marks: tuple[str, str]  # the digests of its weights that an engine's spec names
+    files: tuple[StoredFile, ...]
+    blocks: tuple[StoredBlock, ...]
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """The names of its blocks' contents."""
+        return frozenset(block.digest for block in self.blocks)
+
+    def block_of(self, digest: str) -> StoredBlock:
+        """The first of its blocks with this content."""
+        return next(block for block in self.blocks if block.digest == digest)
+
+
+class TensorFile(NamedTuple):
+    """A safetensors file, and the names in it of a model's tensors; None where they are the model's own."""
+
+    path: Path
+    names: Mapping[str, str] | None
+
+
+def tensor_files(folder: Path, name: str) -> list[TensorFile]:
+    """Where the weights of the model in `folder` are: its own files, or the blocks of a zoo.
+
+    :raises ModelLoadError: files are missing, or damaged as far as their names say what is in them.
+    """
+    stored = read_stored(folder) if (folder / MANIFEST).is_file() else None
+    if stored is None or stored.is_whole:
+        return [TensorFile(path, None) for path in weight_files(folder, name)]
+    found = dict[str, dict[str, str]]()
+    for block in stored.blocks:
+        if block.place != "adapter":
+            found.setdefault(block.digest, {}).update(block.tensors)
+    return [TensorFile(block_path(folder.parent.parent, digest), names) for digest, names in found.items()]
+
+
+def check_stored(folder: Path) -> StoredModel | None:
+    """The manifest of the model in `folder`, its weights compared with their digests; None where it has none.
+
+    :raises ZooError: a file is missing, or is not what was stored.
+    """
+    if not (folder / MANIFEST).is_file():
+        return None
+    stored, zoo = read_stored(folder), folder.parent.parent
+    if stored.is_whole:
+        for file in stored.files:
+            _check_file(folder / file.name, file.digest, (zoo, stored.name, f"its file {file.name}"))
+        return stored
+    for digest in sorted(stored.digests):
+        place = stored.block_of(digest).place
+        _check_file(block_path(zoo, digest), digest, (zoo, stored.name, f"block {digest} ({place})"))
+    return stored
+
+
+def _check_file(path: Path, digest: str, at: tuple[Path, str, str]) -> None:
+    zoo, model, what = at
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        problem = f"{what} of {model!r} cannot be read ({error.strerror})"
+        raise ZooError(zoo, problem, _AGAIN.format(model)) from error
+    if found != digest:
+        raise ZooError(zoo, f"{what} of {model!r} is damaged: its content is {found[:16]}", _AGAIN.format(model))
+
+
+_AGAIN = "Models without it are not affected; remove {!r} and add it again from its folder"
+
+
+def read_stored(folder: Path) -> StoredModel:
+    """The manifest of the model in `folder`.
+
+    :raises ZooError: it is damaged, or its zoo was written by a newer version.
+    """
+    path, zoo = folder / MANIFEST, folder.parent.parent
+    check_schema(zoo)
+    advice = f"Remove {folder.name!r} and add it again; other models are not affected"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=StoredModel)
+    except OSError as error:
+        raise ZooError(zoo, f"{path} cannot be read ({error.strerror})", advice) from error
+    except msgspec.DecodeError as error:
+        raise ZooError(zoo, f"{path} is damaged ({error})", advice) from error
+
+
+class _Mark(msgspec.Struct):
+    schema: int
+
+
+def check_schema(zoo: Path) -> None:
+    """See that a folder is a zoo this version can read.
+
+    :raises ZooError: it is not.
+    """
+    advice = "Name a folder that `atts zoo add` made"
+    try:
+        schema = msgspec.json.decode((zoo / MARK).read_bytes(), type=_Mark).schema
+    except OSError as error:
+        raise ZooError(zoo, f"it is no zoo ({MARK}: {error.strerror})", advice) from error
+    except msgspec.DecodeError as error:
+        raise ZooError(zoo, f"{MARK} is damaged ({error})", f'It should hold {{"schema": {SCHEMA}}}') from error
+    if schema > SCHEMA:
+        problem = f"it was written by a newer atts (schema {schema}, this one knows {SCHEMA})"
+        raise ZooError(zoo, problem, "Upgrade atts")
+
+
+def block_path(zoo: Path, digest: str) -> Path:
+    """Where a zoo keeps the block of this content."""
+    return zoo / BLOCKS / f"{digest}.safetensors"
+
+
+def file_digest(path: Path) -> str:
+    """What a file's content is called.
+
+    :raises OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return content_digest(b"")
+        with mmap(file.fileno(), 0, access=ACCESS_READ) as whole:
+            return content_digest(whole)
+
+
+def content_digest(*parts: bytes | memoryview | mmap) -> str:
+    """What a content is called."""
+    mark = blake2b(digest_size=20)
+    for part in parts:
+        mark.update(part)
+    return mark.hexdigest()

@@ -1,0 +1,56 @@
+"""Small random models that share blocks, and the digests of folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.local.conftest import make_model as make_model
+
+Make = Callable[..., Path]
+Tune = Callable[..., Path]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file below a folder, by its content."""
+    return {
+        str(path.relative_to(folder)): blake2b(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="session")
+def base(make_model: Make) -> Path:
+    """The model that others are tuned from; its parameters are made once a session."""
+    return make_model("llama")
+
+
+@pytest.fixture
+def tune(base: Path, tmp_path: Path) -> Tune:
+    """Copy a model's folder, with noise on the tensors whose names hold one of these words."""
+
+    def make(name: str, *words: str, source: Path | None = None, seed: int = 0, **config: Any) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(source or base, folder)
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        torch.manual_seed(seed)
+        for key, tensor in tensors.items():
+            if any(word in key for word in words):
+                tensors[key] = tensor + 0.05 * torch.randn_like(tensor)
+        save_file(tensors, path, metadata={"format": "pt"})
+        if config:
+            said = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(said | config))
+        return folder
+
+    return make

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class SamplingBatch:
     top_p: Tensor | None = None  # [batch] float64
     min_p: Tensor | None = None  # [batch] float64
     is_greedy: bool = False  # every row is
+    has_greedy: bool = False  # some row is: known here, so that no device is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,13 @@ class SampledTokens:
     tokens: Tensor  # [batch] int64
     logprobs: Tensor  # [batch] float32
 
+    def lists(self) -> tuple[list[int], list[float]]:
+        """Both as plain numbers; from a device they come in one copy."""
+        if self.tokens.is_cpu:
+            return self.tokens.tolist(), self.logprobs.tolist()
+        tokens, logprobs = torch.stack([self.tokens.double(), self.logprobs.double()]).tolist()
+        return [int(token) for token in tokens], logprobs
+
 
 def batch_sampling(settings: Sequence[Sampling], vocabulary: int, device: torch.device | None = None) -> SamplingBatch:
     """One `SamplingBatch` for rows that may each have their own settings."""
@@ -37,14 +45,14 @@ def batch_sampling(settings: Sequence[Sampling], vocabulary: int, device: torch.
         return torch.tensor(values, dtype=dtype, device=device)
 
     temperatures = [row.temperature for row in settings]
-    is_greedy = not any(temperatures)
     limits = [float(row.top_k if 0 < row.top_k < vocabulary else vocabulary) for row in settings]
     return SamplingBatch(
         temperature=column(temperatures, torch.float64),
         top_k=column(limits, torch.int64) if min(limits, default=vocabulary) < vocabulary else None,
         top_p=column([row.top_p for row in settings], torch.float64) if any(r.top_p < 1 for r in settings) else None,
         min_p=column([row.min_p for row in settings], torch.float64) if any(r.min_p > 0 for r in settings) else None,
-        is_greedy=is_greedy,
+        is_greedy=not any(temperatures),
+        has_greedy=not all(temperatures),
     )
 
 
@@ -55,7 +63,7 @@ def first_rows(sampling: SamplingBatch, count: int) -> SamplingBatch:
     top_k, top_p, min_p = (
         None if column is None else column[:count] for column in (sampling.top_k, sampling.top_p, sampling.min_p)
     )
-    return SamplingBatch(sampling.temperature[:count], top_k, top_p, min_p, sampling.is_greedy)
+    return replace(sampling, temperature=sampling.temperature[:count], top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
@@ -66,7 +74,7 @@ def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
 
     temperature = sampling.temperature[rows.to(sampling.temperature.device)]
     top_k, top_p, min_p = picked(sampling.top_k), picked(sampling.top_p), picked(sampling.min_p)
-    return SamplingBatch(temperature, top_k, top_p, min_p, sampling.is_greedy)
+    return replace(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def filtered_rows(sampling: SamplingBatch, vocabulary: int) -> Tensor | None:
@@ -108,7 +116,7 @@ def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     if sampling.min_p is not None:
         probs = probs.masked_fill(probs < sampling.min_p.unsqueeze(-1) * probs.amax(-1, keepdim=True), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
-    if sampling.is_greedy or bool(greedy.any()):
+    if sampling.has_greedy:
         best = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         probs = torch.where(greedy.unsqueeze(-1), best, probs)
     return probs

@@ -13,6 +13,7 @@ from torch import Tensor
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.batch import Model
 from atts.local.compiling import native_library
+from atts.local.cuda_model import cuda_model
 from atts.local.drafting import ModelDrafter
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop, TokenTable
@@ -29,6 +30,7 @@ from atts.speculation import BestProposer, HintProposer, Proposer, SuffixPropose
 
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.8  # of what the weights leave free
+_SPARE_SLOTS = 2  # the first, which stays zero, and the last, which rows that only fill a step up are written to
 _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
 _MOST_LOGITS = 4096
 _K_BY_RATIO = 8
@@ -71,7 +73,7 @@ def _build(
     cache = allocate_cache(config, dtype, device)
     model, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
     model = _padded(config, model, cache)
-    kv_tokens = cache.shape[2] - 1
+    kv_tokens = cache.shape[2] - _SPARE_SLOTS
     options = config.options
     limits = SchedulerConfig(
         kv_tokens,
@@ -103,7 +105,7 @@ def _drafter_weights(config: WorkerConfig, dtype: torch.dtype, device: torch.dev
 def _drafter(config: WorkerConfig, weights: Weights, cache: Tensor, scheduler: Scheduler) -> ModelDrafter:
     """The draft model, with a cache of as many slots as the target's."""
     assert config.drafter is not None, "its weights were loaded"
-    size = cache.shape[2] - 1
+    size = cache.shape[2] - _SPARE_SLOTS
     own = replace(config.drafter, options=replace(config.options, kv_tokens=size))
     model, _ = _model(own, weights, allocate_cache(own, cache.dtype, cache.device, least=size))
     return ModelDrafter(_padded(own, model, cache), own.model, scheduler, config.model.vocabulary)
@@ -117,7 +119,7 @@ def _padded(config: WorkerConfig, model: Model, cache: Tensor) -> Model:
     stack = config.padding
     if stack is None:
         return model
-    slots = cache.shape[2] - 1
+    slots = cache.shape[2] - _SPARE_SLOTS
     options = replace(config.options, kv_tokens=slots, threads=_threads(config))
     own = replace(config, model=stack, options=options, padding=None, drafter=None)
     bits = 16 if isinstance(model, NativeModel) else 8 * cache.dtype.itemsize
@@ -183,6 +185,8 @@ def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> tuple[Model
             trouble = f"{error.problem}: torch operations are used, several times slower"
         else:
             return NativeModel(library, config.model, weights, cache, _threads(config)), trouble
+    if cache.device.type == "cuda":
+        return cuda_model(config.model, weights, cache, graphs=config.options.graphs)
     return TorchModel(config.model, weights, cache), trouble
 
 
@@ -198,7 +202,7 @@ def set_threads(config: WorkerConfig) -> None:
 
 
 def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None) -> Tensor:
-    """The key-value cache, [layers, 2, slots + 1, kv_heads, head_dim] of zeros; halved until it fits.
+    """The key-value cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros; halved until it fits.
 
     :raises OutOfMemory: not even one whole context fits.
     """
@@ -206,7 +210,7 @@ def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
     tokens = config.options.kv_tokens or _default_tokens(config, dtype, device)
     least = least or min(tokens, model.context_length)
     while True:
-        size = (model.num_layers, 2, tokens + 1, model.num_kv_heads, model.head_dim)
+        size = (model.num_layers, 2, tokens + _SPARE_SLOTS, model.num_kv_heads, model.head_dim)
         try:
             return _zeros(size, dtype, device)
         except (torch.OutOfMemoryError, MemoryError):

@@ -40,7 +40,7 @@ def draw_scored(model: Model, chunks: list[PrefillChunk], hidden: Tensor) -> Ite
         logits = logits[: len(uniforms)]
         batch = batch_sampling([request.sampling], logits.shape[-1], logits.device)
         found = model.sample(logits, spread_rows(batch, torch.zeros(len(uniforms), dtype=torch.int64)), uniforms)
-        yield DrawnTokens(sequence, first, found.tokens.tolist(), found.logprobs.tolist())
+        yield DrawnTokens(sequence, first, *found.lists())
 
 
 def extend_drawn(sequence: Sequence, draws: DrawnTokens, pieces: tuple[bytes, ...], end_ids: frozenset[int]) -> None:

@@ -223,8 +223,8 @@ class StepLoop:
             if sequence.uniforms is not None
             for uniform in sequence.uniforms[len(sequence.logprobs) :][:width]
         ]
-        sampled = self._model.sample(logits, sampling, uniforms)
-        tokens, logprobs = iter(sampled.tokens.tolist()), iter(sampled.logprobs.tolist())
+        drawn, raw = self._model.sample(logits, sampling, uniforms).lists()
+        tokens, logprobs = iter(drawn), iter(raw)
         draws = [
             (s, list(islice(tokens, n)), list(islice(logprobs, n))) for s, n in zip(sequences, widths, strict=True)
         ]

@@ -11,6 +11,7 @@ from atts.local.padding_shape import read_size
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 Kernel = Literal["auto", "torch", "native"]
+Graphs = Literal["auto", "off"]
 WorkerKind = Literal["thread", "process"]
 SPECULATE = ("auto", "draft", "suffix", "off")
 MOST_PROPOSED = 32
@@ -25,6 +26,7 @@ class LocalOptions:
     dtype: Dtype = "float32"
     worker: WorkerKind = "process"  # overlaps with other engines and a busy caller; a thread opens at once
     kernel: Kernel = "auto"  # native where it can be built and fits the model, else torch
+    graphs: Graphs = "auto"  # decoding steps are captured and replayed on a GPU, not launched one by one
     kv_tokens: int | None = None  # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
     max_batch: int = 256  # sequences in one step
     chunk_tokens: int = 512  # tokens in one step, decoding apart
@@ -41,7 +43,8 @@ class LocalOptions:
 
         :raises OptionError: one is not.
         """
-        for option, known in {"device": Device, "dtype": Dtype, "worker": WorkerKind, "kernel": Kernel}.items():
+        kinds = {"device": Device, "dtype": Dtype, "worker": WorkerKind, "kernel": Kernel, "graphs": Graphs}
+        for option, known in kinds.items():
             choice = getattr(self, option)
             if choice not in get_args(known):
                 raise OptionError(str(choice), f"no such {option}", get_args(known))

@@ -212,7 +212,7 @@ def test_what_breaks_a_step_fails_alone(
     """Prompts, scores or draws that raise, in batches with others: they get an error, the others go on."""
     folder = make_model("llama", eos_token_id=None)
     call, wrong = REFUSALS[refusal]
-    bad = {"forward": {7, 9}, "score": {7, 9}, "logprobs": {7, 9, 10}, "sample": {3}}[call]  # torch scores by logprobs
+    bad = {"forward": {7, 9}, "score": {7, 9}, "logprobs": {10}, "sample": {3}}[call]
     first: list[Command] = [
         Submit(n, SampleRequest(ids_of(n, 20), 6, Sampling(1.0), Seed(sample=n))) for n in range(1, 7)
     ]

@@ -1,0 +1,218 @@
+"""Steps of a GPU, tried without one: what is captured is replayed as recorded, and no captured size changes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from atts.core import SampleRequest, Sampling, ScoreRequest
+from atts.decode import SampledTokens
+from atts.local.attention import GatheredAttention
+from atts.local.batch import StepBatch
+from atts.local.blocks import RowBlocks, bucketed, layout_of, packed, unpacked
+from atts.local.cuda_model import disagreement, paged_attention
+from atts.local.loader import Weights
+from atts.local.messages import Command, SampleReply, Submit
+from atts.local.model_config import ModelConfig, read_model_config
+from atts.local.torch_model import TorchModel
+from atts.models import path
+from atts.seeds import Seed
+from tests.local.speculating import ids_of
+
+LAWS = (Sampling(0), Sampling(0.8), Sampling(1.0, top_p=0.9), Sampling(0.7, top_k=20, min_p=0.02))
+
+
+def recorded(work: Callable[[], None]) -> Callable[[], None]:
+    """A stand-in for a graph: done once when it is captured, as a warm-up is; done again by each replay."""
+    work()
+    return work
+
+
+def mixed() -> list[list[Command]]:
+    """Texts under several laws, and scores, arriving over some steps: batches of many sizes."""
+    steps: list[list[Command]] = [[] for _ in range(12)]
+    for number in range(11):
+        ids, law = ids_of(number // 3, 5 + 9 * (number % 4)), LAWS[number % len(LAWS)]
+        request = SampleRequest(ids, 20 + number, law, Seed(3, sample=number))
+        steps[number].append(Submit(2 * number + 1, request))
+        steps[number].append(Submit(2 * number + 2, ScoreRequest(ids, ids_of(90 + number, 3 + 2 * number))))
+    return steps
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
+    """Every model that is built from now on, made with these settings."""
+
+    def watch(**settings: Any) -> list[TorchModel]:
+        made = list[TorchModel]()
+
+        def make(config: ModelConfig, weights: Weights, cache: torch.Tensor) -> TorchModel:
+            made.append(TorchModel(config, weights, cache, **settings))
+            return made[-1]
+
+        monkeypatch.setattr("atts.local.build.TorchModel", make)
+        return made
+
+    return watch
+
+
+def compare(ours: Any, plain: Any) -> None:
+    """The same ids, and log-probabilities as close as two orders of summing."""
+    assert ours.replies.keys() == plain.replies.keys()
+    for request_id, reply in plain.replies.items():
+        if isinstance(reply, SampleReply):
+            assert ours.replies[request_id].ids == reply.ids
+        assert ours.replies[request_id].logprobs == pytest.approx(reply.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_captured_steps_write_what_others_write(family: str, make_model: Any, drive: Any, models: Any) -> None:
+    """The same ids under every law, the same scores; graphs of several sizes were captured, and replayed more often."""
+    folder = make_model(family)
+    plain, made = drive(folder, mixed()), models(capture=recorded)
+    compare(drive(folder, mixed()), plain)
+    graphs = made[0].graphs
+    assert graphs.trouble == ""
+    assert graphs.num_captured >= 3
+    assert graphs.num_replayed > 2 * graphs.num_captured
+
+
+def test_speculation_is_captured_as_well(make_model: Any, near: Path, drive: Any, models: Any) -> None:
+    """Rows of a proposal are blocks of a captured step, the drafter's rows too: not one token changes."""
+    folder = make_model("llama")
+    orders = [[Submit(n, SampleRequest(ids_of(n, 12), 24, LAWS[n % 4], Seed(n))) for n in (1, 2, 3, 4)]]
+    plain, made = drive(folder, orders), models(capture=recorded)
+    ours = drive(folder, orders, drafter=str(near), speculate="draft", k=3)
+    compare(ours, plain)
+    assert ours.stats.speculation.accepted > 0
+    assert [model.graphs.num_replayed > 0 for model in made] == [True, True]
+
+
+def test_blocks_of_few_rows_write_what_others_write(make_model: Any, drive: Any, models: Any) -> None:
+    """Long chunks are cut into blocks of so many rows as a kernel takes at once, all in one class."""
+    folder = make_model("qwen3")
+    plain = drive(folder, mixed())
+    models(most_rows=16)
+    compare(drive(folder, mixed()), plain)
+
+
+def test_where_capturing_fails_steps_are_computed_one_by_one(make_model: Any, drive: Any, models: Any) -> None:
+    """A driver that refuses is asked once; the texts are the same, and the reason is kept."""
+
+    def refuse(work: Callable[[], None]) -> Callable[[], None]:
+        asked.append(work)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    asked, folder = list[object](), make_model("llama")
+    plain, made = drive(folder, mixed()), models(capture=refuse)
+    compare(drive(folder, mixed()), plain)
+    assert len(asked) == 1
+    assert "not permitted" in made[0].graphs.trouble
+
+
+def batch_of(singles: list[tuple[int, int]], spans: list[tuple[int, int, int]] | None = None) -> StepBatch:
+    """Rows of (table row, length), then spans of (table row, length, tokens)."""
+    rows = [(row, length, 1) for row, length in singles] + (spans or [])
+    counts = np.array([count for *_, count in rows], dtype=np.int64)
+    count = int(counts.sum())
+    return StepBatch(
+        tokens=np.arange(count) + 3,
+        positions=np.arange(count),
+        slots=np.arange(count) + 1,
+        table_rows=np.array([row for row, *_ in rows]),
+        query_starts=np.append(0, counts.cumsum()),
+        context_lens=np.array([length for _, length, _ in rows]),
+        num_logits=counts,
+        num_single=len(singles),
+        logit_rows=np.arange(count),
+    )
+
+
+def test_rows_of_one_sequence_are_one_block_where_their_positions_follow() -> None:
+    """Neighbouring rows of a proposal, and whole chunks; the same sequence at places apart is two blocks."""
+    batch = batch_of([(0, 5), (1, 7), (1, 8), (1, 9), (2, 3), (2, 9)], [(4, 20, 13), (5, 30, 2)])
+    blocks = RowBlocks.of(batch)
+    assert blocks.starts.tolist() == [0, 1, 4, 5, 6, 19]
+    assert blocks.counts.tolist() == [1, 3, 1, 1, 13, 2]
+    assert blocks.firsts.tolist() == [4, 6, 2, 8, 7, 28]
+    cut = RowBlocks.of(batch, 5)
+    assert cut.counts.tolist() == [1, 3, 1, 1, 5, 5, 3, 2]
+    assert cut.firsts.tolist() == [4, 6, 2, 8, 7, 12, 17, 28]
+    assert cut.table_rows.tolist() == [0, 1, 2, 2, 4, 4, 4, 5]
+    assert RowBlocks.of(batch_of([], [(0, 4, 2), (1, 4, 4)])).counts.tolist() == [2, 4]
+    assert [each.counts.tolist() for each in blocks.classes()] == [[1, 1, 1], [3, 2], [13]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 33, 255, 256])
+def test_what_fills_a_step_up_changes_nothing(count: int) -> None:
+    """Sizes are rounded to powers of two; added rows write to the spare slot, which no block reads."""
+    random = np.random.default_rng(count)
+    table = random.permutation(count * 300).reshape(count, 300).astype(np.int32) + 1
+    batch = batch_of([(row, int(random.integers(1, 290))) for row in range(count)])
+    blocks = RowBlocks.of(batch)
+    layout, spare = bucketed(batch, blocks), count * 300 + 1
+    assert layout.rows == 1 << (count - 1).bit_length()
+    step = unpacked(torch.from_numpy(packed(batch, table, [blocks], layout, spare)), layout)
+    assert step.slots[count:].tolist() == [spare] * (layout.rows - count)
+    assert step.tokens[:count].tolist() == batch.tokens.tolist()
+    assert spare not in step.classes[0].slots.flatten().tolist()
+    config = replace(read_model_config(path("draft"), "draft"), num_heads=2, num_kv_heads=1, head_dim=8)
+    keys, values, query = torch.randn(spare + 1, 1, 8), torch.randn(spare + 1, 1, 8), torch.randn(layout.rows, 2, 8)
+    exact = unpacked(torch.from_numpy(packed(batch, table, [blocks], own := layout_of(batch, [blocks]), spare)), own)
+    keys[spare] = values[spare] = torch.nan
+    filled = GatheredAttention(step, config, 0)(query, keys, values)[:count]
+    assert torch.allclose(filled, GatheredAttention(exact, config, 0)(query[:count], keys, values), atol=1e-6)
+    for row in range(count):
+        slots = table[row, : batch.context_lens[row]].astype(np.int64)
+        looks = (query[row] @ keys[slots, 0].T * config.query_scale).softmax(-1)
+        assert torch.allclose(filled[row], (looks @ values[slots, 0]).flatten(), atol=1e-5)
+
+
+def test_numbers_of_a_draw_are_plain_whatever_they_come_from() -> None:
+    """Ids and log-probabilities that come in one copy are those that come in two; an id beyond float32 stays whole."""
+    drawn = SampledTokens(torch.tensor([5, (1 << 24) + 1]), torch.tensor([-0.1, torch.nan]))
+
+    class Elsewhere(torch.Tensor):
+        """A tensor that says it is on no CPU."""
+
+        @property
+        def is_cpu(self) -> bool:  # type: ignore[override]
+            """No."""
+            return False
+
+    apart = SampledTokens(drawn.tokens.as_subclass(Elsewhere), drawn.logprobs)
+    assert apart.lists()[0] == drawn.lists()[0] == [5, (1 << 24) + 1]
+    assert np.array_equal(apart.lists()[1], drawn.lists()[1], equal_nan=True)
+
+
+def test_a_kernel_that_disagrees_is_not_used() -> None:
+    """The check that stands before the kernel sees a wrong scale, a missing row, and what is not a number."""
+    config, cache = read_model_config(path("target"), "target"), torch.zeros(1, 2, 4, 2, 64)
+
+    def wrong(change: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        def make(*parts: Any) -> Callable[..., torch.Tensor]:
+            return lambda *inputs: change(GatheredAttention(*parts)(*inputs))
+
+        return disagreement(config, make, cache, 0)
+
+    assert wrong(lambda out: out) == 0
+    assert wrong(lambda out: out * 1.01) > 1e-4
+    assert wrong(lambda out: torch.cat([out[:-1], out[:1]])) > 1e-4
+    assert not wrong(lambda out: out * torch.nan) <= 1e30
+
+
+@pytest.mark.slow
+def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run by Triton's interpreter: blocks of 1 to 16 rows, split contexts, windows, head sizes of no power of two."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    base = read_model_config(path("target"), "target")
+    for heads, shared, dim in ((4, 2, 64), (6, 2, 96), (5, 1, 16)):
+        config = replace(base, num_heads=heads, num_kv_heads=shared, head_dim=dim, windows=(0, 50))
+        paged_attention(config, torch.zeros(1, 2, 4, shared, dim))

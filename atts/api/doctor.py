@@ -172,6 +172,9 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
         yield Check(
             role, "warn", f"{spec.model} is served, the pair names {wanted}", "Scores and prompts may not fit it"
         )
+    told = dict(spec.findings).get("speculation", "")
+    if told and "does not speculate" not in told:
+        yield Check(role, "warn" if told.startswith("unknown") else "ok", f"speculation: {told.partition(': ')[2]}")
     for name, told in spec.findings:
         if told.startswith("no") and name in ("cache", "abort", "seeds"):
             yield Check(role, "warn", f"{name}: {told}", "docs/servers.md names the server's flag")

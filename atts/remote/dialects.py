@@ -77,6 +77,10 @@ class Dialect(Protocol):
         """How many requests the server is working on; None when it does not say."""
         return None
 
+    async def speculation(self, client: Client) -> str | None:
+        """How the server speculates, in words: "" where it does not, None where it does not say."""
+        return None
+
 
 @runtime_checkable
 class Scorer(Protocol):
@@ -192,7 +196,7 @@ def priority_field(priority: int, wanted: bool, sooner: Literal["lower", "higher
 
 
 def metric(text: str, name: str) -> int | None:
-    """The sum of one gauge in Prometheus' text format; None when it is not there."""
+    """The sum of one gauge or counter in Prometheus' text format; None when it is not there."""
     lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
-    counts = [re.fullmatch(r"(\d{1,15})(\.0*)?", line.rsplit(" ", 1)[-1]) for line in lines]
-    return sum(int(count[1]) for count in counts if count) if lines and all(counts) else None
+    counts = [re.fullmatch(r"\d{1,15}(\.\d{0,15})?(e\+0\d)?", line.rsplit(" ", 1)[-1]) for line in lines]
+    return sum(int(float(count[0])) for count in counts if count) if lines and all(counts) else None

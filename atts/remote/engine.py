@@ -259,7 +259,7 @@ async def probe(
     tokenizer: Tokenizer | str | Path | None = None,
     options: RemoteOptions = _DEFAULTS,
 ) -> ProbeReport:
-    """Look at a server with a dozen short requests; nothing is refused but another tokenizer.
+    """Look at a server with a dozen short requests, some 200 where it speculates; only another tokenizer is refused.
 
     :raises EngineError: it cannot be reached, speaks nothing we know, or lacks the model.
     :raises FingerprintError: its tokenizer is another than the one given.

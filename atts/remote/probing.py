@@ -12,6 +12,7 @@ from atts.engine import Capability
 from atts.errors import BadReply, EngineError, FingerprintError, UnsupportedByEngine
 from atts.remote.dialect_client import DialectClient
 from atts.remote.dialects import Identity, LogProbs, Rater, RawCompletion, Scorer
+from atts.remote.lossless import see_lossless
 from atts.seeds import Seed
 from atts.tasks import task_group
 
@@ -90,6 +91,8 @@ class ServerProbe:
             found, values = await self._see_scores(written)
             findings.extend(found)
             convention = await self._convention() if values else "unknown"
+            if values:
+                findings.append(await self._see_speculation(written.ids))
         if isinstance(self._dialect, Rater):
             findings.append(await self._see_rating())
         sampled = self._dialect.logprobs if convention == "unknown" else convention
@@ -168,6 +171,18 @@ class ServerProbe:
                 raise
             return Finding("rating", "no", f"it does not tell the likeliest tokens ({error})", "rate")
         return Finding("rating", "yes", f"{len(words)} likely words with log-probs", "rate")
+
+    async def _see_speculation(self, greedy: TokenIds) -> Finding:
+        """Whether the server speculates, and if so whether its texts still follow the law that it scores by."""
+        told = await self._dialect.speculation(self._client)
+        if told == "":
+            return Finding("speculation", "yes", "the server does not speculate")
+        try:
+            seen = await see_lossless(self._requests, self._prompt, greedy)
+        except (BadReply, UnsupportedByEngine) as error:
+            return Finding("speculation", "unknown", str(error))
+        words = f"{told or 'it does not say whether it speculates'}; {seen}"
+        return Finding("speculation", "no" if seen.trouble else "yes", words, "sample")
 
     def _strange(self, token: int) -> int:
         """An id far from the given one, and no end."""

@@ -30,6 +30,7 @@ class _ServerInfo(Struct):
     context_length: Count | None = None
     tokenizer_path: str | None = None
     model_path: str | None = None
+    speculative_algorithm: str | None = None
 
 
 class _Finish(Struct):
@@ -57,11 +58,13 @@ class SglangDialect(Dialect):
 
     def __init__(self, *, priorities: bool = False) -> None:
         self._priorities = priorities
+        self._speculates = ""
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
         info: _ServerInfo = await json_at(client, "/server_info", _ServerInfo)
         row = await served(client, model)
+        self._speculates = f"it speculates by {info.speculative_algorithm}" if info.speculative_algorithm else ""
         context = row.max_model_len or info.context_length or 0
         tokenizer = info.tokenizer_path or info.model_path or row.id
         name = f"sglang {short(info.version)}"
@@ -124,6 +127,10 @@ class SglangDialect(Dialect):
     async def running(self, client: Client) -> int | None:
         """See `Dialect`; needs a server started with --enable-metrics."""
         return await in_queue(client, "sglang:num_running_reqs", "sglang:num_queue_reqs")
+
+    async def speculation(self, client: Client) -> str | None:
+        """See `Dialect`."""
+        return self._speculates
 
     def _priority(self, priority: int) -> dict[str, int]:
         return priority_field(priority, self._priorities, "higher")

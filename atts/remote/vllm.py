@@ -16,6 +16,7 @@ from atts.remote.dialects import (
     RawCompletion,
     in_queue,
     json_at,
+    metric,
     priority_field,
     sampling_fields,
     seed_of,
@@ -27,6 +28,7 @@ from atts.remote.replies import TokenCounts, Tokens, Version, decode, finish_of,
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
+_SPECULATED = "vllm:spec_decode"
 _NPY = b"\x93NUMPY\x01\x00"
 _FLOATS = {"<f2": "e", "<f4": "f", "<f8": "d"}
 
@@ -142,6 +144,19 @@ class VllmDialect(Dialect):
     async def running(self, client: Client) -> int | None:
         """See `Dialect`."""
         return await in_queue(client, "vllm:num_requests_running", "vllm:num_requests_waiting")
+
+    async def speculation(self, client: Client) -> str | None:
+        """See `Dialect`; by the counters that a server without speculation does not have."""
+        text = (await client.look("/metrics")).body.decode(errors="replace")
+        if "vllm:" not in text:
+            return None
+        if _SPECULATED not in text:
+            return ""
+        proposed, accepted = (metric(text, f"{_SPECULATED}_num_{what}_tokens_total") for what in ("draft", "accepted"))
+        share = (
+            f", {(accepted or 0) / proposed:.0%} of {proposed:,} proposed tokens accepted so far" if proposed else ""
+        )
+        return f"it speculates{share}"
 
     def _named(self, rid: str) -> dict[str, str]:
         """The header that names a request, where it can be aborted by its name; it outlives gateways."""

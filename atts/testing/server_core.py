@@ -43,6 +43,9 @@ class ServerQuirks:
     sampled log-probs after temperature: SGLang's default, vLLM's --logprobs-mode. `disconnect` "ignore" leaves ghosts
     running when a client goes away, as some releases did. `scoring` "ignored" takes a scoring request and answers
     without scores, as llama.cpp and `transformers serve` do. `version` is what it says it is; "" its dialect's.
+    `speculation` other than "off" is told as that server tells it; "hot" writes garbage at temperatures above 0, as a
+    vLLM for processors did, "greedy" strays at temperature 0, "lossless" changes nothing; a request for one token is
+    never speculated.
     `prefill` is when a chat API goes on with a last assistant message: told by vLLM's two flags, by a mark on the
     message, always, or never (it becomes a user's); "closed" and "prefix" also refuse fields that hosted models do not
     know. `ratings` "off": it tells no likely tokens.
@@ -55,6 +58,12 @@ class ServerQuirks:
     version: str = ""
     prefill: Literal["continue", "prefix", "trailing", "closed"] = "continue"
     ratings: Literal["on", "off"] = "on"
+    speculation: Literal["off", "lossless", "hot", "greedy"] = "off"
+
+    def written(self, request: SampleRequest) -> SampleRequest:
+        """The request as it is carried out: speculation that is broken draws from another law."""
+        is_wrong = self.speculation == ("hot" if request.sampling.temperature else "greedy")
+        return replace(request, sampling=Sampling(8.0)) if is_wrong and request.max_tokens > 1 else request
 
 
 NO_SERVER_FAULTS = ServerFaults()
@@ -132,7 +141,7 @@ class ServerCall:
         :raises Aborted: it was aborted under way.
         """
         state = self.state
-        done = await self._job(rid or f"job {id(request)}", lambda: state.engine.sample(request))
+        done = await self._job(rid or f"job {id(request)}", lambda: state.engine.sample(state.quirks.written(request)))
         cached = state.cache.hit(request.ids)
         state.cache.keep(request.ids + done.ids)
         if spoil and self.fault == "wrong_ids":
@@ -201,6 +210,13 @@ class ServerCall:
         """What /metrics answers: requests at work under the one name, none waiting under the other."""
         labels = f'{{engine="0",model_name="{self.state.model}"}}'
         return f"{running}{labels} {float(len(self.state.jobs))}\n{waiting}{labels} 0.0\n"
+
+    def metrics(self) -> str:
+        """What vLLM's /metrics answers: counters of speculation only where there is any."""
+        text = self.gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
+        counts = {"drafts": "400.0", "draft_tokens": "1.2e+06", "accepted_tokens": "900000.0"}
+        lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}\n' for name, count in counts.items()]
+        return text + "".join(lines) * (self.state.quirks.speculation != "off")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,12 @@ from atts.core import Completion, SampleRequest, Sampling
 from atts.testing.server_core import Aborted, Refusal, Routes, ServerCall, ServerState, request_of
 
 
-def server_info(call: ServerCall) -> dict[str, str]:
+def server_info(call: ServerCall) -> dict[str, str | None]:
     """GET /server_info."""
-    model = call.state.model
-    return {"version": call.state.quirks.version or "0.5.23", "model_path": model, "tokenizer_path": model}
+    model, quirks = call.state.model, call.state.quirks
+    algorithm = None if quirks.speculation == "off" else "STANDALONE"
+    names = {"model_path": model, "tokenizer_path": model, "speculative_algorithm": algorithm}
+    return {"version": quirks.version or "0.5.23", **names}
 
 
 def abort(call: ServerCall) -> dict[str, str]:

@@ -111,7 +111,7 @@ ROUTES = Routes(
     {
         "/version": lambda call: {"version": call.state.quirks.version or "0.33.0"},
         "/v1/models": lambda call: {"object": "list", "data": [call.model_row("vllm")]},
-        "/metrics": lambda call: call.gauges("vllm:num_requests_running", "vllm:num_requests_waiting"),
+        "/metrics": lambda call: call.metrics(),
         "/tokenize": lambda call: call.tokens("prompt") | {"max_model_len": call.state.context_length},
         "/inference/v1/abort_requests": abort,
     },

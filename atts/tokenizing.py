@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from atts.chat_templates import TemplateProcess, is_plain
 from atts.core import Message, TokenIds
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.importing import import_lock
@@ -25,8 +26,9 @@ class ModelTokenizer:
 
         :raises ModelLoadError: there is none, it is not of the fast kind, or its folder brings code.
         """
-        self._name = name
+        self._name, self._folder = name, folder
         self._inner = _open(folder, name)
+        self._templates = TemplateProcess()
         self._state: dict[str, Any] = json.loads(self._inner.backend_tokenizer.to_str())
         self.digest = self._hash()  # of vocabulary, merges, special tokens and template: equal digests read ids alike
         try:
@@ -67,10 +69,15 @@ class ModelTokenizer:
 
     def _template(self, rows: list[dict[str, str]], is_open: bool) -> str:
         options: dict[str, Any] = {"continue_final_message": True} if is_open else {"add_generation_prompt": True}
+        template = self._inner.chat_template
         try:
-            return str(self._inner.apply_chat_template(rows, tokenize=False, **options))
+            if isinstance(template, str) and is_plain(template):
+                return str(self._inner.apply_chat_template(rows, tokenize=False, **options))
+            options |= {"chat_template": self._inner.get_chat_template(), **self._inner.special_tokens_map}
+            return self._templates.render({"conversations": [rows], **options})
         except Exception as error:  # a template is a program: it may divide by nothing, or ask for a petabyte
-            raise UnsupportedByEngine(self._name, f"the chat template refuses these messages ({error})") from error
+            problem = f"the chat template refuses these messages ({error})"
+            raise UnsupportedByEngine(self._name, problem, f"It is in {self._folder}") from error
 
     def _hash(self) -> str:
         parts = {key: self._state[key] for key in self._state if key not in ("truncation", "padding", "version")}

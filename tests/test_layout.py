@@ -31,7 +31,7 @@ FLOORS: list[set[str]] = [
         "atts.spans",
         "atts.tasks",
     },
-    {"atts.core", "atts.files", "atts.model_folder"},
+    {"atts.chat_templates", "atts.core", "atts.files", "atts.model_folder"},
     {
         "atts.engine",
         "atts.graph",

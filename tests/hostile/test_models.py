@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import resource
 import shutil
 from copy import deepcopy
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from atts.chat_templates import TemplateError, TemplateProcess
 from atts.core import Message
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.local.model_config import read_model_config
@@ -27,6 +30,24 @@ TEMPLATES = (
 )  # fmt: skip
 
 
+BOMBS = (
+    "{{ 'x' * 10 ** 9 }}", "{{ messages[0].content * (messages | length + 10 ** 10) }}", "{{ '%999999999d' % 1 }}",
+    "{{ 'x' * (messages | length + 10 ** 7) }}", "{{ 'x' | center(10 ** 10) }}", "{{ [0] * 10 ** 10 }}",
+    "{{ 'x'.ljust(10 ** 10) }}",
+)  # fmt: skip
+ENDLESS = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ messages }}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{{ 3 ** (10 ** 9) }}",
+)
+
+
+@pytest.fixture(scope="module")
+def process() -> TemplateProcess:
+    """One child for all templates that do not end it."""
+    return TemplateProcess(0.5)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of the embedded draft, to be spoilt."""
@@ -34,9 +55,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_template_that_breaks_is_refused_in_words(folder: Path) -> None:
+def test_a_template_that_breaks_is_refused_in_words(folder: Path, process: TemplateProcess) -> None:
     """A template is a program in a sandbox: whatever it raises, the model is said to be unable, and nothing else."""
     refused, tokenizer = 0, ModelTokenizer(folder, "mine")
+    tokenizer._templates = process  # pyright: ignore[reportPrivateUsage]
     inner: Any = tokenizer._inner  # pyright: ignore[reportPrivateUsage]
     for inner.chat_template in TEMPLATES:
         try:
@@ -44,6 +66,42 @@ def test_a_template_that_breaks_is_refused_in_words(folder: Path) -> None:
         except UnsupportedByEngine as error:
             refused += "the chat template refuses these messages" in str(error)
     assert refused > 15  # some are only empty
+
+
+def test_a_template_that_would_take_all_memory_is_refused(folder: Path, process: TemplateProcess) -> None:
+    """What can compute is rendered in a child with limits; the message names the folder."""
+    tokenizer = ModelTokenizer(folder, "mine")
+    tokenizer._templates = process  # pyright: ignore[reportPrivateUsage]
+    inner: Any = tokenizer._inner  # pyright: ignore[reportPrivateUsage]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for inner.chat_template in BOMBS:
+        with pytest.raises(UnsupportedByEngine, match=f"it takes more than .* in {folder}"):
+            tokenizer.render([Message("user", "1 + 1?")])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+    inner.chat_template = "{% set said = messages[0].content %}{{ said }}"
+    assert tokenizer.decode(tokenizer.render([Message("user", "1 + 1?")])) == "1 + 1?"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_that_runs_on_is_ended(template: str) -> None:
+    """The child's processor time is limited; the next template has a new child."""
+    process = TemplateProcess(0.5)
+    request = {"conversations": [[{"role": "user", "content": "1"}]], "chat_template": template}
+    with pytest.raises(TemplateError, match="it takes more than"):
+        process.render(request)
+    assert process.render({**request, "chat_template": "{% set x = 3 %}{{ x }}"}) == "3"
+
+
+def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in the environment are not handed on; no child is left."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    owner = TemplateProcess()
+    child = owner.start()
+    assert b"sk-secret" not in Path(f"/proc/{child.pid}/environ").read_bytes()
+    del owner
+    gc.collect()
+    assert child.poll() is not None
 
 
 def test_ids_beyond_any_vocabulary_are_refused_before_there_is_a_list_of_them(folder: Path) -> None:

@@ -15,7 +15,8 @@ import msgspec
 from atts.errors import ZooError
 from atts.model_folder import weight_files
 
-MANIFEST, MARK = "blocks.json", "zoo.json"
+MANIFEST, MARK, ADAPTER = "blocks.json", "zoo.json", "adapter"
+ADAPTER_CONFIG = "adapter_config.json"
 MODELS, BLOCKS = "models", "blocks"
 SCHEMA = 1
 """Of zoos: a higher number was written by a newer atts."""
@@ -82,9 +83,19 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
         return [TensorFile(path, None) for path in weight_files(folder, name)]
     found = dict[str, dict[str, str]]()
     for block in stored.blocks:
-        if block.place != "adapter":
+        if block.place != ADAPTER:
             found.setdefault(block.digest, {}).update(block.tensors)
     return [TensorFile(block_path(folder.parent.parent, digest), names) for digest, names in found.items()]
+
+
+def adapter_file(folder: Path) -> TensorFile | None:
+    """Where the adapter of the model in `folder` is; its settings are in the folder `adapter` beside the manifest.
+
+    :raises ZooError: the manifest cannot be read.
+    """
+    stored = read_stored(folder) if (folder / MANIFEST).is_file() else None
+    found = [block for block in stored.blocks if block.place == ADAPTER] if stored else []
+    return TensorFile(block_path(folder.parent.parent, found[0].digest), found[0].tensors) if found else None
 
 
 def check_stored(folder: Path) -> StoredModel | None:

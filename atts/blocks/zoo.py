@@ -13,13 +13,15 @@ from secrets import token_hex
 import msgspec
 
 from atts.blocks.sharing import ZooContents, contents
-from atts.blocks.splitting import Block, WeightFile, joined, split
+from atts.blocks.splitting import Block, WeightFile, joined, split, whole_block
 from atts.errors import OptionError, ZooError
 from atts.files import open_ordinary, storage, sync_directory, write_atomic
 from atts.journal import locked
-from atts.local import check_model, check_weights
-from atts.model_folder import WEIGHT_FILES, weight_files, weights_marks
+from atts.local import check_adapter, check_model, check_weights
+from atts.model_folder import WEIGHT_FILES, read_object, weight_files, weights_marks
 from atts.stored_blocks import (
+    ADAPTER,
+    ADAPTER_CONFIG,
     BLOCKS,
     MANIFEST,
     MARK,
@@ -34,6 +36,7 @@ from atts.stored_blocks import (
 )
 
 _LOCK = "lock"
+_ADAPTER_FILE = "adapter_model.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _OTHER_WEIGHTS = (*WEIGHT_FILES, "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 """Weights in forms that no local engine reads: they stay where they are."""
@@ -90,8 +93,11 @@ class Zoo:
                 found.append(str(error))
         return found
 
-    def add(self, name: str, folder: Path) -> StoredModel:
+    def add(self, name: str, folder: Path, base: str = "") -> StoredModel:
         """Store a model under a name, each block of it that is not there yet.
+
+        The folder may hold an adapter in peft's layout: its model is that of `base`, the adapter a block of its own.
+        Where no base is named, it is the model that was added from the folder which the adapter names as its base.
 
         :raises OptionError: the name cannot be one, or is taken.
         :raises ModelLoadError: the folder holds no model that a local engine computes.
@@ -102,12 +108,13 @@ class Zoo:
             raise OptionError("NAME", f"{name!r} can be no model's name; use letters, digits, '.', '_' and '-'")
         if not folder.is_dir():
             raise OptionError("FOLDER", f"{folder} is no folder; name one with a model's configuration and weights")
+        if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+            return self._add_adapter(name, folder, base)
+        if base:
+            raise OptionError("--base", f"{folder} holds no adapter ({ADAPTER_CONFIG}), but a model of its own")
         config, _ = check_model(folder, name)
         check_weights(folder, config, name)
-        with self._changing(create=True), ExitStack() as stack:
-            if name in self.names():
-                advice = f"take another, or remove it first: atts zoo remove {name} --zoo {self.directory}"
-                raise OptionError("NAME", f"{name!r} is taken; {advice}")
+        with self._adding(name), ExitStack() as stack:
             with storage(folder):
                 files = weight_files(folder, name)
                 mapped = [WeightFile(path, stack) for path in files]
@@ -116,14 +123,12 @@ class Zoo:
             ours = {block.stored.digest for block in blocks}
             sharers = [other for other in map(self._read, self.names()) if other and ours & other.digests]
             side = _side_files(folder)
-            with storage(folder):
-                size = sum(path.stat().st_size for path in (*side, *files))
             model = StoredModel(
                 name=name,
                 source=str(folder.resolve()),
                 base="",
                 is_whole=not sharers,
-                bytes=size,
+                bytes=_bytes_of([*side, *files]),
                 marks=marks,
                 files=tuple(file.stored() for file in mapped),
                 blocks=tuple(block.stored for block in blocks),
@@ -134,6 +139,49 @@ class Zoo:
                 self._write_blocks(blocks)
             self._put(model, [*side, *([] if sharers else files)])
             return model
+
+    def _add_adapter(self, name: str, folder: Path, base: str) -> StoredModel:
+        """Store an adapter as the model that it makes of another: the same blocks, and one more."""
+        with self._adding(name), ExitStack() as stack:
+            found = self._base_of(folder, base, name)
+            home, file = self._models / found.name, folder / _ADAPTER_FILE
+            config, _ = check_model(home, name)
+            check_adapter(folder, file, config, name)
+            with storage(folder):
+                mapped = WeightFile(file, stack)
+                block, side = whole_block(ADAPTER, [mapped]), _side_files(folder)
+                own = weights_marks([file, folder / ADAPTER_CONFIG])
+            self._separate(found)
+            self._write_blocks([block])
+            model = StoredModel(
+                name=name,
+                source=str(folder.resolve()),
+                base=found.name,
+                is_whole=False,
+                bytes=found.bytes + _bytes_of([*side, file]),
+                marks=(f"{found.marks[0]}+{own[0]}", f"{found.marks[1]}+{own[1]}"),
+                files=(mapped.stored(),),
+                blocks=(*found.blocks, block.stored),
+            )
+            self._put(model, _side_files(home), side)
+            return model
+
+    def _base_of(self, folder: Path, base: str, name: str) -> StoredModel:
+        """The model that an adapter was trained on."""
+        if base:
+            found = read_stored(self.folder(base))
+            if found.base:
+                raise OptionError("--base", f"{base!r} is an adapter's model itself; name its base, {found.base!r}")
+            return found
+        said = str(read_object(folder / ADAPTER_CONFIG, name).get("base_model_name_or_path") or "")
+        known = [model for model in map(self._read, self.names()) if model and not model.base]
+        places = {said, str((folder / said).resolve()), str(Path(said).expanduser().resolve())} if said else set[str]()
+        for model in known:
+            if model.source in places or model.name == said:
+                return model
+        names = ", ".join(model.name for model in known) or "none yet: add it first"
+        problem = f"the base of {folder} is {said or 'not named'}, and no model of the zoo was added from there"
+        raise OptionError("--base", f"{problem}; name one: {names}")
 
     def remove(self, name: str) -> int:
         """Forget a model, and delete what no other needs; how many bytes became free.
@@ -166,7 +214,8 @@ class Zoo:
         try:
             with storage(out), ExitStack() as stack:
                 temporary.mkdir(parents=True)
-                _copy([path for path in folder.iterdir() if path.name != MANIFEST], temporary)
+                home = folder / ADAPTER if model.base else folder
+                _copy([path for path in home.iterdir() if path.is_file() and path.name != MANIFEST], temporary)
                 tensors = dict[str, memoryview]()
                 for block in () if model.is_whole else model.blocks:
                     stored = WeightFile(block_path(self.directory, block.digest), stack).tensors
@@ -184,6 +233,15 @@ class Zoo:
     @property
     def _models(self) -> Path:
         return self.directory / MODELS
+
+    @contextmanager
+    def _adding(self, name: str) -> Generator[None, None, None]:
+        """Alone among the processes that change this zoo, which has no model of this name."""
+        with self._changing(create=True):
+            if name in self.names():
+                advice = f"take another, or remove it first: atts zoo remove {name} --zoo {self.directory}"
+                raise OptionError("NAME", f"{name!r} is taken; {advice}")
+            yield
 
     @contextmanager
     def _changing(self, *, create: bool = False) -> Generator[None, None, None]:
@@ -234,13 +292,16 @@ class Zoo:
             if not is_there:
                 write_atomic(path, block.parts)
 
-    def _put(self, model: StoredModel, files: Sequence[Path]) -> None:
-        """Write a model's folder beside the others, then give it its name."""
+    def _put(self, model: StoredModel, files: Sequence[Path], adapter: Sequence[Path] = ()) -> None:
+        """Write a model's folder beside the others, an adapter's files in a folder below, then give it its name."""
         temporary = self._models / f".adding-{token_hex(6)}"
         with storage(self._models / model.name):
             try:
                 temporary.mkdir()
                 _copy(files, temporary)
+                if adapter:
+                    (temporary / ADAPTER).mkdir()
+                    _copy(adapter, temporary / ADAPTER)
                 if model.is_whole and any(file_digest(temporary / file.name) != file.digest for file in model.files):
                     raise ZooError(self.directory, f"the files of {model.source} changed while they were read", "Again")
                 write_atomic(temporary / MANIFEST, msgspec.json.encode(model))
@@ -279,6 +340,10 @@ def _side_files(folder: Path) -> list[Path]:
     with storage(folder):
         plain = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
     return [path for path in plain if not any(path.match(kind) for kind in _OTHER_WEIGHTS) and path.name != MANIFEST]
+
+
+def _bytes_of(files: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
 
 
 def _copy(files: Iterable[Path], folder: Path) -> None:

@@ -24,17 +24,25 @@ Directory = Annotated[Path, typer.Option("--zoo", help="The zoo's directory.", m
 @app.command()
 def add(
     name: Name,
-    folder: Annotated[Path, typer.Argument(help="A model's folder, as save_pretrained writes it.")],
+    folder: Annotated[Path, typer.Argument(help="A model's or an adapter's folder, as save_pretrained writes it.")],
     zoo: Directory,
+    base: Annotated[
+        str,
+        typer.Option(
+            help="The zoo's model that an adapter (LoRA) was trained on.", show_default="the one that it names"
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Store a model: blocks that are there already are shared, to the bit; a new directory becomes a zoo.
 
     Example: atts zoo add base ./Qwen3-1.7B --zoo zoo
+
+    Example: atts zoo add algebra ./algebra-lora --base base --zoo zoo
     """
     from atts.blocks import Zoo
 
-    model = Zoo(zoo).add(name, folder)
+    model = Zoo(zoo).add(name, folder, base)
     print_result(
         {"name": name, "zoo": str(zoo), "bytes": model.bytes, "blocks": len(model.digests), "whole": model.is_whole},
         as_json,

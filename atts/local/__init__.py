@@ -1,9 +1,9 @@
 """The local engine: models in this process or a child of it, continuous batching, a shared prefix cache."""
 
-from atts.local.checking import check_model, check_weights
+from atts.local.checking import check_adapter, check_model, check_weights
 from atts.local.engine import LocalEngine
 from atts.local.messages import LoopStats
 from atts.local.model_config import Family
 from atts.local.options import LocalOptions
 
-__all__ = ["Family", "LocalEngine", "LocalOptions", "LoopStats", "check_model", "check_weights"]
+__all__ = ["Family", "LocalEngine", "LocalOptions", "LoopStats", "check_adapter", "check_model", "check_weights"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from atts.errors import ModelLoadError
 from atts.importing import import_lock
 from atts.local.model_config import ModelConfig, read_model_config
-from atts.stored_blocks import tensor_files
+from atts.stored_blocks import TensorFile, tensor_files
 from atts.tokenizing import ModelTokenizer
 
 
@@ -35,3 +35,13 @@ def check_weights(folder: Path, config: ModelConfig, name: str) -> None:
 
         from atts.local.loader import load_weights
     load_weights(folder, config, torch.float32, torch.device("meta"), name)
+
+
+def check_adapter(folder: Path, file: Path, config: ModelConfig, name: str) -> None:
+    """See that the folder holds an adapter for a model of this configuration.
+
+    :raises ModelLoadError: it does not.
+    """
+    with import_lock:
+        from atts.local.adapters import read_adapter
+    read_adapter(TensorFile(file, None), folder, config, name)

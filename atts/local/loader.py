@@ -16,8 +16,9 @@ from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory
 from atts.importing import import_lock
+from atts.local.adapters import Adapter, read_adapter
 from atts.local.model_config import NO_ROPE, UNREADABLE, ModelConfig, read_hf_config
-from atts.stored_blocks import tensor_files
+from atts.stored_blocks import ADAPTER, adapter_file, tensor_files
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What weights come in; smaller numbers mean nothing without the scales that some other format keeps beside them."""
@@ -80,7 +81,9 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
         raise OutOfMemory(name, problem, advice)
     try:
         with ExitStack() as stack:
-            return _fuse(_TensorReader(folder, dtype, device, name, stack), config, load_ropes(folder, config, name))
+            reader = _TensorReader(folder, dtype, device, name, stack)
+            reader.adapter = load_adapter(folder, config, name)
+            return _fuse(reader, config, load_ropes(folder, config, name))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(name, f"the weights do not fit into memory on {device}", advice) from error
 
@@ -92,6 +95,15 @@ def free_memory() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
+    """The adapter that is stored with a model; empty where there is none.
+
+    :raises ModelLoadError: it cannot be used.
+    """
+    file = adapter_file(folder)
+    return read_adapter(file, folder / ADAPTER, config, name) if file else {}
 
 
 def _fuse(read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope]) -> Weights:
@@ -180,6 +192,7 @@ class _TensorReader:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack) -> None:
         self._dtype, self._device, self._name, self._folder = dtype, device, name, folder
+        self.adapter: Adapter = {}  # merged into the matrices that it changes
         files = tensor_files(folder, name)
         try:
             handles = [stack.enter_context(safe_open(file.path, framework="pt")) for file in files]
@@ -205,6 +218,8 @@ class _TensorReader:
         if tuple(tensor.shape) != size:
             problem = f"weight {key!r} has shape {tuple(tensor.shape)}, config.json says {size}"
             raise ModelLoadError(self._name, problem, "Configuration and weights belong to different models")
+        if low := self.adapter.get(key.removesuffix(".weight")):
+            tensor = low.added_to(tensor)
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def norm(self, config: ModelConfig, key: str, size: int, order: Tensor | None = None) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter, thread_time
 
 import numpy as np
 import torch
@@ -91,7 +92,9 @@ def _build(
         drafter = _drafter(config, drafter_weights, cache, scheduler) if config.drafter and drafter_weights else None
         lengths = GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
         proposer = config.proposer() if config.proposer else _proposer(options.speculate or "auto", drafter)
-        speculation = Speculation(proposer, lengths, scheduler, config.model.vocabulary, token_table.end_ids)
+        clock = thread_time if device.type == "cpu" else perf_counter
+        vocabulary, end_ids = config.model.vocabulary, token_table.end_ids
+        speculation = Speculation(proposer, lengths, scheduler, clock, vocabulary=vocabulary, end_ids=end_ids)
     loop = StepLoop(model, scheduler, token_table, send, speculation)
     return loop, WorkerReady(kv_tokens, model.device_name, trouble)
 

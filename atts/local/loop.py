@@ -109,10 +109,9 @@ class StepLoop:
         if self._speculation is not None:
             self._speculation.propose(plan)
         self._attempt(plan)
-        seconds = perf_counter() - began
-        self._stats.busy_seconds += seconds
+        self._stats.busy_seconds += perf_counter() - began
         if self._speculation is not None:
-            self._speculation.observed(plan, seconds)
+            self._speculation.observed(plan)
 
     def fail_all(self, failure: FailureReply) -> None:
         """Tell every caller that nothing more will come."""

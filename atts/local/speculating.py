@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Protocol
 
 import numpy as np
@@ -71,58 +71,72 @@ class GoodputLengths:
 
     def __init__(self, most: int, tokens_by_ratio: int) -> None:
         self._control, self._by_ratio = GoodputControl(most), tokens_by_ratio
+        self._shape = StepShape((), 0, 0.0)  # of the step that lengths were chosen for last
 
-    def choose(self, plan: StepPlan) -> list[int]:
+    def choose(self, plan: StepPlan) -> Many[int]:
         """As many as pay, by what is known of times and of what stood."""
-        shape = self._shape(plan)
-        chosen = dict(zip(shape.keys, self._control.choose(shape), strict=True)) if shape.keys else {}
-        return [chosen.get(sequence.request_id, self._by_ratio) for sequence in plan.decoding]
-
-    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> Forecast | None:
-        """Survival and times are learnt."""
-        shape = self._shape(plan)
-        own = set(shape.keys)
-        outcomes = [(each.request_id, each.proposed, each.stood) for each in rounds if each.request_id in own]
-        if not own or len(outcomes) < len(rounds):  # who took the time to propose cannot be told
-            return None
-        rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
-        forecast = self._control.observed(shape, outcomes, rows, seconds)
-        return forecast._replace(tokens=forecast.tokens - shape.others) if forecast else None
-
-    def _shape(self, plan: StepPlan) -> StepShape:
         keys = [sequence.request_id for sequence in plan.decoding if not is_ratio(sequence)]
         others = sum([chunk.stop - chunk.start for chunk in plan.prefills])
         others += (len(plan.decoding) - len(keys)) * (1 + self._by_ratio)
         context = sum([sequence.num_computed for sequence in plan.decoding]) / len(plan.decoding)
-        return StepShape(keys, others, context)
+        self._shape = StepShape(keys, others, context)
+        lengths = self._control.choose(self._shape) if keys else []
+        if len(keys) == len(plan.decoding):
+            return lengths
+        chosen = dict(zip(keys, lengths, strict=True))
+        return [chosen.get(sequence.request_id, self._by_ratio) for sequence in plan.decoding]
+
+    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> Forecast | None:
+        """Survival and times are learnt."""
+        shape = self._shape
+        outcomes = [(each.request_id, each.proposed, each.stood) for each in rounds]
+        if len(shape.keys) < len(plan.decoding):
+            own = set(shape.keys)
+            outcomes = [outcome for outcome in outcomes if outcome[0] in own]
+        if not shape.keys or len(outcomes) < len(rounds):  # who took the time to propose cannot be told
+            return None
+        rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
+        forecast = self._control.observed(shape, outcomes, rows, seconds)
+        return forecast._replace(tokens=forecast.tokens - shape.others) if forecast else None
 
 
 class Speculation:
     """Adds proposals to plans and says what of them stands; a proposal lives no longer than its step."""
 
     def __init__(
-        self, proposer: Proposer, lengths: Lengths, scheduler: Scheduler, vocabulary: int, end_ids: frozenset[int]
+        self,
+        proposer: Proposer,
+        lengths: Lengths,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        *,
+        vocabulary: int,
+        end_ids: frozenset[int],
     ) -> None:
-        self._proposer, self._lengths, self._scheduler = proposer, lengths, scheduler
+        """`clock` says what steps take, with nothing in it that others took of the processor where that can be."""
+        self._proposer, self._lengths, self._scheduler, self._clock = proposer, lengths, scheduler, clock
         self._vocabulary, self._end_ids = vocabulary, end_ids
         self._most = 1 << 30  # tokens a proposal may have, less once memory ran out
         self._asked = dict[int, TokenProposal]()
         self._rounds: list[SpeculationRound] = []
-        self._proposing = 0.0
+        self._began = self._proposing = 0.0
         self._known = set[int]()  # request ids that proposers were asked about
         self._stats = SpeculationStats()
 
     def propose(self, plan: StepPlan) -> None:
         """Add to the plan what may follow each decoding sequence's newest token, as far as there are slots for it."""
+        self._began, self._proposing = self._clock(), 0.0
         self._rounds.clear()
         self._asked.clear()
         self._forget_finished()
         if self._stats.trouble or not plan.decoding:
             return
-        began = perf_counter()
-        asks: list[Ask] = []
         lengths = self._lengths.choose(plan)
-        self._stats.choices, self._stats.chosen = self._stats.choices + len(lengths), self._stats.chosen + sum(lengths)
+        self._stats.choices += len(lengths)
+        if not any(lengths):
+            return
+        self._stats.chosen += sum(lengths)
+        asks: list[Ask] = []
         for sequence, length in zip(plan.decoding, lengths, strict=True):
             room = self._scheduler.widen(sequence, min(length, self._most)) if length > 0 else 0
             if room > 0:
@@ -132,7 +146,7 @@ class Speculation:
             plan.proposals.extend([self._proposal(sequence.request_id) for sequence in plan.decoding])
             if not any(plan.proposals):
                 plan.proposals.clear()
-        self._proposing = perf_counter() - began
+        self._proposing = self._clock() - self._began
         self._stats.seconds += self._proposing
 
     def settle(self, sequence: Sequence, drawn: list[int]) -> int:
@@ -159,11 +173,12 @@ class Speculation:
             tokens[stood] = instead
         return tokens
 
-    def observed(self, plan: StepPlan, seconds: float) -> None:
-        """Tell who decides about lengths what came of the step, and how long the step itself took."""
+    def observed(self, plan: StepPlan) -> None:
+        """Tell who decides about lengths what came of the step, and how long it took."""
         for each in self._rounds:
             self._stats.add(each.proposed, each.stood)
-        if plan.decoding:
+        if plan.decoding and not self._stats.trouble:
+            seconds = self._clock() - self._began
             forecast = self._lengths.observed(plan, self._rounds, (self._proposing, seconds - self._proposing))
             if forecast is not None:
                 written = len(plan.decoding) + sum([each.stood for each in self._rounds])

@@ -1,16 +1,16 @@
-"""What a step takes, as measured: seconds by rows and context, rising with the rows, and seconds per proposed token."""
+"""What steps and proposals take, as measured: seconds by the number of tokens, never falling as there are more."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Condition = tuple[bool, int]  # whether given text is fed in the same step, and how long the contexts are
+Condition = tuple[bool, int]  # whether given text is fed in the same step, and how long contexts or how many texts are
 
 _KEPT = 9  # newest times of a cell, of which the median counts: load and hiccups of the machine pass
 _ENOUGH = 2  # times that make a cell measured
@@ -19,15 +19,23 @@ _EXACT = 16  # rows up to which each number has a cell of its own; beyond, four 
 
 
 def condition(*, is_mixed: bool, context: float) -> Condition:
-    """Under which one curve holds: contexts are told apart by factors of two."""
-    return is_mixed, int(context).bit_length()
+    """Under which one curve holds: contexts are told apart by factors of four."""
+    return is_mixed, int(context).bit_length() // 2
 
 
-class Curve(NamedTuple):
-    """Step times at rising numbers of rows."""
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Times at rising numbers of rows."""
 
     rows: Floats
     seconds: Floats
+    _known: dict[int, float] = field(default_factory=dict[int, float])
+
+    def one(self, rows: int) -> float:
+        """At one number of rows; asked again it is looked up."""
+        if rows not in self._known:
+            self._known[rows] = float(self.at(np.array([float(rows)]))[0])
+        return self._known[rows]
 
     def at(self, rows: Floats) -> Floats:
         """Between measured cells a line; beyond, more than the least there can be."""
@@ -61,13 +69,12 @@ class _Cell:
 
 
 class StepCosts:
-    """The table of step times, filled as steps are taken."""
+    """A table of times by condition and rows, filled as steps are taken."""
 
     def __init__(self) -> None:
         self._cells: dict[Condition, dict[int, _Cell]] = {}
         self._curves: dict[Condition, Curve] = {}
         self._since: dict[Condition, int] = {}
-        self._proposing: dict[int, _Cell] = {}
 
     def add(self, where: Condition, rows: int, seconds: float) -> None:
         """One step took so long."""
@@ -82,16 +89,6 @@ class StepCosts:
         if self._since[where] >= _STALE or len(cells[place].times) <= _ENOUGH:
             self._curves.pop(where, None)
 
-    def add_proposing(self, sequences: int, tokens: int, seconds: float) -> None:
-        """So many tokens were proposed for so many sequences in this time."""
-        cell = self._proposing.setdefault(sequences.bit_length(), _Cell(sequences))
-        cell.add(sequences, seconds / tokens)
-
-    def per_token(self, sequences: int) -> float | None:
-        """Seconds a proposed token takes with about as many sequences; None: none was ever proposed."""
-        near = min(self._proposing, key=lambda place: abs(place - sequences.bit_length()), default=None)
-        return None if near is None else self._proposing[near].median()
-
     def is_measured(self, where: Condition, rows: int) -> bool:
         """Whether the cell of so many rows has been seen more than once."""
         cell = self._cells.get(where, {}).get(_place(rows))
@@ -99,12 +96,13 @@ class StepCosts:
 
     def curve(self, where: Condition) -> Curve | None:
         """Step times there, or under the nearest condition that was seen; None: no step was ever timed."""
+        if where in self._curves:
+            return self._curves[where]
         if where not in self._cells:
             near = self._nearest(where)
             return None if near is None else self.curve(near)
-        if where not in self._curves:
-            self._since[where] = 0
-            self._curves[where] = _rising(sorted((c.rows, c.median()) for c in self._cells[where].values()))
+        self._since[where] = 0
+        self._curves[where] = _rising(sorted((c.rows, c.median()) for c in self._cells[where].values()))
         return self._curves[where]
 
     def _nearest(self, where: Condition) -> Condition | None:
@@ -121,7 +119,7 @@ class StepCosts:
 
 
 def _place(rows: int) -> int:
-    return rows if rows <= _EXACT else int(4 * np.log2(rows / _EXACT)) + _EXACT + 1
+    return rows if rows <= _EXACT else int(4 * log2(rows / _EXACT)) + _EXACT + 1
 
 
 def _rising(points: list[tuple[float, float]]) -> Curve:

@@ -12,6 +12,7 @@ Outcome = tuple[int, int, int]  # sequence, tokens proposed, tokens that stood
 _PRIOR = 0.7  # a place of which nothing is known yet
 _POOL_DECAY, _OWN_DECAY = 0.99, 0.97  # a round; what stands changes within a text
 _POOL_WEIGHT, _OWN_WEIGHT = 2.0, 8.0  # of what a place is shrunk to, in tests
+_MOST_WAITING = 4096  # rounds
 
 
 class Survival:
@@ -25,20 +26,17 @@ class Survival:
         self._none = np.zeros((2, most))
         self._pool = self._none
         self._own: dict[int, NDArray[np.float64]] = {}
+        self._new: list[Outcome] = []  # rounds that wait to be counted: together they cost hardly more than one
 
     def add(self, rounds: Sequence[Outcome]) -> None:
         """One round each of some sequences."""
-        if not rounds:
-            return
-        _, proposed, stood = np.array(rounds, dtype=np.int64).T
-        reached = np.minimum(stood + 1, proposed)
-        seen = np.stack([self._places < count[:, None] for count in (reached, stood)], 1).astype(np.float64)
-        self._pool = self._pool * _POOL_DECAY ** len(rounds) + seen.sum(0)
-        for (key, _, _), counts in zip(rounds, seen, strict=True):
-            self._own[key] = self._own.get(key, self._none) * _OWN_DECAY + counts
+        self._new += rounds
+        if len(self._new) > _MOST_WAITING:
+            self._count()
 
     def standing(self, keys: Sequence[int]) -> NDArray[np.float64]:
         """[sequences, places]: how likely a place stands with all before it, as far as these sequences show."""
+        self._count()
         rates, rate = list[float](), _PRIOR
         for tested, stood in self._pool.T.tolist():
             rate = (stood + _POOL_WEIGHT * rate) / (tested + _POOL_WEIGHT)
@@ -51,3 +49,21 @@ class Survival:
         """Forget the other sequences, once they are many; the pool has learnt from them."""
         if len(self._own) > 64 + 2 * len(keys):
             self._own = {key: self._own[key] for key in keys if key in self._own}
+
+    def _count(self) -> None:
+        if not self._new:
+            return
+        keys, proposed, stood = np.array(self._new, dtype=np.int64).T
+        self._new = []
+        reached = np.minimum(stood + 1, proposed)
+        seen = np.stack([self._places < count[:, None] for count in (reached, stood)], 1).astype(np.float64)
+        self._pool = _faded(self._pool, seen, _POOL_DECAY)
+        for key in np.unique(keys).tolist():
+            self._own[key] = _faded(self._own.get(key, self._none), seen[keys == key], _OWN_DECAY)
+
+
+def _faded(counts: NDArray[np.float64], new: NDArray[np.float64], decay: float) -> NDArray[np.float64]:
+    """Counts with those of further rounds added, one after another."""
+    weights = decay ** np.arange(len(new) - 1, -1, -1)
+    faded: NDArray[np.float64] = counts * decay ** len(new) + np.tensordot(weights, new, 1)
+    return faded

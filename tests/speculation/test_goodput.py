@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,11 @@ MOST = 16
 class Machine:
     """Steps of so many sequences: each proposed token stands with the same probability, every time is noisy."""
 
-    def __init__(self, table: Table, per_token: float, seed: int = 0, noise: float = 0.03) -> None:
+    def __init__(self, table: Table, per_token: float, seed: int = 0, noise: float = 0.03, once: float = 0.0) -> None:
+        """Proposing takes so long for each token, and `once` beside that if there is any."""
         self.control = GoodputControl(MOST)
-        self._table, self._per_token, self._noise = table, per_token, noise
+        self._table, self._noise = table, noise
+        self._proposing: Table = lambda tokens: per_token * tokens + once * (tokens > 0)
         self._random = np.random.default_rng(seed)
         self._new = count(1)
         self._keys: list[int] = []
@@ -49,7 +52,7 @@ class Machine:
         ]
         rows = shape.rows + sum(lengths)
         slow = 1 + self._noise * self._random.exponential(size=2)
-        seconds = sum(lengths) * self._per_token * slow[0], self._table(rows) * slow[1]
+        seconds = self._proposing(sum(lengths)) * slow[0], self._table(rows) * slow[1]
         forecast = self.control.observed(shape, rounds, rows, (float(seconds[0]), float(seconds[1])))
         if forecast is not None:
             self.expected, self.came = self.expected + forecast.seconds, self.came + float(sum(seconds))
@@ -57,7 +60,7 @@ class Machine:
     def goodput(self, lengths: list[int], acceptance: float) -> tuple[float, float]:
         """Expected tokens and seconds of a step, without noise."""
         tokens = sum((1 - acceptance ** (length + 1)) / (1 - acceptance) for length in lengths)
-        return tokens, self._table(len(lengths) + sum(lengths)) + sum(lengths) * self._per_token
+        return tokens, self._table(len(lengths) + sum(lengths)) + self._proposing(sum(lengths))
 
     def rate(self, number: int, sequences: int, acceptance: float) -> float:
         """Expected tokens a second over so many steps."""
@@ -101,6 +104,33 @@ def test_on_random_tables_it_is_near_the_best_fixed_length_and_never_behind_plai
         assert reached >= 0.97 * max(fixed), (seed, acceptance, int(np.argmax(fixed)), reached / max(fixed))
         assert reached >= 0.97 * fixed[0]
     assert len(best_lengths) > 1
+
+
+def test_a_drafter_that_costs_much_before_its_first_token_is_asked_for_many() -> None:
+    """What one token costs says nothing of what eight do."""
+    machine = Machine(straight(1e-3, 2e-5), 2e-5, once=1e-3)
+    machine.rate(400, 2, 0.9)
+    fixed = [machine.fixed(length, 2, 0.9) for length in range(MOST + 1)]
+    assert fixed[1] < fixed[0] < max(fixed)
+    assert machine.rate(400, 2, 0.9) >= 0.97 * max(fixed)
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.9])
+def test_decisions_that_come_out_the_same_become_rare(acceptance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in 64 steps at the end, proposing or not; and what is off is asked for next to nothing."""
+    decide, made = GoodputControl._decide, list[int]()  # pyright: ignore[reportPrivateUsage]
+
+    def counted(control: GoodputControl, *seen: Any) -> None:
+        made.append(1)
+        decide(control, *seen)
+
+    monkeypatch.setattr(GoodputControl, "_decide", counted)
+    machine = Machine(straight(1e-3, 4e-4), 1e-4)
+    list(machine.steps(600, 1, acceptance))
+    made.clear()
+    asked = [sum(lengths) > 0 for lengths in machine.steps(640, 1, acceptance)]
+    assert len(made) < 30
+    assert sum(asked) < 30 or acceptance > 0.5
 
 
 def mean(lengths: list[list[int]]) -> float:

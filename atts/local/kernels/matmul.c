@@ -88,14 +88,26 @@ INLINE int64_t balanced(int64_t rows, int64_t most) {
   return (rows + blocks - 1) / blocks;  // 13 rows are 7 + 6, not 12 + 1
 }
 
+// Rows that go through a tile together. Up to a dozen rows are mostly the wait for weights: half as many at a time with
+// two panels read them in longer runs, and the second half finds them in the cache
+INLINE int64_t tile_rows(int64_t block) {
+  return balanced(block, LANES == 16 && block <= TILE_ROWS ? TILE_ROWS / 2 : TILE_ROWS);
+}
+
+// Panels beside each other for so many rows. Unpacking takes registers too: with 16 of them three rows of two panels
+// would spill
+INLINE int64_t panels_for(int64_t rows, int64_t is_bf16) {
+  return rows <= (is_bf16 && LANES < 16 ? 2 : 3) ? WIDE_PANELS : rows <= 6 ? HALF_PANELS : 1;
+}
+
 void matmul(int64_t is_bf16, const float *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
              float *out, const float *bias, int accumulate, int64_t thread, int64_t threads) {
   int64_t all = (n + PANEL - 1) / PANEL, first = all * thread / threads, last = all * (thread + 1) / threads;
   float sums[TILE_ROWS * 2 * PANEL] __attribute__((aligned(64)));
   for (int64_t top = 0; top < m; top += ROW_BLOCK) {
-    int64_t block = m - top < ROW_BLOCK ? m - top : ROW_BLOCK, step = balanced(block, TILE_ROWS), panels;
+    int64_t block = m - top < ROW_BLOCK ? m - top : ROW_BLOCK, step = tile_rows(block), panels;
     for (int64_t panel = first; panel < last; panel += panels) {
-      panels = step <= 3 ? WIDE_PANELS : step <= 6 ? HALF_PANELS : 1;
+      panels = panels_for(step, is_bf16);
       if (last - panel < panels) panels = 1;
       Tile *const (*table)[2] = panels == 1 ? by_one : panels == WIDE_PANELS ? by_wide : by_half;
       const char *w = (const char *)weights + panel * k * PANEL * (is_bf16 ? 2 : 4);

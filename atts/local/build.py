@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
+from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
 from atts.local.batch import Model
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
@@ -21,12 +22,13 @@ from atts.local.loop import StepLoop, TokenTable
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
 from atts.local.model_config import rope_rows
 from atts.local.native_model import NativeModel, unknown_parts
-from atts.local.options import MOST_PROPOSED
+from atts.local.options import MOST_PROPOSED, OVERLAPPED
 from atts.local.padding import PaddedModel, padding_weights
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.speculating import FixedLength, GoodputLengths, Speculation
 from atts.local.torch_model import TorchModel
+from atts.local.transport import ThreadTransport
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
 _CPU_CACHE_BYTES = 2 << 30
@@ -36,6 +38,9 @@ _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
 _MOST_LOGITS = 4096
 _K_BY_RATIO = 8
 """Tokens proposed at a time for requests that are tested by ratio, where no number is given."""
+_K_AHEAD = 16
+"""Most tokens drafted beside a step, where no number is given: drafting ends with the step."""
+_FAN = 3  # of the draft's first tokens at a place, those that outcomes are guessed from beside its own
 _SMALL_MODEL = 10_000_000
 """Weights below which a second thread costs more in waiting than it computes, unless the machine is idle."""
 
@@ -108,10 +113,21 @@ def _drafter_weights(config: WorkerConfig, dtype: torch.dtype, device: torch.dev
 def _drafter(config: WorkerConfig, weights: Weights, cache: Tensor, scheduler: Scheduler) -> ModelDrafter:
     """The draft model, with a cache of as many slots as the target's."""
     assert config.drafter is not None, "its weights were loaded"
-    size = cache.shape[2] - _SPARE_SLOTS
-    own = replace(config.drafter, options=replace(config.options, kv_tokens=size))
-    model, _ = _model(own, weights, allocate_cache(own, cache.dtype, cache.device, least=size))
-    return ModelDrafter(_padded(own, model, cache), own.model, scheduler, config.model.vocabulary)
+    options, vocabulary = config.options, config.model.vocabulary
+    if options.speculate in OVERLAPPED and cache.device.type != "cpu":
+        problem = f"speculate={options.speculate} drafts in a thread beside the target, which is for a CPU"
+        raise UnsupportedByEngine(config.name, problem, "Write speculate=draft, or device=cpu")
+    size = cache.shape[2] - _SPARE_SLOTS + BRANCH_SLOTS * (options.speculate in OVERLAPPED)
+    own = replace(config.drafter, options=replace(options, kv_tokens=size))
+    own_cache = allocate_cache(own, cache.dtype, cache.device, least=size)
+    model = _padded(own, _model(own, weights, own_cache)[0], own_cache)
+    if options.speculate not in OVERLAPPED:
+        return ModelDrafter(model, own.model, scheduler, vocabulary)
+    fan, most = _FAN * (options.speculate == "ssd"), _K_AHEAD if options.k is None else options.k
+    transport = ThreadTransport()
+    return AheadDrafter(
+        model, own.model, scheduler, vocabulary, cache=own_cache, transport=transport, fan=fan, most=most
+    )
 
 
 def _padded(config: WorkerConfig, model: Model, cache: Tensor) -> Model:
@@ -154,7 +170,7 @@ def _room(device: torch.device) -> int:
 
 def _proposer(way: str, drafter: ModelDrafter | None) -> Proposer:
     """What proposes: looked up where that is cheap and likely, drafted by the model where there is one."""
-    if way == "draft" and drafter is not None:
+    if way in ("draft", *OVERLAPPED) and drafter is not None:
         return drafter
     if way == "suffix":
         return SuffixProposer()

@@ -11,7 +11,7 @@ from atts.engine import EngineCounters
 from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OutOfMemory
 from atts.local.model_config import ModelConfig
 from atts.local.options import LocalOptions
-from atts.speculation import Forecast, Proposer
+from atts.speculation import Forecast, OverlapStats, Proposer
 
 FailureKind = Literal["broken", "load", "memory", "closed"]
 _ERRORS: dict[FailureKind, type[EngineError]] = {
@@ -142,6 +142,7 @@ class SpeculationStats:
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
+    overlap: OverlapStats | None = None  # of guesses continued beside the target, where there are any
 
     def compare(self, forecast: Forecast, came: tuple[int, float]) -> None:
         """Tokens and seconds of one more step, as they were expected and as they came."""

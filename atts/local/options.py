@@ -13,7 +13,8 @@ Dtype = Literal["float32", "bfloat16"]
 Kernel = Literal["auto", "torch", "native"]
 Graphs = Literal["auto", "off"]
 WorkerKind = Literal["thread", "process"]
-SPECULATE = ("auto", "draft", "suffix", "off")
+SPECULATE = ("auto", "draft", "suffix", "pearl", "ssd", "off")
+OVERLAPPED = ("pearl", "ssd")
 MOST_PROPOSED = 32
 MOST_TOKENS = 1 << 24
 
@@ -32,7 +33,7 @@ class LocalOptions:
     chunk_tokens: int = 512  # tokens in one step, decoding apart
     threads: int | None = None  # of one step; None leaves torch's setting
     drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
-    speculate: str | None = None  # auto, draft, suffix or off; None: auto where a drafter is named
+    speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
     k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
     pad: str = ""  # the cost of a model of so many weights, as 20M or 8B, at the model's own words
     pad_vocabulary: int = 0  # tokens the padding's output matrix is made for; 0: as many as the model knows
@@ -64,8 +65,9 @@ class LocalOptions:
             raise OptionError("drafter_pad", "needs a draft model: write drafter=embedded:draft, or another's name")
         for words in (self.pad, self.drafter_pad):
             read_size(words or "0")
-        if self.speculate == "draft" and not self.drafter:
-            raise OptionError("speculate", "draft needs a draft model: write drafter=embedded:draft, or another's name")
+        if self.speculate in ("draft", *OVERLAPPED) and not self.drafter:
+            advice = "write drafter=embedded:draft, or another's name"
+            raise OptionError("speculate", f"{self.speculate} needs a draft model: {advice}")
 
     @property
     def speculates(self) -> bool:

@@ -186,7 +186,9 @@ class Speculation:
 
     def report(self) -> SpeculationStats:
         """A copy of the counters."""
-        return replace(self._stats, tested_at=[*self._stats.tested_at], stood_at=[*self._stats.stood_at])
+        stats, overlap = self._stats, self._proposer.overlap()
+        own = replace(overlap) if overlap is not None else None
+        return replace(stats, tested_at=[*stats.tested_at], stood_at=[*stats.stood_at], overlap=own)
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
         """A step broke: it is tried again without proposals; where memory ran out, later ones are shorter."""

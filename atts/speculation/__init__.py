@@ -1,8 +1,10 @@
 """Lossless speculation: tokens proposed by one part and verified by another, as pure functions and values."""
 
+from atts.speculation.costs import StepCosts
 from atts.speculation.goodput import Forecast, GoodputControl, StepShape
 from atts.speculation.hints import HintProposer
-from atts.speculation.proposals import NOTHING, Ask, BestProposer, Proposer, TokenProposal
+from atts.speculation.outcomes import OutcomeCache, OutcomeGuess, PlaceLaw, most_worthwhile, ranked_outcomes
+from atts.speculation.proposals import NOTHING, Ask, BestProposer, OverlapStats, Proposer, TokenProposal
 from atts.speculation.ratio import ratio_walk
 from atts.speculation.replay import standing, tree_path
 from atts.speculation.suffix import SuffixProposer
@@ -14,10 +16,17 @@ __all__ = [
     "Forecast",
     "GoodputControl",
     "HintProposer",
-    "TokenProposal",
+    "OutcomeCache",
+    "OutcomeGuess",
+    "OverlapStats",
+    "PlaceLaw",
     "Proposer",
+    "StepCosts",
     "StepShape",
     "SuffixProposer",
+    "TokenProposal",
+    "most_worthwhile",
+    "ranked_outcomes",
     "ratio_walk",
     "standing",
     "tree_path",

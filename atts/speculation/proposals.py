@@ -44,6 +44,16 @@ class TokenProposal:
 NOTHING = TokenProposal()
 
 
+@dataclass(slots=True)
+class OverlapStats:
+    """What came of guesses that were continued while the step they were about was computed."""
+
+    hits: int = 0  # outcomes that had been guessed
+    misses: int = 0
+    late: int = 0  # sequences that stepped without a proposal because the drafter was not done
+    wasted: int = 0  # continued guesses that did not come true
+
+
 class Proposer(Protocol):
     """Guesses what comes next. A wrong guess costs time, never the text: the target draws every token itself."""
 
@@ -58,6 +68,10 @@ class Proposer(Protocol):
     def ended(self, key: int) -> None:
         """The sequence is finished, or was cancelled: what is kept about it can go."""
         return
+
+    def overlap(self) -> OverlapStats | None:
+        """Of one that drafts beside the target: what came of its guesses."""
+        return None
 
 
 class BestProposer(Proposer):

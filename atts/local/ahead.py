@@ -1,0 +1,335 @@
+"""Drafting beside the target: while a step is verified, guesses of what it comes to are continued.
+
+A guess that came true is the next proposal, at once. After one that did not, the target steps without a proposal while
+the drafter begins anew; so it does while the drafter is late. Branches read the prefix from the slots of their sequence
+and write into slots of their own behind the cache's, which they give back when the outcome is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from math import prod
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atts.decode import probabilities, spread_rows
+from atts.local.allocator import SlotAllocator, SlotIds
+from atts.local.batch import Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
+from atts.local.branches import CacheMove, DraftBranch, DraftJob, DraftLine
+from atts.local.drafting import ModelDrafter
+from atts.local.model_config import ModelConfig
+from atts.local.native_model import AheadBatch, NativeModel
+from atts.local.scheduler import Scheduler
+from atts.local.sequence import Sequence
+from atts.local.transport import DraftTransport
+from atts.speculation import (
+    NOTHING,
+    Ask,
+    OutcomeGuess,
+    OverlapStats,
+    PlaceLaw,
+    StepCosts,
+    TokenProposal,
+    most_worthwhile,
+    ranked_outcomes,
+    standing,
+)
+
+BRANCH_SLOTS = 4096  # of all branches together
+_MOST_BRANCHES = 64
+_CHUNK = 512  # tokens of given text computed at once
+_ALWAYS = False, 0  # draft steps of any context are timed as one
+_FADE = 0.98  # a round, of what is known of how much stands
+
+
+class AheadDrafter(ModelDrafter):
+    """Proposes what was drafted while the step before was verified.
+
+    With `fan` = 0 the one guess is that everything stands and the draft's own token follows (PEARL); else the likeliest
+    outcomes are continued, at every place the draft's first `fan` tokens among them (SSD).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        scheduler: Scheduler,
+        vocabulary: int,
+        *,
+        cache: Tensor,
+        transport: DraftTransport,
+        fan: int,
+        most: int,
+    ) -> None:
+        """`cache` is the model's, with slots for branches behind those of the target's; `most` tokens are proposed."""
+        super().__init__(model, config, scheduler, vocabulary)
+        self._cache, self._transport, self._fan, self._most = cache, transport, fan, most
+        rows, width = scheduler.table.shape
+        self._table: SlotIds = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
+        self._first_row, self._last = rows, min(width, self._context)
+        self._first_slot = scheduler.allocator.num_slots
+        self._spare = SlotAllocator(BRANCH_SLOTS)
+        self._job: DraftJob | None = None
+        self._began, self._budget = 0.0, 0.0  # seconds: when the job began, and what a step of the target takes
+        self._is_late = False
+        self._costs = StepCosts()
+        self._tested, self._stood = 1.0, 0.7
+        self.stats = OverlapStats()
+
+    def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
+        """Serve the guesses that came true, then begin to continue new ones."""
+        if self._job is not None and not self._is_over(self._job):
+            self.stats.late += len(asks)
+            return [NOTHING] * len(asks)
+        branches = self._collect(asks)
+        job, proposals = DraftJob(), [NOTHING] * len(asks)
+        for place, ask in enumerate(asks):
+            branch = branches.get(ask.key)
+            if branch is not None:
+                job.lent.append(branch.slots)
+            if self._can_follow(ask) and not ask.wants_laws:
+                proposals[place] = self._begin(job, ask, branch)
+        self._post(job)
+        return proposals
+
+    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+        """Learn how likely a proposed token is to stand; those behind one that fell were not tested."""
+        tested = min(stood + 1, len(proposal.tokens))
+        self._tested, self._stood = self._tested * _FADE + tested, self._stood * _FADE + stood
+
+    def overlap(self) -> OverlapStats:
+        """What was guessed."""
+        return self.stats
+
+    def _is_over(self, job: DraftJob) -> bool:
+        """Whether the job is; a late one is waited for once, as long as the step took at the most."""
+        job.is_enough = True
+        if not self._is_late:
+            self._budget = perf_counter() - self._began
+        self._is_late = not self._transport.wait(0.0 if self._is_late else self._budget)
+        return not self._is_late
+
+    def _collect(self, asks: Many[Ask]) -> dict[int, DraftBranch]:
+        """By sequence, the branch of what was written; the others give their slots back."""
+        job, self._job = self._job, None
+        if job is None:
+            return {}
+        if job.error is not None:
+            raise RuntimeError(f"{type(job.error).__name__}: {job.error}") from job.error
+        ids = {ask.key: ask.ids for ask in asks}
+        found = dict[int, DraftBranch]()
+        for line in job.lines:
+            branch, others = self._selected(line, ids.get(line.ask.key))
+            if branch is not None:
+                found[line.ask.key] = branch
+            self._give_back([other.slots for other in others])
+        self._give_back(job.lent)
+        return found
+
+    def _give_back(self, runs: list[SlotIds]) -> None:
+        self._spare.free([run - np.int32(self._first_slot) for run in runs])
+
+    def _selected(self, line: DraftLine, ids: Many[int] | None) -> tuple[DraftBranch | None, list[DraftBranch]]:
+        """The branch that the text took, cut to what is not written yet, and those it did not take."""
+        written = list(ids[line.base :]) if ids is not None else []
+        stood = standing(line.proposal, [*written, -1])
+        if ids is not None:
+            self._credit(line, line.base + min(stood, len(written)))
+        outcome = written[stood] if stood < len(written) else -1  # -1: nothing was verified
+        chosen, others = line.cache.select(stood, outcome)
+        if chosen is not None and chosen.tokens[1 : len(written) - stood] != written[stood + 1 :]:
+            others, chosen = [*others, chosen], None  # it came late, and the text has gone another way since
+        if outcome >= 0:
+            self.stats.hits, self.stats.misses = self.stats.hits + bool(chosen), self.stats.misses + (not chosen)
+        self.stats.wasted += len(others)
+        return chosen, others
+
+    def _credit(self, line: DraftLine, known: int) -> None:
+        """The drafter has computed the text up to here, where its slots are still the same."""
+        sequence = self._scheduler.sequence(line.ask.key)
+        start = sequence.num_drafted
+        if known > start:
+            same = self._table[line.row, start:known] == self._scheduler.table[sequence.row, start:known]
+            sequence.num_drafted += len(same) if same.all() else int(same.argmin())
+            self._mark(sequence, start)
+
+    def _begin(self, job: DraftJob, ask: Ask, branch: DraftBranch | None) -> TokenProposal:
+        """Add to the job what is needed to go on from this sequence and its proposal, which is the branch's rest."""
+        sequence, base = self._scheduler.sequence(ask.key), len(ask.ids)
+        done = base - branch.start if branch is not None else 0  # tokens of the branch that are written
+        tokens = tuple(branch.tokens[done : done + ask.room]) if branch is not None else ()
+        laws = branch.laws[done - 1 :][: len(tokens)] if branch is not None else []
+        assert sequence.uniforms is not None, "only sampled sequences decode"
+        line = DraftLine(ask, base, sequence.row, tokens, laws, sequence.uniforms[ask.written :])
+        if len(line.uniforms) <= len(tokens) or line.stop >= self._last:
+            return TokenProposal(tokens, 1.0) if tokens else NOTHING
+        self._table[line.row] = self._scheduler.table[line.row]
+        start = self._moved(job, line, branch) if branch is not None else 0
+        start = start or self._caught_up(job, sequence)
+        fed = [*ask.ids[start:], *tokens] if start < base else tokens[start - base :]
+        line.fed = [(line.row, at, token, at == line.stop - 1) for at, token in enumerate(fed, start)]
+        job.lines.append(line)
+        return TokenProposal(tokens, 1.0) if tokens else NOTHING
+
+    def _moved(self, job: DraftJob, line: DraftLine, branch: DraftBranch) -> int:
+        """What the branch computed becomes the sequence's; up to where that goes, 0 if it does not fit on."""
+        if self._scheduler.sequence(line.ask.key).num_drafted != branch.start:
+            return 0
+        count = min(len(branch.tokens), line.stop - branch.start) - 1  # the last is to be fed: what follows is wanted
+        job.moves.append(
+            CacheMove(branch.slots[:count], self._table[line.row, branch.start : branch.start + count].copy())
+        )
+        return branch.start + count
+
+    def _caught_up(self, job: DraftJob, sequence: Sequence) -> int:
+        """Where to go on from; long pieces of given text are added to the job."""
+        start, stop = self._known(sequence), len(sequence.ids) - 1
+        while stop - start > 3:
+            end = min(stop, start + _CHUNK)
+            chunk = PrefillChunk(sequence, start, end, end)
+            job.texts.append(step_batch(StepPlan([], [chunk], [], []), self._table))
+            start = end
+        return start
+
+    def _post(self, job: DraftJob) -> None:
+        if not job.lines:
+            self._give_back(job.lent)
+            return
+        self._job, self._began = job, perf_counter()
+        self._transport.post(lambda: self._run(job))
+
+    def _run(self, job: DraftJob) -> None:
+        """In the drafter's thread; nothing else touches its cache, its table and its spare slots meanwhile."""
+        try:
+            self._write(job)
+        except BaseException as error:  # noqa: BLE001  raised again where it is collected
+            job.error = error
+
+    @torch.inference_mode()
+    def _write(self, job: DraftJob) -> None:
+        for source, to in job.moves:
+            if len(source):
+                self._cache[:, :, torch.from_numpy(to).long()] = self._cache[:, :, torch.from_numpy(source).long()]
+        for batch in job.texts:
+            self._model.forward(batch, self._table)
+        if self._native is not None and not self._fan and not self._filters([line.ask for line in job.lines]):
+            self._write_windows(self._native, job.lines)
+            return
+        own, laws = self._drawn(self._first(job.lines), job.lines, [len(line.proposal) for line in job.lines])
+        branches, length = self._branches(job.lines, own, laws)
+        for step in range(length):
+            live = [branch for branch in branches if len(branch.line.uniforms) > branch.accepted + step + 1]
+            live = [branch for branch in live if branch.start + step + 1 < self._last]
+            if not live or job.is_enough:
+                return
+            began = perf_counter()
+            self._grow(live, step)
+            self._costs.add(_ALWAYS, len(live), perf_counter() - began)
+
+    def _first(self, lines: list[DraftLine]) -> StepBatch:
+        """What was not computed yet of these."""
+        rows, positions, tokens, are_last = np.array(
+            [row for line in lines for row in line.fed], dtype=np.int64
+        ).T.copy()
+        return single_rows(tokens, positions, np.zeros_like(rows), rows, self._table, are_last)
+
+    def _write_windows(self, model: NativeModel, lines: list[DraftLine]) -> None:
+        """One guess each, drawn in one call of the kernels: as many tokens as draft steps fit into the target's."""
+        began, length = perf_counter(), max(1, self._length(len(lines), len(lines)))
+        turns = [min(1 + length, len(line.uniforms) - len(line.proposal), self._last - line.stop) for line in lines]
+        order = sorted(range(len(lines)), key=lambda place: -turns[place])
+        lines, turns = [lines[place] for place in order], [turns[place] for place in order]
+        branches = [
+            self._branch(place, OutcomeGuess(len(line.proposal), -1, 1.0), line, length)
+            for place, line in enumerate(lines)
+        ]
+        rows, starts = (np.array([getattr(each, name) for each in branches]) for name in ("row", "start"))
+        uniforms = np.zeros((turns[0], len(lines)))
+        for place, (line, count) in enumerate(zip(lines, turns, strict=True)):
+            uniforms[:count, place] = line.uniforms[len(line.proposal) :][:count]
+        ahead = AheadBatch(
+            first=self._first(lines),
+            following=single_rows(starts, starts, np.zeros_like(rows), rows, self._table),
+            counts=(np.array(turns) > np.arange(turns[0])[:, None]).sum(1),
+            temperatures=self._sampling_batch([line.ask for line in lines]).temperature,
+            uniforms=uniforms,
+        )
+        drawn = model.draw_ahead(ahead, self._table).T.tolist()
+        for branch, tokens, count in zip(branches, drawn, turns, strict=True):
+            branch.tokens[:] = tokens[:count]
+            branch.line.cache.put(branch.accepted, branch.tokens[0], branch)
+        self._costs.add(_ALWAYS, len(lines), (perf_counter() - began) / turns[0])
+
+    def _branches(self, lines: list[DraftLine], own: list[int], laws: list[PlaceLaw]) -> tuple[list[DraftBranch], int]:
+        """The guesses that are continued, each with slots, and how many tokens each is to get."""
+        drawn = zip(lines, own, laws, strict=True)
+        guesses = [(guess, line) for line, token, law in drawn for guess in self._guesses(line, token, law)]
+        guesses.sort(key=lambda each: -each[0].probability)
+        count, length = self._worthwhile([guess.probability for guess, _ in guesses], len(lines))
+        count = min(count, _MOST_BRANCHES, self._spare.num_free // max(1, length))
+        branches = [self._branch(place, *guess, length) for place, guess in enumerate(guesses[:count])]
+        for branch in branches:
+            branch.line.cache.put(branch.accepted, branch.tokens[0], branch)
+        return branches, length
+
+    def _branch(self, place: int, guess: OutcomeGuess, line: DraftLine, length: int) -> DraftBranch:
+        """A guess with a row that reads the prefix from the slots of its sequence and has slots of its own after it."""
+        slots = self._spare.allocate(length) + np.int32(self._first_slot)
+        branch = DraftBranch(line, guess.accepted, [guess.token], slots, self._first_row + place)
+        row, start, stop = self._table[branch.row], branch.start, min(branch.start + length, self._last)
+        row[:start] = self._table[line.row, :start]
+        row[start:stop] = slots[: stop - start]
+        return branch
+
+    def _guesses(self, line: DraftLine, own: int, law: PlaceLaw) -> list[OutcomeGuess]:
+        """That all stands and the draft's own token follows; with a fan, what else may come at every place."""
+        chance = prod([place.standing for place in (*line.laws, law)])
+        every = OutcomeGuess(len(line.proposal), own, chance)
+        if not self._fan:
+            return [every]
+        return [every, *ranked_outcomes((*line.proposal, own), (*line.laws, law))]
+
+    def _worthwhile(self, chances: list[float], lines: int) -> tuple[int, int]:
+        """How many guesses are continued by how many tokens: with a fan, what fits into a step of the target."""
+        if not self._fan:
+            return lines, self._most
+        stands = self._stood / self._tested
+        return most_worthwhile(chances, lambda count: self._length(count, lines), [stands] * self._most)
+
+    def _length(self, count: int, lines: int) -> int:
+        """How many tokens so many branches get: as draft steps fit into a step of the target, where that is known."""
+        curve = self._costs.curve(_ALWAYS) if self._transport.is_beside else None
+        if curve is None:
+            return self._most if count <= (self._fan + 1) * lines else 0
+        return min(self._most, int(self._budget / max(1e-9, float(curve.at(np.array([float(count)]))[0]))))
+
+    def _grow(self, branches: list[DraftBranch], step: int) -> None:
+        """One more token for each."""
+        rows = np.array([branch.row for branch in branches], dtype=np.int64)
+        positions = np.array([branch.start + step for branch in branches], dtype=np.int64)
+        newest = np.array([branch.tokens[-1] for branch in branches], dtype=np.int64)
+        batch = single_rows(newest, positions, np.zeros_like(rows), rows, self._table)
+        places = [branch.accepted + step + 1 for branch in branches]
+        tokens, laws = self._drawn(batch, [branch.line for branch in branches], places)
+        for branch, token, law in zip(branches, tokens, laws, strict=True):
+            branch.tokens.append(token)
+            branch.laws.append(law)
+
+    def _drawn(self, batch: StepBatch, lines: list[DraftLine], places: list[int]) -> tuple[list[int], list[PlaceLaw]]:
+        """A token for each line at this place behind its base, with the target's uniform of that place."""
+        logits = self._model.compute_logits(self._model.forward(batch, self._table))[:, : self._vocabulary].contiguous()
+        asks = list({line.ask.key: line.ask for line in lines}.values())
+        index = {ask.key: place for place, ask in enumerate(asks)}
+        rows = torch.tensor([index[line.ask.key] for line in lines])
+        sampling = spread_rows(self._sampling_batch(asks, logits.device), rows)
+        uniforms = [float(line.uniforms[place]) for line, place in zip(lines, places, strict=True)]
+        tokens: list[int] = self._model.sample(logits, sampling, uniforms).tokens.tolist()
+        stands = self._stood / self._tested
+        if not self._fan:
+            return tokens, [PlaceLaw(stands, (), ())] * len(tokens)
+        best = probabilities(logits, sampling).topk(min(self._fan + 1, logits.shape[-1]), -1)
+        found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return tokens, [PlaceLaw(stands, ids, chances) for ids, chances in found]

@@ -1,0 +1,70 @@
+"""What a drafter works on beside the target: sequences as they stand, branches of what may come, a step's whole job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atts.core import TokenIds
+from atts.local.allocator import SlotIds
+from atts.local.batch import StepBatch
+from atts.speculation import Ask, OutcomeCache, PlaceLaw
+
+
+@dataclass(slots=True)
+class DraftBranch:
+    """A guessed token and what the drafter lets follow it; all but the last have been fed."""
+
+    line: DraftLine
+    accepted: int
+    tokens: list[int]
+    slots: SlotIds
+    row: int  # of the drafter's table
+    laws: list[PlaceLaw] = field(default_factory=list[PlaceLaw])  # of the tokens after the first
+
+    @property
+    def start(self) -> int:
+        """The position of the first token."""
+        return self.line.base + self.accepted
+
+
+@dataclass(slots=True)
+class DraftLine:
+    """One sequence as it stands when a step begins, and what its proposal may come to."""
+
+    ask: Ask
+    base: int  # tokens that are written
+    row: int
+    proposal: TokenIds
+    laws: list[PlaceLaw]  # of the proposal's places
+    uniforms: NDArray[np.float64]  # of the places from `base` on
+    cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
+    fed: list[tuple[int, int, int, bool]] = field(default_factory=list[tuple[int, int, int, bool]])
+    """What the drafter has not computed of it: row, position, token, and whether it is the last."""
+
+    @property
+    def stop(self) -> int:
+        """The position after the proposal."""
+        return self.base + len(self.proposal)
+
+
+class CacheMove(NamedTuple):
+    """Keys and values of a branch that become its sequence's."""
+
+    source: SlotIds
+    to: SlotIds
+
+
+@dataclass(slots=True)
+class DraftJob:
+    """What is drafted during one step."""
+
+    lines: list[DraftLine] = field(default_factory=list[DraftLine])
+    moves: list[CacheMove] = field(default_factory=list[CacheMove])
+    texts: list[StepBatch] = field(default_factory=list[StepBatch])  # given text to catch up with
+    lent: list[SlotIds] = field(default_factory=list[SlotIds])  # given back when it is over
+    is_enough: bool = False  # the step is done: no further draft step is begun
+    error: BaseException | None = None

@@ -1,0 +1,303 @@
+"""Drafting beside the target changes no token: whatever is guessed, however late it is, and if it breaks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atts.core import SampleRequest, Sampling
+from atts.errors import OptionError
+from atts.local import LocalEngine, LocalOptions
+from atts.local.ahead import AheadDrafter
+from atts.local.loop import StepLoop
+from atts.local.messages import Cancel, Command
+from atts.local.native_model import NativeModel
+from atts.local.transport import InlineTransport, ThreadTransport, Work
+from atts.seeds import Seed
+from atts.speculation import OverlapStats
+from tests.local.speculating import Driven, Make, counts, ids_of, requests, run, same, texts
+
+WAYS = ["pearl", "ssd"]
+HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
+
+
+class Slow(InlineTransport):
+    """Says only after some steps, as many as come, that work is over."""
+
+    def __init__(self) -> None:
+        self._random, self._is_over = random.Random(2), True
+
+    def post(self, work: Work) -> None:
+        """One piece at a time."""
+        assert self._is_over, "work is given only when there is none"
+        work()
+        self._is_over = False
+
+    def wait(self, seconds: float) -> bool:
+        """Half of the time."""
+        self._is_over = self._random.random() < 0.5
+        return self._is_over
+
+
+class Made:
+    """The drafters that loops made, with a transport of one's own."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, transport: Callable[[], Any]) -> None:
+        self.drafters: list[AheadDrafter] = []
+        patch.setattr("atts.local.build.ThreadTransport", transport)
+        patch.setattr("atts.local.build.AheadDrafter", self._make)
+
+    def _make(self, *args: Any, **changes: Any) -> AheadDrafter:
+        self.drafters.append(AheadDrafter(*args, **changes))
+        return self.drafters[-1]
+
+    def spare(self) -> tuple[int, int]:
+        """Slots that branches hold, and those lent for the work in flight, of the last drafter."""
+        drafter: Any = self.drafters[-1]
+        job = drafter._job
+        held = [] if job is None else [*job.lent]
+        for line in [] if job is None else job.lines:
+            held += [branch.slots for branch in line.cache.select(0, -1)[1]]
+        return drafter._spare.num_used, sum(map(len, held))
+
+
+def overlap(done: Driven) -> OverlapStats:
+    """What was guessed."""
+    found = counts(done).overlap
+    assert found is not None, "nothing drafted beside"
+    return found
+
+
+@pytest.mark.parametrize("transport", [InlineTransport, Slow, ThreadTransport])
+@pytest.mark.parametrize("way", WAYS)
+def test_drafting_beside_the_target_changes_no_token(
+    way: str, transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids, ends and log-probabilities to the bit, at once, late at random, and in a thread; slots are given back."""
+    folder, orders = make_model("llama"), requests(7, 24)
+    plain, made = run(folder, [orders]), Made(monkeypatch, transport)
+    done = run(folder, [orders], None, 5 if transport is not ThreadTransport else None, near, speculate=way)
+    assert same(plain, done)
+    found = overlap(done)
+    if transport is not ThreadTransport:  # how much that drafts depends on the machine
+        assert min(found.hits, found.misses, counts(done).accepted) > 0
+        assert (found.late > 0) == (transport is Slow)
+        used, held = made.spare()
+        assert used == held
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
+    way: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two sequences: all that was guessed stands but for first guesses; a stale key or a wrong place would show."""
+    folder, orders = make_model("llama"), requests(2, 40, HOT)
+    plain, _ = run(folder, [orders]), Made(monkeypatch, InlineTransport)
+    right = run(folder, [orders], None, 4, folder, speculate=way)
+    assert same(plain, right)
+    assert overlap(right).misses == 0
+    assert counts(right).accepted == counts(right).proposed
+    assert right.stats.steps <= plain.stats.steps / 4 + 3
+    drawn = AheadDrafter._drawn  # pyright: ignore[reportPrivateUsage]
+
+    def wrong(self: AheadDrafter, *args: Any) -> Any:
+        tokens, laws = drawn(self, *args)
+        return [(token + 1) % 300 for token in tokens], [replace(law, tokens=(), probabilities=()) for law in laws]
+
+    monkeypatch.setattr(AheadDrafter, "_drawn", wrong)
+    ahead = NativeModel.draw_ahead
+    monkeypatch.setattr(NativeModel, "draw_ahead", lambda *args: (ahead(*args) + 1) % 300)
+    never = run(folder, [orders], None, 4, folder, speculate=way)
+    assert same(plain, never)
+    assert (overlap(never).hits, counts(never).proposed, never.stats.steps) == (0, 0, plain.stats.steps)
+
+
+def test_more_guesses_hit_more_often(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else may come at every place is worth its branches."""
+    Made(monkeypatch, InlineTransport)
+    pearl, ssd = (run(make_model("llama"), [requests(3, 32, HOT)], None, 4, near, speculate=way).stats for way in WAYS)
+    assert pearl.speculation is not None
+    assert ssd.speculation is not None
+    first, second = pearl.speculation.overlap, ssd.speculation.overlap
+    assert first is not None
+    assert second is not None
+    assert second.hits / (second.hits + second.misses) > first.hits / (first.hits + first.misses) + 0.05
+    assert ssd.steps < pearl.steps
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("room", [100, pytest.param(4096, marks=pytest.mark.slow)])
+def test_nothing_is_lost_when_sequences_come_and_go(
+    way: str, room: int, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled, pre-empted and begun meanwhile, and drafted late at that."""
+    folder, orders = make_model("llama"), requests(6, 30, HOT)
+    late = [replace(order, request_id=order.request_id + 20) for order in orders]
+    script: list[list[Command]] = [[*orders], *[[]] * 5, [*late, Cancel(3)], [Cancel(24)]]
+    ways: dict[str, Any] = {"max_batch": 4, "kv_tokens": room}
+    plain = run(folder, script, **ways)
+    Made(monkeypatch, Slow)
+    done = run(folder, script, None, 4, near, speculate=way, **ways)
+    shared = texts(plain).keys() & texts(done).keys()
+    assert len(shared) >= 10
+    assert all(texts(plain)[key] == texts(done)[key] for key in shared)
+    assert done.stats.preempted > 0 or room > 100
+    assert done.stats.kv_locked == 0
+    assert counts(done).trouble == ""
+
+
+@pytest.mark.parametrize("transport", [InlineTransport, ThreadTransport])
+def test_a_drafter_that_dies_is_a_miss(
+    transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of its work, even by being told to exit: the texts are what they are, and it is said."""
+    folder, orders, calls = make_model("llama"), requests(3, 20), [0]
+    plain, _ = run(folder, [orders]), Made(monkeypatch, transport)
+    branch = AheadDrafter._branch  # pyright: ignore[reportPrivateUsage]
+
+    def dying(self: AheadDrafter, *args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 5:
+            raise SystemExit("killed")
+        return branch(self, *args)
+
+    monkeypatch.setattr(AheadDrafter, "_branch", dying)
+    done = run(folder, [orders], None, 4, near, speculate="pearl")
+    assert same(plain, done)
+    assert calls[0] > 5 or transport is ThreadTransport
+    if transport is InlineTransport:
+        assert counts(done).trouble == "speculation is off: AheadDrafter failed (RuntimeError: SystemExit: killed)"
+
+
+def test_a_thread_that_is_gone_is_a_miss(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never answers: every step is one without a proposal."""
+
+    class Gone(InlineTransport):
+        def post(self, work: Work) -> None:
+            pass
+
+        def wait(self, seconds: float) -> bool:
+            return False
+
+    folder, orders = make_model("llama"), requests(3, 20)
+    plain, _ = run(folder, [orders]), Made(monkeypatch, Gone)
+    done = run(folder, [orders], None, 4, near, speculate="ssd")
+    assert same(plain, done)
+    assert counts(done).proposed == 0
+    assert overlap(done).late > 0
+
+
+def seeded_by_place(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """As PEARL was released: the test after a block that was taken uses the number that the block's first token had."""
+
+    def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
+        kept = [s.uniforms for s in sequences]
+        for s, width in zip(sequences, widths, strict=True):
+            at = len(s.logprobs)
+            if width > 1 and at:
+                s.uniforms = np.concatenate([s.uniforms[:at], s.uniforms[at - 1 : at], s.uniforms[at + 1 :]])
+        drawn = sample(loop, sequences, widths, logits)
+        for s, own in zip(sequences, kept, strict=True):
+            s.uniforms = own
+        return drawn
+
+    return found
+
+
+def next_uniforms(begin: Callable[..., Any]) -> Callable[..., Any]:
+    """Branches draw with the numbers of the places after theirs."""
+
+    def found(self: Any, job: Any, ask: Any, branch: Any) -> Any:
+        proposal = begin(self, job, ask, branch)
+        if job.lines and job.lines[-1].ask is ask:
+            job.lines[-1].uniforms = np.roll(job.lines[-1].uniforms, -1)
+        return proposal
+
+    return found
+
+
+def kept_where_it_was(moved: Callable[..., Any]) -> Callable[..., Any]:
+    """Keys and values of the branch that came true are not taken over."""
+
+    def found(self: Any, job: Any, line: Any, branch: Any) -> int:
+        start: int = moved(self, job, line, branch)
+        if start:
+            job.moves.pop()
+        return start
+
+    return found
+
+
+def served_another(select: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the outcome was not guessed, a branch of another one is served."""
+
+    def found(self: Any, accepted: int, token: int) -> Any:
+        chosen, others = select(self, accepted, token)
+        return (chosen, others) if chosen or not others else (others[0], others[1:])
+
+    return found
+
+
+BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "PEARL's numbers by place": ("atts.local.loop.StepLoop._sample", seeded_by_place, "text"),
+    "a branch of another outcome is served": (
+        "atts.speculation.OutcomeCache.select",
+        served_another,
+        "branches",
+    ),
+    "branches draw with other numbers": ("atts.local.ahead.AheadDrafter._begin", next_uniforms, "hits"),
+    "a branch's keys are left behind": ("atts.local.ahead.AheadDrafter._moved", kept_where_it_was, "hits"),
+    "slots are kept": ("atts.local.ahead.AheadDrafter._give_back", lambda give: lambda self, runs: None, "slots"),
+}  # fmt: skip
+
+
+def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) -> bool:
+    """A small form of one of the checks above; of branches, that a miss is one."""
+    drafter = near if check == "branches" else folder
+    done = run(folder, [requests(2, 40, HOT)], None, 4, drafter, speculate="pearl")
+    if check == "branches":
+        return overlap(done).misses > 0
+    if check == "text":
+        return same(plain, done)
+    if check == "hits":
+        return overlap(done).misses == 0 and counts(done).accepted == counts(done).proposed
+    used, held = made.spare()
+    return used == held
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(bug: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turns a check red that is green without it."""
+    folder = make_model("llama")
+    plain, made = run(folder, [requests(2, 40, HOT)]), Made(monkeypatch, InlineTransport)
+    place, change, check = BUGS[bug]
+    assert is_green(check, folder, near, plain, made)
+    owner, _, name = place.rpartition(".")
+    monkeypatch.setattr(resolve_name(owner), name, change(getattr(resolve_name(owner), name)))
+    assert not is_green(check, folder, near, plain, made)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+async def test_an_engine_drafts_beside_its_target(worker: Any, make_model: Make, near: Path) -> None:
+    """Asked for by a word; what was guessed is in its counters."""
+    request, answers = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3)), list[Any]()
+    here = LocalOptions(device="cpu", kv_tokens=2048, max_batch=32, threads=1)
+    for way in ("off", "ssd"):
+        options = replace(here, worker=worker, drafter=str(near), speculate=way, k=4)
+        async with LocalEngine(make_model("llama"), options=options) as engine:
+            answers.append(await engine.sample(request))
+            speculation = engine.loop_stats().speculation
+            assert (speculation is None) == (way == "off")
+            if speculation is not None:
+                assert speculation.overlap is not None
+    assert answers[0] == answers[1]
+    with pytest.raises(OptionError, match="pearl needs a draft model"):
+        LocalOptions(speculate="pearl").check()

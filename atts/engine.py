@@ -14,6 +14,7 @@ import anyio
 
 from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.errors import ContextOverflow, EngineError, EngineUnavailable, UnsupportedByEngine, UsageError
+from atts.speculated import Speculated, speculated_by
 from atts.tasks import clock
 
 _Request = TypeVar("_Request", SampleRequest, ScoreRequest)
@@ -213,6 +214,10 @@ class EngineAround:
     async def score(self, request: ScoreRequest) -> Scores:
         """As the inner engine, by way of `around`."""
         return await self.around(request, self._engine.score)
+
+    def speculated(self) -> Speculated | None:
+        """As the inner engine; see `Speculating`."""
+        return speculated_by(self._engine)
 
     async def comes_back(self) -> bool:
         """As the inner engine; see `Returning`."""

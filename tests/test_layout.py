@@ -28,6 +28,7 @@ FLOORS: list[set[str]] = [
         "atts.processes",
         "atts.seeds",
         "atts.slots",
+        "atts.speculated",
         "atts.spans",
         "atts.tasks",
     },

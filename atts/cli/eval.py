@@ -231,6 +231,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         ("tokens written", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target"),
         ("", f"{summary.target_share:.1%} of them by the target; {usage.wasted_tokens:,} were thrown away"),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
+        ("proposed to it", "" if result.speculated is None else str(result.speculated)),
         *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),
         ("cut", summary.truncation.warning),

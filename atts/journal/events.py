@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 from atts.core import Completion, Decision, Finish, Problem, Prompt, Role, Scores, Turn, Usage
 from atts.spans import CallSpan, ProblemSpan, RolloutSpan
+from atts.speculated import Speculated
 
 SCHEMA = 3
 """Raised with every change that an older version could not read; what older ones wrote is read.
@@ -49,6 +50,7 @@ class SessionClosed:
 
     status: Literal["finished", "interrupted", "failed"]
     why: str = ""
+    speculated: Speculated | None = None  # what was proposed to the target while the session lasted
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from atts.journal.events import (
 )
 from atts.journal.finished import FinishedProblem
 from atts.spans import CallSpan, ProblemSpan
+from atts.speculated import Speculated, together
 
 Call = Sampled | Scored | CallFailed
 
@@ -183,6 +184,7 @@ class RunState:
     sessions: int = 0
     killed: int = 0  # sessions before the last that ended without a word
     ended: SessionClosed | None = None  # how the last session ended; None: it was killed, or still runs
+    speculated: Speculated | None = None  # of all sessions that said so; None: nothing was proposed
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)
 
@@ -209,6 +211,7 @@ class RunState:
                     problem.forget_failures()
             case SessionClosed():
                 self.ended = event
+                self.speculated = together(self.speculated, event.speculated)
             case Warned(code):
                 self.said.add(code)
             case ProblemStarted(problem):

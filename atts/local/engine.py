@@ -34,6 +34,7 @@ from atts.local.options import LocalOptions
 from atts.local.padding_shape import padding_shape, read_size
 from atts.local.worker import LoopWorker, ProcessWorker, ThreadWorker
 from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, require_template, weight_files, weights_marks
+from atts.speculated import Speculated, counters_of
 from atts.speculation import Proposer
 from atts.stored_blocks import check_stored
 from atts.tasks import soon
@@ -114,6 +115,11 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         """Counters so far."""
         return self._require().stats()
+
+    def speculated(self) -> Speculated | None:
+        """What was proposed so far, and what of it stood; None without a proposer."""
+        found = self._require().loop_stats.speculation
+        return None if found is None else counters_of(found)
 
     def loop_stats(self) -> LoopStats:
         """The step loop's own counters: cache, batches, preemptions, waiting times; at most a fifth of a second old."""

@@ -43,11 +43,12 @@ from atts.run.calls import RecordedEngine, RecordedSteps
 from atts.run.conditions import check_conditions
 from atts.run.forewarning import forewarnings
 from atts.run.gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
-from atts.run.plan import Grade, Plan
+from atts.run.plan import Plan, verdict_by
 from atts.run.recorder import EscalationCounter, Listener, ProblemRecord, Recorder, RolloutsLeft, RunBegun
 from atts.run.result import Missing, RunResult, RunStatus
 from atts.run.stopping import Signals, Stop, watch_signals
 from atts.run.until import Comparing
+from atts.speculated import speculated_by, speculated_since, together
 
 Keep = Literal["lines", "nothing"]
 """What the result holds per problem; the journal has everything either way."""
@@ -183,7 +184,7 @@ class _Run:
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
         """Everything that is left to do, and the result; a doubt about the whole run is recorded once."""
-        began = anyio.current_time()
+        began, proposed = anyio.current_time(), speculated_by(self._plan.target)
         self._recorder.tell(self._begun())
         if not self._state.sessions:
             told = [("conditions", doubt)] * bool(doubt) + [("budget", text) for text in self._plan.warnings]
@@ -195,10 +196,10 @@ class _Run:
             await self._graph.drive(
                 self._left_over(problems), self._solve, self._finished, timeout_seconds=self._plan.timeout_seconds
             )
-        result = self._result(anyio.current_time() - began)
+        result, more = self._result(anyio.current_time() - began), speculated_since(proposed, self._plan.target)
         if self._journal is not None:
-            await self._journal.close(SessionClosed(_CLOSINGS.get(result.status, "finished"), result.why))
-        return result
+            await self._journal.close(SessionClosed(_CLOSINGS.get(result.status, "finished"), result.why, more))
+        return replace(result, speculated=together(self._state.speculated, more))
 
     def _begun(self) -> RunBegun:
         plan, state = self._plan, self._state
@@ -332,7 +333,7 @@ class _Run:
         graded: list[Graded] = []
         for sample, answer in wanted:
             if answer not in known and answer is not None:
-                known[answer] = _verdict(grade, answer, problem)
+                known[answer] = verdict_by(grade, answer, problem)
             status, rule = known[answer]
             graded.append(Graded(problem.id, status, sample, answer, rule))
         return graded
@@ -386,15 +387,3 @@ class _Run:
 _CLOSINGS: Mapping[RunStatus, Literal["interrupted", "failed"]] = MappingProxyType(
     {"interrupted": "interrupted", "incomplete": "failed", "failed": "failed"}
 )
-_WORDS: Mapping[str, VerdictStatus] = MappingProxyType(
-    {"equal": "correct", "different": "wrong", "unscored": "unscored"}
-)
-
-
-def _verdict(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStatus, str]:
-    """A grader that fails has not said "wrong"."""
-    try:
-        said = grade(answer, problem)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it says nothing about the answer
-        return "unscored", f"the grader failed: {type(error).__name__}: {error}"
-    return _WORDS[said.status], said.rule

@@ -13,7 +13,7 @@ from atts.core import Outcome, Problem
 from atts.engine import Engine, EngineSpec
 from atts.errors import OptionError
 from atts.graph import Limit, ProblemScope
-from atts.journal import Json, Manifest, Setting, dataset_digest
+from atts.journal import Json, Manifest, Setting, VerdictStatus, dataset_digest
 from atts.pipelines import Answers, Context, Gate, Policy, Promising, RoundGate, check_engines, solve
 from atts.run.abstaining import Abstain
 from atts.run.calls import RecallTiming
@@ -56,6 +56,18 @@ Grade = Callable[[str, Problem], Judgement]
 
 def _nothing_kept(problem: str) -> None:
     """For gates that keep nothing of a problem."""
+
+
+_WORDS: Mapping[str, VerdictStatus] = {"equal": "correct", "different": "wrong", "unscored": "unscored"}
+
+
+def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStatus, str]:
+    """What a grader says, in the journal's words; one that fails has not said "wrong"."""
+    try:
+        said = grade(answer, problem)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it says nothing about the answer
+        return "unscored", f"the grader failed: {type(error).__name__}: {error}"
+    return _WORDS[said.status], said.rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from atts.journal import FinishedProblem, Manifest, Truncation, open_run, trunca
 from atts.jsonable import jsonable
 from atts.run.abstaining import Answered, answered
 from atts.run.summary import Summary, summarise
+from atts.speculated import Speculated
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
 """Every problem is over; as many as a comparison needed are; asked to end before that; out of time before that; over
@@ -60,6 +61,7 @@ class RunResult:
     why: str = ""
     comparison: Sequential | None = None  # with the run that this one was to be told apart from
     kept: tuple[Outcome, ...] = field(default=(), repr=False)  # whole, for a run without a directory
+    speculated: Speculated | None = None  # to the target, while the run had it open; None: nothing was proposed
 
     @cached_property
     def summary(self) -> Summary:
@@ -97,7 +99,8 @@ class RunResult:
         compared = {} if self.comparison is None else {"comparison": self.comparison.as_json()}
         told = self.answered
         abstained = {} if told is None else {"answered": jsonable(told)}
-        return {**self.summary.as_json(), **compared, **abstained}
+        proposed = {} if self.speculated is None else {"speculated": jsonable(self.speculated)}
+        return {**self.summary.as_json(), **compared, **abstained, **proposed}
 
     def to_pandas(self) -> Any:
         """A data frame with one row per problem.

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from atts.analysis.report.build import build_report
+from atts.analysis.report.tables import speculation_table
 from atts.api import Setup, build_engines, evaluate
 from atts.core import Message, SampleRequest
 from atts.engine import Engine
 from atts.local import LocalEngine, LocalOptions
 from atts.pipelines import Policy
+from atts.run import RunResult
 
 HERE = "worker=thread&threads=1"
 EMBEDDED = Setup(
@@ -27,16 +30,41 @@ EMBEDDED = Setup(
 @pytest.mark.parametrize(
     ("method", "rollouts", "ways"), [("target-only", 8, ("auto", "suffix")), ("atts", 1, ("auto",))]
 )
-async def test_a_run_writes_the_same_whoever_proposes(method: str, rollouts: int, ways: Sequence[Any]) -> None:
-    """Every token, score and decision; one rollout at a time where the gate learns from their order."""
+async def test_a_run_writes_the_same_whoever_proposes(
+    method: str, rollouts: int, ways: Sequence[Any], tmp_path: Path
+) -> None:
+    """Every token, score and decision; one rollout at a time where the gate learns from their order.
+
+    What was proposed is told by the result, the run's journal and its report.
+    """
     setup = replace(EMBEDDED, method=method, rollouts=rollouts, rate=0.5)
     written = list[Any]()
     for way in ("off", *ways):
-        result = await evaluate("arithmetic[:1]", replace(setup, speculate=way))
+        target = f"embedded:target?{HERE}" + "&k=4" * (way == "auto")
+        result = await evaluate(
+            "arithmetic[:1]", replace(setup, target=target, speculate=way), directory=tmp_path / way
+        )
+        check_told(result, way)
         lines = [line for outcome in result.outcomes() for line in outcome.rollouts]
         written.append([(line.problem, line.sample, line.turns, line.finish, line.answer) for line in lines])
     assert all(written[0] == other for other in written[1:])
     assert any(chunk.author == "target" for line in written[0] for turn in line[2] for chunk in turn.chunks)
+
+
+def check_told(result: RunResult, way: str) -> None:
+    """The same counters everywhere, or none at all; the draft of so small a run proposes much and rightly."""
+    assert result.directory is not None
+    told, found = build_report(result.directory).report, result.speculated
+    assert told.speculated == found
+    assert result.as_json().get("speculated", {}).get("proposed") == (found.proposed if found else None)
+    assert found is None or way != "off"
+    if way == "auto":
+        assert found is not None
+        assert found.proposed >= found.accepted == sum(found.stood_at) > 0
+        assert found.tested_at[0] == found.rounds
+        assert found.chosen == 4 * found.choices
+        assert f"{found.proposed:,}" in str(found)
+        assert any(cell.text == f"{found.proposed:,}" for row in speculation_table(told).rows for cell in row)
 
 
 async def proposals(target: Engine) -> int | None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from atts.core import Sampling, TokenIds
 from atts.seeds import Seed, uniforms
+from atts.speculated import Speculated, speculated_since, together
 from atts.speculation import (
     Ask,
     BestProposer,
@@ -219,3 +220,16 @@ def test_the_best_proposer_spares_the_others_the_work() -> None:
     assert (unsure.asked, sure.asked, never.asked) == (1, 1, 0)
     assert (unsure.told, sure.told) == (0, 1)
     best.ended(1)
+
+
+def test_counters_add_up_and_what_came_between_is_their_difference() -> None:
+    """Places that only one of them has are those of the other's zeros."""
+    first = Speculated(2, 5, 3, (2, 2), (2, 1), 0.5, 4, 6, 3.0, 0.125, 4, 0.25)
+    more = Speculated(1, 3, 3, (1, 1, 1), (1, 1, 1), 0.25, 2, 6, 2.0, 0.125, 3, 0.5)
+    both = first + more
+    assert (both.tested_at, both.stood_at, both.chosen, both.came_tokens) == ((3, 3, 1), (3, 2, 1), 12, 7)
+    assert both - first == more
+    assert both.by_place == pytest.approx((1.0, 2 / 3, 1.0))
+    assert together(None, first) == together(first, None) == first
+    assert together(first, more) == both
+    assert speculated_since(None, object()) is None

@@ -78,6 +78,7 @@ def build_report(directory: Path, against: Sequence[Path] = (), *, page_bytes: i
         accuracy=(*accuracy, *answered(data)),
         coverage=coverage,
         spend=cost,
+        speculated=data.state.speculated,
         baselines=baselines,
         calibration=calibration,
         frontier=frontier(data, others),

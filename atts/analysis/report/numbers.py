@@ -9,6 +9,7 @@ from typing import Literal
 from atts.calibration import RateCheck, check_rate
 from atts.core import Usage
 from atts.evaluators import Estimate
+from atts.speculated import Speculated
 
 Standing = Literal["good", "care", "bad"]
 """Nothing to hold against it; read with care; do not rely on it."""
@@ -318,6 +319,7 @@ class RunReport:
     accuracy: tuple[NamedRate, ...]
     coverage: str
     spend: Spend
+    speculated: Speculated | None
     baselines: tuple[Baseline, ...]
     calibration: RateControl | None
     frontier: tuple[FrontierPoint, ...]

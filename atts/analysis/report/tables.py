@@ -12,6 +12,7 @@ from atts.analysis.report.numbers import Caveat, ProblemRow, RateControl, RunRep
 from atts.analysis.report.words import WORDS
 from atts.calibration import Health
 from atts.evaluators import Estimate
+from atts.speculated import Speculated
 
 TableKind = Literal["rows", "facts"]
 
@@ -109,6 +110,28 @@ def spend_table(report: RunReport) -> ReportTable:
         ("tokens written per second", cell(spend.tokens_per_second)),
     ]
     return ReportTable.of("Tokens, calls and seconds of the run", ("what", "how much"), rows, "facts")
+
+
+def speculation_table(report: RunReport) -> ReportTable:
+    """What was proposed to the target, what of it stood, what was drawn while it scored; empty where nothing was."""
+    found, drawn = report.speculated, report.spend.usage.drawn_tokens
+    rows: list[tuple[object, object]] = [("target tokens drawn while it scored", cell(drawn))] if drawn else []
+    if found is not None:
+        rows += [
+            ("tokens proposed to the target", cell(found.proposed)),
+            ("of these, what it drew itself", f"{found.accepted:,} ({found.accepted / max(1, found.proposed):.1%})"),
+            ("by place in the proposal, where all before stood", " ".join(f"{x:.2f}" for x in found.by_place[:16])),
+            ("tokens written by a step with a proposal", 1 + found.accepted / max(1, found.rounds)),
+            ("tokens proposed to a sequence and step, on average", found.chosen / max(1, found.choices)),
+            ("tokens a second of these steps: expected, came", _rates(found)),
+        ]
+    return ReportTable.of("Speculation: the same text in fewer steps", ("what", "how much"), rows, "facts")
+
+
+def _rates(found: Speculated) -> str:
+    expected = found.expected_tokens / found.expected_seconds if found.expected_seconds else math.nan
+    came = found.came_tokens / found.came_seconds if found.came_seconds else math.nan
+    return f"{_number(expected, ',.0f')}, {_number(came, ',.0f')}"
 
 
 def baseline_table(report: RunReport) -> ReportTable:

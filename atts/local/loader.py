@@ -20,7 +20,7 @@ from atts.local.adapters import Adapter, read_adapter
 from atts.local.model_config import NO_ROPE, UNREADABLE, ModelConfig, read_hf_config
 from atts.stored_blocks import ADAPTER, adapter_file, tensor_files
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = ("F64", "F32", "F16", "BF16")
 """What weights come in; smaller numbers mean nothing without the scales that some other format keeps beside them."""
 
 
@@ -196,7 +196,7 @@ class _TensorReader:
         files = tensor_files(folder, name)
         try:
             handles = [stack.enter_context(safe_open(file.path, framework="pt")) for file in files]
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:  # the last where the file is too large to be mapped
             advice = "Download it again"
             raise ModelLoadError(name, f"the weights in {folder} are damaged ({error})", advice) from error
         # some checkpoints carry the prefix of the full model, others hold the bare decoder
@@ -210,14 +210,15 @@ class _TensorReader:
         if key not in self._where:
             raise ModelLoadError(self._name, f"{self._folder} lacks the weight {key!r}: foreign or incomplete files")
         handle, full = self._where[key]
-        tensor: Tensor = handle.get_tensor(full)
-        if tensor.dtype not in _FLOATS:
-            problem = f"weight {key!r} is of type {str(tensor.dtype).removeprefix('torch.')}"
+        said = handle.get_slice(full)  # of the header alone: a weight is read when it is known to be one of ours
+        if said.get_dtype() not in _FLOATS:
+            problem = f"weight {key!r} is of type {said.get_dtype()}"
             advice = "Use the unquantised checkpoint, or serve this one with vLLM"
             raise ModelLoadError(self._name, problem, advice)
-        if tuple(tensor.shape) != size:
-            problem = f"weight {key!r} has shape {tuple(tensor.shape)}, config.json says {size}"
+        if tuple(said.get_shape()) != size:
+            problem = f"weight {key!r} has shape {tuple(said.get_shape())}, config.json says {size}"
             raise ModelLoadError(self._name, problem, "Configuration and weights belong to different models")
+        tensor: Tensor = handle.get_tensor(full)
         if low := self.adapter.get(key.removesuffix(".weight")):
             tensor = low.added_to(tensor)
         return tensor.to(device=self._device, dtype=self._dtype)

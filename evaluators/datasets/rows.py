@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from atts.errors import DatasetError
 from atts.files import open_ordinary
@@ -19,6 +19,7 @@ from atts.jsonable import from_json
 
 Row = Mapping[str, object]
 _MOST_BYTES = 1 << 30  # inflated: the largest benchmark has a hundredth of that
+_ROW_BYTES = 256  # of a row beside its values
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
@@ -90,8 +91,13 @@ def _bytes(path: Path, source: str) -> bytes:
         problem = f"{path} cannot be read: {error.strerror if isinstance(error, OSError) and error.strerror else error}"
         raise DatasetError(source, problem, "Check the path and its permissions") from error
     if len(data) > _MOST_BYTES:
-        raise DatasetError(source, f"{path} holds more than {_MOST_BYTES >> 20:,} MiB", "Split it, or filter it before")
+        raise _too_large(path, source)
     return data
+
+
+def _too_large(path: Path, source: str) -> DatasetError:
+    problem = f"{path} holds more than {_MOST_BYTES >> 20:,} MiB"
+    return DatasetError(source, problem, "Split it, or filter it before")
 
 
 def _parse(path: Path, data: bytes, source: str) -> Iterator[tuple[str, Row]]:
@@ -159,9 +165,21 @@ def _parquet(path: Path, data: bytes, source: str) -> Iterator[tuple[str, Row]]:
     except ImportError:
         advice = "Install it: pip install 'atts[parquet]'"
         raise DatasetError(source, f"{path.name} needs pyarrow to be read, which is not installed", advice) from None
+    rows, held = list[Row](), 0
     try:
-        rows = parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
+        file = parquet.ParquetFile(pyarrow.BufferReader(data))
+        for batch in file.iter_batches(batch_size=_batch(file.metadata)):
+            held += batch.nbytes + _ROW_BYTES * len(batch)
+            if held > _MOST_BYTES:
+                raise _too_large(path, source)
+            rows += batch.to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DatasetError(source, f"{path.name} is not a Parquet file ({error})", "Fetch it again") from None
-    for number, row in enumerate(cast(list[dict[str, object]], rows), 1):
+    for number, row in enumerate(rows, 1):
         yield f"row {number}", row
+
+
+def _batch(metadata: Any) -> int:
+    """Rows to inflate at once: a value can be as large as its chunk, and a few bytes can repeat it in every row."""
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    return max(1, min(1024, _MOST_BYTES // max((group.total_byte_size for group in groups), default=1)))

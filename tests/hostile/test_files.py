@@ -10,6 +10,7 @@ import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -260,6 +261,25 @@ def test_a_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (tmp_path / "in.jsonl.gz").write_bytes(damaged)
         with pytest.raises(DatasetError):
             load_dataset(str(tmp_path / "in.jsonl.gz"))
+
+
+def test_a_parquet_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes that repeat one value in every row, or hold a long one, are read up to the limit."""
+    pyarrow: Any = pytest.importorskip("pyarrow")
+    parquet: Any = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("atts.evaluators.datasets.rows._MOST_BYTES", 1 << 20)
+    path = tmp_path / "in.parquet"
+    for text, rows in (("x" * 4_000, 4_000), ("y" * (4 << 20), 1), ("1", 100_000), ("z" * (1 << 19), 64)):
+        columns = {"problem": pyarrow.array([text] * rows).dictionary_encode(), "answer": ["1"] * rows}
+        parquet.write_table(pyarrow.table(columns), path, compression="zstd")
+        assert path.stat().st_size < 100_000
+        pool = pyarrow.default_memory_pool()
+        before = pool.bytes_allocated()
+        with pytest.raises(DatasetError, match="more than 1 MiB"):
+            load_dataset(str(path))
+        assert pool.bytes_allocated() - before < 16 << 20
+    parquet.write_table(pyarrow.table({"problem": ["1 + 1?"] * 3, "id": ["a", "b", "c"], "answer": ["2"] * 3}), path)
+    assert [problem.answer for problem in load_dataset(str(path)).problems] == ["2"] * 3
 
 
 @pytest.mark.parametrize(

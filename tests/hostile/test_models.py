@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import resource
 import shutil
 from copy import deepcopy
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from atts.chat_templates import TemplateError, TemplateProcess
 from atts.core import Message
 from atts.errors import ModelLoadError, UnsupportedByEngine
+from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
 from atts.models import path
 from atts.tokenizing import ModelTokenizer
@@ -127,3 +130,56 @@ def test_what_is_no_file_is_not_waited_for(file: str, place: str, folder: Path) 
         read_model_config(folder, "mine")
     with pytest.raises(ModelLoadError, match=f"{file} is a device, a pipe or a socket"):
         ModelTokenizer(folder, "mine")
+
+
+def _weights(changed: dict[str, Any], size: int = 0) -> bytes:
+    """A file of weights: the embedded draft's, some entries of its header changed, and so many bytes of zeros."""
+    raw = (path("draft") / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.dumps(json.loads(raw[8 : 8 + length]) | changed).encode()
+    return len(header).to_bytes(8, "little") + header + raw[8 + length :] + b"\0" * size
+
+
+def _entry(shape: list[int], ends: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"model.embed_tokens.weight": {"dtype": dtype, "shape": shape, "data_offsets": ends}}
+
+
+HEADERS = {
+    "a length of 2^63": (1 << 63).to_bytes(8, "little") + b"{}",
+    "a length past the end": (1 << 20).to_bytes(8, "little") + b"{}",
+    "a header of blanks": (20_000_000).to_bytes(8, "little") + b" " * 20_000_000,
+    "an end beyond the file": _weights(_entry([1 << 28, 64], [0, 1 << 36])),
+    "two weights in one place": _weights(_entry([512, 32], [65_536, 131_072])),
+    "a shape whose product overflows": _weights(_entry([1 << 32, 1 << 32, 1 << 32], [0, 65_536])),
+    "a shape of nothing": _weights(_entry([0, 1 << 62], [0, 0])),
+    "a negative shape": _weights(_entry([-1, 64], [0, 65_536])),
+    "a hundred thousand weights": _weights(_entry([512, 32], [0, 65_536])
+                                           | {f"w{i}": _entry([0], [0, 0])["model.embed_tokens.weight"]
+                                              for i in range(100_000)}),
+    "nested deeply": (100_000).to_bytes(8, "little") + b"[" * 100_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_header_that_lies_is_refused_in_bounded_memory(what: str, folder: Path) -> None:
+    """Whatever the header of the weights declares, nothing is allocated for it that the file does not hold."""
+    config = read_model_config(folder, "mine")
+    (folder / "model.safetensors").write_bytes(HEADERS[what])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelLoadError, match=rf"{re.escape(str(folder))}|has shape"):
+        load_weights(folder, config, torch.float32, torch.device("cpu"), "mine")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000  # KiB
+
+
+@pytest.mark.parametrize("power", [40, 33])
+def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: Path) -> None:
+    """A file that is mostly a hole: one that cannot be mapped, and one that could be read but is of another shape."""
+    config = read_model_config(folder, "mine")
+    header = json.dumps(_entry([1 << (power - 4), 4], [0, 1 << power])).encode()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(weights, len(header) + 8 + (1 << power))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelLoadError, match=r"has shape|damaged"):
+        load_weights(folder, config, torch.float32, torch.device("cpu"), "mine")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB

@@ -255,7 +255,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "unheard-of type": (_edit(dtype="float99", torch_dtype="float99"), "dtype is 'float99', expected one of"),
     "whole numbers for weights": (
         _weights(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int8)})),
-        "is of type int8",
+        "is of type I8",
     ),
     "quantised": (_edit(quantization_config={"quant_method": "awq", "bits": 4}), "quantised"),
 }

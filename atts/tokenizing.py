@@ -12,7 +12,7 @@ from atts.chat_templates import TemplateProcess, is_plain
 from atts.core import Message, TokenIds
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.importing import import_lock
-from atts.model_folder import NO_TEMPLATE, read_end_ids, refuse_code, refuse_ids
+from atts.model_folder import NO_TEMPLATE, read_end_ids, read_object, refuse_code, refuse_ids
 
 
 class ModelTokenizer:
@@ -118,15 +118,30 @@ def _open(folder: Path, name: str) -> Any:
     refuse_code(folder, name)
     refuse_ids(folder, name)
     with import_lock:
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            kind = _tokenizer_class(folder, name)
+            tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
             raise ModelLoadError(name, f"the tokenizer in {folder} cannot be read ({error})") from error
     if not getattr(tokenizer, "is_fast", False):
         raise ModelLoadError(name, "its tokenizer has no fast version", "Convert it to tokenizer.json")
     return tokenizer
+
+
+def _tokenizer_class(folder: Path, name: str) -> Any:
+    """What transformers opens such a tokenizer with: itself where that can be told, for asking it loads torch."""
+    config, own = (
+        read_object(folder / file, name) if (folder / file).is_file() else {}
+        for file in ("config.json", "tokenizer_config.json")
+    )
+    is_plain = own.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    if is_plain and config.get("model_type") == "llama" and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _pieces(tokenizer: Any, state: dict[str, Any]) -> tuple[bytes, ...]:

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atts import tokenizing
 from atts.errors import ModelLoadError, OptionError
 from atts.evaluators.datasets.arithmetic import problems
+from atts.local import model_config
+from atts.local.model_config import read_model_config
 from atts.models import EMBEDDED, Embedded, info, path
+from atts.tokenizing import ModelTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +32,30 @@ def _open(name: Embedded) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(str(path(name)), dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_what_is_read_without_torch_is_what_transformers_reads(name: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configuration and tokenizer, whose digest is in every journal."""
+    folder = path(name)
+    found = read_model_config(folder, name), ModelTokenizer(folder, name).digest
+    assert "transformers" not in type(model_config.read_hf_config(folder, name)).__module__
+    monkeypatch.setattr(model_config, "_whole_config", lambda *_: None)
+    assert "transformers" in type(model_config.read_hf_config(folder, name)).__module__
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(tokenizing, "_tokenizer_class", lambda *_: AutoTokenizer)
+    assert (read_model_config(folder, name), ModelTokenizer(folder, name).digest) == found
+
+
+def test_a_parent_of_engines_loads_no_torch() -> None:
+    """It costs seconds, and is for the children that compute."""
+    code = (
+        "import sys, atts; from atts.local import check_model; from atts.models import path;"
+        "check_model(path('draft'), 'it'); print(sys.modules.keys() & {'torch', 'sympy', 'pandas', 'scipy.stats'})"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "set()\n"
 
 
 def test_both_share_one_tokenizer() -> None:

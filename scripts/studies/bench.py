@@ -32,6 +32,7 @@ STUDIES = {
     "small": Study("runs of few problems, live: rate, worst chunks, accuracy", 0, 90, smallest=True),
     "grading": Study("answer checkers beside each other", 0, 100),
     "local": Study("the local engine beside transformers", 0, 300),
+    "speculation": Study("proposed tokens: every length, the controller, weaker drafts, assisted generation", 20, 300),
     "models": Study("the embedded pair: accuracy, voting, recovery, cost", 30, 150),
     "pipelines": Study("accuracy, tokens and time of every policy, in the parts that follow"),
     "pipelines-claim": Study("of these the claim alone: the policy beside the target", 20, 80),

@@ -48,6 +48,7 @@ STUDIES = {
     "frontier": Study("accuracy against arithmetic, live, for methods, rates and numbers of samples", 0, 110),
     "ablations": Study("one choice at a time: which defaults win", 0, 190, smallest=True),
     "scale": Study("virtual time: engines with fitted costs, up to 256 samples and 64 replicas", 60, 200),
+    "gpu": Study("a GPU: what it computes, how fast, where a draft pays; alone, as docs/benchmarks/gpu.md says"),
     "soak": Study("solving without end under faults, cancels and drift: nothing may grow", 0, 120, smallest=True),
     "crash": Study("runs killed again and again, two hundred times with --full", 0, 60),
 }

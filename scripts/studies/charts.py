@@ -9,8 +9,9 @@ from html import escape
 from typing import Literal
 
 from atts.analysis import Axis, Plot
+from scripts.studies.tables import Chart as Chart
+from scripts.studies.tables import Scaling
 
-Scaling = Literal["linear", "log"]
 Direction = Literal["across", "up"]
 Points = Sequence[tuple[float, float]]
 
@@ -23,17 +24,6 @@ _STYLE = (
     ".chart .line{fill:none;stroke-width:2}.chart .axis{font-weight:600}"
     "@media (prefers-color-scheme:dark){.chart{background:#14171b}.chart text{fill:#dde}}"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """Which columns of a table are drawn: `x` across, `y` up, one line per value of `by` (none: one line)."""
-
-    x: str
-    y: str
-    by: str = ""
-    x_scaling: Scaling = "linear"
-    y_scaling: Scaling = "linear"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,22 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from atts.evaluators import Estimate
-from scripts.studies.charts import Chart, draw
+from scripts.studies.charts import draw
 from scripts.studies.machine import Machine
+from scripts.studies.tables import Cell as Cell
+from scripts.studies.tables import Row as Row
+from scripts.studies.tables import Table as Table
+from scripts.studies.tables import figure as figure
 
-Cell = str | int | float | None
-Row = tuple[Cell, ...]
 T = TypeVar("T")
 Effort = Literal["quick", "default", "full"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
-Shown = Literal["rows", "chart only"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,58 +44,6 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """One result: named columns, rows, and notes that say what a reader must know."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...] = field(default=())
-    chart: Chart | None = None  # drawn from the table's own cells
-    shown: Shown = "rows"  # in Markdown; JSON has everything
-    headline: str = ""  # what BENCHMARKS.md says of it
-
-    @classmethod
-    def of(
-        cls,
-        title: str,
-        header: str,
-        rows: Iterable[Row],
-        *notes: str,
-        chart: Chart | None = None,
-        shown: Shown = "rows",
-        headline: str = "",
-    ) -> Table:
-        """A table whose header is written as in Markdown: "method | seconds".
-
-        :raises AssertionError: a row has another number of cells than the header.
-        """
-        columns, held = tuple(name.strip() for name in header.split("|")), tuple(rows)
-        assert all(len(row) == len(columns) for row in held), f"{title}: {header}: a row of another length"
-        return cls(title, columns, held, notes, chart=chart, shown=shown, headline=headline)
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Table:
-        """The table that a study's JSON holds."""
-        made: dict[str, Any] = {**fields, "rows": tuple(map(tuple, fields["rows"]))}
-        made |= {name: tuple(fields[name]) for name in ("columns", "notes")}
-        made["chart"] = Chart(**fields["chart"]) if fields.get("chart") else None
-        return cls(**made)
-
-    def body(self) -> str:
-        """The table as GitHub Markdown without its title, notes last."""
-        if self.shown == "chart only":
-            return "\n".join(self.notes)
-        lines = ["| " + " | ".join(self.columns) + " |", "|" + " --- |" * len(self.columns)]
-        lines += ["| " + " | ".join(_text(cell) for cell in row) + " |" for row in self.rows]
-        return "\n".join([*lines, "", *self.notes]).strip()
-
-    def markdown(self) -> str:
-        """The same under its title."""
-        return f"### {self.title}\n\n{self.body()}\n"
-
-
-@dataclass(frozen=True, slots=True)
 class Spread:
     """Median, minimum and maximum of repeated measurements."""
 
@@ -111,16 +60,6 @@ class Spread:
     def __str__(self) -> str:
         median, low, high = (figure(value, 3) for value in (self.median, self.low, self.high))
         return f"{median} [{low}, {high}] n={self.n}"
-
-
-def figure(value: float, digits: int = 4) -> str:
-    """A number with the digits that count; large ones in full, as people write them.
-
-    >>> figure(0.123456), figure(11_151.7), figure(2713.4, 3), figure(9999.7)
-    ('0.1235', '11,150', '2,710', '10,000')
-    """
-    rounded = f"{value:.{digits}g}"
-    return f"{float(rounded):,.0f}" if math.isfinite(value) and "e+" in rounded else rounded
 
 
 def times(factor: float) -> str:
@@ -234,9 +173,3 @@ def drawing(table: Table) -> str:
 def picture_name(study: str, number: int) -> str:
     """The file of a table's chart."""
     return f"{study}-{number + 1}.svg"
-
-
-def _text(cell: Cell) -> str:
-    if isinstance(cell, float):
-        return figure(cell) if math.isfinite(cell) else "-"
-    return "-" if cell is None else str(cell).replace("|", "\\|")

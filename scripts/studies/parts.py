@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
-
-from scripts.studies.harness import say
 
 
 class Parts(dict[str, Any]):
@@ -40,4 +39,4 @@ class Parts(dict[str, Any]):
             record = json.loads(line)
             self[record["part"]] = record["value"]
         except (json.JSONDecodeError, KeyError):
-            say(f"{self._path}: a line was torn by a kill; its part is run again")
+            print(f"{self._path}: a line was torn by a kill; its part is run again", file=sys.stderr)

@@ -1,0 +1,236 @@
+"""The GPU study without a GPU: what it imports, how it goes on, what its tables say, and all of its code on a CPU."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+gpu = pytest.importorskip("scripts.studies.gpu", reason="needs a checkout")
+lab_module = pytest.importorskip("scripts.studies.gpu_lab", reason="needs a checkout")
+parts_module = pytest.importorskip("scripts.studies.parts", reason="needs a checkout")
+table_module = pytest.importorskip("scripts.studies.gpu_tables", reason="needs a checkout")
+
+ALLOWED = {"torch", "transformers", "safetensors", "numpy", "scipy", "anyio", "triton"}
+
+
+def lab(folder: Path, seconds: float = 600.0) -> Any:
+    """A lab on the CPU, with what the folder holds."""
+    return lab_module.Lab("cpu", lab_module.TINY, parts_module.Parts(folder / "cells.jsonl"), time.time() + seconds)
+
+
+def loaded_first(path: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of every import that happens when this file is imported; "" for a whole module."""
+    pending: list[ast.stmt] = list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            pending += node.body
+
+
+def file_of(root: Path, name: str) -> Path | None:
+    """The file of one of our modules."""
+    path = root.joinpath(*name.split("."))
+    found = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    return found[0] if found else None
+
+
+def closure(root: Path) -> tuple[set[str], set[str]]:
+    """Packages of others that the study and its children import when they start, and the names taken from msgspec."""
+    pending, known = ["scripts.studies.gpu", "atts.local.child"], set[str]()
+    packages, used = set[str](), set[str]()
+    while pending:
+        name = pending.pop()
+        if name in known or (path := file_of(root, name)) is None:
+            continue
+        known.add(name)
+        pending += [name.rpartition(".")[0]]
+        text = path.read_text()
+        for module, part in loaded_first(path):
+            top = module.split(".")[0]
+            if top in ("atts", "scripts"):
+                pending += [module, f"{module}.{part}"]
+            elif top not in sys.stdlib_module_names:
+                packages.add(top)
+                used |= {part} if top == "msgspec" and part else dotted(text) if top == "msgspec" else set()
+    return packages, used
+
+
+def dotted(text: str) -> set[str]:
+    """What a module that imports msgspec whole reads of it."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "msgspec"}
+
+
+def test_it_imports_nothing_that_a_bare_machine_lacks(checkout: Path) -> None:
+    """Of packages only those that come with torch and transformers; of msgspec, what stands in for it."""
+    packages, used = closure(checkout)
+    assert packages - ALLOWED == {"msgspec"}
+    stand_in = (checkout / "scripts" / "studies" / "bare" / "msgspec.py").read_text()
+    defined = {node.name for node in ast.parse(stand_in).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert used <= defined
+    assert {"Meta", "convert"} <= used
+    assert {"torch", "anyio"} <= packages
+
+
+def cell(done: list[str], name: str, seconds: float, own: Any) -> None:
+    """A job of one cell, which notes that it was measured."""
+
+    def measure() -> dict[str, int]:
+        done.append(name)
+        return {"value": 1}
+
+    own.cell(name, measure, seconds)
+
+
+def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
+    """Jobs that fail or run out of time cost the others nothing; the next call does these alone."""
+    done: list[str] = []
+
+    def job(name: str, seconds: float = 0.0) -> Callable[[Any], None]:
+        return partial(cell, done, name, seconds)
+
+    def fail(own: Any) -> None:
+        cell(done, "half", 0.0, own)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    pages: list[int] = []
+    work = {"one": job("one"), "two": fail, "three": job("three", 1e9), "four": job("four")}
+    found = gpu.run(first := lab(tmp_path), work, [], lambda: pages.append(1))
+    assert found == ("", ["three"])
+    assert done == ["one", "half", "four"]
+    assert "illegal memory" in first.parts["trouble | two"]
+    assert len(pages) >= 3
+    (troubles,) = [table for table in table_module.tables(first) if table.title == "What failed"]
+    assert troubles.rows[0][0] == "two"
+    again = lab(tmp_path)
+    found = gpu.run(again, {**work, "two": job("half"), "three": job("three")}, [], lambda: None)
+    assert found == ("", [])
+    assert done == ["one", "half", "four", "three"]
+    assert again.parts["trouble | two"] == ""
+
+
+def test_a_first_round_leaves_time_to_every_part(tmp_path: Path) -> None:
+    """A part that would take more than a third is put off until the others had their turn."""
+    done: list[str] = []
+    work = {"long": partial(cell, done, "long", 500.0), "short": partial(cell, done, "short", 100.0)}
+    assert gpu.run(lab(tmp_path), work, [], lambda: None) == ("", [])
+    assert done == ["short", "long"]
+
+
+def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
+    """Ratios to the limit, to generate and to target-only, over what both sides have."""
+    own = lab(tmp_path)
+    shape: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "head_dim": 4, "num_heads": 2, "num_kv_heads": 1}
+    shape |= {"intermediate_size": 16, "vocabulary": 100, "trouble": "slots are gathered"}
+    weights = 2 * (8 * 4 * 6 + 3 * 8 * 16) + 100 * 8
+    own.parts.update(
+        {
+            "device": {"name": "a GPU", "memory": 8e10, "bytes": 4.0 * weights, "flops": 1e30, "launch": 5e-6},
+            "shape | 8M": shape,
+            "decode | 8M | auto | 2": {"step": 2.0, "rate": 1.0},
+            "decode | 8M | off | 2": {"step": 4.0, "rate": 0.5},
+            "generate | 8M | 2": {"rate": 0.25},
+            "score | 8M | auto | 2": {"rate": 7.0},
+        }
+    )
+    pair: dict[str, Any] = {"share": 1.0, "draft": 1, "scored": 2, "target": 3, "drawn": 0}
+    for number, (base, ours) in enumerate(((4.0, 2.0), (8.0, 4.0), (6.0, 3.0))):
+        own.parts[f"pair |  | 8M | 2 | {number} | target-only"] = {**pair, "seconds": base, "right": 1.0}
+        own.parts[f"pair |  | 8M | 2 | {number} | atts"] = {**pair, "seconds": ours, "right": float(number > 0)}
+    own.parts["pair |  | 8M | 2 | 3 | target-only"] = {**pair, "seconds": 1000.0, "right": 1.0}
+    tables = {table.title.split(":")[0]: table for table in table_module.tables(own)}
+    (writing,) = tables["Writing"].rows
+    context = own.sizes.prompt + 3 * own.sizes.tokens / 4
+    least = 1.0 + 2 * context * (2 * 2 * 4) * 4 / (4.0 * weights)
+    assert writing == ("8M", 2, 1.0, 2000.0, pytest.approx(1e3 * least), pytest.approx(least / 2), 4000.0, 0.25, 4.0)
+    assert tables["Scoring 6 new tokens on each of several rollouts of 16 known ones"].rows == (("8M", 2, 7.0, 7.0),)
+    rows = {row[2]: row for row in tables["Padded pairs"].rows}
+    assert rows["atts"][5] == "2.00 [2.00, 2.00]"
+    assert str(rows["atts"][7]).startswith("-33.3 [")
+    assert (rows["target-only"][3], rows["atts"][3]) == (4, 3)
+    assert tables["What failed"].rows == (("kernel, 8M", "slots are gathered"),)
+
+
+def test_random_models_write_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device, the kernel's check and the rates, on a CPU; a second call measures nothing."""
+    kept = {"device", "kernel", "rates 8M"}
+    every = gpu.jobs
+    monkeypatch.setattr(gpu, "jobs", lambda sizes: {n: job for n, job in every(sizes).items() if n in kept})
+    command = ["--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    gpu.main(command)
+    cells = (tmp_path / "gpu-cpu-tiny.jsonl").read_text()
+    gpu.main(command)
+    assert (tmp_path / "gpu-cpu-tiny.jsonl").read_text() == cells
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    titles = [table["title"] for table in record["tables"]]
+    assert [title.split(" ")[0] for title in titles] == ["The", "The", "Writing:", "Scoring"]
+    assert "| 8M | 2 |" in (tmp_path / "gpu.md").read_text()
+
+
+BARE = """
+import re, runpy, sys
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+def plain(name): return re.sub(r"[-_.]+", "-", name).lower()
+
+brought, pending = set(), json_names
+while pending:
+    name = plain(pending.pop())
+    if name not in brought:
+        brought.add(name)
+        try:
+            pending += [re.match(r"[\\w.-]+", one)[0] for one in requires(name) or () if "extra ==" not in one]
+        except PackageNotFoundError:
+            pass
+owners = {top: {plain(one) for one in names} for top, names in packages_distributions().items()}
+
+class Bare:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if path is None and not brought & owners.get(name, brought):
+            path = [place for place in sys.path if "site-packages" not in place]
+        return PathFinder.find_spec(name, path, target)
+    find_distributions = staticmethod(PathFinder.find_distributions)
+    invalidate_caches = staticmethod(PathFinder.invalidate_caches)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+sys.path.insert(0, checkout)
+sys.argv = ["gpu", "--device", "cpu", "--tiny", "--out", out]
+runpy.run_module("scripts.studies.gpu", run_name="__main__")
+print("msgspec from", sys.modules["msgspec"].__file__)
+"""
+
+
+@pytest.mark.slow
+def test_all_of_it_runs_where_only_a_few_packages_are(checkout: Path, tmp_path: Path) -> None:
+    """Every other package is hidden, msgspec too; all parts finish, nothing failed."""
+    names = f"json_names, checkout, out = {sorted(ALLOWED)!r}, {str(checkout)!r}, {str(tmp_path)!r}\n"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", names + BARE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "gpu: all is done" in done.stderr
+    assert done.stdout.splitlines()[-1].endswith("bare/msgspec.py")
+    tables = json.loads((tmp_path / "gpu.json").read_text())["tables"]
+    assert len(tables) == 7
+    equal = [(row[1], row[2]) for row in tables[2]["rows"] if str(row[0]).startswith("float32")]
+    assert equal == [(3, 3)] * 4
+    assert [row[2] for row in tables[5]["rows"]] == ["target-only", "atts", "exact", "draft-only"]

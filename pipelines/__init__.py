@@ -21,6 +21,7 @@ from atts.pipelines.gates import (
     let_go,
     level_of,
 )
+from atts.pipelines.pace import DraftPace
 from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
 from atts.pipelines.scores import ScoreRule, evidence
 from atts.pipelines.solve import solve
@@ -53,6 +54,7 @@ __all__ = [
     "ConformalGate",
     "Context",
     "CueGate",
+    "DraftPace",
     "ExploringGate",
     "RandomisedGate",
     "SparingGate",

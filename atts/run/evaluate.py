@@ -38,7 +38,7 @@ from atts.journal import (
     judged,
     open_journal,
 )
-from atts.pipelines import Context, Learning, RoundGate, needed_logprobs
+from atts.pipelines import Context, DraftPace, Learning, RoundGate, needed_logprobs
 from atts.run.calls import RecordedEngine, RecordedSteps
 from atts.run.conditions import check_conditions
 from atts.run.forewarning import forewarnings
@@ -173,6 +173,7 @@ class _Run:
             for problem in filter(state.is_over, state.finished):
                 left.conclude(problem)
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
+        self._pace = DraftPace()
         self._places: dict[str, int] = {}  # of the problems in the dataset
         self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
@@ -295,6 +296,7 @@ class _Run:
             bind=bind,
             logprobs=needed,
             left=self._left,
+            pace=self._pace,
         )
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:

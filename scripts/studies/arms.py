@@ -23,7 +23,7 @@ from atts.models import info
 from atts.models import path as model_path
 from atts.pipelines import Gate, RoundGate
 from atts.run import Plan, RunOptions, evaluate
-from scripts.studies.harness import Spread, say
+from scripts.studies.harness import Spread, say, tree_seconds
 from scripts.studies.parts import Parts
 
 RATE = Setup().rate
@@ -41,6 +41,7 @@ class Arm:
     setup: Setup
     target_threads: int = 1
     schedule: Schedule = "together"
+    is_proposed_to: bool = False  # whether the draft proposes tokens to the target
 
     def but(self, name: str = "", **changes: Any) -> Arm:
         """The same arm, perhaps under another name, its policy changed."""
@@ -51,17 +52,18 @@ class Arm:
 
 def arm(name: str, method: str = "", *, samples: int = 8, rate: float = RATE, threads: int = 1, **changes: Any) -> Arm:
     """An arm of that method (its own name's, unless said); `changes` are of the setup or of its policy."""
-    base, schedule = Setup(), changes.pop("schedule", "together")
+    base, schedule, is_proposed_to = Setup(), changes.pop("schedule", "together"), changes.pop("proposed", False)
     own = {key: changes.pop(key) for key in ("mode", "stored", "limits", "rollouts", "gate") if key in changes}
     policy = replace(base.policy, samples=samples, **changes)
-    return Arm(name, replace(base, method=method or name, rate=rate, policy=policy, **own), threads, schedule)
+    setup = replace(base, method=method or name, rate=rate, policy=policy, **own)
+    return Arm(name, setup, threads, schedule, is_proposed_to)
 
 
 class Pair:
     """The embedded engines, open; the target once per number of threads that an arm asks for."""
 
-    def __init__(self, threads: Iterable[int] = (1,), **changes: Any) -> None:
-        """`changes` are those of `LocalOptions`."""
+    def __init__(self, threads: Iterable[int] = (1,), *, proposed: bool = False, **changes: Any) -> None:
+        """With `proposed`, also a target to which the draft proposes; `changes` are those of `LocalOptions`."""
         options = replace(LocalOptions(), **changes)
         self._stack = AsyncExitStack()
         self.draft: Engine = LocalEngine(model_path("draft"), name="draft", options=options)
@@ -69,10 +71,16 @@ class Pair:
             count: LocalEngine(model_path("target"), name="target", options=replace(options, threads=count))
             for count in sorted(set(threads))
         }
+        self.proposed_to: Engine | None = None
+        if proposed:
+            one = replace(options, threads=1)
+            draft = str(model_path("draft"))
+            self.proposed_to = LocalEngine(model_path("target"), name="target", options=one, lent=draft)
 
     async def __aenter__(self) -> Self:
-        for engine in (self.draft, *self.targets.values()):
-            await self._stack.enter_async_context(engine)
+        for engine in (self.draft, *self.targets.values(), self.proposed_to):
+            if engine is not None:
+                await self._stack.enter_async_context(engine)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -82,7 +90,9 @@ class Pair:
         """The arm's plan; its random numbers are no other arm's, so that none finds its texts in a cache."""
         own = seed * 1009 + sum(arm.name.encode()) % 997
         setup = replace(arm.setup, seed=own, gate=gate if gate is not None else arm.setup.gate)
-        return setup.plan(self.draft, self.targets[arm.target_threads])
+        target = self.proposed_to if arm.is_proposed_to else self.targets[arm.target_threads]
+        assert target is not None, "a pair is made with what its arms ask for"
+        return setup.plan(self.draft, target)
 
 
 async def run_block(
@@ -118,6 +128,7 @@ class Solved:
     scored: int
     target: int
     decisions: Sequence[tuple[int, int, bool]]  # place in the order of asking, turn, whether the target took over
+    drawn: int = 0  # of the target's tokens, those drawn while it scored
 
     @classmethod
     def of(cls, outcome: Outcome) -> Solved:
@@ -134,6 +145,7 @@ class Solved:
             scored=usage.scored_tokens,
             target=usage.target_tokens,
             decisions=[(one.issue or 0, one.turn, one.escalate) for one in made],
+            drawn=usage.drawn_tokens,
         )
 
     @property
@@ -152,7 +164,7 @@ class Piece:
     shard: int
     solved: list[Solved] = field(default_factory=list[Solved])
     seconds: list[float] = field(default_factory=list[float])
-    processor: list[float] = field(default_factory=list[float])  # seconds of this process
+    processor: list[float] = field(default_factory=list[float])  # seconds of this process and its engines
 
     @property
     def key(self) -> tuple[str, int, int, int]:
@@ -225,9 +237,9 @@ async def _run_shard(
     for count, start in enumerate(range(0, len(shard), block)):
         turn = count % len(arms)
         for one, piece in arms[turn:] + arms[:turn]:
-            used = time.process_time()
+            used = tree_seconds()
             outcomes, seconds = await run_block(shard[start : start + block], plans[one.name], one.schedule)
-            piece.processor.append(time.process_time() - used)
+            piece.processor.append(tree_seconds() - used)
             piece.seconds.append(seconds)
             piece.solved += [Solved.of(outcome) for outcome in outcomes]
             if watch is not None:
@@ -274,7 +286,7 @@ class Sum:
         """Tokens of that kind a problem."""
         return self.total(kind) / max(1, len(self.solved))
 
-    def total(self, kind: Literal["draft", "scored", "target"]) -> int:
+    def total(self, kind: Literal["draft", "scored", "target", "drawn"]) -> int:
         """Tokens of that kind."""
         return sum(getattr(one, kind) for one in self.solved)
 

@@ -29,17 +29,20 @@ async def _timed(how: Literal["latency", "throughput"], count: int, seed: int) -
     arms = [
         make("target-only"),
         make("target-only, 2 threads", "target-only", threads=2),
+        make("target-only, proposed to", "target-only", proposed=True),
+        make("exact"),
         make("atts"),
+        make("atts, proposed to", "atts", proposed=True),
         make("atts, drafting on", "atts", optimistic=True),
         make("ordinal"),
         make("draft-only", early_stop="none"),
     ]
     ledger, scoring = Ledger(), _Scoring()
-    async with Pair((1, 2)) as pair:
+    async with Pair((1, 2), proposed=True) as pair:
         rescore = partial(scoring.rescore, schedule=schedule, target=pair.targets[1])
         await run_grid(arms, Grid(count * ROUNDS, (seed,), count * ROUNDS, count), ledger, pair, how, rescore)
     found = {one.name: ledger.of(one.name) for one in arms}
-    base = min((one for name, one in found.items() if name.startswith("target-only")), key=lambda one: one.seconds)
+    base = min((found[name] for name in ("target-only", "target-only, 2 threads")), key=lambda one: one.seconds)
     drafting = found["draft-only"]
     rates: Rates = {
         "draft": drafting.seconds / max(1, drafting.total("draft")),
@@ -50,27 +53,34 @@ async def _timed(how: Literal["latency", "throughput"], count: int, seed: int) -
     words = "one problem at a time" if how == "latency" else "all problems at once, 64 rollouts in flight"
     return Table.of(
         f"Time, {how}: {words}, {SAMPLES} samples, the same vote and early stop everywhere",
-        "method | right | seconds | speed-up | d | s | g | bound d + s + g | measured part | deviation | "
-        "draft tokens | scored | target tokens",
-        [_time_row(name, one, base, rates) for name, one in found.items()],
-        f"Blocks interleaved in one run. Base: the faster target-only. {t * 1e6:.0f} us per target token, "
+        "method | right | seconds | speed-up | processor time | d | s | g | bound d + s + g | measured part | "
+        "deviation | draft tokens | scored | target tokens | of these drawn while scoring",
+        [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
+        "Blocks interleaved in one run. Base: the faster target-only without proposals. Processor time: that of this "
+        f"process and its engines, against target-only with one thread. {t * 1e6:.0f} us per target token, "
         f"{s * 1e6:.0f} us per scored token ({s / t:.2f} of it), {d * 1e6:.0f} us per draft token ({d / t:.2f}), "
         "measured in this run on the work alone.",
     )
 
 
-def _time_row(name: str, one: Sum, base: Sum, rates: Rates) -> Row:
-    parts = [one.total(kind) * rate / base.seconds for kind, rate in rates.items()]
+def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
+    alone, rates = plain
+    decoded = {kind: one.total(kind) - (one.total("drawn") if kind == "target" else 0) for kind in rates}
+    parts = [decoded[kind] * rate / base.seconds for kind, rate in rates.items()]
     measured, bound, spread = one.seconds / base.seconds, sum(parts), one.speed_up(base)
+    used = alone.speed_up(one, "processor")
     assert spread is not None, "they ran side by side"
+    assert used is not None, "so did these"
     return (
         name,
         f"{sum(solved.right for solved in one.solved) / len(one.solved):.3f}",
         round(one.seconds, 2),
         f"{1 / measured:.2f} [{spread.low:.2f}, {spread.high:.2f}]",
+        f"{used.median:.2f} [{used.low:.2f}, {used.high:.2f}]",
         *(round(part, 3) for part in (*parts, bound, measured)),
         f"{measured / bound - 1:+.0%}" if bound else "-",
         *(one.total(kind) for kind in rates),
+        one.total("drawn"),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from atts.api import Setup, evaluate_sync
 from atts.core import Beginning, Completion, Outcome, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import EngineAround, EngineSpec
 from atts.errors import BadReply, OptionError, UnsupportedByEngine
@@ -16,7 +17,7 @@ from atts.methods import preset
 from atts.pipelines import FixedGate, Policy, ThresholdGate, check_engines, check_scores
 from atts.pipelines.pace import DraftPace
 from atts.seeds import Seed
-from atts.testing import ScriptedEngine, check_engine, run_virtual
+from atts.testing import ScriptedEngine, check_engine, run_virtual, toy_problems
 
 Solve = Callable[..., list[Outcome]]
 PLAIN = Policy(samples=3, early_stop="none")
@@ -152,6 +153,20 @@ def _spec(engine: ScriptedEngine) -> EngineSpec:
             return engine.spec
 
     return run_virtual(main)
+
+
+def test_what_a_run_learns_of_its_drafts_serves_all_of_its_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    paces = list[DraftPace]()
+
+    def watched(pace: DraftPace, most: int) -> int:
+        paces.append(pace)
+        return most
+
+    monkeypatch.setattr(DraftPace, "length", watched)
+    setup = Setup(draft="scripted", target="scripted", method="exact", policy=replace(PLAIN, samples=1))
+    found = evaluate_sync(toy_problems(3, 5), setup)
+    assert len(found.problems) == 3
+    assert all(pace is paces[0] for pace in paces)
 
 
 def test_more_is_drafted_where_more_stands() -> None:

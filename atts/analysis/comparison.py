@@ -47,6 +47,8 @@ class Compared:
     single: Comparison | None
     mcnemar: McNemar | None
     costs: tuple[CostRatio, ...]
+    unscored: tuple[int, int] = (0, 0)  # votes counted wrong that could not be scored
+    if_right: Comparison | None = None  # of votes, were these right
     sequential: Sequential | None = None  # of votes, looked at after every problem in an order drawn by seed
 
 
@@ -65,6 +67,8 @@ def compare(first: GradedRun, second: GradedRun, *, seed: int = 0, points: float
         )
     ours, theirs = ([side.problems[name] for name in common] for side in (first, second))
     votes = [one.vote for one in ours], [one.vote for one in theirs]
+    doubted = [one.unscored for one in ours], [one.unscored for one in theirs]
+    best = ([vote + more for vote, more in zip(*side, strict=True)] for side in zip(votes, doubted, strict=True))
     shares = [(a.share, b.share) for a, b in zip(ours, theirs, strict=True) if not math.isnan(a.share + b.share)]
     samples = sum(one.samples for one in (*ours, *theirs))
     whole = all(vote in (0.0, 1.0) for side in votes for vote in side)
@@ -82,6 +86,8 @@ def compare(first: GradedRun, second: GradedRun, *, seed: int = 0, points: float
         single=compare_runs(*zip(*shares, strict=True), seed=seed, n_samples=samples) if shares else None,
         mcnemar=mcnemar(*([vote == 1.0 for vote in side] for side in votes)) if whole else None,
         costs=tuple(cost for cost in costs if cost is not None),
+        unscored=(sum(map(bool, doubted[0])), sum(map(bool, doubted[1]))),
+        if_right=compare_runs(*best, seed=seed) if any(map(any, doubted)) else None,
         sequential=None if points is None else compare_in_order(differences, points),
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from atts.analysis.status import RunStanding, standing_of
 from atts.core import Usage
 from atts.errors import JournalError
-from atts.evaluators import Estimate, mean_estimate, share_estimate
+from atts.evaluators import Estimate, accuracy_estimate, share_estimate
 from atts.files import storage
 from atts.journal import FACTS, JOURNAL, MANIFEST, Decided, Observed, RecordedRun, open_run
 
@@ -77,7 +77,6 @@ def _line(directory: Path) -> RunLine:
     except JournalError as error:
         return RunLine(str(directory), None, begun=_changed(directory), problem=str(error))
     finished = list(state.finished.values())
-    graded = [float(one.is_correct) for one in finished if one.verdict is not None]
     usage = reduce(add, (one.usage for one in finished), Usage())
     return RunLine(
         str(directory),
@@ -86,7 +85,7 @@ def _line(directory: Path) -> RunLine:
         models=_models(run),
         done=sum(map(state.is_over, state.finished)),
         problems=run.manifest.problems,
-        accuracy=mean_estimate(graded, len(graded)),
+        accuracy=accuracy_estimate(one.is_right for one in finished if one.verdict is not None),
         rate=share_estimate((one.escalated, one.judged) for one in finished),
         draft_tokens=usage.draft_tokens,
         target_tokens=usage.target_tokens,

@@ -28,6 +28,7 @@ class GradedProblem:
     share: float
     samples: int
     costs: Mapping[str, float]  # by the names in COSTS, where known
+    unscored: float = 0.0  # how much more of the vote were right, were what could not be scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def _brief(one: FinishedProblem) -> GradedProblem:
     costs = {name: float(getattr(one.usage, name)) for name in COSTS[:3]}
     if one.seconds is not None:
         costs["seconds"] = one.seconds
-    return GradedProblem(float(one.is_correct), _mean(known), len(known), costs)
+    return GradedProblem(float(one.is_correct), _mean(known), len(known), costs, float(one.is_right is None))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -127,7 +128,8 @@ def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
             value = held.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
                 costs[name] = costs.get(name, 0.0) + value
-    return GradedProblem(mean, share, len(known) or len(votes), costs)
+    unscored = sum(row.get("correct", row.get("verdict")) == "unscored" for row in rows) / len(votes)
+    return GradedProblem(mean, share, len(known) or len(votes), costs, unscored)
 
 
 def _right(row: Mapping[str, Any], path: Path) -> float | None:

@@ -64,6 +64,13 @@ def _table(found: Compared) -> list[str]:
     common = "1 problem" if found.problems == 1 else f"{found.problems:,} problems"
     lines = [f"{names[0]} → {names[1]}", f"{common} in common", ""]
     lines += _accuracy("vote", found.vote)
+    if found.if_right is not None:
+        first, second = found.unscored
+        between = found.if_right.difference
+        lines.append(
+            f"{'':16}unscored, counted wrong: {first} and {second}; were they right: difference {between.value:+.3f} "
+            f"[{between.low:+.3f}, {between.high:+.3f}]"
+        )
     if found.mcnemar is not None:
         pairs = found.mcnemar
         lines.append(

@@ -7,8 +7,9 @@ import re
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -58,17 +59,29 @@ class _StderrHandler(logging.Handler):
 def warnings_on_stderr() -> Generator[None]:
     """Within the block, logged warnings of this package are printed, and what Python says of errors it cannot raise.
 
-    The root logger stays as it is.
+    The root logger stays as it is. What other libraries log or warn of is printed by them, after it was sanitized:
+    it may quote a file.
     """
     handler, logger = _StderrHandler(logging.WARNING), logging.getLogger("atts")
     hooks = threading.excepthook, sys.unraisablehook
+    make, show = logging.getLogRecordFactory(), warnings.formatwarning
+    logging.setLogRecordFactory(lambda *given, **named: _plain(make(*given, **named)))
+    warnings.formatwarning = lambda *given, **named: sanitized(show(*given, **named))
     logger.addHandler(handler)
     threading.excepthook = sys.unraisablehook = _tell_unraised
     try:
         yield
     finally:
         threading.excepthook, sys.unraisablehook = hooks
+        logging.setLogRecordFactory(make)
+        warnings.formatwarning = show
         logger.removeHandler(handler)
+
+
+def _plain(record: logging.LogRecord) -> logging.LogRecord:
+    with suppress(Exception):  # arguments that do not fit their message, which logging tells of
+        record.msg, record.args = sanitized(record.getMessage()), None
+    return record
 
 
 def _tell_unraised(found: Any) -> None:

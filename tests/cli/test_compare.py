@@ -61,6 +61,24 @@ def test_a_cost_of_nothing_is_no_number(tmp_path: Path) -> None:
     assert math.isinf(compare(a, b).costs[0].ratio)
 
 
+def test_what_could_not_be_scored_stands_beside_what_it_could_change(atts: Any, tmp_path: Path) -> None:
+    """Votes that could not be scored count as wrong; the difference, were they right, is in the table."""
+    verdicts = {"a": ["correct", "wrong", "unscored", "wrong"], "b": ["unscored", "unscored", "correct", "wrong"]}
+    a, b = (
+        results(tmp_path / f"{name}.jsonl", [{"id": n, "verdict": verdict} for n, verdict in enumerate(said)])
+        for name, said in verdicts.items()
+    )
+    found = compare(a, b)
+    assert found.unscored == (1, 2)
+    assert found.vote.difference.value == 0
+    assert found.if_right is not None
+    assert found.if_right.difference.value == pytest.approx(0.25)
+    assert (
+        "unscored, counted wrong: 1 and 2; were they right: difference +0.250 [" in atts("compare", str(a), str(b)).out
+    )
+    assert "unscored" not in atts("compare", str(results(tmp_path / "c.jsonl", [{"id": 1, "correct": 1}])), str(a)).out
+
+
 def test_lines_of_one_problem_are_its_rollouts(tmp_path: Path) -> None:
     """Several lines with one id count as one problem: intervals are over problems, not lines."""
     rows = [{"id": "x", "correct": right} for right in (True, False, True)] + [{"id": "y", "correct": False}]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atts.analysis.plan.options import Option, frontier, options
-from atts.analysis.plan.plan_data import PlanData, read_plan_data
+from atts.analysis.plan.plan_data import GradedCase, PlanData, read_plan_data
 from atts.api import Setup, evaluate_sync, plan
 from atts.core import Problem
 from atts.journal import JOURNAL, read_entries, read_outcomes
@@ -77,6 +78,22 @@ def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
             waits.append(max(sum(step.seconds for step in line.turns) for line in pair))
     assert found.accuracy.value == pytest.approx(sum(rights) / len(rights))
     assert found.seconds == pytest.approx(sum(waits) / len(waits))
+
+
+def test_what_could_not_be_scored_is_told_with_every_option(record: PlanData) -> None:
+    """Rollouts that could not be scored count as wrong; the rate were they right is beside it."""
+    data = replace(record, cases=[_unscored(case) for case in record.cases])
+    for option, known in zip(options(data), options(record), strict=True):
+        assert option.accuracy.value == 0
+        assert (option.accuracy.if_right or (0,))[0] == pytest.approx(known.accuracy.value)
+    assert "unscored" in list(options(data))[-1].accuracy.brief()
+
+
+def _unscored(case: GradedCase) -> GradedCase:
+    """The same, what was right unscored."""
+    return replace(
+        case, rollouts=tuple(replace(one, is_right=None if one.is_right else False) for one in case.rollouts)
+    )
 
 
 def test_fewer_turns_cost_what_was_written_in_them(record: PlanData) -> None:

@@ -90,6 +90,16 @@ def test_the_replay_of_a_run_is_a_table(atts: Atts, runs: Path) -> None:
         assert words in said.out
 
 
+def test_a_list_of_runs_tells_what_could_not_be_scored(atts: Atts, tmp_path: Path, scripted: tuple[str, ...]) -> None:
+    """A reference in unknown words: what it could change stands beside the accuracy, here as in a set of runs."""
+    rows = [{"problem": "Start at 4. +3. What is the result?", "answer": "7 of whatever it may be"}]
+    (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert atts("eval", "odd.jsonl", "--samples", "2", *scripted, "--out", "odd/run").code == 0
+    said = atts("runs", "odd").out
+    assert "0.000 [" in said
+    assert "1 unscored: 1.000 [" in said
+
+
 def test_a_trace_holds_every_call(atts: Atts, runs: Path) -> None:
     """One slice per engine call on its engine's slots, in a file or on stdout."""
     said = atts("trace", str(runs / "atts"), "--json")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import json
 import logging
 import os
 import pkgutil
 import pty
 import threading
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +40,24 @@ IN_A_NAME = CANARY.replace("/", "")
 def clean(text: str) -> bool:
     """Whether a terminal would only show it."""
     return not [letter for letter in text if category(letter) in ("Cc", "Cf") and letter not in "\n\t"]
+
+
+def test_what_other_libraries_say_is_shown_not_obeyed() -> None:
+    """Their loggers and warnings quote files of a model's folder; a record that cannot be formatted stays as it is."""
+    written, logger = io.StringIO(), logging.getLogger("transformers.of.a.test")
+    logger.addHandler(handler := logging.StreamHandler(written))
+    make = logging.getLogRecordFactory()
+    with terminal.warnings_on_stderr():
+        logger.warning("the folder says %s", CANARY)
+        logger.warning(CANARY)
+        unfit = logging.getLogRecordFactory()("x", logging.WARNING, "f.py", 1, "%d", ("no number",), None)
+        shown = warnings.formatwarning(CANARY, UserWarning, "f.py", 1)
+    logger.removeHandler(handler)
+    assert "canary" in written.getvalue()
+    assert clean(written.getvalue())
+    assert unfit.msg == "%d"
+    assert clean(shown)
+    assert logging.getLogRecordFactory() is make
 
 
 @pytest.fixture(scope="module")

@@ -54,8 +54,13 @@ def options(data: PlanData) -> Iterator[Option]:
 
 def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: int) -> Option:
     cut = [[_within(rollout, turns) for rollout in case.rollouts] for case in cases]
-    ballots = [votes([label for label, _ in pairs], [right for _, right in pairs]) for pairs in cut]
-    right = maj_at_k(ballots, samples)
+
+    def accuracy(unscored: bool) -> Estimate:
+        """Of the votes of `samples` of them, were what could not be scored right or wrong."""
+        judged = [[unscored if right is None else right for _, right in pairs] for pairs in cut]
+        ballots = [votes([label for label, _ in pairs], right) for pairs, right in zip(cut, judged, strict=True)]
+        return mean_estimate(maj_at_k(ballots, samples), samples * len(cases))
+
     kept = [[rollout.turns[:turns] for rollout in case.rollouts] for case in cases]
 
     def spent(name: str) -> float:
@@ -70,7 +75,7 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
         rate=data.rate,
         samples=samples,
         turns=turns,
-        accuracy=mean_estimate(right, samples * len(cases)),
+        accuracy=accuracy(False).beside(accuracy(True), sum(right is None for pairs in cut for _, right in pairs)),
         draft_tokens=spent("draft_tokens"),
         target_tokens=spent("target_tokens"),
         scored_tokens=spent("scored_tokens"),
@@ -78,9 +83,9 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
     )
 
 
-def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool]:
+def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool | None]:
     """The rollout's vote, were it cut after so many turns."""
-    return (rollout.label, rollout.is_correct) if len(rollout.turns) <= turns else (None, False)
+    return (rollout.label, rollout.is_right) if len(rollout.turns) <= turns else (None, False)
 
 
 def _longest(seconds: Sequence[float], k: int) -> float:

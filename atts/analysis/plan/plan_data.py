@@ -33,7 +33,12 @@ class CompleteRollout:
     sample: int
     turns: tuple[TurnCost, ...]
     label: Hashable | None
-    is_correct: bool
+    is_right: bool | None  # None where that could not be told
+
+    @property
+    def is_correct(self) -> bool:
+        """Whether it was graded and found right."""
+        return self.is_right is True
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,10 @@ def _add_case(data: PlanData, outcome: Outcome, brief: FinishedProblem, seconds:
     labels = answer_classes([one.answer for one in complete], partial(group, kind=outcome.problem.kind))
     rollouts = tuple(
         CompleteRollout(
-            one.sample, _costs(brief.problem, one.sample, turns[one.sample], seconds), label, one.verdict == "correct"
+            one.sample,
+            _costs(brief.problem, one.sample, turns[one.sample], seconds),
+            label,
+            None if one.verdict == "unscored" else one.verdict == "correct",
         )
         for one, label in zip(complete, labels, strict=True)
     )

@@ -13,7 +13,7 @@ from atts.analysis.status import RunStanding, standing_of
 from atts.analysis.sweep.run_set import PointKind, RunSet, RunSetPoint, Value, load_run_set
 from atts.core import Usage
 from atts.errors import JournalError
-from atts.evaluators import Estimate, compare_runs, mean_estimate, share_estimate
+from atts.evaluators import Estimate, accuracy_estimate, compare_runs, mean_estimate, share_estimate
 from atts.journal import (
     JOURNAL,
     REPLIES,
@@ -152,7 +152,7 @@ def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> Scali
         done=sum(map(state.is_over, state.finished)),
         problems=None if run is None else run.manifest.problems,
         samples=0 if run is None else int(run.policy.get("samples", 0)),
-        accuracy=mean_estimate([*right.values()], len(right)),
+        accuracy=accuracy_estimate(one.is_right for one in finished if one.verdict is not None),
         oracle=mean_estimate([float(_is_any_right(one)) for one in finished if one.problem in right], len(right)),
         rate=share_estimate((one.escalated, one.judged) for one in finished),
         target_tokens=usage.target_tokens / count,

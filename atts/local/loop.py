@@ -324,7 +324,10 @@ class StepLoop:
 
     def _cache(self, sequence: Sequence, logits: Tensor) -> None:
         """Let others start from what is computed of this one, without even a forward of its last token."""
-        self._scheduler.tree.keep_logits(self._scheduler.cache_prefix(sequence), logits.clone())
+        node = self._scheduler.cache_prefix(sequence)
+        self._scheduler.tree.keep_logits(node, logits.clone())
+        if sequence.is_scoring:
+            self._scheduler.tree.keep_scores(node, sequence.logprobs)
 
     def _fail(self, sequence: Sequence, kind: FailureKind, problem: str, advice: str) -> None:
         self._replies.append(FailureReply(sequence.request_id, kind, problem, advice))
@@ -352,6 +355,7 @@ class StepLoop:
         for sequence in self._scheduler.admitted:
             waited = now - sequence.arrived
             stats.cached_tokens += sequence.cached_tokens
+            stats.free_tokens += len(sequence.logprobs) if sequence.is_scoring else 0
             stats.queue_seconds += waited
             stats.longest_queue_seconds = max(stats.longest_queue_seconds, waited)
         self._scheduler.admitted.clear()

@@ -166,7 +166,7 @@ class SpeculationStats:
 class LoopStats(EngineCounters):
     """Counters of the step loop since it began; the loop adds to its own and hands out copies."""
 
-    free_tokens: int = 0  # first tokens drawn or scored from cached logits, without a forward
+    free_tokens: int = 0  # drawn or scored without a forward: from cached logits, or scored before
     step_sequences: int = 0  # summed over steps: divided by steps, the mean batch
     largest_batch: int = 0
     longest_queue_seconds: float = 0.0

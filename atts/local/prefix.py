@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.core import TokenIds
@@ -24,6 +26,7 @@ class PrefixNode:
     children: dict[int, PrefixNode] = field(default_factory=dict[int, "PrefixNode"])
     locks: int = 0  # sequences that read through this node
     last_used: int = 0  # on the tree's own clock
+    scores: NDArray[np.float32] | None = None  # log-probability of each token where it is known, else NaN
 
 
 class PrefixMatch(NamedTuple):
@@ -45,6 +48,7 @@ class PrefixTree:
     """Token sequences by longest common prefix, exact to the token; nodes in use are locked and stay.
 
     A node may also keep the logits after its last token: then a sequence that goes on there starts without a forward.
+    And it may keep what its tokens scored: four bytes a token, for as long as its slots are kept.
     """
 
     def __init__(self, max_logits: int) -> None:
@@ -145,6 +149,28 @@ class PrefixTree:
         kept = self._logits.get(id(node))
         return None if kept is None else kept[1]
 
+    def keep_scores(self, node: PrefixNode, scores: Many[float]) -> None:
+        """Remember the log-probabilities of the last tokens of the text that ends with this node."""
+        left, step = np.array(scores, dtype=np.float32), node
+        while len(left):
+            assert step.parent is not None, "more scores than tokens"
+            if step.scores is None:
+                step.scores = np.full(len(step.ids), np.nan, dtype=np.float32)
+            own = min(len(left), len(step.ids))
+            step.scores[len(step.ids) - own :] = left[len(left) - own :]
+            left, step = left[: len(left) - own], step.parent
+
+    def scores(self, node: PrefixNode, first: int) -> list[float]:
+        """What is remembered of the text that ends with this node, from its token `first` up to one that is unknown."""
+        parts, step = list[NDArray[np.float32]](), node
+        while step.depth > first and step.parent is not None:
+            own = step.scores if step.scores is not None else np.full(len(step.ids), np.nan, dtype=np.float32)
+            parts.append(own[max(0, first - step.depth + len(step.ids)) :])
+            step = step.parent
+        values = np.concatenate([*parts[::-1], [np.nan]])
+        known: list[float] = values[: int(np.isnan(values).argmax())].tolist()
+        return known
+
     def _unlocked_leaves(self) -> list[PrefixNode]:
         leaves: list[PrefixNode] = []
         pending = [self._root]
@@ -176,6 +202,8 @@ class PrefixTree:
         child.parent.children[child.ids[0]] = upper
         upper.children[child.ids[at]] = child
         child.ids, child.slots, child.parent = child.ids[at:], child.slots[at:].copy(), upper
+        if child.scores is not None:
+            upper.scores, child.scores = child.scores[:at].copy(), child.scores[at:].copy()
         return upper
 
 

@@ -156,8 +156,7 @@ class Scheduler:
             if sequence.is_finished:
                 heapq.heappop(self._waiting)
                 continue
-            ids = tuple(sequence.ids)
-            found = self.tree.match(ids, min(len(ids), sequence.first_scored), self.tree.root(sequence.rope_row))
+            found = self._known(sequence)
             if self._should_wait(sequence, found):
                 deferred.append(sequence)
             elif not self._try_admit(sequence, found):
@@ -165,6 +164,20 @@ class Scheduler:
             heapq.heappop(self._waiting)
         for sequence in deferred:
             heapq.heappush(self._waiting, (sequence.order, sequence))
+
+    def _known(self, sequence: Sequence) -> PrefixMatch:
+        """What the tree has of a waiting request's ids: up to the first token that is to be scored anew.
+
+        One that also draws beside its text needs the law at each place of it, whatever is known of the tokens.
+        """
+        ids, root = tuple(sequence.ids), self.tree.root(sequence.rope_row)
+        if sequence.is_scoring and sequence.drawn is None:
+            sequence.begin_scores([])
+            found = self.tree.match(ids, len(ids) - 1, root)
+            sequence.begin_scores(self.tree.scores(found.node, sequence.first_scored))
+            if found.length <= sequence.first_scored:
+                return found
+        return self.tree.match(ids, min(len(ids), sequence.first_scored), root)
 
     def _try_admit(self, sequence: Sequence, found: PrefixMatch) -> bool:
         """Give a waiting request a row and all the cache knows of its ids; False when there is no room for it yet."""
@@ -247,7 +260,7 @@ class Scheduler:
         self.num_preempted += 1
         sequence.is_decoding = False
         if sequence.is_scoring:
-            sequence.logprobs.clear()
+            sequence.begin_scores([])
         self._release(sequence, cache="keep")
         heapq.heappush(self._waiting, (sequence.order, sequence))
 

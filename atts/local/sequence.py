@@ -27,7 +27,7 @@ class Sequence:
     arrived: float
     ids: list[int]  # given ids, then the generated ones
     max_slots: int  # most tokens that will ever need one
-    first_scored: int  # index of the first token to score; for sampling, past the end
+    first_scored: int  # index of the first token to score that was not scored before; for sampling, past the end
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
     logprobs: list[float] = field(default_factory=list[float])
@@ -51,6 +51,11 @@ class Sequence:
     def is_scoring(self) -> bool:
         """Whether its given ids are to be scored, rather than continued."""
         return self.uniforms is None
+
+    def begin_scores(self, known: list[float]) -> None:
+        """Score from the first token on of which the log-probability is not known."""
+        assert isinstance(self.request, ScoreRequest), "only given ids are scored"
+        self.logprobs, self.first_scored = known, len(self.request.prefix) + len(known)
 
 
 def new_sequence(

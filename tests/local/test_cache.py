@@ -314,3 +314,86 @@ def test_a_slot_is_never_handed_out_twice() -> None:
     assert allocator.peak_used == 2
     with pytest.raises(AssertionError, match="twice"):
         allocator.free([taken])
+
+
+def test_a_chunk_whose_beginning_was_scored_is_scored_from_there_on(
+    make_model: Callable[..., Path], drive: Any
+) -> None:
+    """Only what is new is computed; the values are those of before, the rest those of scoring it all."""
+    folder = make_model("llama", eos_token_id=None)
+    prompt, shared = ids_of(3, 40), ids_of(4, 30)
+    one, other = shared + ids_of(5, 6), shared + ids_of(6, 9)
+    orders: list[Command] = [Submit(n, ScoreRequest(prompt, chunk)) for n, chunk in ((1, one), (2, other), (3, one))]
+    done = drive(folder, [[order] for order in orders])
+    first, second, third = (done.replies[n] for n in (1, 2, 3))
+    assert second.logprobs[:30] == first.logprobs[:30]
+    assert second.logprobs == pytest.approx(drive(folder, [orders[1:2]]).replies[2].logprobs, abs=1e-5)
+    assert third.logprobs[:-1] == first.logprobs[:-1]
+    assert third.logprobs[-1] == pytest.approx(first.logprobs[-1], abs=1e-5)
+    assert (second.cached_tokens, third.cached_tokens) == (69, 74)
+    assert done.stats.scored_tokens == 36 + 39 + 36
+    assert done.stats.free_tokens == 30 + 35
+
+
+def test_draws_beside_a_text_that_was_scored_before_are_made_all_the_same(
+    make_model: Callable[..., Path], drive: Any
+) -> None:
+    """They need the law at every place, which no log-probability tells."""
+    folder = make_model("llama", eos_token_id=None)
+    prompt, chunk = ids_of(3, 40), ids_of(4, 30)
+    drawn = ScoreRequest(prompt, chunk, draw=SampleRequest(prompt, 40, Sampling(0.7), Seed(1)))
+    done = drive(folder, [[Submit(1, ScoreRequest(prompt, chunk))], [Submit(2, drawn)]])
+    fresh = drive(folder, [[Submit(2, drawn)]]).replies[2]
+    assert done.replies[2].begun.ids == fresh.begun.ids
+    assert done.replies[2].logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("room", [4000, 150])
+def test_scores_do_not_depend_on_what_was_scored_before(room: int, make_model: Callable[..., Path], drive: Any) -> None:
+    """Chunks that begin like others, in any order, with much room and so little that they are evicted and preempted."""
+    folder, numbers = make_model("llama", eos_token_id=None), np.random.default_rng(1)
+    texts = [ids_of(1, 60)]
+    for seed in range(14):
+        known = texts[int(numbers.integers(len(texts)))]
+        new = ids_of(10 + seed, int(numbers.integers(1, 12)))
+        texts.append(known[: int(numbers.integers(20, len(known) + 1))] + new)
+    requests = [ScoreRequest(text[:cut], text[cut:]) for text in texts for cut in [int(numbers.integers(10, 20))]]
+    orders: list[Command] = [Submit(n, request) for n, request in enumerate(requests, 1)]
+    done = drive(folder, [orders[n : n + 3] for n in range(0, len(orders), 3)], kv_tokens=room)
+    for number, order in enumerate(orders, 1):
+        fresh = drive(folder, [[order]]).replies[number].logprobs
+        assert done.replies[number].logprobs == pytest.approx(fresh, abs=1e-4)
+    assert done.stats.free_tokens > 0
+
+
+_BEGINNINGS = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=9), st.integers(0, 8)), max_size=25)
+
+
+@given(_BEGINNINGS, st.integers(0, 6))
+@settings(max_examples=60, deadline=None)
+def test_what_the_tree_says_a_text_scored_is_what_it_scored(texts: list[tuple[list[int], int]], forget: int) -> None:
+    """Through splits and evictions; it holds no more numbers than tokens."""
+    tree, allocator = PrefixTree(4), SlotAllocator(400)
+
+    def score(ids: TokenIds) -> list[float]:
+        return [float(hash(ids[: at + 1]) % 1009) for at in range(len(ids))]
+
+    for number, (text, first) in enumerate(texts):
+        ids = tuple(text)
+        found = tree.match(ids, len(ids))
+        known = tree.scores(found.node, first)
+        assert known == score(ids)[first : first + len(known)]
+        assert first + len(known) <= max(first, found.length)
+        slots = allocator.allocate(len(ids))
+        inserted = tree.insert(ids, slots)
+        allocator.free([slots[: inserted.length]])
+        tree.keep_scores(inserted.node, score(ids)[first:])
+        assert tree.scores(inserted.node, first) == score(ids)[first:]
+        if number % 5 == 4:
+            allocator.free(tree.evict(forget))
+        pending, held = [tree.root(0)], 0
+        while pending:
+            node = pending.pop()
+            pending.extend(node.children.values())
+            held += 0 if node.scores is None else len(node.scores)
+        assert held <= tree.num_cached

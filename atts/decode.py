@@ -42,7 +42,8 @@ def batch_sampling(settings: Sequence[Sampling], vocabulary: int, device: torch.
     """One `SamplingBatch` for rows that may each have their own settings."""
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        made = torch.tensor(values, dtype=dtype)
+        return made if device is None else made.to(device, non_blocking=True)  # nothing on the device is waited for
 
     temperatures = [row.temperature for row in settings]
     limits = [float(row.top_k if 0 < row.top_k < vocabulary else vocabulary) for row in settings]

@@ -107,10 +107,7 @@ def _config(device: str, **changes: Any) -> WorkerConfig:
 
 def compare(lab: Lab, arm: str, reference: Texts) -> dict[str, Any]:
     """One way to compute on the device beside float32 on a CPU."""
-    changes = dict(_ARMS[arm])
-    if lab.is_cuda and changes.pop("kernel", ""):
-        changes["kernel"] = "torch"
-    found = run(lab, lab.device.type, reference.ids, **changes)
+    found = run(lab, lab.device.type, reference.ids, **_ARMS[arm])
     same = [_shared(a, b) for a, b in zip(found.ids, reference.ids, strict=True)]
     offs = [
         abs(a - b)

@@ -125,6 +125,32 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
     assert again.parts["trouble | two"] == ""
 
 
+def test_a_device_that_answers_no_more_is_left_to_a_new_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command without the job that broke it, in the time that is left."""
+
+    def fail(own: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    class Replaced(Exception):
+        """What `execv` does to a process."""
+
+    def execv(program: str, words: list[str]) -> None:
+        raise Replaced(words)
+
+    monkeypatch.setattr(gpu, "jobs", lambda sizes: {"bad": fail, "good": fail})
+    monkeypatch.setattr(gpu, "_is_broken", lambda own: True)
+    monkeypatch.setattr(os, "execv", execv)
+    with pytest.raises(Replaced) as caught:
+        gpu.main(["--device", "cpu", "--tiny", "--out", str(tmp_path), "--until", "5e9"])
+    (words,) = caught.value.args
+    assert words[1:] == [
+        *("-m", "scripts.studies.gpu", "--until", "5000000000.0", "--out", str(tmp_path)),
+        *("--device", "cpu", "--tiny", "--skip", "bad"),
+    ]
+
+
 def test_a_first_round_leaves_time_to_every_part(tmp_path: Path) -> None:
     """A part that would take more than a third is put off until the others had their turn."""
     done: list[str] = []

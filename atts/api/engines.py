@@ -24,7 +24,7 @@ SCHEMES = (
     *("vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server"),
     "ray",
 )
-Speculate = Literal["auto", "draft", "suffix", "off"]
+Speculate = Literal["auto", "draft", "suffix", "pearl", "ssd", "off"]
 _SERVERS = SCHEMES[4:-1]
 _LOCAL = SCHEMES[:3]
 _WRITTEN = "{}:http://HOST:PORT/MODEL"
@@ -99,26 +99,26 @@ def speculation_words(draft: str | Engine, target: str | Engine, speculate: Spec
     :raises OptionError: `speculate` asks for what these engines cannot do.
 
     >>> speculation_words("embedded", "vllm:http://a:8000/M")
-    'nothing: draft and target are not both models of this machine'
+    'nothing: that takes a draft and a target of this machine, the draft not padded'
     """
     options, lent = _speculation(draft, target, speculate)
     _, _, settings = str(target).partition("?")
     if {name for name, _ in parse_qsl(settings)} & {"drafter", "speculate", "k"}:
         return "as the target's own words say"
     if options is not None:
-        return "the draft" if speculate == "draft" else "earlier texts on the same problem"
+        return "earlier texts on the same problem" if speculate == "suffix" else "the draft"
     if lent:
         return "the draft, if both models share a tokenizer and the target is computed on a CPU"
-    return "nothing" + ": draft and target are not both models of this machine" * (speculate == "auto")
+    return "nothing" + ": that takes a draft and a target of this machine, the draft not padded" * (speculate == "auto")
 
 
 def _speculation(draft: str | Engine, target: str | Engine, speculate: Speculate) -> tuple[LocalOptions | None, str]:
     """What the target's own words are added to, and the draft model that is lent to it: asked for, or where it fits."""
     from atts.local import LocalOptions
 
-    drafter, is_local = _drafter_words(draft), bool(_drafter_words(target))
+    (drafter, pad), is_local = _drafter_words(draft), bool(_drafter_words(target)[0])
     if speculate == "auto":
-        return None, drafter if is_local else ""
+        return None, drafter if is_local and not pad else ""
     if speculate == "off":
         return None, ""
     if not is_local:
@@ -126,18 +126,19 @@ def _speculation(draft: str | Engine, target: str | Engine, speculate: Speculate
         advice = "a server has flags of its own for it (docs/servers.md); leave speculate out"
         advice = advice if is_server else "say it in the engine's own options; leave speculate out"
         raise OptionError("speculate", f"{speculate} is for a target of this machine, embedded or hf:MODEL: {advice}")
-    if speculate == "draft" and not drafter:
-        problem = "draft has the run's draft propose, which must be a model of this machine, embedded or hf:MODEL"
-        raise OptionError("speculate", f"{problem}; take another draft, or leave speculate out")
-    return LocalOptions(speculate=speculate, drafter=drafter if speculate == "draft" else ""), ""
+    if speculate == "suffix":
+        return LocalOptions(speculate="suffix"), ""
+    if not drafter:
+        problem = "has the run's draft propose, which must be a model of this machine, embedded or hf:MODEL"
+        raise OptionError("speculate", f"{speculate} {problem}; take another draft, or leave speculate out")
+    return LocalOptions(speculate=speculate, drafter=drafter, drafter_pad=pad), ""
 
 
-def _drafter_words(engine: str | Engine) -> str:
-    """The model that these words name, without settings; "" for one that is not of this machine."""
-    if not isinstance(engine, str):
-        return ""
-    words = engine.partition("?")[0]
-    return words if words.partition(":")[0] in _LOCAL else ""
+def _drafter_words(engine: str | Engine) -> tuple[str, str]:
+    """The model of this machine that these words name, without settings, and its padding; nothing for any other."""
+    words, _, settings = engine.partition("?") if isinstance(engine, str) else ("", "", "")
+    is_local = words.partition(":")[0] in _LOCAL
+    return (words, dict(parse_qsl(settings)).get("pad", "")) if is_local else ("", "")
 
 
 def check_engine_words(name: str) -> tuple[str, str]:

@@ -68,7 +68,8 @@ class Setup:
         float, "share of chunks that a coin of the rate decides, for `atts replay` to estimate other rates by"
     ] = 0.0
     speculate: Annotated[  # the text is the same in any case
-        Speculate, "who proposes tokens to a local target: auto (the draft where it fits), draft, suffix or off"
+        Speculate,
+        "what proposes tokens to a local target: the draft where it fits (auto), always, other ways",
     ] = "auto"
     seed: Annotated[int, "of everything random"] = 0
     rollouts: Annotated[int, "in flight at once, over all problems"] = 64

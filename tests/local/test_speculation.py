@@ -384,6 +384,43 @@ def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def later_draws(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """At the places of a proposal, each with the number of the place after."""
+
+    def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
+        kept = [s.uniforms for s in sequences]
+        for s, width in zip(sequences, widths, strict=True):
+            if width > 1:
+                s.uniforms = np.roll(s.uniforms, -1)
+        drawn = draw(loop, sequences, widths, logits)
+        for s, own in zip(sequences, kept, strict=True):
+            s.uniforms = own
+        return drawn
+
+    return found
+
+
+def cut_short(commit: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a whole proposal stands, the token after it is dropped."""
+
+    def found(loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any) -> None:
+        cut = len(tokens) - (len(tokens) > 1)
+        commit(loop, sequence, tokens[:cut], logprobs[:cut], started)
+
+    return found
+
+
+def doubled(commit: Callable[..., Any]) -> Callable[..., Any]:
+    """The token after a proposal is written twice."""
+
+    def found(loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any) -> None:
+        commit(loop, sequence, tokens, logprobs, started)
+        if len(tokens) > 1 and not sequence.is_finished:
+            loop._append(sequence, sequence.ids[-1], 0.0)  # pyright: ignore[reportPrivateUsage]
+
+    return found
+
+
 MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "tokens after a wrong one stand": (
         "atts.local.speculating.standing", lambda f: lambda p, d: min(len(p), f(p, d) + 1), "text",
@@ -395,6 +432,17 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
         "atts.local.scheduler.Scheduler.widen", lambda f: lambda self, sequence, count: count, "text",
     ),
     "one uniform for a span": ("atts.local.loop.StepLoop._sample", repeated_uniforms, "text"),
+    "uniforms off by one": ("atts.local.loop.StepLoop._sample", later_draws, "text"),
+    "token after a proposal omitted": ("atts.local.loop.StepLoop._commit_sampled", cut_short, "steps"),
+    "token after a proposal written twice": ("atts.local.loop.StepLoop._commit_sampled", doubled, "text"),
+    "proposed tokens not stored": (
+        "atts.local.batch.StepPlan.spans",
+        lambda f: lambda plan: [(s, at, token + (at > s.num_computed)) for s, at, token in f(plan)], "text",
+    ),
+    "drafter at another temperature": (
+        "atts.local.drafting.batch_sampling",
+        lambda f: lambda rows, *args: f([replace(row, temperature=1.0) for row in rows], *args), "drafter",
+    ),
     "log-probabilities shifted": ("atts.local.loop.StepLoop._sample", shifted_logprobs, "text"),
     "ends looked for once a step": ("atts.local.loop.StepLoop._commit_sampled", all_at_once, "ends"),
     "stop strings not watched": (
@@ -412,6 +460,9 @@ def is_green(check: str, folder: Path, plain: Driven) -> bool:
     match check:
         case "text":
             return same(plain, run(folder, [[*requests(8)]], Knowing(texts(plain), "partly"), 5))
+        case "steps":
+            done = run(folder, [[*requests(8)]], Knowing(texts(plain), "right"), 1)
+            return same(plain, done) and done.stats.steps <= plain.stats.steps / 1.5
         case "ends":
             return same(*ended_within(folder, 7))
         case "begun":

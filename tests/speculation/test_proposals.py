@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import atts.speculation.ratio as ratio
 from atts.core import Sampling, TokenIds
 from atts.seeds import Seed, uniforms
 from atts.speculated import Speculated, speculated_since, together
@@ -22,6 +23,7 @@ from atts.speculation import (
     standing,
     tree_path,
 )
+from atts.speculation.ratio import residual
 
 
 def ask(ids: TokenIds, written: int, room: int = 8, key: int = 1, hint: TokenIds = (), rollout: str = "p/0") -> Ask:
@@ -67,27 +69,54 @@ def one_round(
     return token if stood else int(instead or 0)
 
 
+def law_of_a_round(p: NDArray[np.float64], q: NDArray[np.float64], proposed: NDArray[np.float64] | None) -> float:
+    """How far the law of a round's first token is from the target's, by enumeration; `q` is what tokens come from.
+
+    The uniforms enter only through where they lie between the borders of the laws. `proposed` is what the test is told.
+    """
+    law = np.zeros(5)
+    for token in range(5):
+        other = np.eye(5)[token] if proposed is None else proposed[0]
+        stands = min(1.0, p[0, token] / other[token]) if other[token] else 0.0
+        law[token] += q[0, token] * stands
+        if stands < 1:
+            left = np.maximum(p[0] - other, 0)
+            borders = np.append(0.0, (left / left.sum()).cumsum())
+            for low, high in zip(borders, borders[1:], strict=False):
+                if high > low:
+                    written = one_round(p, proposed, token, (1 + stands) / 2, (low + high) / 2)
+                    law[written] += q[0, token] * (1 - stands) * (high - low)
+        if 0 < stands and q[0, token]:
+            written = one_round(p, proposed, token, stands * 0.999, 0.5)
+            law[token] -= q[0, token] * stands * (written != token)
+    return float(np.abs(law - p[0]).sum() / 2)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_round_of_the_ratio_test_has_the_law_of_the_target(seed: int) -> None:
-    """By exact enumeration: the uniforms enter only through where they lie between the borders of the laws."""
+    """For tokens that were drawn, and for one that was looked up and is always the same."""
     p, q = laws(seed, 1, 5), laws(seed + 50, 1, 5)
-    for proposed in (q, None):
-        law = np.zeros(5)
-        for token in range(5):
-            drafted = q[0, token] if proposed is not None else float(token == 2)  # looked up: always the same one
-            other = proposed[0] if proposed is not None else np.eye(5)[token]
-            stands = min(1.0, p[0, token] / other[token]) if other[token] else 0.0
-            law[token] += drafted * stands
-            if stands < 1:
-                left = np.maximum(p[0] - other, 0)
-                borders = np.append(0.0, (left / left.sum()).cumsum())
-                for low, high in zip(borders, borders[1:], strict=False):
-                    if high > low:
-                        written = one_round(p, proposed, token, (1 + stands) / 2, (low + high) / 2)
-                        law[written] += drafted * (1 - stands) * (high - low)
-            if 0 < stands and drafted:
-                assert one_round(p, proposed, token, stands * 0.999, 0.5) == token
-        assert np.abs(law - p[0]).sum() / 2 < 1e-12
+    assert law_of_a_round(p, q, q) < 1e-12
+    assert law_of_a_round(p, np.eye(5)[[2]], None) < 1e-12
+    assert law_of_a_round(p, q, None) < 1e-12, "a token counts as certain once it is known, drawn or not"
+
+
+RATIO_BUGS: dict[str, tuple[str, object]] = {
+    "the target's law instead of what is left of it": ("residual", lambda law, proposed: law),
+    "what is left of the proposal's law": ("residual", lambda law, proposed: residual(proposed, law)),
+    "what is left, by size": ("draw", lambda law, uniform: int(law.argmax())),
+    "the last token of what is left": ("draw", lambda law, uniform: int(np.flatnonzero(law)[-1])),
+}
+
+
+@pytest.mark.parametrize("bug", RATIO_BUGS)
+def test_a_wrong_residual_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The enumeration sees what takes the place of a token that fell."""
+    name, change = RATIO_BUGS[bug]
+    monkeypatch.setattr(ratio, name, change)
+    assert (
+        max(law_of_a_round(laws(seed, 1, 5), laws(seed + 50, 1, 5), laws(seed + 50, 1, 5)) for seed in range(6)) > 0.02
+    )
 
 
 def rounds(seed: int, reuse: bool) -> tuple[int, ...]:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from operator import add, floordiv, mul, sub
+from pathlib import Path
 from random import Random
 from typing import Literal, get_args
 
 from atts.core import Problem
 from atts.errors import OptionError
+from atts.evaluators.syntax.words import Tables
 
 __all__ = ["LEVELS", "LIMIT", "Exercise", "Operation", "Split", "Step", "exercises", "problems", "split_of", "stream"]
 
@@ -26,27 +28,10 @@ LIMIT = 199
 LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (7, 8)}
 """Numbers of steps by level."""
 
-_NAMES = ("Mia", "Leo", "Ana", "Sam", "Tom", "Eva", "Ben", "Zoe", "Kim", "Max")
-_ITEMS = ("pen", "hat", "card", "coin", "book", "cup", "nut", "cap")
-_INSTRUCTIONS = {
-    "+": ("Add {}", "Increase by {}"),
-    "-": ("Subtract {}", "Take away {}"),
-    "*": ("Multiply by {}",),
-    "/": ("Divide by {}",),
-}
-_EVENTS = {
-    "+": ("{n} buys {k} more", "{n} finds {k} {i}s", "{n} gets {k} more {i}s"),
-    "-": ("{n} gives away {k}", "{n} loses {k} {i}s", "{n} sells {k} {i}s"),
-    "*": ("Now {n} has {k} times as many",),
-    "/": ("{n} makes {k} equal parts and keeps one",),
-}
-_RELATIONS = {
-    "+": "{n} has {k} more {i}s than {o}",
-    "-": "{n} has {k} fewer {i}s than {o}",
-    "*": "{n} has {k} times as many {i}s as {o}",
-    "/": "{o} has {k} times as many {i}s as {n}",
-}
-_OPENERS = ("", "", "So ", "Then ", "Next ")
+_WORDS = Tables(Path(__file__).with_name("arithmetic.toml"))
+_NAMES, _ITEMS, _OPENERS = (_WORDS.table(name, list[str]) for name in ("names", "items", "openers"))
+_INSTRUCTIONS, _EVENTS = (_WORDS.table(name, dict[str, list[str]]) for name in ("instructions", "events"))
+_RELATIONS = _WORDS.table("relations", dict[str, str])
 _COMPUTED: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
 _BUCKETS = 10  # test and calibration hold one each, so that a benchmark costs ten draws a problem
 

@@ -72,7 +72,7 @@ class Arithmetic:
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
-        self.mp = context(bits)
+        self.mp: Any = context(bits) if bits else None
         self.spread = 0
 
     def widen(self, bits: int) -> None:

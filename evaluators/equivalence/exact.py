@@ -1,118 +1,17 @@
-"""Exact evaluation of a tree in rational numbers, where that is possible at bounded size."""
+"""Powers, roots and functions of rational numbers, exact where their values are rational and of bounded size."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 
-from atts.evaluators.syntax.tree import Node, variables
+from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import Limits, TooLarge, Undefined
 
 
 class NotRational(Exception):
     """The value is not rational, or not found to be by these rules; numbers can still be probed."""
-
-
-Environment = Mapping[str, Fraction]
-_EMPTY: Environment = {}
-
-
-def exact(node: Node, limits: Limits, env: Environment = _EMPTY) -> Fraction:
-    """The value of the tree with its variables bound by `env`.
-
-    Raises NotRational when rationals do not suffice, Undefined for a division by zero, TooLarge past a cap.
-    """
-    return _Exact(limits, env).value(node)
-
-
-class _Exact:
-    """One evaluation; counts its steps."""
-
-    def __init__(self, limits: Limits, env: Environment) -> None:
-        self.limits = limits
-        self.env = env
-        self.steps = 0
-
-    def value(self, node: Node) -> Fraction:
-        if node.kind == "number":
-            assert node.value is not None
-            return node.value
-        if node.kind == "symbol":
-            bound = self.env.get(node.text)
-            if bound is None:
-                raise NotRational(node.text)
-            return bound
-        self.steps += 1
-        if self.steps > self.limits.steps:
-            raise TooLarge("too many steps")
-        rule = _RULES.get(node.kind)
-        if rule is None:
-            raise NotRational(node.kind)
-        return self.bounded(rule(self, node))
-
-    def bounded(self, value: Fraction) -> Fraction:
-        if value.numerator.bit_length() > self.limits.bits or value.denominator.bit_length() > self.limits.bits:
-            raise TooLarge(f"an integer past {self.limits.bits} bits")
-        return value
-
-    def add(self, node: Node) -> Fraction:
-        total = Fraction(0)
-        for arg in node.args:
-            total = self.bounded(total + self.value(arg))
-        return total
-
-    def mul(self, node: Node) -> Fraction:
-        total = Fraction(1)
-        for arg in node.args:
-            total = self.bounded(total * self.value(arg))
-        return total
-
-    def pow(self, node: Node) -> Fraction:
-        base, exponent = self.value(node.args[0]), self.value(node.args[1])
-        if base < 0 and exponent.denominator != 1 and variables(node.args[1]):
-            raise Undefined("a varying power of a negative number")
-        return rational_power(base, exponent, self.limits)
-
-    def root(self, node: Node) -> Fraction:
-        index = self.value(node.args[1])
-        if index == 0:
-            raise Undefined("a root of index zero")
-        return rational_power(self.value(node.args[0]), 1 / index, self.limits)
-
-    def percent(self, node: Node) -> Fraction:
-        return self.value(node.args[0]) / 100
-
-    def based(self, node: Node) -> Fraction:
-        return Fraction(digits_in_base(node))
-
-    def sum(self, node: Node) -> Fraction:
-        body, variable, lower, upper = node.args
-        first, last = self.value(lower), self.value(upper)
-        if first.denominator != 1 or last.denominator != 1:
-            raise NotRational("bounds of a sum")
-        if last - first >= self.limits.terms:
-            raise TooLarge(f"more than {self.limits.terms} terms")
-        total = Fraction(0 if node.text == "sum" else 1)
-        outer = self.env
-        for index in range(int(first), int(last) + 1):
-            self.env = {**outer, variable.text: Fraction(index)}
-            term = self.value(body)
-            total = self.bounded(total + term if node.text == "sum" else total * term)
-        self.env = outer
-        return total
-
-    def func(self, node: Node) -> Fraction:
-        rule = _FUNCTIONS.get(node.text)
-        if rule is None:
-            raise NotRational(node.text)
-        return rule([self.value(arg) for arg in node.args], self.limits)
-
-
-_RULES: dict[str, Callable[[_Exact, Node], Fraction]] = {
-    "add": _Exact.add, "mul": _Exact.mul, "pow": _Exact.pow, "root": _Exact.root, "percent": _Exact.percent,
-    "based": _Exact.based, "sum": _Exact.sum, "func": _Exact.func,
-}  # fmt: skip
 
 
 def digits_in_base(node: Node) -> int:
@@ -233,7 +132,7 @@ def _logarithm(args: list[Fraction], limits: Limits) -> Fraction:
     raise NotRational("a logarithm")
 
 
-_FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
+FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
     "factorial": _factorial,
     "double_factorial": _double_factorial,
     "binom": _binom,

@@ -7,9 +7,10 @@ from fractions import Fraction
 
 import mpmath
 
-from atts.evaluators.equivalence.exact import NotRational, digits_in_base, exact
+from atts.evaluators.equivalence.exact import NotRational, digits_in_base
+from atts.evaluators.equivalence.numeric import Value, exact
 from atts.evaluators.equivalence.points import Point, generic
-from atts.evaluators.equivalence.probing import Prober, Value, is_real, written
+from atts.evaluators.equivalence.probing import Prober, is_real, written
 from atts.evaluators.equivalence.sets import Line, speaks_of_reals
 from atts.evaluators.equivalence.traits import clock, difference, is_decimal, members, terminates
 from atts.evaluators.equivalence.views import labelled, named

@@ -1,11 +1,12 @@
-"""Numeric evaluation of a tree to high precision with a running error bound."""
+"""Evaluation of a tree: exact in rational numbers, else to high precision with a running error bound."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from atts.evaluators.equivalence.approx import (
@@ -17,14 +18,32 @@ from atts.evaluators.equivalence.approx import (
     is_negative,
     magnitude,
 )
-from atts.evaluators.equivalence.exact import Environment, NotRational, digits_in_base, exact
+from atts.evaluators.equivalence.exact import FUNCTIONS as EXACT
+from atts.evaluators.equivalence.exact import NotRational, digits_in_base, rational_power
 from atts.evaluators.equivalence.functions import FUNCTIONS
-from atts.evaluators.syntax.tree import MINUS_ONE, OTHERWISE, Node, variables
+from atts.evaluators.syntax.tree import MINUS_ONE, OTHERWISE, Node, number, variables
 from atts.evaluators.verdict import Enormous, Limits, Outside, TooLarge, Undecided, Undefined
+
+Value = Fraction | Approx
+Environment = Mapping[str, Fraction]
+_EMPTY: Environment = {}
+
+
+def exact(node: Node, limits: Limits, env: Environment = _EMPTY) -> Fraction:
+    """The value of the tree with its variables bound by `env`.
+
+    Raises NotRational when rationals do not suffice, Undefined for a division by zero, TooLarge past a cap.
+    """
+    value = Evaluator(0, limits, env, math.inf).value(node)
+    assert isinstance(value, Fraction)
+    return value
 
 
 class Evaluator(Arithmetic):
-    """Evaluates trees under one environment at one precision; raises Undecided where it cannot."""
+    """Evaluates trees under one environment, exactly as far as numbers stay rational, else at one precision.
+
+    At a precision of no bits what is not rational raises NotRational. Raises Undecided where there is no number.
+    """
 
     def __init__(self, bits: int, limits: Limits, env: Environment, deadline: float) -> None:
         super().__init__(bits)
@@ -33,72 +52,111 @@ class Evaluator(Arithmetic):
         self.deadline = deadline
         self.steps = 0
 
-    def value(self, node: Node) -> Approx:
-        """The value of a tree with its error bound."""
+    def value(self, node: Node) -> Value:
+        """The value of a tree, with its error bound where it is not exact."""
         self.steps += 1
         if self.steps > self.limits.steps or (self.steps % 64 == 0 and time.thread_time() > self.deadline):
-            raise TooLarge("numeric evaluation takes too long")
+            raise TooLarge("evaluation takes too long")
         rule = _RULES.get(node.kind)
         if rule is None:
-            raise Undecided(f"no number for a {node.kind}")
+            raise Undecided(f"no number for a {node.kind}") if self.bits else NotRational(node.kind)
         try:
             return self.checked(rule(self, node))
         except (ZeroDivisionError, ValueError) as error:  # mpmath's own words for a pole
             raise Undefined(f"no value: {error}") from error
 
-    def checked(self, result: Approx) -> Approx:
+    def checked(self, result: Value) -> Value:
+        if isinstance(result, Fraction):
+            return result if self.fits(result) else self.approximate(result)
         if not self.mp.isfinite(result.value):
             raise Undefined("not finite")
         if abs(result.magnitude) > MAX_MAGNITUDE and result.magnitude != NOTHING:
             raise Enormous("a number of enormous size")
         return result
 
+    def fits(self, value: Fraction) -> bool:
+        """Whether a fraction is small enough to be computed with exactly."""
+        return max(value.numerator.bit_length(), value.denominator.bit_length()) <= self.limits.bits
+
+    def approximate(self, value: Value) -> Approx:
+        """A value as an approximation; raises NotRational and TooLarge where all has to be exact."""
+        if isinstance(value, Approx):
+            return value
+        if not self.bits:
+            raise NotRational("a function") if self.fits(value) else TooLarge(f"past {self.limits.bits} bits")
+        return self.rational(value)
+
     # -- leaves and arithmetic -------------------------------------------------------------
 
-    def number(self, node: Node) -> Approx:
+    def number(self, node: Node) -> Value:
         assert node.value is not None
-        return self.rational(node.value)
+        return node.value
 
-    def symbol(self, node: Node) -> Approx:
+    def symbol(self, node: Node) -> Value:
         bound = self.env.get(node.text)
         if bound is None:
-            raise Undecided(f"no value for {node.text}")
-        return self.rational(bound)
+            raise Undecided(f"no value for {node.text}") if self.bits else NotRational(node.text)
+        return bound
 
-    def constant(self, node: Node) -> Approx:
+    def constant(self, node: Node) -> Value:
+        if not self.bits:
+            raise NotRational(node.text)
         if node.text == "i":
             return Approx(self.mp.mpc(0, 1), NOTHING)
         if node.text == "inf":
             raise Undecided("infinity in an expression")
-        number = +(self.mp.pi if node.text == "pi" else self.mp.e)
-        return Approx(number, 3 - self.bits)
+        return Approx(+(self.mp.pi if node.text == "pi" else self.mp.e), 3 - self.bits)
 
-    def add(self, node: Node) -> Approx:
+    def add(self, node: Node) -> Value:
+        whole, terms = self.split(node, operator.add, Fraction(0))
+        if not terms:
+            return whole
+        terms += [self.approximate(whole)] if whole else []
         total, error = self.mp.mpf(0), NOTHING
-        sizes: set[int] = set()
-        for index, arg in enumerate(node.args):
-            term = self.value(arg)
+        for index, term in enumerate(terms):
             total += term.value
-            sizes.add(term.magnitude)
             error = max(error, term.error, magnitude(total) - self.bits) + (1 if index < 8 or index % 8 == 0 else 0)
-        sizes.discard(NOTHING)
+        sizes = {term.magnitude for term in terms} - {NOTHING}
         if sizes:
             self.widen(max(sizes) - min(sizes))
         return Approx(total, error)
 
-    def mul(self, node: Node) -> Approx:
-        total = Approx(self.mp.mpf(1), NOTHING)
-        for arg in node.args:
-            total = self.times(total, self.value(arg))
+    def mul(self, node: Node) -> Value:
+        whole, factors = self.split(node, operator.mul, Fraction(1))
+        total: Value = whole
+        for factor in factors if whole else ():
+            total = factor if total == 1 else self.times(self.approximate(total), factor)
         return total
 
-    def pow(self, node: Node) -> Approx:
+    def split(
+        self, node: Node, operation: Callable[[Fraction, Fraction], Fraction], start: Fraction
+    ) -> tuple[Fraction, list[Approx]]:
+        """What the exact arguments come to together, and the others."""
+        whole, others = start, list[Approx]()
+        for arg in node.args:
+            value = self.value(arg)
+            if isinstance(value, Fraction) and self.fits(together := operation(whole, value)):
+                whole = together
+            else:
+                others.append(self.approximate(value))
+        return whole, others
+
+    def pow(self, node: Node) -> Value:
         base, exponent = node.args
-        power = self.exponent(exponent)
-        left = self.value(base)
-        whole = isinstance(power, Fraction) and power.denominator == 1
-        if not whole and is_negative(left.value) and not left.may_vanish and variables(exponent):
+        power, left = self.value(exponent), self.value(base)
+        is_whole = isinstance(power, Fraction) and power.denominator == 1
+        if not is_whole and variables(exponent) and _is_negative(left):
             raise Undefined("a varying power of a negative number")
+        return self.power(left, power)
+
+    def power(self, base: Value, power: Value) -> Value:
+        if isinstance(base, Fraction) and isinstance(power, Fraction):
+            try:
+                return rational_power(base, power, self.limits)
+            except (NotRational, TooLarge):
+                if not self.bits:
+                    raise
+        left = self.approximate(base)
         if isinstance(power, Fraction):
             self.widen(power.denominator.bit_length())
             return self.rational_power(left, power)
@@ -107,32 +165,47 @@ class Evaluator(Arithmetic):
             raise Undefined("a power of zero")
         return self.exp(self.times(power, self.ln(left)))
 
-    def exponent(self, node: Node) -> Fraction | Approx:
-        try:
-            return exact(node, self.limits, self.env)
-        except NotRational:
-            return self.value(node)
-
-    def root(self, node: Node) -> Approx:
-        index = self.exponent(node.args[1])
-        base = self.value(node.args[0])
+    def root(self, node: Node) -> Value:
+        index, base = self.value(node.args[1]), self.value(node.args[0])
         if isinstance(index, Approx):
-            return self.exp(self.times(self.inverse(index), self.ln(base)))
+            return self.exp(self.times(self.inverse(index), self.ln(self.approximate(base))))
         if index == 0:
             raise Undefined("a root of index zero")
-        return self.rational_power(base, 1 / index)
+        return self.power(base, 1 / index)
 
-    def percent(self, node: Node) -> Approx:
-        return self.times(self.value(node.args[0]), self.rational(Fraction(1, 100)))
+    def percent(self, node: Node) -> Value:
+        return self.value(Node("mul", (*node.args, _PERCENT)))
 
-    def degree(self, node: Node) -> Approx:
-        radians = self.times(self.constant(Node("constant", text="pi")), self.rational(Fraction(1, 180)))
-        return self.times(self.value(node.args[0]), radians)
+    def degree(self, node: Node) -> Value:
+        return self.value(Node("mul", (*node.args, _DEGREE, Node("constant", text="pi"))))
 
-    def based(self, node: Node) -> Approx:
-        return self.rational(Fraction(digits_in_base(node)))
+    def based(self, node: Node) -> Value:
+        return Fraction(digits_in_base(node))
 
-    def cases(self, node: Node) -> Approx:
+    def sum(self, node: Node) -> Value:
+        body, variable, lower, upper = node.args
+        first, last = self.value(lower), self.value(upper)
+        if (
+            not isinstance(first, Fraction)
+            or not isinstance(last, Fraction)
+            or {first.denominator, last.denominator} != {1}
+        ):
+            raise Undecided("bounds of a sum") if self.bits else NotRational("bounds of a sum")
+        if last - first >= self.limits.terms:
+            raise TooLarge(f"more than {self.limits.terms} terms")
+        total, outer = Fraction(int(node.text == "prod")), self.env
+        for index in range(int(first), int(last) + 1):
+            self.env = {**outer, variable.text: Fraction(index)}
+            term = self.value(body)
+            if not isinstance(term, Fraction):
+                raise Undecided("a sum of what is not rational")
+            total = total + term if node.text == "sum" else total * term
+            if not self.fits(total):
+                raise TooLarge(f"an integer past {self.limits.bits} bits")
+        self.env = outer
+        return total
+
+    def cases(self, node: Node) -> Value:
         """The value of the first case that applies."""
         for value, condition in zip(node.args[::2], node.args[1::2], strict=True):
             if self.holds(condition):
@@ -152,7 +225,7 @@ class Evaluator(Arithmetic):
 
     def compare(self, left: Node, sign: str, right: Node) -> bool:
         if right.kind == "congruence" and sign in ("=", "!="):
-            turns = self.difference(left, right.args[0]) / exact(right.args[1], self.limits, self.env)
+            turns = self.difference(left, right.args[0]) / self.difference(right.args[1], number(0))
             return (turns.denominator == 1) == (sign == "=")
         if sign not in _ORDERS:
             raise Undecided(f"the condition {sign}")
@@ -160,48 +233,46 @@ class Evaluator(Arithmetic):
 
     def difference(self, left: Node, right: Node) -> Fraction:
         """A difference as a fraction, or of its sign alone."""
-        node = Node("add", (left, Node("mul", (MINUS_ONE, right))))
-        try:
-            return exact(node, self.limits, self.env)
-        except NotRational:
-            gap = self.value(node)
+        gap = self.value(Node("add", (left, Node("mul", (MINUS_ONE, right)))))
+        if isinstance(gap, Fraction):
+            return gap
         if gap.may_vanish or is_complex(gap.value):
             raise Undecided("a condition too close to call")
         return Fraction(1 if gap.value.real > 0 else -1)
 
-    def call(self, node: Node) -> Approx:
+    def call(self, node: Node) -> Value:
         """An unknown function: a reproducible arbitrary number for each name and argument."""
-        parts = [self.value(arg) for arg in node.args]
+        parts = [self.approximate(self.value(arg)) for arg in node.args]
         key = node.text + "".join("/" + self.mp.nstr(part.value, 40) for part in parts)
         digest = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
         return self.rational(Fraction(digest, 1 << 62))
 
     # -- functions -------------------------------------------------------------------------
 
-    def func(self, node: Node) -> Approx:
-        if node.text in ("floor", "ceil", "factorial", "double_factorial", "binom", "gcd", "lcm"):
-            return self.discrete(node)
+    def func(self, node: Node) -> Value:
+        """Exact for rational arguments where it can be; floor and ceiling by a guarded rounding otherwise."""
         args = [self.value(arg) for arg in node.args]
+        known = [arg for arg in args if isinstance(arg, Fraction)]
+        if len(known) == len(args) and node.text in EXACT:
+            try:
+                return EXACT[node.text](known, self.limits)
+            except NotRational:
+                if not self.bits:
+                    raise
+        near = [self.approximate(arg) for arg in args]
+        if node.text not in FUNCTIONS and max(item.magnitude for item in near) > self.limits.bits:
+            raise TooLarge(f"{node.text} of a number past {self.limits.bits} bits")
+        if node.text in ("floor", "ceil"):
+            return self.stepped(node.text, near[0])
         if node.text in ("max", "min"):
-            return (max if node.text == "max" else min)(args, key=lambda item: self.mp.re(item.value))
+            return (max if node.text == "max" else min)(near, key=lambda item: self.mp.re(item.value))
         rule = FUNCTIONS.get(node.text)
         if rule is None:
             raise Undecided(f"the function {node.text}")
-        size = args[0].magnitude
+        size = near[0].magnitude
         if size != NOTHING:  # how near to a constant a function comes there
             self.widen(3 << min(2 * size, 20) if node.text in ("tanh", "coth", "erf") and size > 0 else 2 * abs(size))
-        return rule(self, args[0])
-
-    def discrete(self, node: Node) -> Approx:
-        """Functions of integers: exact when their arguments are; floor and ceiling by a guarded rounding otherwise."""
-        try:
-            return self.rational(exact(node, self.limits, self.env))
-        except NotRational:
-            pass
-        args = [self.value(arg) for arg in node.args]
-        if node.text in ("floor", "ceil"):
-            return self.stepped(node.text, args[0])
-        raise Undecided(f"the function {node.text}")
+        return rule(self, near[0])
 
     def stepped(self, name: str, item: Approx) -> Approx:
         if is_complex(item.value):
@@ -214,12 +285,17 @@ class Evaluator(Arithmetic):
         return Approx((self.mp.floor if name == "floor" else self.mp.ceil)(item.value), NOTHING)
 
 
+def _is_negative(value: Value) -> bool:
+    return value < 0 if isinstance(value, Fraction) else is_negative(value.value) and not value.may_vanish
+
+
+_PERCENT, _DEGREE = number(Fraction(1, 100)), number(Fraction(1, 180))
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
     "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_RULES: dict[str, Callable[[Evaluator, Node], Approx]] = {
+_RULES: dict[str, Callable[[Evaluator, Node], Value]] = {
     "number": Evaluator.number, "symbol": Evaluator.symbol, "constant": Evaluator.constant, "add": Evaluator.add,
     "mul": Evaluator.mul, "pow": Evaluator.pow, "root": Evaluator.root, "percent": Evaluator.percent,
     "degree": Evaluator.degree, "based": Evaluator.based, "cases": Evaluator.cases, "call": Evaluator.call,
-    "func": Evaluator.func,
+    "func": Evaluator.func, "sum": Evaluator.sum,
 }  # fmt: skip

@@ -10,7 +10,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from atts.evaluators.equivalence.exact import NotRational, exact
+from atts.evaluators.equivalence.exact import NotRational
+from atts.evaluators.equivalence.numeric import exact
 from atts.evaluators.syntax.tree import Node, number, variables
 from atts.evaluators.verdict import Limits, TooLarge, Undefined
 

@@ -11,13 +11,11 @@ from typing import Any
 from mpmath.libmp import to_str
 
 from atts.evaluators.equivalence.approx import NOTHING, Approx, magnitude
-from atts.evaluators.equivalence.exact import NotRational, exact
-from atts.evaluators.equivalence.numeric import Evaluator
+from atts.evaluators.equivalence.numeric import Evaluator, Value
 from atts.evaluators.equivalence.points import points
-from atts.evaluators.syntax.tree import Node, canonical, has, variables
+from atts.evaluators.syntax.tree import Node, canonical, variables
 from atts.evaluators.verdict import Limits, Outside, TooLarge, Undecided, Undefined
 
-Value = Fraction | Approx
 _BITS = 200
 _MOST_BITS = 6_000
 _ENOUGH = 3  # points with a real value on both sides that must agree
@@ -41,15 +39,9 @@ class Prober:
 
     def measured(self, node: Node, env: Mapping[str, Fraction], bits: int) -> tuple[Value, int]:
         """The value, and how many bits apart the largest and smallest magnitudes are that went into it."""
-        try:
-            return exact(node, self.limits, env), 0
-        except NotRational:
-            pass
-        except TooLarge:
-            if has(node, "sum"):
-                raise
         evaluator = Evaluator(bits, self.limits, env, self.deadline)
-        return evaluator.value(node), evaluator.spread
+        value = evaluator.value(node)
+        return value, 0 if isinstance(value, Fraction) else evaluator.spread
 
     def equal(self, left: Node, right: Node) -> bool:
         """Whether two expressions have the same value at every probing point, and are real at the same ones.

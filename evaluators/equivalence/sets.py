@@ -7,7 +7,8 @@ from fractions import Fraction
 from functools import cmp_to_key
 from itertools import pairwise
 
-from atts.evaluators.equivalence.exact import NotRational, exact
+from atts.evaluators.equivalence.exact import NotRational
+from atts.evaluators.equivalence.numeric import exact
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.views import FLIPPED, is_name, negated_infinity, substituted
 from atts.evaluators.syntax.tree import INFINITY, MINUS_ONE, REALS, TWO, Node, has, number, quotient, variables

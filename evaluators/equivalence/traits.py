@@ -7,7 +7,8 @@ from fractions import Fraction
 
 from atts.core import Grading
 from atts.evaluators.equivalence.exact import digits_in_base
-from atts.evaluators.equivalence.probing import Prober, Value
+from atts.evaluators.equivalence.numeric import Value
+from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.views import is_name, named, signs_expanded
 from atts.evaluators.syntax.tree import Node, has, number, variables
 from atts.evaluators.syntax.units import Dimension, is_generic, measure

@@ -84,44 +84,25 @@ class Grammar(Stream, ABC):
     """What atoms and phrases ask of the grammar that holds them; each call consumes what it reads."""
 
     @abstractmethod
-    def items(self) -> Node:
-        """Relations between separators."""
-
+    def items(self) -> Node: ...  # relations between separators
     @abstractmethod
-    def quantity(self) -> Node:
-        """An expression and its unit."""
-
+    def quantity(self) -> Node: ...  # an expression and its unit
     @abstractmethod
-    def expression(self) -> Node:
-        """Terms joined by + and -."""
-
+    def expression(self) -> Node: ...  # terms joined by + and -
     @abstractmethod
-    def term(self) -> Node:
-        """Factors multiplied and divided."""
-
+    def term(self) -> Node: ...  # factors multiplied and divided
     @abstractmethod
-    def factor(self) -> Node:
-        """An atom with its exponents, subscripts and marks."""
-
+    def factor(self) -> Node: ...  # an atom with its exponents, subscripts and marks
     @abstractmethod
-    def exponent(self) -> Node:
-        """What stands after ^."""
-
+    def exponent(self) -> Node: ...  # what stands after ^
     @abstractmethod
-    def lowered(self, node: Node) -> Node:
-        """The node with the subscript that follows it."""
-
+    def lowered(self, node: Node) -> Node: ...  # the node with the subscript that follows it
     @abstractmethod
-    def bracketed(self) -> Node:
-        """A bracket and what it holds."""
-
+    def bracketed(self) -> Node: ...  # a bracket and what it holds
     @abstractmethod
-    def starts_factor(self) -> bool:
-        """Whether a factor begins here."""
-
+    def starts_factor(self) -> bool: ...  # whether a factor begins here
     @abstractmethod
-    def remark(self) -> bool:
-        """Whether a bracket here holds words."""
+    def remark(self) -> bool: ...  # whether a bracket here holds words
 
 
 def _parts_a_set(tokens: list[Token], index: int) -> bool:

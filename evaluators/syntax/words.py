@@ -1,4 +1,4 @@
-"""Word lists and tables of spellings, read from the data files beside this module."""
+"""Word lists and tables of spellings, read from data files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _Kind = TypeVar("_Kind")
 class Tables:
     """One data file."""
 
-    def __init__(self, name: str) -> None:
-        self._entries = tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    def __init__(self, name: str | Path) -> None:
+        """Read a file beside this module, or at a path of its own."""
+        self._entries = tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
     def words(self, name: str) -> frozenset[str]:
         """A list of words as a set."""

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from atts.evaluators.equivalence.exact import NotRational, exact
-from atts.evaluators.equivalence.numeric import Evaluator
+from atts.evaluators.equivalence.approx import Approx
+from atts.evaluators.equivalence.exact import NotRational
+from atts.evaluators.equivalence.numeric import Evaluator, exact
 from atts.evaluators.syntax.reading import read
 from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import Limits, TooLarge, Undefined
@@ -88,15 +89,21 @@ TERMS = st.recursive(
 )
 
 
+def approximation(node: Node, bits: int) -> Approx:
+    """The value at this precision, with its bound."""
+    evaluator = Evaluator(bits, LIMITS, {}, math.inf)
+    return evaluator.approximate(evaluator.value(node))
+
+
 @settings(max_examples=100, deadline=None)
 @given(TERMS)
 def test_error_bounds_hold(text: str) -> None:
     """The value at 200 bits is within its own bound of the value at 1,500 bits."""
     node = tree(text)
     try:
-        coarse = Evaluator(200, LIMITS, {}, math.inf).value(node)
+        coarse = approximation(node, 200)
         value, error = coarse.value, coarse.error
-        fine = Evaluator(1_500, LIMITS, {}, math.inf).value(node).value
+        fine = approximation(node, 1_500).value
     except (Undefined, TooLarge):
         return
     with mpmath.workprec(1_600):
@@ -107,7 +114,7 @@ def test_error_bounds_hold(text: str) -> None:
 def test_threads_do_not_disturb_each_other() -> None:
     """Constants and precision are each thread's own, whatever the others do to mpmath."""
     node = tree(r"\pi \cdot e^{\sqrt{2}}")
-    expected = Evaluator(200, LIMITS, {}, math.inf).value(node).value
+    expected = approximation(node, 200).value
     stop = threading.Event()
     disturbed: list[object] = []
 
@@ -118,7 +125,7 @@ def test_threads_do_not_disturb_each_other() -> None:
                 del disturbed[1:]
 
     threading.Thread(target=disturb, daemon=True).start()
-    work: Callable[[int], object] = lambda _: Evaluator(200, LIMITS, {}, math.inf).value(node).value  # noqa: E731
+    work: Callable[[int], object] = lambda _: approximation(node, 200).value  # noqa: E731
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(work, range(60)))
     stop.set()

@@ -47,7 +47,8 @@ def _kernel(lab: Lab) -> Table:
         "The attention kernel beside gathered slots in float32",
         "heads of | type | largest difference | state",
         rows,
-        "Random keys in scattered slots: blocks of 1 to 16 rows, contexts up to 616 tokens, a window of 100 and none.",
+        "Random keys in scattered slots: blocks of 1 to 16 rows, contexts up to 616 tokens; for the embedded target a "
+        "window of 100 as well.",
     )
 
 

@@ -109,21 +109,21 @@ class Timeline:
 
     devices: list[Device]
     tokens: int = 0
-    steps: int = 0  # of the target
+    written: list[int] = field(default_factory=list[int])  # tokens, by step of the target
     hits: int = 0
     guessed: int = 0  # steps before which outcomes were guessed
     wasted: int = 0  # branches that were not needed
     seconds: float = 0.0
 
     @property
+    def steps(self) -> int:
+        """Of the target."""
+        return len(self.written)
+
+    @property
     def rate(self) -> float:
         """Tokens a second: the speed-up, where plain decoding takes a second a token."""
         return self.tokens / self.seconds
-
-    @property
-    def work(self) -> list[Work]:
-        """All that the devices did."""
-        return [work for device in self.devices for work in device.work]
 
 
 def serial(trace: AcceptanceTrace, costs: Costs, proposed: int, drafter: DraftDevices | None = None) -> Timeline:
@@ -227,5 +227,5 @@ def _selected(
 def _verified(line: Timeline, trace: AcceptanceTrace, proposal: Sequence[int]) -> int:
     stood = standing(proposal, trace.text(line.tokens, len(proposal) + 1))
     line.tokens += stood + 1
-    line.steps += 1
+    line.written.append(stood + 1)
     return stood

@@ -33,6 +33,8 @@ STUDIES = {
     "grading": Study("answer checkers beside each other", 0, 100),
     "local": Study("the local engine beside transformers", 0, 300),
     "speculation": Study("proposed tokens: every length, the controller, weaker drafts, assisted generation", 20, 300),
+    "overlap": Study("draft and target at the same time, live", 0, 120),
+    "overlap-virtual": Study("the same on virtual devices, at published costs and on recorded acceptances", 0, 60),
     "models": Study("the embedded pair: accuracy, voting, recovery, cost", 30, 150),
     "pipelines": Study("accuracy, tokens and time of every policy, in the parts that follow"),
     "pipelines-claim": Study("of these the claim alone: the policy beside the target", 20, 80),

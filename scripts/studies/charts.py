@@ -124,6 +124,13 @@ def _axis(label: str, scaling: Scaling, values: Sequence[float], direction: Dire
     return LinearAxis(low, high + 0.05 * (high - low) if direction == "up" else high, label)
 
 
+def page(title: str, width: int, height: int, parts: Sequence[str]) -> str:
+    """A picture made of parts that are SVG already, in the style of the charts."""
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="chart">'
+    return f"{head}<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
+
+
 def _with_legend(svg: str, names: Sequence[str]) -> str:
     """The same picture with room below for what each line is, and colours of its own."""
     tall = _HEIGHT + _ROW * math.ceil(len(names) / _COLUMNS) + 6

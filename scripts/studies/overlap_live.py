@@ -1,0 +1,82 @@
+"""Overlapped schemes live: the embedded pair and its padded twins, all arms in turn, the same texts in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from anyio.from_thread import start_blocking_portal
+
+from atts.core import Message, SampleRequest, Sampling
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
+from atts.local import LocalEngine
+from atts.models import path
+from atts.seeds import Seed
+from scripts.studies.harness import Options, Row, Spent, Table, interleaved, ratio, say, wall_seconds
+from scripts.studies.local_subjects import Lab, send_all
+
+_PAIR = {"drafter": str(path("draft"))}
+_ARMS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "plain, two threads": {"threads": 2},
+    "serial, k=4": {**_PAIR, "speculate": "draft", "k": 4},
+    "serial, k=8": {**_PAIR, "speculate": "draft", "k": 8},
+    "serial, k=auto": {**_PAIR, "speculate": "draft"},
+    "pearl": {**_PAIR, "speculate": "pearl", "k": 16},
+    "ssd": {**_PAIR, "speculate": "ssd", "k": 16},
+}
+
+
+def live(options: Options) -> list[Table]:
+    """One sequence at a time, as long as there is one problem after the other."""
+    spent, tables = Spent(), list[Table]()
+    for pad in options.pick(("",), ("", "20M"), ("", "20M", "200M")):
+        say(f"overlap: the embedded target{pad and f' padded to {pad}'}")
+        tables.append(_table(options, pad, spent))
+    return tables
+
+
+def _table(options: Options, pad: str, spent: Spent) -> Table:
+    count, rounds = options.pick(2, 4, 8), options.pick(2, 5, 9)
+    with start_blocking_portal() as portal, ExitStack() as stack:
+        lab = Lab(options, portal)
+        engines = {
+            name: stack.enter_context(lab.engine(path("target"), **{"pad": pad, **changes}))
+            for name, changes in _ARMS.items()
+        }
+        requests = _requests(next(iter(engines.values())), count, options.seed)
+        texts = {name: [portal.call(engine.sample, one).ids for one in requests] for name, engine in engines.items()}
+        before = {name: engine.loop_stats() for name, engine in engines.items()}
+        seen = interleaved({name: partial(_seconds, lab, each, requests) for name, each in engines.items()}, rounds)
+        rows = list[Row]()
+        for name, engine in engines.items():
+            now, then = engine.loop_stats(), before[name]
+            tokens = now.sampled_tokens - then.sampled_tokens
+            overlap = now.speculation.overlap if now.speculation is not None else None
+            guessed = overlap.hits + overlap.misses if overlap is not None else 0
+            rows.append(
+                (
+                    name,
+                    texts[name] == texts["plain"],
+                    str(ratio(seen, "plain", name)),
+                    tokens / (now.steps - then.steps),
+                    overlap.hits / guessed if overlap is not None and guessed else None,
+                    overlap.late / (overlap.late + guessed) if overlap is not None and guessed else None,
+                    overlap.wasted / guessed if overlap is not None and guessed else None,
+                )
+            )
+    title = f"One sequence at a time, embedded target{pad and f' at the cost of {pad} weights'}"
+    header = "arm | same texts | speed-up over plain | tokens a step | hit rate | late | wasted branches a step"
+    return Table.of(title, header, rows, f"{count} texts, {rounds} rounds in turn.", spent.disturbance())
+
+
+def _requests(engine: LocalEngine, count: int, seed: int) -> list[SampleRequest]:
+    ids = [engine.tokenizer.render([Message("user", one.text)]) for one in arithmetic("test", count)]
+    return [SampleRequest(each, 160, Sampling(0.7), Seed(seed, sample=n)) for n, each in enumerate(ids)]
+
+
+def _seconds(lab: Lab, engine: LocalEngine, requests: list[SampleRequest]) -> float:
+    """Wall seconds of all, one after the other: both threads of an arm count."""
+    return wall_seconds(lambda: [lab.portal.call(send_all, engine, [one]) for one in requests])

@@ -17,6 +17,7 @@ from atts.local.batch import Model
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
 from atts.local.drafting import ModelDrafter
+from atts.local.fuzzy import FuzzyDrafter
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop, TokenTable
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
@@ -120,6 +121,9 @@ def _drafter(config: WorkerConfig, weights: Weights, cache: Tensor, scheduler: S
     size = cache.shape[2] - _SPARE_SLOTS + BRANCH_SLOTS * (options.speculate in OVERLAPPED)
     own = replace(config.drafter, options=replace(options, kv_tokens=size))
     own_cache = allocate_cache(own, cache.dtype, cache.device, least=size)
+    if options.fuzzy > 1:
+        grouped = TorchModel(own.model, weights, own_cache)
+        return FuzzyDrafter(grouped, own.model, scheduler, vocabulary, group=options.fuzzy)
     model = _padded(own, _model(own, weights, own_cache)[0], own_cache)
     if options.speculate not in OVERLAPPED:
         return ModelDrafter(model, own.model, scheduler, vocabulary)

@@ -34,6 +34,7 @@ class LocalOptions:
     threads: int | None = None  # of one step; None leaves torch's setting
     drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
     speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
+    fuzzy: int = 1  # attentions of the drafter that read one input, in torch; 1: exact
     k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
     pad: str = ""  # the cost of a model of so many weights, as 20M or 8B, at the model's own words
     pad_vocabulary: int = 0  # tokens the padding's output matrix is made for; 0: as many as the model knows
@@ -65,6 +66,13 @@ class LocalOptions:
             raise OptionError("drafter_pad", "needs a draft model: write drafter=embedded:draft, or another's name")
         for words in (self.pad, self.drafter_pad):
             read_size(words or "0")
+        if self.fuzzy < 1 or (
+            self.fuzzy > 1 and (not self.drafter or self.speculate in OVERLAPPED or self.drafter_pad)
+        ):
+            problem = (
+                f"is {self.fuzzy}: a number from 1 on, for a draft model that is neither padded nor beside the target"
+            )
+            raise OptionError("fuzzy", problem)
         if self.speculate in ("draft", *OVERLAPPED) and not self.drafter:
             advice = "write drafter=embedded:draft, or another's name"
             raise OptionError("speculate", f"{self.speculate} needs a draft model: {advice}")

@@ -6,6 +6,7 @@ over the cache is a function that is given (`MakeAttend`): gathered slots everyw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from atts.decode import SampledTokens, SamplingBatch, raw_logprobs, sample
 from atts.local.allocator import SlotIds
-from atts.local.attention import GatheredAttention, MakeAttend
+from atts.local.attention import Attend, GatheredAttention, MakeAttend
 from atts.local.batch import StepBatch
 from atts.local.blocks import DeviceStep, RowBlocks, layout_of, packed, unpacked
 from atts.local.loader import LayerWeights, Rope, Weights
@@ -44,6 +45,7 @@ class TorchModel:
         """`most_rows` is the most that a block may have for this `attention`; `capture` makes graphs of steps."""
         self._config, self._cache, self._device = config, cache, cache.device
         self._attention, self._most_rows = attention, most_rows
+        self.group = 1  # attentions that read one input, between the first layer and the last: exact with 1
         self._weights = replace(weights, layers=tuple(_interleaved(layer, config) for layer in weights.layers))
         rows = rope_rows(config, cache.shape[2])
         self._rotations = {kind: _rotations(rope, rows).to(self._device) for kind, rope in weights.ropes.items()}
@@ -59,7 +61,11 @@ class TorchModel:
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
         blocks = RowBlocks.of(batch, self._most_rows)
-        if self.graphs is not None and (hidden := self.graphs.run(batch, table, blocks)) is not None:
+        if (
+            self.graphs is not None
+            and self.group == 1
+            and (hidden := self.graphs.run(batch, table, blocks)) is not None
+        ):
             return hidden
         classes = blocks.classes() if self._most_rows is None else [blocks]
         layout = layout_of(batch, classes)
@@ -68,28 +74,45 @@ class TorchModel:
 
     def _compute(self, step: DeviceStep) -> Tensor:
         """The same of a step on the device; every operation depends on the step's arrays and sizes alone."""
-        config, slots = self._config, step.slots
+        config = self._config
         attends = {window: self._attention(step, config, window) for window in set(config.windows)}
         rotations = {kind: turns[step.positions].unsqueeze(1) for kind, turns in self._rotations.items()}
         x = self._weights.embedding[step.tokens]
         if config.embedding_scale != 1.0:
             x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
-        for index, layer in enumerate(self._weights.layers):
-            attend, turns = attends[config.windows[index]], rotations[config.ropes[index]]
-            qkv = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias)
-            query, key, value = self._split(qkv, layer, turns)
-            keys, values = self._cache[index, 0], self._cache[index, 1]
-            keys.index_copy_(0, slots, key)
-            values.index_copy_(0, slots, value)
-            attended = attend(query, keys, values)
-            if index == config.num_layers - 1 and step.logit_rows is not None:  # only these go on from here
-                x, attended = x[step.logit_rows], attended[step.logit_rows]
-            x = x + self._norm(F.linear(attended, layer.out, layer.out_bias), layer.out_norm)
-            gate_up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
-            gate, up = gate_up.chunk(2, -1)
-            gated = F.gelu(gate, approximate="tanh") if config.rules.is_gemma else F.silu(gate)
-            x = x + self._norm(F.linear(gated * up, layer.down, layer.down_bias), layer.down_norm)
+        for group in self._groups():
+            mixed = [self._mixed(x, step, index, attends, rotations) for index in group]
+            for index, attended in zip(group, mixed, strict=True):
+                if index == config.num_layers - 1 and step.logit_rows is not None:  # only these go on from here
+                    x, attended = x[step.logit_rows], attended[step.logit_rows]
+                x = self._fed_forward(x, attended, self._weights.layers[index])
         return self._norm(x, self._weights.norm)
+
+    def _groups(self) -> list[range]:
+        """Layers whose attentions read one input; MLPs follow each other in any case."""
+        last, size = self._config.num_layers - 1, self.group
+        inner = [range(first, min(first + size, last)) for first in range(1, last, size)]
+        return [range(1), *inner, range(last, last + 1)] if last else [range(1)]
+
+    def _mixed(
+        self, x: Tensor, step: DeviceStep, index: int, attends: Mapping[int, Attend], rotations: Mapping[str, Tensor]
+    ) -> Tensor:
+        """What a layer's heads attend to; its keys and values go into the cache."""
+        config, layer = self._config, self._weights.layers[index]
+        qkv = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias)
+        query, key, value = self._split(qkv, layer, rotations[config.ropes[index]])
+        keys, values = self._cache[index, 0], self._cache[index, 1]
+        keys.index_copy_(0, step.slots, key)
+        values.index_copy_(0, step.slots, value)
+        return attends[config.windows[index]](query, keys, values)
+
+    def _fed_forward(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
+        """The rest of a layer, added to what comes in."""
+        x = x + self._norm(F.linear(attended, layer.out, layer.out_bias), layer.out_norm)
+        gate_up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+        gate, up = gate_up.chunk(2, -1)
+        gated = F.gelu(gate, approximate="tanh") if self._config.rules.is_gemma else F.silu(gate)
+        return x + self._norm(F.linear(gated * up, layer.down, layer.down_bias), layer.down_norm)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Root-mean-square norm; nothing where there are no weights for it."""

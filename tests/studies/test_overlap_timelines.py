@@ -15,7 +15,9 @@ PICTURE = Path(__file__).resolve().parents[2] / "docs" / "acceleration.svg"
 def test_the_picture_of_the_page_is_that_of_the_devices() -> None:
     """Every scheme is drawn; the numbers are what its first steps write; the file is current."""
     lines = timelines.schemes()
-    assert PICTURE.read_text() == timelines.drawn(lines), "write it anew: scripts/bench overlap-virtual --out docs/benchmarks"
+    assert PICTURE.read_text() == timelines.drawn(lines), (
+        "write it anew: scripts/bench overlap-virtual --out docs/benchmarks"
+    )
     for title, line in lines.items():
         alone = timelines.drawn({title: line})
         numbers = [int(found) for found in re.findall(r'style="fill:#fff">(\d+)<', alone)]

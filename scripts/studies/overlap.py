@@ -20,5 +20,5 @@ def part(name: str, options: Options) -> list[Table]:
     assert name == "virtual", "there is one part"
     if (picture := options.file("../acceleration.svg")) is not None:
         picture.write_text(drawn(schemes()))
-    texts = anyio.run(record, options.pick(6, 40, 200), options.seed)
+    texts = anyio.run(record, options.pick(6, 16, 200), options.seed)
     return [closed_forms(options), published(options), *recorded(options, texts)]

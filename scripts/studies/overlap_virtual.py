@@ -40,7 +40,7 @@ def closed_forms(options: Options) -> Table:
     """Devices beside formulas on independent acceptances."""
     rows = list[Row]()
     for accepted, ratio in ((0.6, 3), (0.8, 5), (0.9, 10), (0.95, 10)):
-        trace = AcceptanceTrace.drawn((accepted, (1 - accepted) / 2), options.pick(6000, 40_000, 200_000), options.seed)
+        trace = AcceptanceTrace.drawn((accepted, (1 - accepted) / 2), options.pick(6000, 20_000, 200_000), options.seed)
         costs, ranked = Costs(partial(_even, ratio)), (1 - accepted) / 2
         best, proposed = theory.best_serial(accepted, ratio)
         found = (
@@ -209,7 +209,7 @@ def recorded(options: Options, texts: Recorded) -> list[Table]:
     drafts |= {f"target's first {n} of 6 layers": texts.own_ranks(Recorder("target", n)) for n in (4, 5)}
     exits = {depth: texts.exit_ranks(Recorder("target", depth)) for depth in (3, 5)}
     named = {f"target's exit after {depth} of 6 layers, untrained": ranks for depth, ranks in exits.items()}
-    hits = [(name, sum(map(len, ranks)), *_shares(ranks)) for name, ranks in (drafts | named).items()]
+    hits: list[Row] = [(name, sum(map(len, ranks)), *_shares(ranks)) for name, ranks in (drafts | named).items()]
     rows = [row for name, ranks in drafts.items() for row in _replayed(name, _flat(ranks), _flat(exits[3]))]
     header = "draft | acceptance | costs | scheme | speed-up | tokens a target step | hit rate | wasted branches a step"
     guesses = f"who guesses | n | first | first {_FAN} | first {_TOP}"

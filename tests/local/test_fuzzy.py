@@ -82,4 +82,4 @@ def test_groups_need_a_drafter_that_computes_in_torch() -> None:
     good.check()
     for wrong in ({"fuzzy": 0}, {"drafter": ""}, {"speculate": "pearl"}, {"drafter_pad": "20M"}):
         with pytest.raises(OptionError, match="fuzzy"):
-            replace(good, **wrong).check()  # type: ignore[arg-type]
+            replace(good, **wrong).check()

@@ -41,6 +41,7 @@ from atts.speculation import (
 BRANCH_SLOTS = 4096  # of all branches together
 _MOST_BRANCHES = 64
 _CHUNK = 512  # tokens of given text computed at once
+_LEAST = 2  # tokens that a guess is continued by even where no draft step fits into one of the target's
 _ALWAYS = False, 0  # draft steps of any context are timed as one
 _FADE = 0.98  # a round, of what is known of how much stands
 
@@ -223,7 +224,7 @@ class AheadDrafter(ModelDrafter):
         for step in range(length):
             live = [branch for branch in branches if len(branch.line.uniforms) > branch.accepted + step + 1]
             live = [branch for branch in live if branch.start + step + 1 < self._last]
-            if not live or job.is_enough:
+            if not live or (job.is_enough and step >= _LEAST):
                 return
             began = perf_counter()
             self._grow(live, step)
@@ -238,7 +239,7 @@ class AheadDrafter(ModelDrafter):
 
     def _write_windows(self, model: NativeModel, lines: list[DraftLine]) -> None:
         """One guess each, drawn in one call of the kernels: as many tokens as draft steps fit into the target's."""
-        began, length = perf_counter(), max(1, self._length(len(lines), len(lines)))
+        began, length = perf_counter(), max(_LEAST, self._length(len(lines), len(lines)))
         turns = [min(1 + length, len(line.uniforms) - len(line.proposal), self._last - line.stop) for line in lines]
         order = sorted(range(len(lines)), key=lambda place: -turns[place])
         lines, turns = [lines[place] for place in order], [turns[place] for place in order]
@@ -297,7 +298,8 @@ class AheadDrafter(ModelDrafter):
         if not self._fan:
             return lines, self._most
         stands = self._stood / self._tested
-        return most_worthwhile(chances, lambda count: self._length(count, lines), [stands] * self._most)
+        count, length = most_worthwhile(chances, lambda count: self._length(count, lines), [stands] * self._most)
+        return count, max(length, min(_LEAST, self._most))
 
     def _length(self, count: int, lines: int) -> int:
         """How many tokens so many branches get: as draft steps fit into a step of the target, where that is known."""

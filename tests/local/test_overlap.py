@@ -133,6 +133,19 @@ def test_more_guesses_hit_more_often(make_model: Make, near: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_drafter_slower_than_its_target_still_proposes(
+    way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no draft step fits into one of the target's, a guess is continued by a few tokens all the same."""
+    folder, orders = make_model("llama"), requests(2, 24, HOT)
+    plain, _ = run(folder, [orders]), Made(monkeypatch, InlineTransport)
+    monkeypatch.setattr(AheadDrafter, "_length", lambda self, count, lines: 0)
+    done = run(folder, [orders], None, 4, near, speculate=way)
+    assert same(plain, done)
+    assert counts(done).accepted > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("room", [100, pytest.param(4096, marks=pytest.mark.slow)])
 def test_nothing_is_lost_when_sequences_come_and_go(
     way: str, room: int, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch

@@ -88,6 +88,16 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
     return [TensorFile(block_path(folder.parent.parent, digest), names) for digest, names in found.items()]
 
 
+def unit_digests(folder: Path, num_layers: int) -> list[str]:
+    """What the blocks of a stored model are called, in the order of a token's way: 2 * layers + 2 of them.
+
+    :raises ZooError: the manifest cannot be read.
+    """
+    found = {block.place: block.digest for block in read_stored(folder).blocks}
+    halves = [f"layers.{at}.{half}" for at in range(num_layers) for half in ("attention", "mlp")]
+    return [found[place] for place in ("embedding", *halves, "head")]
+
+
 def adapter_file(folder: Path) -> TensorFile | None:
     """Where the adapter of the model in `folder` is; its settings are in the folder `adapter` beside the manifest.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -100,6 +100,7 @@ class StepBatch:
     num_logits: Ints  # [sequences] how many of each one's tokens need logits: always its last ones
     num_single: int  # sequences at the front that feed exactly one token
     logit_rows: Ints  # [logits] tokens whose hidden state is returned
+    chains: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [sequences] of which model each is
 
 
 class Model(Protocol):
@@ -141,9 +142,11 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
         return _decoding_batch(plan, table)
     fed = _fed(plan)
     ids = chain([token for _, _, token in fed], *[s.ids[start:stop] for s, start, stop, _ in plan.prefills])
-    numbers = [(s.row, at, at + 1, at, False, s.rope_row) for s, at, _ in fed]
-    numbers += [(s.row, start, stop, first, s.is_scoring, s.rope_row) for s, start, stop, first in plan.prefills]
-    rows, begins, lengths, logits_from, is_scoring, ropes = np.array(numbers, dtype=np.int64).T.copy()
+    numbers = [(s.row, at, at + 1, at, False, s.rope_row, s.chain) for s, at, _ in fed]
+    numbers += [
+        (s.row, start, stop, first, s.is_scoring, s.rope_row, s.chain) for s, start, stop, first in plan.prefills
+    ]
+    rows, begins, lengths, logits_from, is_scoring, ropes, chains = np.array(numbers, dtype=np.int64).T.copy()
     counts, num_logits = lengths - begins, lengths - logits_from
     starts = np.zeros(len(numbers) + 1, dtype=np.int64)
     counts.cumsum(out=starts[1:])
@@ -162,6 +165,7 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
         num_logits=num_logits,
         num_single=int((counts == 1).sum()),
         logit_rows=np.concatenate([sampled, scored]),
+        chains=chains,
     )
 
 
@@ -172,9 +176,9 @@ def _fed(plan: StepPlan) -> list[tuple[Sequence, int, int]]:
 
 def _decoding_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
-    numbers = [(s.row, s.rope_row, position, token) for s, position, token in _fed(plan)]
-    rows, ropes, positions, tokens = np.array(numbers, dtype=np.int64).T.copy()
-    return single_rows(tokens, positions, ropes, rows, table)
+    numbers = [(s.row, s.rope_row, position, token, s.chain) for s, position, token in _fed(plan)]
+    rows, ropes, positions, tokens, chains = np.array(numbers, dtype=np.int64).T.copy()
+    return replace(single_rows(tokens, positions, ropes, rows, table), chains=chains)
 
 
 def single_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
 from atts.local.batch import Model
+from atts.local.chains import ChainModel
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
 from atts.local.drafting import ModelDrafter
@@ -75,10 +77,16 @@ def _build(
     config: WorkerConfig, send: Callable[[LoopReport], None], make_model: MakeModel | None
 ) -> tuple[StepLoop, WorkerReady]:
     device, dtype = _device(config), getattr(torch, config.options.dtype)
-    weights = load_weights(config.folder, config.model, dtype, device, config.name)
-    drafter_weights = _drafter_weights(config, dtype, device)
-    cache = allocate_cache(config, dtype, device)
-    model, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
+    chains, trouble = _shared_kernels(config, device)
+    drafter_weights = None
+    if chains is not None:
+        cache = allocate_cache(config, dtype, device)
+        model: Model = ChainModel(chains, cache, _threads(config), config)
+    else:
+        weights = load_weights(config.folder, config.model, dtype, device, config.name)
+        drafter_weights = _drafter_weights(config, dtype, device)
+        cache = allocate_cache(config, dtype, device)
+        model, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
     model = _padded(config, model, cache)
     kv_tokens = cache.shape[2] - _SPARE_SLOTS
     options = config.options
@@ -102,7 +110,7 @@ def _build(
         vocabulary, end_ids = config.model.vocabulary, token_table.end_ids
         speculation = Speculation(proposer, lengths, scheduler, clock, vocabulary=vocabulary, end_ids=end_ids)
     loop = StepLoop(model, scheduler, token_table, send, speculation)
-    return loop, WorkerReady(kv_tokens, model.device_name, trouble)
+    return loop, WorkerReady(kv_tokens, model.device_name, trouble, isinstance(model, ChainModel))
 
 
 def _drafter_weights(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> Weights | None:
@@ -211,6 +219,19 @@ def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> tuple[Model
     if cache.device.type == "cuda":
         return cuda_model(config.model, weights, cache, graphs=config.options.graphs)
     return TorchModel(config.model, weights, cache), trouble
+
+
+def _shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.CDLL | None, str]:
+    """The kernels that run several models of a zoo in one step, where they can be had; and trouble with their cache."""
+    options = config.options
+    if not config.shares or device.type != "cpu" or options.dtype != "float32" or options.kernel == "torch":
+        return None, ""
+    if unknown_parts(config.model):
+        return None, ""
+    try:
+        return native_library(config.name, config.model)
+    except UnsupportedByEngine:
+        return None, ""
 
 
 def _threads(config: WorkerConfig) -> int:

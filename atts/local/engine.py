@@ -32,11 +32,12 @@ from atts.local.messages import (
 from atts.local.model_config import ModelConfig, read_model_config
 from atts.local.options import LocalOptions
 from atts.local.padding_shape import padding_shape, read_size
-from atts.local.worker import LoopWorker, ProcessWorker, ThreadWorker
+from atts.local.shared_worker import SharedWorker
+from atts.local.worker import LoopWorker, new_worker
 from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, require_template, weight_files, weights_marks
 from atts.speculated import Speculated, counters_of
 from atts.speculation import Proposer
-from atts.stored_blocks import check_stored
+from atts.stored_blocks import MANIFEST, check_stored
 from atts.tasks import soon
 from atts.tokenizing import ModelTokenizer
 
@@ -144,7 +145,7 @@ class LocalEngine:
         """
         assert self._opened is None, "an engine is entered once at a time"
         try:
-            worker: LoopWorker = ThreadWorker() if self._options.worker == "thread" else ProcessWorker()
+            worker = self._worker()
         except OSError as error:
             advice = "End other processes, or write ?worker=thread behind the engine's name"
             raise EngineUnavailable(self._name, f"its process cannot be started ({error})", advice) from error
@@ -165,6 +166,15 @@ class LocalEngine:
         if opened is not None:
             with anyio.CancelScope(shield=True):
                 await opened.close()
+
+    def _worker(self) -> LoopWorker:
+        """What runs the step loop: a zoo's models share one where nothing else is computed beside them."""
+        options, folder = self._options, Path(self.model).expanduser()
+        drafts = options.speculates or self._proposer or (self._lent and options.takes_lent)
+        is_plain = not (drafts or options.pad) and options.kernel != "torch"
+        if is_plain and (folder / MANIFEST).is_file():
+            return SharedWorker(folder.resolve().parent.parent)
+        return new_worker(options.worker)
 
     def _require(self) -> _OpenEngine:
         if self._opened is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory
 from atts.importing import import_lock
-from atts.local.adapters import Adapter, read_adapter
+from atts.local.adapters import Adapter, LowRank, fused, read_adapter
 from atts.local.model_config import NO_ROPE, UNREADABLE, ModelConfig, read_hf_config
 from atts.stored_blocks import ADAPTER, adapter_file, tensor_files
 
@@ -68,8 +68,10 @@ class Weights:
     ropes: Mapping[str, Rope]  # by the names that the configuration gives its layers' ropes
 
 
-def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, name: str) -> Weights:
-    """Read and fuse the weights of the model in `folder`.
+def load_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, name: str, *, merges: bool = True
+) -> Weights:
+    """Read and fuse the weights of the model in `folder`, what an adapter adds to them included if it `merges`.
 
     :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another shape.
     :raises OutOfMemory: the weights do not fit.
@@ -82,7 +84,8 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
     try:
         with ExitStack() as stack:
             reader = _TensorReader(folder, dtype, device, name, stack)
-            reader.adapter = load_adapter(folder, config, name)
+            if merges:
+                reader.adapter = load_adapter(folder, config, name)
             return _fuse(reader, config, load_ropes(folder, config, name))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(name, f"the weights do not fit into memory on {device}", advice) from error
@@ -153,13 +156,8 @@ def _frequencies(hf: Any, config: ModelConfig, kind: str) -> tuple[Tensor, float
 def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
     heads, kv, dim, width = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
     attention, mlp, inner, rules = f"{at}self_attn", f"{at}mlp", config.intermediate_size, config.rules
-    parts = {f"{attention}.q_proj": heads * dim, f"{attention}.k_proj": kv * dim, f"{attention}.v_proj": kv * dim}
-    gates = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
-    if rules.is_fused:
-        parts, gates = {f"{attention}.qkv_proj": (heads + 2 * kv) * dim}, {f"{mlp}.gate_up_proj": 2 * inner}
+    parts, gates, rows = fused_parts(config, at)
     order = head_order(config)
-    turning = (torch.arange(heads + kv)[:, None] * dim + order).flatten()
-    rows = torch.cat([turning, torch.arange(len(turning), (heads + 2 * kv) * dim)])
     normed = {"none": (0, 0), "each head": (1, 1), "all heads": (heads, kv)}[rules.head_norms]
     before, after, mlp_before, mlp_after = (f"{at}{norm}" if norm else "" for norm in rules.norms)
     return LayerWeights(
@@ -178,6 +176,29 @@ def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
         down_bias=read.biases({f"{mlp}.down_proj": width}),
         down_norm=read.norm(config, mlp_after, width),
     )
+
+
+def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str, int], Tensor]:
+    """The matrices below each other in a layer's first products, their rows; and the order of the first one's."""
+    heads, kv, dim, inner = config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
+    attention, mlp = f"{at}self_attn", f"{at}mlp"
+    turning = (torch.arange(heads + kv)[:, None] * dim + head_order(config)).flatten()
+    rows = torch.cat([turning, torch.arange(len(turning), (heads + 2 * kv) * dim)])
+    if config.rules.is_fused:
+        return {f"{attention}.qkv_proj": (heads + 2 * kv) * dim}, {f"{mlp}.gate_up_proj": 2 * inner}, rows
+    parts = {f"{attention}.q_proj": heads * dim, f"{attention}.k_proj": kv * dim, f"{attention}.v_proj": kv * dim}
+    return parts, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, rows
+
+
+def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
+    """What an adapter adds to each layer's fused matrices, four a layer."""
+    found = list[LowRank | None]()
+    for index in range(config.num_layers):
+        at = f"layers.{index}."
+        parts, gates, rows = fused_parts(config, at)
+        found += [fused(adapter, parts, rows), adapter.get(f"{at}self_attn.o_proj")]
+        found += [fused(adapter, gates), adapter.get(f"{at}mlp.down_proj")]
+    return found
 
 
 def head_order(config: ModelConfig) -> Tensor:

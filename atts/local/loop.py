@@ -16,8 +16,10 @@ from torch import Tensor
 from atts.core import SampleRequest
 from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.local.batch import Model, PrefillChunk, StepPlan, step_batch
+from atts.local.chains import ChainModel
 from atts.local.drawing import DrawnTokens, beginning, draw_scored, extend_drawn
 from atts.local.messages import (
+    AddChain,
     Cancel,
     Close,
     Command,
@@ -121,15 +123,20 @@ class StepLoop:
     def _handle(self, commands: Iterable[Command]) -> None:
         for command in commands:
             match command:
-                case Submit(request_id, request):
+                case Submit(request_id, request, chain):
                     self._stats.requests += 1
                     try:
                         pieces = self._token_table.pieces
-                        self._scheduler.add(new_sequence(request_id, request, perf_counter(), pieces))
+                        sequence = new_sequence(request_id, request, perf_counter(), pieces)
+                        sequence.chain = chain
+                        self._scheduler.add(sequence)
                     except Exception as error:  # noqa: BLE001  it is this request's, and told to its caller alone
                         problem = f"it cannot take this request ({type(error).__name__}: {error})"
                         self._replies.append(FailureReply(request_id, "broken", problem, "The others go on"))
                         self._stats.failed += 1
+                case AddChain(config):
+                    assert isinstance(self._model, ChainModel), "only a loop that shares is given other models"
+                    self._model.add(config)
                 case Cancel(request_id):
                     self._stats.cancelled += self._scheduler.cancel(request_id)
                 case Close():

@@ -32,6 +32,7 @@ class WorkerConfig:
     options: LocalOptions
     drafter: WorkerConfig | None = None  # the model that drafts for this one
     proposer: type[Proposer] | None = None  # of one's own: found by name in a process
+    shares: bool = False  # whether other models of its zoo may be run in the same loop
     padding: ModelConfig | None = None  # the stack of layers computed beside the model, for their cost alone
     may_lack_drafter: bool = False  # it was lent: what hinders it is told, and the model works without
 
@@ -58,6 +59,14 @@ class Submit:
 
     request_id: int
     request: SampleRequest | ScoreRequest
+    chain: int = 0  # which of the loop's models is asked
+
+
+@dataclass(frozen=True, slots=True)
+class AddChain:
+    """One more model for a loop that runs several: its number follows the last one's."""
+
+    config: WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +132,7 @@ class WorkerReady:
     kv_tokens: int
     kernel: str
     trouble: str = ""
+    shares: bool = False  # whether the loop can run other models of the zoo beside
 
 
 @dataclass(slots=True)
@@ -179,7 +189,7 @@ class LoopStats(EngineCounters):
     speculation: SpeculationStats | None = None  # None: there is none
 
 
-Command = Submit | Cancel | Close
+Command = Submit | AddChain | Cancel | Close
 Reply = SampleReply | ScoreReply | FailureReply
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -17,11 +17,12 @@ from atts.local.allocator import SlotIds
 from atts.local.batch import StepBatch
 from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.model_config import ModelConfig, rope_rows
+from atts.local.packing import PackedAdapter, Packing, is_bfloat16
 
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name != "num_single")
+_ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name not in ("num_single", "chains"))
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -50,6 +51,10 @@ _SIZES = "num_layers hidden_size num_heads num_kv_heads head_dim intermediate_si
 
 _PLAIN = "norm qkv_bias query_norm key_norm out_bias mlp_norm gate_up_bias down_bias"
 _PACKED = "qkv out gate_up down"
+_HALVES = (
+    ("qkv out", "norm qkv_bias query_norm key_norm out_bias"),
+    ("gate_up down", "mlp_norm gate_up_bias down_bias"),
+)
 
 
 class _Layer(ctypes.Structure):
@@ -57,8 +62,12 @@ class _Layer(ctypes.Structure):
         *_members(_PLAIN, _POINTER),
         *_members(_PACKED, _POINTER),
         *_members("cosines sines", _POINTER),
-        ("window", _INT),
+        *_members("window attention_bf16 mlp_bf16", _INT),
     ]
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = [*_members("start stop logits_start logits_stop", _INT), ("deltas", _POINTER)]
 
 
 class _Model(ctypes.Structure):
@@ -77,6 +86,8 @@ class _Step(ctypes.Structure):
         *_members("x normed qkv attended gate_up hidden scratch", _POINTER),
         ("scratch_floats", _INT),
         ("next_items", _POINTER),
+        *_members("first_unit last_unit num_segments", _INT),
+        *_members("segments low", _POINTER),
     ]
 
 
@@ -105,6 +116,16 @@ class AheadBatch(NamedTuple):
     uniforms: NDArray[np.float64]  # [turns, sequences]
 
 
+class Segment(NamedTuple):
+    """Rows of a step to which an adapter adds, and which of its logit rows they are."""
+
+    start: int
+    stop: int
+    logits_start: int
+    logits_stop: int
+    adapter: PackedAdapter
+
+
 class NativeModel:
     """Runs steps with the C kernels; same cache layout as the torch model, float32 on the CPU only.
 
@@ -120,11 +141,18 @@ class NativeModel:
         threads: int,
         *,
         allocate: Allocate = _floats,
+        packing: Packing | None = None,
+        keys: Sequence[str] = (),
     ) -> None:
-        """`allocate` makes the buffers of a step, and may raise MemoryError."""
+        """`allocate` makes the buffers of a step, and may raise MemoryError.
+
+        Models that share a `packing` share what has equal `keys`: of the embedding, each layer's halves, and the head.
+        """
         self._library, self._config, self._threads, self._allocate = library, config, threads, allocate
-        self._pinned: list[object] = [cache]  # what the C side points into
-        self._is_bf16 = all(_is_bfloat16(matrix) for matrix in _matrices(weights))
+        self._packing = packing or Packing(library)
+        self._packing.keep(cache)
+        self._keys = keys or [""] * (2 * config.num_layers + 2)
+        self._is_bf16 = True  # as far as is known
         self._model = self._describe(weights, cache)
         self._scratch_floats = int(library.atts_scratch_floats(config.head_dim, config.context_length))
         self._row_block = int(library.atts_row_block())
@@ -139,6 +167,7 @@ class NativeModel:
             scratch=self._scratch.ctypes.data,
             scratch_floats=self._scratch_floats,
             next_items=self._next_items.ctypes.data,
+            last_unit=2 * config.num_layers + 2,
         )
 
     @property
@@ -154,6 +183,29 @@ class NativeModel:
         _fill(self._step, batch, table, hidden)
         self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(self._step))
         return torch.from_numpy(hidden)
+
+    def run(
+        self,
+        batch: StepBatch,
+        table: SlotIds,
+        rows: tuple[_Floats, _Floats],
+        units: tuple[int, int],
+        segments: Sequence[Segment],
+    ) -> None:
+        """Take rows on through some of a model's units: its embedding (0), the halves of its layers, its last norm.
+
+        `rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer goes on alone; both are
+        changed in place. To those of `segments` adapters add.
+        """
+        self._grow_buffers(len(batch.tokens))
+        self._next_items[:] = 0
+        step, (x, hidden) = _Step.from_buffer_copy(self._step), rows
+        _fill(step, batch, table, hidden)
+        step.x, (step.first_unit, step.last_unit) = _address(x), units
+        array = (_Segment * len(segments))(*[_Segment(*part[:4], deltas=part.adapter.address) for part in segments])
+        low = _floats(self._row_block, max([part.adapter.rank for part in segments], default=0))
+        step.num_segments, step.segments, step.low = len(segments), ctypes.addressof(array), low.ctypes.data
+        self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(step))
 
     def draw_ahead(self, ahead: AheadBatch, table: SlotIds) -> NDArray[np.int64]:
         """Tokens to come, [turns, sequences], each drawn after the one before and fed to draw the next."""
@@ -271,53 +323,49 @@ class NativeModel:
         self._capacity = capacity
 
     def _describe(self, weights: Weights, cache: Tensor) -> _Model:
-        config = self._config
+        config, packing, keys = self._config, self._packing, self._keys
         tables = {kind: self._table(rope, rope_rows(config, cache.shape[2])) for kind, rope in weights.ropes.items()}
         places = zip(weights.layers, config.ropes, config.windows, strict=True)
         layers = (_Layer * config.num_layers)(
-            *[self._layer(each, tables[kind], window) for each, kind, window in places]
+            *[self._layer(at, each, tables[kind], window) for at, (each, kind, window) in enumerate(places)]
         )
-        self._pinned.append(layers)
+        packing.keep(layers)
+        is_bf16 = is_bfloat16(weights.head)
+        self._is_bf16 &= is_bf16
+        head = keys[0] if weights.head is weights.embedding else keys[-1]
         return _Model(
             **{name: getattr(config, name) for name in _SIZES.split()},
-            is_bf16=int(self._is_bf16),
+            is_bf16=int(is_bf16),
             eps=config.norm_eps,
             query_scale=config.query_scale,
-            embedding=self._pin(weights.embedding),
-            norm=self._pin(weights.norm),
-            head=self._pack(weights.head),
+            embedding=packing.pin(weights.embedding, _key(keys[0], "embedding")),
+            norm=packing.pin(weights.norm, _key(keys[-1], "norm")),
+            head=packing.pack(weights.head, is_bf16, _key(head, "head")),
             layers=ctypes.addressof(layers),
             cache=cache.data_ptr(),
             slots=cache.shape[2],
         )
 
-    def _layer(self, layer: LayerWeights, table: tuple[int | None, int | None], window: int) -> _Layer:
-        return _Layer(
-            **{name: self._pack(getattr(layer, name)) for name in _PACKED.split()},
-            **{name: self._pin(getattr(layer, name)) for name in _PLAIN.split()},
-            cosines=table[0],
-            sines=table[1],
-            window=window,
-        )
+    def _layer(self, at: int, layer: LayerWeights, table: tuple[int | None, int | None], window: int) -> _Layer:
+        packing, flags, addresses = self._packing, list[bool](), dict[str, int | None]()
+        for key, (packed, plain) in zip(self._keys[1 + 2 * at :], _HALVES, strict=False):
+            matrices = {name: getattr(layer, name) for name in packed.split()}
+            flags.append(all(map(is_bfloat16, matrices.values())))
+            addresses |= {name: packing.pack(each, flags[-1], _key(key, name)) for name, each in matrices.items()}
+            addresses |= {name: packing.pin(getattr(layer, name), _key(key, name)) for name in plain.split()}
+        self._is_bf16 &= all(flags)
+        bits = {"attention_bf16": flags[0], "mlp_bf16": flags[1]}
+        return _Layer(**addresses, **bits, cosines=table[0], sines=table[1], window=window)
 
     def _table(self, rope: Rope, rows: int) -> tuple[int | None, int | None]:
-        angles = rope.angles(rows)
-        return self._pin(angles.cos() * rope.scales), self._pin(angles.sin() * rope.scales)
+        angles, key = rope.angles(rows), f"{rows} {rope.frequencies.tolist()} {rope.scales.tolist()}"
+        cosines = self._packing.pin(angles.cos() * rope.scales, (key, "cosines"))
+        return cosines, self._packing.pin(angles.sin() * rope.scales, (key, "sines"))
 
-    def _pin(self, tensor: Tensor | None) -> int | None:
-        if tensor is None:
-            return None
-        tensor = tensor.contiguous()
-        self._pinned.append(tensor)
-        return tensor.data_ptr()
 
-    def _pack(self, matrix: Tensor) -> int:
-        rows, columns = matrix.shape
-        matrix = matrix.contiguous()
-        packed = torch.empty(self._library.atts_packed_bytes(rows, columns, int(self._is_bf16)), dtype=torch.uint8)
-        self._library.atts_pack(matrix.data_ptr(), rows, columns, int(self._is_bf16), packed.data_ptr())
-        self._pinned.append(packed)
-        return packed.data_ptr()
+def _key(content: str, name: str) -> tuple[str, str] | None:
+    """Under what a part of a block is known; nothing where the block has no name."""
+    return (content, name) if content else None
 
 
 def unknown_parts(config: ModelConfig) -> str:
@@ -329,14 +377,3 @@ def unknown_parts(config: ModelConfig) -> str:
         "norms over all heads": config.rules.head_norms == "all heads",
     }
     return ", ".join(part for part, is_there in parts.items() if is_there)
-
-
-def _matrices(weights: Weights) -> Iterator[Tensor]:
-    yield weights.head
-    for layer in weights.layers:
-        yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
-
-
-def _is_bfloat16(tensor: Tensor) -> bool:
-    """Whether every number is one bfloat16 can hold."""
-    return bool((tensor.contiguous().view(torch.int32) & 0xFFFF == 0).all())

@@ -170,7 +170,7 @@ class Scheduler:
 
         One that also draws beside its text needs the law at each place of it, whatever is known of the tokens.
         """
-        ids, root = tuple(sequence.ids), self.tree.root(sequence.rope_row)
+        ids, root = tuple(sequence.ids), self.tree.root(sequence.kind)
         if sequence.is_scoring and sequence.drawn is None:
             sequence.begin_scores([])
             found = self.tree.match(ids, len(ids) - 1, root)
@@ -216,8 +216,8 @@ class Scheduler:
         wanted = found.length + _WORTH_WAITING
         if wanted > min(len(sequence.ids), sequence.first_scored):
             return False
-        start = sequence.ids[:wanted]
-        return any(s.ids[:wanted] == start for s in self._running if not s.is_decoding and s.num_computed < len(s.ids))
+        start, prefilled = sequence.ids[:wanted], [s for s in self._running if s.kind == sequence.kind]
+        return any(s.ids[:wanted] == start for s in prefilled if not s.is_decoding and s.num_computed < len(s.ids))
 
     def _reserve(self, sequence: Sequence, stop: int) -> bool:
         """See that the row has slots up to `stop`; failing that, the sequence itself is preempted."""

@@ -30,6 +30,7 @@ class Sequence:
     first_scored: int  # index of the first token to score that was not scored before; for sampling, past the end
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
+    chain: int = 0  # which of the loop's models it is of
     logprobs: list[float] = field(default_factory=list[float])
     # set by the scheduler
     rope_row: int = 0  # of the tables of angles, where position 0 is
@@ -46,6 +47,11 @@ class Sequence:
     was_admitted: bool = False
     drawn: Sequence | None = None  # of one that scores: the completion that is drawn beside, which no scheduler knows
     ended: Ending | None = None  # why that one ended, if it did
+
+    @property
+    def kind(self) -> int:
+        """Sequences of different kinds share no keys and values: they are of other models, or of other frequencies."""
+        return 2 * self.chain + (self.rope_row > 0)
 
     @property
     def is_scoring(self) -> bool:

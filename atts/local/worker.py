@@ -10,11 +10,12 @@ import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO
+from typing import IO, Protocol
 
 from atts.errors import EngineError
 from atts.importing import import_lock
 from atts.local.messages import Close, Command, FailureReply, LoopReport, WorkerConfig, WorkerReady
+from atts.local.options import WorkerKind
 from atts.processes import python_command
 
 _CLOSE_SECONDS = 10.0
@@ -153,7 +154,31 @@ class ProcessWorker:
             _close_pipes(process)
 
 
-LoopWorker = ThreadWorker | ProcessWorker
+class LoopWorker(Protocol):
+    """What runs a step loop beside the caller."""
+
+    def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
+        """Load the model; reports come from another thread.
+
+        :raises EngineError: it could not be loaded.
+        """
+        ...
+
+    def send(self, command: Command) -> None:
+        """Pass a command on; returns at once."""
+        ...
+
+    def close(self) -> None:
+        """End the loop and wait for its end; closing twice is fine."""
+        ...
+
+
+def new_worker(kind: WorkerKind) -> LoopWorker:
+    """A worker of this kind, for one loop.
+
+    :raises OSError: the system starts no process.
+    """
+    return ThreadWorker() if kind == "thread" else ProcessWorker()
 
 
 def broken(error: BaseException) -> FailureReply:

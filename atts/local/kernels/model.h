@@ -16,16 +16,30 @@
 #define ROW_BLOCK (8 * TILE_ROWS)  // rows that stay in the second-level cache from one product to the next
 #define EXPORT __attribute__((visibility("default")))
 
+// What an adapter adds to a product: up[n, rank] * down[rank, k], packed as float32; rank 0: nothing
+typedef struct {
+  const void *down, *up;
+  int64_t rank;
+} Delta;
+enum { QKV, OUT, GATE_UP, DOWN, MATRICES };
+
+// Rows from `from` to `to` of a step, or of its logit_rows, to which an adapter adds
+typedef struct {
+  int64_t from, to, logits_from, logits_to;
+  const Delta *deltas;  // [layers, MATRICES]
+} Segment;
+
 typedef struct {
   const float *norm, *qkv_bias, *query_norm, *key_norm, *out_bias, *mlp_norm, *gate_up_bias, *down_bias;
   const void *qkv, *out, *gate_up, *down;  // packed panels, float32 or bfloat16
   const float *cosines, *sines;  // [positions, head_dim / 2]
   int64_t window;  // how many tokens back it sees, itself included; 0: all
+  int64_t attention_bf16, mlp_bf16;  // whether packed panels are bfloat16
 } Layer;
 
 typedef struct {
   int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocabulary;
-  int64_t is_bf16;  // whether packed panels are bfloat16
+  int64_t is_bf16;  // whether the head's packed panels are bfloat16
   float eps, query_scale;
   const float *embedding, *norm;
   const void *head;
@@ -43,6 +57,10 @@ typedef struct {
   float *x, *normed, *qkv, *attended, *gate_up, *hidden, *scratch;  // normed and gate_up hold ROW_BLOCK rows
   int64_t scratch_floats;  // per thread
   int32_t *next_items;  // one per layer, zeroed by the caller: attention's work is taken from there
+  int64_t first_unit, last_unit;  // what is computed: 0 embedding, 1 + 2 * layer attention, 2 + 2 * layer MLP, then norm
+  int64_t num_segments;
+  const Segment *segments;
+  float *low;  // [ROW_BLOCK, rank] for the narrow products of adapters
 } Step;
 
 typedef struct {

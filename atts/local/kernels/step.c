@@ -84,6 +84,24 @@ typedef struct {
   int64_t thread, threads;
 } Worker;
 
+// Adds what adapters add to a product of `count` rows of `a` from row `top` on, all of one block
+static void add_deltas(const Worker *w, int64_t matrix, int are_logits, const float *a, int64_t stride, int64_t k, int64_t n,
+                       float *out, int64_t top, int64_t count) {
+  const Step *step = w->step;
+  for (int64_t s = 0; s < step->num_segments; s++) {
+    const Segment *segment = step->segments + s;
+    const Delta *delta = segment->deltas + matrix;
+    int64_t from = (are_logits ? segment->logits_from : segment->from) - top, to = (are_logits ? segment->logits_to : segment->to) - top;
+    if (from < 0) from = 0;
+    if (to > count) to = count;
+    if (from >= to || !delta->rank) continue;
+    matmul(0, a + from * stride, stride, to - from, k, delta->down, delta->rank, step->low, 0, 0, w->thread, w->threads);
+    BARRIER
+    matmul(0, step->low, delta->rank, to - from, delta->rank, delta->up, n, out + from * n, 0, 1, w->thread, w->threads);
+    BARRIER
+  }
+}
+
 // Queries, keys and values of `count` tokens from `top` on, rotated; keys and values go into the cache
 static void project_qkv(const Worker *w, int64_t index, int64_t top, int64_t count) {
   const Model *model = w->model;
@@ -94,32 +112,54 @@ static void project_qkv(const Worker *w, int64_t index, int64_t top, int64_t cou
   for (int64_t t = from; t < to; t++)
     rms_norm(step->x + (top + t) * width, layer->norm, width, model->eps, step->normed + t * width);
   BARRIER
-  matmul(model->is_bf16, step->normed, width, count, width, layer->qkv, row, step->qkv + top * row, layer->qkv_bias, 0,
+  matmul(layer->attention_bf16, step->normed, width, count, width, layer->qkv, row, step->qkv + top * row, layer->qkv_bias, 0,
          w->thread, w->threads);
   BARRIER
+  add_deltas(w, index * MATRICES + QKV, 0, step->normed, width, width, row, step->qkv + top * row, top, count);
   store_kv(model, step, index, layer, top + from, top + to);
 }
 
-// The attention output's projection and the feed-forward block are added to `count` rows of x
-static void project_out_and_mlp(const Worker *w, const Layer *layer, const float *attended, float *x, int64_t count) {
+// Some rows on their way through a layer: all of a step's, or its logit_rows alone
+typedef struct {
+  float *x;
+  const float *attended;
+  int64_t top, count;
+  int are_logits;
+} Rows;
+
+// The attention output's projection is added to x
+static void project_out(const Worker *w, int64_t index, const Rows *rows) {
+  const Layer *layer = w->model->layers + index;
+  int64_t width = w->model->hidden_size, attn_size = w->model->num_heads * w->model->head_dim;
+  matmul(layer->attention_bf16, rows->attended, attn_size, rows->count, attn_size, layer->out, width, rows->x, layer->out_bias, 1,
+         w->thread, w->threads);
+  BARRIER
+  add_deltas(w, index * MATRICES + OUT, rows->are_logits, rows->attended, attn_size, attn_size, width, rows->x, rows->top,
+             rows->count);
+}
+
+// The feed-forward block is added to x
+static void feed_forward(const Worker *w, int64_t index, const Rows *rows) {
   const Model *model = w->model;
   const Step *step = w->step;
-  int64_t width = model->hidden_size, inner = model->intermediate_size, attn_size = model->num_heads * model->head_dim;
+  const Layer *layer = model->layers + index;
+  int64_t width = model->hidden_size, inner = model->intermediate_size, count = rows->count;
   int64_t from = count * w->thread / w->threads, to = count * (w->thread + 1) / w->threads;
-  matmul(model->is_bf16, attended, attn_size, count, attn_size, layer->out, width, x, layer->out_bias, 1,
+  for (int64_t t = from; t < to; t++)
+    rms_norm(rows->x + t * width, layer->mlp_norm, width, model->eps, step->normed + t * width);
+  BARRIER
+  matmul(layer->mlp_bf16, step->normed, width, count, width, layer->gate_up, 2 * inner, step->gate_up, layer->gate_up_bias, 0,
          w->thread, w->threads);
   BARRIER
-  for (int64_t t = from; t < to; t++) rms_norm(x + t * width, layer->mlp_norm, width, model->eps, step->normed + t * width);
-  BARRIER
-  matmul(model->is_bf16, step->normed, width, count, width, layer->gate_up, 2 * inner, step->gate_up, layer->gate_up_bias, 0,
-         w->thread, w->threads);
-  BARRIER
+  add_deltas(w, index * MATRICES + GATE_UP, rows->are_logits, step->normed, width, width, 2 * inner, step->gate_up, rows->top,
+             count);
   for (int64_t t = from; t < to; t++) silu_mul(step->gate_up + t * 2 * inner, inner, step->gate_up + t * 2 * inner);
   BARRIER
   // the gated row lies at the front of its 2 * inner floats
-  matmul(model->is_bf16, step->gate_up, 2 * inner, count, inner, layer->down, width, x, layer->down_bias, 1,
+  matmul(layer->mlp_bf16, step->gate_up, 2 * inner, count, inner, layer->down, width, rows->x, layer->down_bias, 1,
          w->thread, w->threads);
   BARRIER
+  add_deltas(w, index * MATRICES + DOWN, rows->are_logits, step->gate_up, 2 * inner, inner, width, rows->x, rows->top, count);
 }
 
 // Only logit_rows go on from the last attention: side by side in `hidden`, their attention output in `qkv`
@@ -144,26 +184,33 @@ static void forward(const void *task, int64_t thread, int64_t threads) {
   const Step *step = ((const Job *)task)->step;
   int64_t m = step->num_tokens, width = model->hidden_size, attn_size = model->num_heads * model->head_dim;
   Worker w = {model, step, thread, threads};
-  for (int64_t t = m * thread / threads; t < m * (thread + 1) / threads; t++)
-    memcpy(step->x + t * width, model->embedding + step->tokens[t] * width, (size_t)width * 4);
+  int64_t first = step->first_unit, last = step->last_unit, layers = model->num_layers;
+  if (first == 0)
+    for (int64_t t = m * thread / threads; t < m * (thread + 1) / threads; t++)
+      memcpy(step->x + t * width, model->embedding + step->tokens[t] * width, (size_t)width * 4);
   BARRIER
-  for (int64_t index = 0; index < model->num_layers; index++) {
-    const int is_last = index + 1 == model->num_layers;
-    for (int64_t top = 0; top < m; top += ROW_BLOCK) project_qkv(&w, index, top, min_of(ROW_BLOCK, m - top));
-    BARRIER
-    attention(model, step, index, threads, step->scratch + thread * step->scratch_floats);
-    BARRIER
-    if (is_last) gather_logit_rows(&w, attn_size);
-    BARRIER
+  for (int64_t index = first ? (first - 1) / 2 : 0; index < layers && 1 + 2 * index < last; index++) {
+    const int is_last = index + 1 == layers, attends = 1 + 2 * index >= first, feeds = 2 + 2 * index < last;
+    if (attends) {
+      for (int64_t top = 0; top < m; top += ROW_BLOCK) project_qkv(&w, index, top, min_of(ROW_BLOCK, m - top));
+      BARRIER
+      attention(model, step, index, threads, step->scratch + thread * step->scratch_floats);
+      BARRIER
+      if (is_last) gather_logit_rows(&w, attn_size);
+      BARRIER
+    }
     int64_t count = is_last ? step->num_logit_rows : m;
     float *x = is_last ? step->hidden : step->x, *attended = is_last ? step->qkv : step->attended;
-    for (int64_t top = 0; top < count; top += ROW_BLOCK)
-      project_out_and_mlp(&w, model->layers + index, attended + top * attn_size, x + top * width,
-                          min_of(ROW_BLOCK, count - top));
+    for (int64_t top = 0; top < count; top += ROW_BLOCK) {
+      Rows rows = {x + top * width, attended + top * attn_size, top, min_of(ROW_BLOCK, count - top), is_last};
+      if (attends) project_out(&w, index, &rows);
+      if (feeds) feed_forward(&w, index, &rows);
+    }
   }
   float *hidden = step->hidden;
-  for (int64_t i = step->num_logit_rows * thread / threads; i < step->num_logit_rows * (thread + 1) / threads; i++)
-    rms_norm(hidden + i * width, model->norm, width, model->eps, hidden + i * width);
+  if (last > 1 + 2 * layers)
+    for (int64_t i = step->num_logit_rows * thread / threads; i < step->num_logit_rows * (thread + 1) / threads; i++)
+      rms_norm(hidden + i * width, model->norm, width, model->eps, hidden + i * width);
 }
 
 EXPORT int64_t atts_row_block(void) { return ROW_BLOCK; }

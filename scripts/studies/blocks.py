@@ -1,0 +1,227 @@
+"""A zoo's one loop beside an engine for each of four tenants: the same requests on one core, in its processor time.
+
+Requests arrive by a Poisson process; the clock is the processor time of the steps, so that a busy machine changes
+nothing but the noise. The four engines take turns on the core, step by step, as processes of equal rights do. The
+tenants are the embedded target, two adapters of it, and one whose last layers are tuned; their new numbers are random,
+for what a step takes does not depend on them.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from atts.blocks import Zoo
+from atts.core import SampleRequest, Sampling
+from atts.local import LocalOptions, check_model
+from atts.local.build import build_loop
+from atts.local.chains import ChainModel
+from atts.local.loop import StepLoop
+from atts.local.messages import AddChain, LoopReport, SampleReply, Submit, WorkerConfig
+from atts.local.native_model import NativeModel
+from atts.models import path
+from atts.seeds import Seed
+from scripts.studies.harness import Options, Row, Table, say
+
+TENANTS = ("base", "adapter-1", "adapter-2", "tuned")
+PROMPT, LENGTH = 40, 40  # tokens
+LOADS = (0.3, 0.7, 0.9)
+_OPTIONS = LocalOptions(device="cpu", kernel="native", kv_tokens=8192, max_batch=64, threads=1)
+
+
+class Arrival(NamedTuple):
+    """A request: when it comes, its number, and whose it is."""
+
+    at: float
+    number: int
+    tenant: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What became of some requests: the core's time in all, and of each from its arrival to its end."""
+
+    seconds: float
+    tokens: int  # written
+    waits: tuple[float, ...]
+    weight_bytes: int
+    kv_tokens: int  # most that were cached at once, summed over the loops
+
+    def quantile(self, share: float) -> float:
+        """Seconds within which this share was served."""
+        ordered = sorted(self.waits)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Written tokens by the core's time, idle time included."""
+        return self.tokens / self.seconds
+
+
+class Arm:
+    """Loops on one core that take turns, step by step: one for all tenants, or one for each."""
+
+    def __init__(self, zoo: Zoo, *, shares: bool) -> None:
+        self._finished, self._tokens = list[int](), 0
+        configs = [_config(zoo, name, shares=shares) for name in TENANTS]
+        self._loops: list[StepLoop] = [build_loop(c, self._hear)[0] for c in (configs[:1] if shares else configs)]
+        if shares:
+            self._loops[0]._handle([AddChain(config) for config in configs[1:]])
+        self._shares = shares
+
+    def serve(self, arrivals: Sequence[Arrival]) -> Served:
+        """Run all requests to their end."""
+        waiting, now, turn, ends = sorted(arrivals, reverse=True), 0.0, 0, dict[int, float]()
+        self._finished.clear()
+        self._tokens = 0
+        while waiting or self._busy():
+            while waiting and waiting[-1].at <= now:
+                self._submit(waiting.pop())
+            if not (busy := self._busy()):
+                now = waiting[-1].at
+                continue
+            turn = next((at for at in busy if at > turn), busy[0])
+            now += self._step(self._loops[turn])
+            ends |= {number: now for number in self._finished if number not in ends}
+        waits = tuple(ends[arrival.number] - arrival.at for arrival in arrivals)
+        held = sum(loop.stats().kv_peak for loop in self._loops)
+        return Served(now, self._tokens, waits, sum(map(_weights_of, self._loops)), held)
+
+    def _busy(self) -> list[int]:
+        return [at for at, loop in enumerate(self._loops) if loop.stats().in_flight]
+
+    def _step(self, loop: StepLoop) -> float:
+        began = time.process_time()
+        loop.step()
+        loop._report()
+        return time.process_time() - began
+
+    def _submit(self, arrival: Arrival) -> None:
+        rng = random.Random(arrival.number)
+        ids = tuple(rng.randrange(3, 200) for _ in range(PROMPT))
+        seed = Seed(arrival.number, "p", 0, 0, "target", 0)
+        request = SampleRequest(ids, LENGTH, Sampling(1.0), seed=seed)
+        chain = arrival.tenant if self._shares else 0
+        self._loops[0 if self._shares else arrival.tenant]._handle([Submit(arrival.number, request, chain)])
+
+    def _hear(self, report: LoopReport) -> None:
+        for reply in report.replies:
+            assert isinstance(reply, SampleReply), "every request is sampled to its end"
+            self._finished.append(reply.request_id)
+            self._tokens += len(reply.ids)
+
+
+def _weights_of(loop: StepLoop) -> int:
+    """Bytes of packed weights."""
+    model: Any = loop._model
+    assert isinstance(model, ChainModel | NativeModel)
+    return model.num_bytes if isinstance(model, ChainModel) else model._packing.num_bytes
+
+
+def _config(zoo: Zoo, name: str, *, shares: bool) -> WorkerConfig:
+    folder = zoo.folder(name)
+    config, tokenizer = check_model(folder, name)
+    return WorkerConfig(name, folder, config, tokenizer.pieces, _OPTIONS, shares=shares)
+
+
+def make_family(folder: Path) -> Zoo:
+    """A zoo of four tenants: the embedded target, two adapters of rank 8, and one with its last two layers changed."""
+    base, zoo = path("target"), Zoo(folder / "zoo")
+    weights = load_file(base / "model.safetensors")
+    tuned = folder / "tuned"
+    shutil.copytree(base, tuned)
+    torch.manual_seed(0)
+    last = ("layers.4.", "layers.5.")
+    changed = {k: (w * (1 + 0.02 * torch.randn_like(w.float()))).to(w.dtype) for k, w in weights.items()}
+    tensors = {k: changed[k] if any(part in k for part in last) else w for k, w in weights.items()}
+    save_file(tensors, tuned / "model.safetensors", metadata={"format": "pt"})
+    zoo.add("base", base)
+    zoo.add("tuned", tuned)
+    for number in (1, 2):
+        zoo.add(f"adapter-{number}", _adapter(folder / f"adapter-{number}", weights), "base")
+    return zoo
+
+
+def _adapter(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    tensors = dict[str, torch.Tensor]()
+    for name, weight in weights.items():
+        if "q_proj" in name or "v_proj" in name:
+            inner = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{inner}.lora_A.weight"] = 0.02 * torch.randn(8, weight.shape[1])
+            tensors[f"{inner}.lora_B.weight"] = 0.02 * torch.randn(weight.shape[0], 8)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": "base"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def arrive(count: int, rate: float, seed: int) -> list[Arrival]:
+    """So many requests, so many a second, each of any tenant."""
+    rng, now, found = random.Random(seed), 0.0, list[Arrival]()
+    for number in range(1, count + 1):
+        now += rng.expovariate(rate)
+        found.append(Arrival(now, number, rng.randrange(len(TENANTS))))
+    return found
+
+
+def study(options: Options) -> list[Table]:
+    """Memory, throughput with one request of each tenant, and waiting times under Poisson arrivals."""
+    torch.set_num_threads(1)
+    rounds, count = options.pick(5, 11, 25), options.pick(24, 120, 400)
+    with tempfile.TemporaryDirectory() as folder:
+        zoo = make_family(Path(folder))
+        disk = zoo.show()
+        one, four = Arm(zoo, shares=True), Arm(zoo, shares=False)
+        together, capacity = _at_once(one, four, rounds)
+        rows = [row for load in LOADS for row in _loaded(one, four, load, (capacity, count, options.seed))]
+    say(f"four engines serve {capacity:.1f} requests a second of processor time")
+    title = f"{PROMPT} tokens in, {LENGTH} out, {count} requests, clock: processor time of one core"
+    header = "load of four engines | arm | p50 s | p95 s | tokens/s | tokens in caches"
+    disk_words = f"The zoo takes {disk.stored / 1e6:.1f} MB of disk, the folders apart {disk.apart / 1e6:.1f}."
+    return [together, Table.of(f"Poisson arrivals of four tenants: {title}", header, rows, disk_words)]
+
+
+def _at_once(one: Arm, four: Arm, rounds: int) -> tuple[Table, float]:
+    """Tokens a second with one and with four requests of each tenant at once, measured in turn; weights in memory."""
+    rows, capacity = list[Row](), 0.0
+    for each in (1, 4):
+        found = dict[str, list[Served]]()
+        for number in range(rounds + 1):
+            arrivals = [Arrival(0.0, 1000 * number + at + 1, at % len(TENANTS)) for at in range(each * len(TENANTS))]
+            for name, arm in (("zoo", one), ("four engines", four)):
+                served = arm.serve(arrivals)
+                if number:  # the first round loads weights
+                    found.setdefault(name, []).append(served)
+        speeds = {name: statistics.median(served.tokens_per_second for served in all_) for name, all_ in found.items()}
+        for name, all_ in found.items():
+            ratio, weights = speeds[name] / speeds["four engines"], all_[0].weight_bytes / 1e6
+            rows.append((each, name, speeds[name], ratio, weights))
+        capacity = max(capacity, statistics.median(len(s.waits) / s.seconds for s in found["four engines"]))
+    title = f"One and four requests of each of four tenants at once, median of {rounds} rounds"
+    return Table.of(title, "requests of each | arm | tokens/s | to four engines | weights MB", rows), capacity
+
+
+def _loaded(one: Arm, four: Arm, load: float, at: tuple[float, int, int]) -> list[Row]:
+    capacity, count, seed = at
+    arrivals = arrive(count, load * capacity, seed)
+    arms: dict[str, Callable[[Sequence[Arrival]], Served]] = {"zoo": one.serve, "four engines": four.serve}
+    rows = list[Row]()
+    for name, serve in arms.items():
+        say(f"{name} at {load:.0%}")
+        found = serve(arrivals)
+        rows.append((load, name, found.quantile(0.5), found.quantile(0.95), found.tokens_per_second, found.kv_tokens))
+    return rows

@@ -1,0 +1,266 @@
+"""Models of a zoo in one loop: each says what it says alone, to the bit, and blocks that are shared run once."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import pytest
+
+from atts.blocks import Zoo
+from atts.core import SampleRequest, Sampling, ScoreRequest
+from atts.errors import EngineUnavailable, ZooError
+from atts.local import LocalEngine, LocalOptions, shared_worker
+from atts.local.build import build_loop
+from atts.local.chains import ChainModel
+from atts.local.messages import AddChain, Cancel, Command, LoopReport, Reply, Submit, WorkerConfig
+from atts.local.model_config import read_model_config
+from atts.local.options import WorkerKind
+from atts.seeds import Seed
+from atts.testing import check_engine
+from atts.tokenizing import ModelTokenizer
+from tests.local.speculating import Script
+
+from .conftest import Tune
+from .test_adapters import asked, save_adapter
+from .test_zoo import damaged
+
+Make = Callable[..., Path]
+OPTIONS = LocalOptions(device="cpu", kernel="native", kv_tokens=4096, max_batch=16, chunk_tokens=2048, threads=1)
+SHARED = replace(OPTIONS, worker="thread")
+
+
+@pytest.fixture
+def family(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
+    """A base, two adapters of it, and three that are tuned at their end, in their middle, and in their head."""
+    zoo = Zoo(tmp_path / "zoo")
+    zoo.add("base", base)
+    zoo.add("end", tune("end", "layers.2."))
+    zoo.add("middle", tune("middle", "layers.1.mlp"))
+    zoo.add("head", tune("head", "lm_head", "model.norm"))
+    zoo.add("narrow", save_adapter(tmp_path / "narrow", base, "q_proj", "v_proj", seed=1))
+    wide = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    zoo.add("wide", save_adapter(tmp_path / "wide", base, *wide, seed=2))
+    return zoo
+
+
+def config_of(zoo: Zoo, name: str, *, shares: bool = True) -> WorkerConfig:
+    """What a loop is told of a model of a zoo."""
+    folder = zoo.folder(name)
+    pieces = ModelTokenizer(folder, name).pieces
+    return WorkerConfig(name, folder, read_model_config(folder, name), pieces, OPTIONS, shares=shares)
+
+
+def requests(rng: random.Random, count: int) -> list[SampleRequest | ScoreRequest]:
+    """Prompts that have no first token in common, to be continued or scored."""
+    made = list[SampleRequest | ScoreRequest]()
+    for number in range(count):
+        ids = (number + 3, *(rng.randrange(3, 300) for _ in range(rng.randrange(4, 40))))
+        if rng.random() < 0.4:
+            made.append(ScoreRequest(ids[:3], ids[3:]))
+        else:
+            law = rng.choice([Sampling(0.0), Sampling(0.9), Sampling(1.0, top_p=0.9)])
+            made.append(SampleRequest(ids, rng.randrange(3, 25), law, seed=Seed(number, "p", 0, 0, "target", 0)))
+    return made
+
+
+def run(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[int, Reply], object]:
+    """What a loop answers to commands that come step by step."""
+    replies = dict[int, Reply]()
+
+    def tell(report: LoopReport) -> None:
+        replies.update({reply.request_id: reply for reply in report.replies})
+
+    loop, ready = build_loop(first, tell)
+    assert ready.shares == first.shares
+    loop.run(Script([list(step) for step in steps]))
+    return replies, loop._model
+
+
+def schedule(rng: random.Random, asked: Mapping[int, Submit], late: float = 0.6) -> list[list[Command]]:
+    """The same requests, arriving in numbers of their own at steps of their own."""
+    steps: list[list[Command]] = [[]]
+    for number in sorted(asked):
+        while rng.random() < late:
+            steps.append([])
+        steps[-1].append(asked[number])
+    return steps
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_models_say_beside_others_what_they_say_alone(seed: int, family: Zoo) -> None:
+    """Bit for bit: in a loop of its own on its folder, alone in the zoo's loop, beside five under random schedules."""
+    rng = random.Random(seed)
+    names = ["base", "end", "middle", "head", "narrow", "wide"]
+    chosen = {number: (rng.randrange(len(names)), ask) for number, ask in enumerate(requests(rng, 24), 1)}
+    alone = dict[int, Reply]()
+    for at, name in enumerate(names):
+        mine = {number: ask for number, (chain, ask) in chosen.items() if chain == at}
+        for shares in (True, False):
+            said, _ = run(config_of(family, name, shares=shares), [[Submit(n, ask)] for n, ask in mine.items()])
+            if shares:
+                alone |= said
+            elif name not in ("narrow", "wide"):  # adapters are merged there: equal up to rounding
+                assert said == {number: alone[number] for number in mine}
+    added = [AddChain(config_of(family, name)) for name in names[1:]]
+    submits = {number: Submit(number, ask, chain) for number, (chain, ask) in chosen.items()}
+    for late in (0.0, 0.6, 0.9):
+        said, _ = run(config_of(family, "base"), [added, *schedule(rng, submits, late)])
+        assert said == alone
+
+
+def chain_model(zoo: Zoo, *names: str) -> ChainModel:
+    """Models of a zoo in one loop."""
+    _, model = run(config_of(zoo, names[0]), [[AddChain(config_of(zoo, name)) for name in names[1:]]])
+    assert isinstance(model, ChainModel)
+    return model
+
+
+def test_blocks_that_are_shared_run_once(family: Zoo) -> None:
+    """Chains part where their blocks differ and come together again; adapters share every block of their base."""
+    model = chain_model(family, "base", "end", "middle", "head", "narrow", "wide")
+
+    def stages(*chains: int) -> list[tuple[int, int, tuple[tuple[int, ...], ...]]]:
+        return [tuple(stage) for stage in model.stages(chains)]  # type: ignore[misc]
+
+    assert stages(0, 4, 5) == [(0, 8, ((0, 4, 5),))]
+    assert stages(0, 2) == [(0, 4, ((0, 2),)), (4, 5, ((0,), (2,))), (5, 8, ((0, 2),))]
+    assert stages(1, 4) == [(0, 5, ((1, 4),)), (5, 7, ((1,), (4,))), (7, 8, ((1, 4),))]
+    assert stages(0, 3) == [(0, 7, ((0, 3),)), (7, 8, ((0,), (3,)))]
+
+
+def test_weights_are_kept_once(family: Zoo) -> None:
+    """Six models take the room of their unique blocks: little more than one."""
+    model, single = chain_model(family, "base", "end", "middle", "head", "narrow", "wide"), chain_model(family, "base")
+    for loaded, count in ((model, 6), (single, 1)):
+        loaded.stages(tuple(range(count)))
+    assert 1.4 * single.num_bytes < model.num_bytes < 2.4 * single.num_bytes
+
+
+def test_a_shallow_model_shares_the_trunk_of_a_deep_one(base: Path, tune: Tune, tmp_path: Path) -> None:
+    """A draft that is the first layers of its target, with a head of its own, runs through the target's blocks."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    zoo, folder = Zoo(tmp_path / "zoo"), tune("shallow", "lm_head")
+    tensors = {name: part for name, part in load_file(folder / "model.safetensors").items() if "layers.2." not in name}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | {"num_hidden_layers": 2, "layer_types": None}))
+    zoo.add("deep", base)
+    zoo.add("shallow", folder)
+    model = chain_model(zoo, "deep", "shallow")
+    assert [stage.groups for stage in model.stages((0, 1))][0] == ((0, 1),)
+    asks = dict(enumerate(requests(random.Random(5), 10), 1))
+    alone, _ = run(config_of(zoo, "shallow", shares=False), [[Submit(n, ask)] for n, ask in asks.items() if n % 2])
+    both, _ = run(
+        config_of(zoo, "deep"),
+        [[AddChain(config_of(zoo, "shallow"))], [Submit(n, ask, n % 2) for n, ask in asks.items()]],
+    )
+    assert {n: both[n] for n in alone} == alone
+
+
+def test_cancelled_requests_of_one_model_leave_the_others_alone(family: Zoo) -> None:
+    """Those that go on say what they would have said."""
+    asks = dict(enumerate(requests(random.Random(7), 12), 1))
+    submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
+    added = [AddChain(config_of(family, "end"))]
+    whole, _ = run(config_of(family, "base"), [added, submits])
+    part, _ = run(config_of(family, "base"), [added, submits, [], [Cancel(n) for n in asks if n % 3 == 0]])
+    assert {n: whole[n] for n in part} == part
+    assert len(part) < len(whole)
+
+
+@pytest.mark.anyio
+async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
+    """Two engines, one loop, counters of their own; the one that stays goes on when the other leaves."""
+    alone = {name: await asked(family.folder(name), kernel="native") for name in ("base", "end")}
+    request = SampleRequest((5, 6, 7), 12, Sampling(0.8), seed=Seed(1, "p", 0, 0, "target", 0))
+    async with LocalEngine(family.folder("base"), options=SHARED) as first:
+        async with LocalEngine(family.folder("end"), options=SHARED) as second:
+            assert "shared blocks" in second.kernel
+            assert len(shared_worker._HOSTS) == 1
+            done = await first.sample(request)
+            assert (first.stats().sampled_tokens, second.stats().sampled_tokens) == (len(done.ids), 0)
+            other = await second.sample(request)
+            assert other.ids != done.ids
+            assert second.stats().sampled_tokens == len(other.ids)
+            assert first.spec.weights != second.spec.weights
+        assert (await first.sample(request)).ids == done.ids
+        with pytest.raises(EngineUnavailable):
+            await second.sample(request)
+    assert shared_worker._HOSTS == {}
+    assert alone == {name: await asked(family.folder(name), kernel="native") for name in ("base", "end")}
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+@pytest.mark.parametrize("worker", ["thread", "process"])
+async def test_an_engine_of_a_zoo_keeps_every_promise(family: Zoo, worker: WorkerKind) -> None:
+    """The conformance suite, on an adapter's model beside another that is open in the same loop."""
+    options = replace(SHARED, worker=worker, kv_tokens=8192)
+    async with LocalEngine(family.folder("base"), options=options) as other:
+        await check_engine(lambda: LocalEngine(family.folder("narrow"), options=options))
+        assert other.stats().in_flight == 0
+
+
+@pytest.mark.anyio
+async def test_engines_that_cannot_share_have_loops_of_their_own(family: Zoo, make_model: Make) -> None:
+    """Other options, other shapes, torch operations: each works, beside the others."""
+    family.add("wider", make_model("llama", intermediate_size=128))
+    others = {"base": SHARED, "end": replace(SHARED, kv_tokens=999), "wider": SHARED}
+    engines = [LocalEngine(family.folder(name), options=options) for name, options in others.items()]
+    engines.append(LocalEngine(family.folder("head"), options=replace(SHARED, kernel="torch")))
+    opened = [await engine.__aenter__() for engine in engines]
+    assert len(shared_worker._HOSTS) == 3
+    scores = [await engine.score(ScoreRequest((5, 6), (7, 8, 9))) for engine in opened]
+    assert len({found.logprobs for found in scores}) == 4
+    for engine in reversed(opened):
+        await engine.__aexit__(None, None, None)
+    assert shared_worker._HOSTS == {}
+
+
+@pytest.mark.anyio
+async def test_a_model_that_is_lent_a_drafter_drafts_in_a_loop_of_its_own(family: Zoo, base: Path) -> None:
+    """What a run lends is not lost for a target of a zoo: the same words, from proposals."""
+    request = SampleRequest((5, 6, 7), 20, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
+    async with LocalEngine(family.folder("base"), options=SHARED) as plain:
+        wanted = await plain.sample(request)
+        async with LocalEngine(family.folder("base"), options=SHARED, lent=str(base)) as engine:
+            assert "shared" not in engine.kernel
+            assert (await engine.sample(request)).ids == wanted.ids
+            found = engine.loop_stats().speculation
+            assert found is not None
+
+
+@pytest.mark.anyio
+async def test_a_damaged_block_keeps_only_its_own_models_out(family: Zoo) -> None:
+    """The engine that needs it says which block it is; the one beside it works."""
+    digest = damaged(family, "end", "base")
+    async with LocalEngine(family.folder("base"), options=SHARED) as engine:
+        with pytest.raises(ZooError, match=digest):
+            await LocalEngine(family.folder("end"), options=SHARED).__aenter__()
+        assert len((await engine.score(ScoreRequest((5, 6), (7, 8)))).logprobs) == 2
+
+
+@pytest.mark.anyio
+async def test_engines_are_opened_and_closed_at_once(family: Zoo) -> None:
+    """Five at a time in one process, in any order, one of them twice."""
+    found = dict[int, tuple[float, ...]]()
+
+    async def use(number: int, name: str) -> None:
+        async with LocalEngine(family.folder(name), options=SHARED) as engine:
+            found[number] = (await engine.score(ScoreRequest((5, 6), (7, 8, 9)))).logprobs
+
+    async with anyio.create_task_group() as group:
+        for number, name in enumerate(("base", "end", "middle", "wide", "base")):
+            group.start_soon(use, number, name)
+    assert found[0] == found[4]
+    assert len(set(found.values())) == 4
+    assert shared_worker._HOSTS == {}

@@ -46,6 +46,10 @@ STUDIES = {
     "pipelines-exact": Study("method exact beside the target alone, transcript by transcript", 0, 90),
     "pipelines-ordinal": Study("the gate of ordered levels", 0, 40, smallest=True),
     "pipelines-certified": Study("a certificate, earned and kept", 0, 30, smallest=True),
+    "speed": Study(
+        "where it pays on real clocks, by the target's cost and the number of rollouts", 0, 120, smallest=True
+    ),
+    "paced": Study("methods over HTTP on servers that keep a GPU's times", 0, 60, smallest=True),
     "remote": Study("requests a second to servers, beside a bare aiohttp loop", 0, 90),
     "against": Study("the published implementation and other methods, same work", 40, 120),
     "frontier": Study("accuracy against arithmetic, live, for methods, rates and numbers of samples", 0, 110),

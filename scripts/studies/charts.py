@@ -9,6 +9,7 @@ from html import escape
 from typing import Literal
 
 from atts.analysis import Axis, Plot
+from scripts.studies.heat_map import HeatCell, Panel, draw_map
 from scripts.studies.tables import Chart as Chart
 from scripts.studies.tables import Scaling
 
@@ -74,6 +75,8 @@ def draw(title: str, chart: Chart, columns: Sequence[str], rows: Sequence[Sequen
 
     :raises ValueError: a column the table does not have.
     """
+    if chart.value:
+        return draw_map(title, chart.x, _panels(chart, columns, rows))
     lines = series(chart, columns, rows)
     values = [[point[place] for points in lines.values() for point in points] for place in (0, 1)]
     across, up = _axis(chart.x, chart.x_scaling, values[0], "across"), _axis(chart.y, chart.y_scaling, values[1], "up")
@@ -83,6 +86,17 @@ def draw(title: str, chart: Chart, columns: Sequence[str], rows: Sequence[Sequen
         if len(points) <= _CROWDED:
             marks += [plot.dot(x, y, f"s{number}", name, 3) for x, y in points]
     return _with_legend(plot.drawn(title, marks), list(lines))
+
+
+def _panels(chart: Chart, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, Panel]:
+    """The cells of a map, panel by panel, in the order of the rows."""
+    wanted = (chart.by, chart.y, chart.x, chart.value, chart.note)
+    places, panels = [columns.index(name) for name in wanted], dict[str, Panel]()
+    for row in rows:
+        by, up, across, value, note = (row[place] for place in places)
+        number = float(value) if isinstance(value, int | float) else None
+        panels.setdefault(str(by), {})[str(up), str(across)] = HeatCell(number, str(note))
+    return panels
 
 
 def series(

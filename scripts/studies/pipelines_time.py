@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -37,7 +37,7 @@ async def _timed(how: Literal["latency", "throughput"], count: int, seed: int) -
         make("ordinal"),
         make("draft-only", early_stop="none"),
     ]
-    ledger, scoring = Ledger(), _Scoring()
+    ledger, scoring = Ledger(), Rescoring()
     async with Pair((1, 2), proposed=True) as pair:
         rescore = partial(scoring.rescore, schedule=schedule, target=pair.targets[1])
         await run_grid(arms, Grid(count * ROUNDS, (seed,), count * ROUNDS, count), ledger, pair, how, rescore)
@@ -84,22 +84,22 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
     )
 
 
-class _Scoring:
+class Rescoring:
     """What scoring alone costs: every chunk of the draft's texts, which the target has not seen, chunk after chunk."""
 
-    def __init__(self) -> None:
-        self.seconds, self.tokens = 0.0, 0
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds, self.tokens, self._now = 0.0, 0, now
 
     async def rescore(self, name: str, outcomes: Sequence[Outcome], *, schedule: Schedule, target: Engine) -> None:
         """Score the rollouts of the draft alone as the policy would, and nothing else."""
         if name != "draft-only":
             return
-        began = time.perf_counter()
+        began = self._now()
         for group in [[one] for one in outcomes] if schedule == "one by one" else [list(outcomes)]:
             lines = [line for outcome in group for line in outcome.rollouts]
             for wave in range(0, len(lines), 64):
                 await collect([partial(self._score, line, target) for line in lines[wave : wave + 64]])
-        self.seconds += time.perf_counter() - began
+        self.seconds += self._now() - began
 
     async def _score(self, line: Rollout, target: Engine) -> None:
         prefix = line.prompt.target_ids

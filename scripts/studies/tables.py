@@ -15,13 +15,18 @@ Shown = Literal["rows", "chart only"]
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Which columns of a table are drawn: `x` across, `y` up, one line per value of `by` (none: one line)."""
+    """Which columns of a table are drawn: `x` across, `y` up, one line per value of `by` (none: one line).
+
+    With a `value`, cells of that column's colour instead, a panel per value of `by`, the column `note` written in them.
+    """
 
     x: str
     y: str
     by: str = ""
     x_scaling: Scaling = "linear"
     y_scaling: Scaling = "linear"
+    value: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,284 @@
+"""Paced servers: methods over HTTP, on servers that answer when a GPU server would, beside the virtual-time prediction.
+
+Two servers speak vLLM's dialect. What they say is the embedded pair's; when they say it is what continuous batching
+with published coefficients takes. The same pipelines run once under virtual time on the same costs, then live.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import anyio
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from atts.api import Setup, answers_for
+from atts.api.setup import embedded_scores
+from atts.core import Completion, Outcome, Problem, Role, SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.engine import Engine, EngineSpec, Tokenizer
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
+from atts.graph import Graph, Limit, ProblemScope, measure
+from atts.local import LocalEngine, LocalOptions
+from atts.models import path
+from atts.pipelines import Context, solve
+from atts.remote import RemoteEngine, RemoteOptions
+from atts.seeds import Seed
+from atts.testing import DialectServer, run_virtual
+from scripts.studies.harness import Options, Row, Spent, Table, say
+from scripts.studies.scale_costs import PAIRS, Cost, Pair
+from tests.studies.batched_engine import BatchedEngine
+from tests.studies.recording import Recording
+
+FASTER = 10.0
+"""How much faster than a GPU server, where this machine has nothing else to do; else as fast as one."""
+GRAIN = 32
+"""Real tokens that one of the embedded pair stands for: its chunks are a dozen tokens, those of reasoners 500."""
+_SEED_BITS = 63
+_AT_ONCE = Cost(1e-6, 0.0, 0.0, 0.0, origin="a server that is being looked at")
+_ROLES: tuple[Role, ...] = ("draft", "target")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A method, and whether a question waits for the one before it."""
+
+    name: str
+    method: str
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    order: Literal["all together", "question by question"] = "all together"
+
+
+ARMS = (
+    Arm("target-only", "target-only"),
+    Arm("published schedule", "published", {"barrier": True}, "question by question"),
+    Arm("sorted rounds", "top-b"),
+    Arm("atts", "atts"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """What a run came to."""
+
+    seconds: float
+    waiting: float  # share of call-seconds that rollouts waited for siblings
+    right: int
+
+
+class PairLaw:
+    """What the embedded pair writes and scores: computed once, then known; `law` of engines that keep time."""
+
+    def __init__(self, portal: BlockingPortal, engines: Mapping[Role, LocalEngine]) -> None:
+        self._portal, self._engines = portal, engines
+        self.written: dict[tuple[object, ...], Completion] = {}
+        self._scored: dict[tuple[Role, ScoreRequest], tuple[float, ...]] = {}
+        self._scorer: Role = "target"
+
+    def scored_by(self, role: Role) -> PairLaw:
+        """The same, knowing the same, where this model scores."""
+        other = copy(self)
+        other._scorer = role
+        return other
+
+    @property
+    def known(self) -> int:
+        """How many texts and scores there are."""
+        return len(self.written) + len(self._scored)
+
+    @property
+    def grain(self) -> int:
+        """Real tokens per id."""
+        return GRAIN
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of both."""
+        return self._engines["draft"].tokenizer
+
+    def spec(self, role: Role) -> EngineSpec:
+        """Who the engine is: it cannot draw while it scores, no server can."""
+        return replace(self._engines[role].spec, capabilities=frozenset({"sample", "score"}))
+
+    def write(self, role: Role, request: SampleRequest) -> Completion:
+        """The text of these numbers; a server is told the seed as one number."""
+        own = request.seed
+        number = own.run if own == Seed(run=own.run) and own.run else own.key() & ((1 << _SEED_BITS) - 1)
+        key = (role, request.ids, request.max_tokens, request.sampling, request.stop, number)
+        if key not in self.written:
+            asked = SampleRequest(request.ids, request.max_tokens, request.sampling, Seed(run=number), request.stop)
+            self.written[key] = self._portal.call(self._engines[role].sample, asked)
+        return self.written[key]
+
+    def score(self, request: ScoreRequest) -> tuple[float, ...]:
+        """By the model that scores here."""
+        key = self._scorer, ScoreRequest(request.prefix, request.suffix)
+        if key not in self._scored:
+            self._scored[key] = self._portal.call(self._engines[self._scorer].score, key[1]).logprobs
+        return self._scored[key]
+
+
+class RecognisingEngine(BatchedEngine):
+    """Knows by their ids whose rollout requests belong to, as a server's prefix cache does."""
+
+    def __init__(self, role: Role, law: PairLaw, cost: Cost, kv_tokens: float) -> None:
+        super().__init__(role, law.scored_by(role), cost, kv_tokens)
+        self._names: dict[TokenIds, str] = {}
+        self._lengths: set[int] = set()
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """As the law has it, at a server's pace."""
+        name = self._recognise(request.ids)
+        done = await super().sample(replace(request, rollout=name))
+        self._remember(request.ids + done.ids, name)
+        return done
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """The same."""
+        name = self._recognise(request.prefix)
+        found = await super().score(replace(request, rollout=name))
+        self._remember(request.prefix + request.suffix, name)
+        return found
+
+    def _recognise(self, ids: TokenIds) -> str:
+        for length in sorted((one for one in self._lengths if one <= len(ids)), reverse=True):
+            if name := self._names.get(ids[:length]):
+                return name
+        return f"{hash(ids)}/{len(self._names)}-{self.stats().requests}"
+
+    def _remember(self, ids: TokenIds, name: str) -> None:
+        self._names[ids] = name
+        self._lengths.add(len(ids))
+
+
+def study(options: Options) -> list[Table]:
+    """Every pair, number of rollouts and method: virtual, then live."""
+    rows, spent = list[Row](), Spent()
+    faster = FASTER if os.getloadavg()[0] < (os.cpu_count() or 1) else 1.0
+    with pair_law() as law:
+        for name in options.pick(("8B/70B",), ("8B/70B", "1.5B/70B"), ("8B/70B", "1.5B/70B")):
+            pair = paced(PAIRS[name], faster)
+            for samples in options.pick((8,), (8, 16, 64), (8, 16, 64)):
+                problems = arithmetic("test", options.pick(1, 1, 8))
+                found: dict[str, tuple[Came, Came]] = {}
+                for arm in ARMS:
+                    predicted = run_virtual(direct, arm, problems, samples, pair, law)
+                    known = law.known
+                    live = anyio.run(over_http, arm, problems, samples, pair, law)
+                    say(f"paced: {name}, {samples}, {arm.name}: {predicted.seconds:.2f} s, live {live.seconds:.2f} s, "
+                        f"{law.known - known} texts were not foreseen")  # fmt: skip
+                    found[arm.name] = predicted, live
+                rows += _rows(name, samples, found)
+    return [_table(rows, options.pick(1, 1, 8), faster, spent)]
+
+
+@contextmanager
+def pair_law() -> Generator[PairLaw]:
+    """The embedded pair, open in a thread of its own."""
+    options = LocalOptions(worker="thread", threads=1, device="cpu")
+    with ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal())
+        engines: dict[Role, LocalEngine] = {
+            role: stack.enter_context(
+                portal.wrap_async_context_manager(LocalEngine(path(role), name=role, options=options))
+            )
+            for role in ("draft", "target")
+        }
+        yield PairLaw(portal, engines)
+
+
+def paced(pair: Pair, faster: float) -> Pair:
+    """The same engines, so much faster."""
+
+    def scaled(cost: Cost) -> Cost:
+        names = ("step", "sequence", "cached", "prefilled")
+        return replace(cost, **{name: getattr(cost, name) / faster for name in names})
+
+    return replace(pair, draft=scaled(pair.draft), target=scaled(pair.target))
+
+
+def engine(role: Role, pair: Pair, law: PairLaw) -> RecognisingEngine:
+    """One of the two."""
+    cost, room = (pair.draft, pair.draft_kv) if role == "draft" else (pair.target, pair.target_kv)
+    return RecognisingEngine(role, law, cost, room)
+
+
+async def direct(arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw) -> Came:
+    """The arm on both engines themselves, under whatever clock runs."""
+    async with AsyncExitStack() as stack:
+        draft, target = [await stack.enter_async_context(engine(role, pair, law)) for role in _ROLES]
+        return await _solved(arm, problems, samples, (draft, target))
+
+
+async def over_http(arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw) -> Came:
+    """The arm on two servers of this machine."""
+    served: dict[Role, RecognisingEngine] = {}
+
+    def make(role: Role) -> Engine:
+        served[role] = engine(role, replace(pair, draft=_AT_ONCE, target=_AT_ONCE), law)
+        return served[role]
+
+    with ExitStack() as servers:
+        urls = [servers.enter_context(DialectServer(partial(make, role), "vllm", model=role)).url for role in _ROLES]
+        async with AsyncExitStack() as stack:
+            options = RemoteOptions(in_flight=1024, recheck_seconds=1e6)
+            draft, target = [
+                await stack.enter_async_context(
+                    RemoteEngine(url, dialect="vllm", name=role, tokenizer=law.tokenizer, options=options)
+                )
+                for url, role in zip(urls, _ROLES, strict=True)
+            ]
+            await _solved(arm, arithmetic("calibration", 1), 1, (draft, target))  # what clients ask of servers at first
+            served["draft"].cost, served["target"].cost = pair.draft, pair.target
+            return await _solved(arm, problems, samples, (draft, target))
+
+
+async def _solved(arm: Arm, problems: Sequence[Problem], samples: int, engines: tuple[Engine, Engine]) -> Came:
+    stored = embedded_scores()
+    setup = Setup(method=arm.method, policy=replace(Setup().run_policy, samples=samples, **arm.changes), stored=stored)
+    policy, (gate, _) = replace(setup.run_policy, **arm.changes), setup.decider()
+    context, recording, outcomes = Context(*engines, gate, answers_for("math"), 0), Recording(), list[Outcome]()
+    graph = Graph(rollouts=samples * len(problems), limits={"draft": Limit(), "target": Limit()}, sink=recording)
+
+    async def one(problem: Problem, scope: ProblemScope) -> None:
+        outcomes.append(await solve(problem, policy, context, scope))
+
+    for batch in [[each] for each in problems] if arm.order == "question by question" else [problems]:
+        await graph.run(batch, one)
+    timing = measure(recording.nodes())
+    whole = timing.sibling_seconds + timing.memory_seconds + timing.arithmetic_seconds
+    right = sum(outcome.answer == outcome.problem.answer for outcome in outcomes)
+    return Came(graph.stats().seconds, timing.sibling_seconds / whole if whole else 0.0, right)
+
+
+def _rows(pair: str, samples: int, found: Mapping[str, tuple[Came, Came]]) -> list[Row]:
+    base = found["target-only"]
+    return [
+        (
+            pair, samples, name, round(live.seconds, 2), round(base[1].seconds / live.seconds, 2),
+            round(base[0].seconds / predicted.seconds, 2), f"{live.seconds / predicted.seconds - 1:+.0%}",
+            f"{live.waiting:.0%}", f"{predicted.waiting:.0%}", live.right,
+        )
+        for name, (predicted, live) in found.items()
+    ]  # fmt: skip
+
+
+def _table(rows: Sequence[Row], problems: int, faster: float, spent: Spent) -> Table:
+    off = [float(str(row[6]).rstrip("%")) for row in rows]
+    within = sum(abs(value) <= 10 for value in off)
+    return Table.of(
+        "Paced servers: every method over HTTP on real clocks",
+        "pair | rollouts | method | seconds | speed-up | speed-up in virtual time | time over virtual time | "
+        "waits for siblings | in virtual time | right",
+        rows,
+        f"Problems: {problems}. Both servers run at {faster:g} times the pace of the GPUs whose published coefficients "
+        f"they keep (8B: one H100, 70B: four); a token of the embedded pair counts as {GRAIN}. Texts are computed "
+        "before a run that is timed, but for those that an order of events brings up that the prediction had not. "
+        "`exact` is not among the methods: vLLM's dialect cannot draw where it scores.",
+        f"{within} of {len(rows)} times are within 10 % of virtual time; clients, servers and pipelines share this "
+        f"machine's cores. {spent.disturbance()}",
+    )

@@ -1,0 +1,55 @@
+"""Paced servers: they say what the pair says, know prefixes as servers do, and take the time that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.core import SampleRequest, ScoreRequest
+from atts.evaluators.datasets.arithmetic import problems
+from atts.testing import run_virtual
+
+paced = pytest.importorskip("scripts.studies.paced", reason="needs a checkout")
+PAIR = paced.PAIRS["8B/70B"]
+
+
+def test_virtual_and_live_runs_write_the_same() -> None:
+    """Over HTTP the target alone is asked for the texts that the prediction had, and says them; votes are alike."""
+    fast, found = paced.paced(PAIR, 2000.0), problems("test", 1)
+    with paced.pair_law() as law:
+        predicted = run_virtual(paced.direct, paced.ARMS[0], found, 2, fast, law)
+        foreseen = {key: done.ids for key, done in law.written.items()}
+        law.written.clear()
+        live = anyio.run(paced.over_http, paced.ARMS[0], found, 2, fast, law)
+        assert live.right == predicted.right
+        assert len(foreseen) > 2
+        assert foreseen.items() <= {key: done.ids for key, done in law.written.items()}.items()
+
+
+async def _conversation(law: Any) -> list[int]:
+    """Cached tokens of a prompt, of its continuation, of a chunk to score, and of a sibling."""
+    async with paced.engine("target", PAIR, law) as engine:
+        prompt = tuple(range(10, 30))
+        done = await engine.sample(SampleRequest(prompt, 4))
+        again = await engine.sample(SampleRequest(prompt + done.ids, 4))
+        scored = await engine.score(ScoreRequest(prompt + done.ids + again.ids, (7, 8, 9)))
+        sibling = await engine.sample(SampleRequest(prompt, 4))
+        return [done.cached_tokens, again.cached_tokens, scored.cached_tokens, sibling.cached_tokens]
+
+
+def test_requests_without_names_find_their_prefix() -> None:
+    """As in a server's cache: what a rollout had, all of it; what siblings share, the prompt but for its last token."""
+    with paced.pair_law() as law:
+        first, again, scored, sibling = run_virtual(_conversation, law)
+    assert (first, sibling) == (0, 19)
+    assert again >= 20
+    assert scored >= again + 3
+
+
+def test_a_pair_paces_as_much_faster_as_is_said() -> None:
+    """All of a step's costs, none of its room."""
+    fast = paced.paced(PAIR, 10.0)
+    assert fast.target.seconds(8, 1000.0, 50.0) == pytest.approx(PAIR.target.seconds(8, 1000.0, 50.0) / 10)
+    assert fast.target_kv == PAIR.target_kv

@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/servers.md"
 def recipes() -> list[str]:
     """The commands of each placement: what stands between two comments of a block that serves $T and $D."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text() if PAGE.exists() else "", flags=re.M | re.S)
-    parts = [part for block in blocks if "vllm serve $T" in block for part in re.split(r"^# .*$", block, flags=re.M)]
+    parts = [part for block in blocks if "vllm serve $D" in block for part in re.split(r"^# .*$", block, flags=re.M)]
     return [part for part in parts if "vllm serve $T" in part]
 
 

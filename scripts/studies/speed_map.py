@@ -215,9 +215,8 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
             else f"at {first} to {last}"
         )
         words = f"{gains[0]} to {gains[-1]} times" if len(gains) > 1 else f"{gains[0]} times"
-        parts.append(
-            f"{name} {where}{f' ({words})'}" if parts else f"{name} {where} rollouts ({words} the target alone)"
-        )
+        unit = "rollout" if first == last == 1 else "rollouts"
+        parts.append(f"{name} {where}{f' ({words})'}" if parts else f"{name} {where} {unit} ({words} the target alone)")
     never = "" if any("atts" in name for name, _, _ in chosen) else "; atts nowhere"
     return ", ".join(parts) + never
 

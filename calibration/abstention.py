@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy
 from numpy.typing import NDArray
 
 from atts.calibration.guarantees import TEXTS
 from atts.calibration.rates import check_fraction
 from atts.calibration.risk import problems_needed, rejected
+from atts.distributions import binomial_cdf
 from atts.errors import CalibrationInputError
 
 _STARTS = (20, 12)  # of the walks down, in twentieths; each has an equal part of what the test may be wrong
@@ -88,7 +88,7 @@ def _walk(held: NDArray[np.float64], bad: NDArray[np.bool_], start: int) -> Iter
 
 def _p_values(walk: Sequence[tuple[float, int, int]], risk: float) -> list[float]:
     _, answered, wrong = np.array(walk).T
-    return list(map(float, scipy.stats.binom.cdf(wrong, answered, risk)))
+    return list(map(float, binomial_cdf(wrong, answered, risk)))
 
 
 def _needed(problems: int, answered: int, wrong: int, risk: float, share: float) -> int | None:

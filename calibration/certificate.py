@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Literal
 
 import numpy as np
-import scipy
 
 from atts.calibration.guarantees import TEXTS
 from atts.calibration.rates import check_fraction
@@ -22,6 +21,7 @@ from atts.calibration.risk import (
     rejected,
     risk_p_value,
 )
+from atts.distributions import normal_quantile
 from atts.errors import CalibrationInputError
 
 PValue = Callable[[Sequence[float]], float]
@@ -132,7 +132,7 @@ def _net_problems(losses: Sequence[float], epsilon: float, share: float) -> int 
     """About how many problems like these would certify epsilon, by the normal law; None if no number would."""
     array = np.asarray(losses, float)
     gap = epsilon - float(array.mean())
-    reach = float(scipy.stats.norm.isf(share))
+    reach = -normal_quantile(share)
     return math.ceil(float(array.var()) * (reach / gap) ** 2) if gap > 0 else None
 
 

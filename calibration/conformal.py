@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import scipy
 from numpy.typing import NDArray
 
 from atts.calibration.rates import Rate, check_fraction, exact_rate
+from atts.distributions import beta_quantile
 from atts.errors import CalibrationInputError
 
 Scores = Sequence[float] | NDArray[np.float64]
@@ -45,7 +45,7 @@ def pac_rank(n: int, rate: Rate, delta: float) -> int | None:
     allowed = float(exact_rate(rate))
     check_fraction("delta", delta)
     ranks = np.arange(1, n + 1)
-    good = np.flatnonzero(scipy.stats.beta.ppf(delta, ranks, n + 1 - ranks) >= 1 - allowed)
+    good = np.flatnonzero(beta_quantile(delta, ranks, n + 1 - ranks) >= 1 - allowed)
     return int(ranks[good[0]]) if len(good) else None
 
 
@@ -63,8 +63,8 @@ def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, f
     check_fraction("confidence", confidence)
     if not 1 <= k <= n:
         raise CalibrationInputError("rank", k, f"between 1 and {n}")
-    kept = scipy.stats.beta(k, n + 1 - k)
-    return float(kept.ppf((1 - confidence) / 2)), float(kept.ppf((1 + confidence) / 2))
+    low, high = beta_quantile([(1 - confidence) / 2, (1 + confidence) / 2], k, n + 1 - k)
+    return float(low), float(high)
 
 
 def long_run(n: int, rate: Rate) -> tuple[float, float]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy
 
 from atts.calibration.samples import QuestionSample
 from atts.calibration.stored import StoredScores
+from atts.distributions import binomial_tail
 
 FEW = 0.02  # a share of repeats up to which nothing is said
 _CERTAIN = 1e-6  # as near to the end of the scale, chunks that were certain meet without being copied
@@ -88,4 +88,4 @@ def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> f
     theirs = [len(set(scores[:depth])) == depth for scores in stored.questions if len(scores) >= depth]
     ours = [len(set(scores[:depth])) == depth for scores in live if len(scores) >= depth]
     spared = (sum(theirs) + 1) / (len(theirs) + 1)
-    return float(scipy.stats.binom.sf(sum(ours) - 1, len(ours), spared))
+    return binomial_tail(sum(ours) - 1, len(ours), spared)

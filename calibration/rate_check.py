@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import scipy
 from numpy.typing import NDArray
 
 from atts.calibration.rates import Rate, exact_rate
+from atts.distributions import binomial_quantile, student_quantile
 from atts.errors import CalibrationInputError
 
 Standing = Literal["held", "unclear", "left"]
@@ -81,7 +81,7 @@ def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[flo
     if rate is None:
         return 0.0, 1.0
     tail = (1 - confidence) / 2
-    return float(scipy.stats.binom.ppf(tail, n, rate)) / n, float(scipy.stats.binom.isf(tail, n, rate)) / n
+    return binomial_quantile(tail, n, rate) / n, binomial_quantile(1 - tail, n, rate) / n
 
 
 def _reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
@@ -94,9 +94,7 @@ def _reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
         return 1.0
     apart = rows[:, 1] - share * rows[:, 0]
     error = math.sqrt(count / (count - 1) * float((apart**2).sum())) / n
-    return float(scipy.stats.t.isf((1 - _CLUSTERED) / 2, count - 1)) * max(
-        error, math.sqrt(nominal * (1 - nominal) / n)
-    )
+    return student_quantile((1 + _CLUSTERED) / 2, count - 1) * max(error, math.sqrt(nominal * (1 - nominal) / n))
 
 
 def _span(ends: tuple[float, float]) -> str:

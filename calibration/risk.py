@@ -8,10 +8,10 @@ from itertools import takewhile
 from typing import Literal
 
 import numpy as np
-import scipy
 from numpy.typing import ArrayLike, NDArray
 
 from atts.calibration.rates import check_fraction
+from atts.distributions import beta_quantile, beta_upper_quantile, binomial_cdf
 from atts.errors import CalibrationInputError, OptionError
 
 RiskTest = Literal["binomial", "hoeffding-bentkus", "betting"]
@@ -76,7 +76,7 @@ def binomial_p_value(losses: ArrayLike, epsilon: float) -> float:
     array = checked_losses(losses)
     if not ((array == 0) | (array == 1)).all():
         raise CalibrationInputError("loss", "a fraction", "0 or 1 for the exact binomial test")
-    return float(scipy.stats.binom.cdf(array.sum(), len(array), epsilon))
+    return float(binomial_cdf(array.sum(), len(array), epsilon))
 
 
 def hoeffding_bentkus_p_value(losses: ArrayLike, epsilon: float) -> float:
@@ -86,7 +86,7 @@ def hoeffding_bentkus_p_value(losses: ArrayLike, epsilon: float) -> float:
     kept = min(risk, epsilon)
     entropy = sum(p * math.log(p / q) for p, q in ((kept, epsilon), (1 - kept, 1 - epsilon)) if p > 0)
     hoeffding = math.exp(-n * entropy)
-    bentkus = math.e * float(scipy.stats.binom.cdf(math.ceil(n * risk - 1e-9), n, epsilon))
+    bentkus = math.e * float(binomial_cdf(math.ceil(n * risk - 1e-9), n, epsilon))
     return min(1.0, hoeffding, bentkus)
 
 
@@ -124,8 +124,8 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
     if not np.isin(array, (-1.0, 0.0, 1.0)).all():
         return betting_p_value((array + 1) / 2, (epsilon + 1) / 2)
     n, differing, net = len(array), int(np.count_nonzero(array)), round(float(array.sum()))
-    low = scipy.stats.beta.ppf(_APART / 2, differing, n - differing + 1) if differing else 0.0
-    high = scipy.stats.beta.isf(_APART / 2, differing + 1, n - differing) if differing < n else 1.0
+    low = float(beta_quantile(_APART / 2, differing, n - differing + 1)) if differing else 0.0
+    high = beta_upper_quantile(_APART / 2, differing + 1, n - differing) if differing < n else 1.0
     shares = np.linspace(max(low, epsilon), max(high, epsilon), 65)
     return min(1.0, _APART + max(_chance_of_at_most(net, n, float(share), epsilon) for share in shares))
 
@@ -192,7 +192,7 @@ def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**
         return None
 
     def enough(n: int) -> bool:
-        return float(scipy.stats.binom.cdf(math.ceil(n * risk - 1e-9), n, epsilon)) <= delta
+        return float(binomial_cdf(math.ceil(n * risk - 1e-9), n, epsilon)) <= delta
 
     high = fewest_problems(epsilon, delta)
     while not enough(high):

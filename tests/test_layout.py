@@ -22,6 +22,7 @@ HEAVY = ("torch", "transformers", "sympy", "numpy", "anyio")
 
 FLOORS: list[set[str]] = [
     {
+        "atts.distributions",
         "atts.errors",
         "atts.importing",
         "atts.jsonable",
@@ -241,6 +242,13 @@ def test_import_atts_is_light() -> None:
     code = f"import sys, atts, atts.cli.app; atts.cli.app.build([]); print([n for n in {HEAVY} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_distributions_come_from_one_module() -> None:
+    """scipy.stats takes a second to import, at the end of every run; scipy.special has what is needed of it."""
+    assert [
+        name for name, path in sources().items() if re.search(r"scipy\.stats|scipy import stats", path.read_text())
+    ] == ["atts.distributions"]  # where its docstring says so
 
 
 SPAWNING = ("create_task_group", "open_nursery", "TaskGroup(", "ensure_future", "asyncio.gather", "asyncio.create_task")

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy
 
+from atts.distributions import student_quantile
 from atts.evaluators import Estimate
 
 _FOLDS = 2
@@ -73,7 +73,7 @@ def doubly_robust(rollouts: Iterable[LoggedRollout], level: float = 0.95) -> Val
     mean, count = float(np.mean(values)), len(values)
     squares = (np.array(values) - mean) ** 2
     variance = float(squares.sum() + squares.max()) / (count - 1)  # one more problem as rare as the rarest
-    half = float(scipy.stats.t.ppf((1 + level) / 2, count - 1)) * math.sqrt(variance / count)
+    half = student_quantile((1 + level) / 2, count - 1) * math.sqrt(variance / count)
     total = math.fsum(weights)
     effective = total**2 / math.fsum(weight**2 for weight in weights) if total else 0.0
     ends = max(0.0, mean - half), min(1.0, mean + half)

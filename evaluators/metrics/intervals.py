@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
-import scipy
 from numpy.typing import ArrayLike, NDArray
 
+from atts.distributions import normal_quantile, normal_tail, student_quantile
 from atts.errors import OptionError
 from atts.evaluators.metrics.wilson import wilson_interval
 from atts.seeds import Seed, generator
@@ -198,7 +198,7 @@ def expanded_tail(units: int, level: float) -> float:
     >>> round(expanded_tail(30, 0.95), 4), round(expanded_tail(10**6, 0.95), 4)
     (0.0188, 0.025)
     """
-    return float(scipy.stats.norm.sf(math.sqrt(units / (units - 1)) * reach(units - 1, level)))
+    return normal_tail(math.sqrt(units / (units - 1)) * reach(units - 1, level))
 
 
 def chunks(draws: int, width: int) -> Iterator[int]:
@@ -211,7 +211,7 @@ def chunks(draws: int, width: int) -> Iterator[int]:
 def reach(freedom: float, level: float) -> float:
     """How many standard deviations hold `level`: Student's t, the normal for infinite freedom."""
     tail = (1 + level) / 2
-    return float(scipy.stats.norm.ppf(tail) if math.isinf(freedom) else scipy.stats.t.ppf(tail, freedom))
+    return normal_quantile(tail) if math.isinf(freedom) else student_quantile(tail, freedom)
 
 
 def _digits(value: float) -> str:

@@ -10,9 +10,9 @@ from itertools import combinations
 from typing import Literal
 
 import numpy as np
-import scipy
 from numpy.typing import NDArray
 
+from atts.distributions import binomial_pmf
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import Floats, Ints
 from atts.seeds import Seed, generator
@@ -119,8 +119,8 @@ def _win_shares(own: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floa
     quiet = silent[:, None] * np.log(1 - chance + chance * roots)[None, :]
     result = np.zeros(own.size)
     for j in range(1, min(k, int(own.max(initial=0))) + 1):
-        below += _binomial(sizes, j - 1, chance)[:, None] * roots ** (j - 1)
-        exactly = _binomial(sizes, j, chance)[:, None] * roots**j
+        below += binomial_pmf(j - 1, sizes, chance)[:, None] * roots ** (j - 1)
+        exactly = binomial_pmf(j, sizes, chance)[:, None] * roots**j
         rows = np.flatnonzero(own >= j)
         nodes, weights = _unit_nodes((k - j) // j)
         spectrum = np.zeros((rows.size, roots.size), dtype=np.complex128)
@@ -128,12 +128,8 @@ def _win_shares(own: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floa
             logs = _log(below + node * exactly)
             spectrum += weight * np.exp(rivals[np.ix_(rows, sizes)] @ logs + quiet[rows])
         others = np.fft.irfft(spectrum, n + 1, axis=1)[:, k - j]
-        result[rows] += _binomial(own[rows], j, chance) * others
-    return result / float(scipy.stats.binom.pmf(k, n, chance))
-
-
-def _binomial(size: Ints, drawn: int, chance: float) -> Floats:
-    return np.asarray(scipy.stats.binom.pmf(drawn, size, chance), dtype=np.float64)
+        result[rows] += binomial_pmf(j, own[rows], chance) * others
+    return result / float(binomial_pmf(k, n, chance))
 
 
 def _unit_nodes(degree: int) -> tuple[Floats, Floats]:

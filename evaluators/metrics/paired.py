@@ -9,9 +9,9 @@ from itertools import product
 from typing import Literal, get_args
 
 import numpy as np
-import scipy
 from numpy.typing import ArrayLike
 
+from atts.distributions import binomial_cdf, binomial_pmf
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import (
     Estimate,
@@ -121,8 +121,8 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
     a, b = (values.astype(bool) for values in _pairs(first, second))
     lost, won = int((a & ~b).sum()), int((~a & b).sum())
     n, least = lost + won, min(lost, won)
-    tail = float(scipy.stats.binom.cdf(least, n, 0.5)) if n else 1.0
-    mass = float(scipy.stats.binom.pmf(least, n, 0.5)) if n else 1.0
+    tail = float(binomial_cdf(least, n, 0.5))
+    mass = float(binomial_pmf(least, n, 0.5))
     exact = min(1.0, 2 * tail)
     mid = 1.0 if lost == won else 2 * tail - mass
     return McNemar(int((a & b).sum()), lost, won, int((~a & ~b).sum()), exact, mid)

@@ -9,9 +9,9 @@ from fractions import Fraction
 from typing import Literal
 
 import numpy as np
-import scipy
 from numpy.typing import ArrayLike
 
+from atts.distributions import hypergeometric_tail
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import (
     Estimate,
@@ -86,9 +86,7 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
         raise OptionError("tau", f"{tau!r} is not between 0 and 1")
     counts, right = _checked(n, c, k)
     least = max(1, math.ceil(Fraction(str(tau)) * k))  # exact: 0.28 * 25 is 7.000000000000001 in floats
-    with np.errstate(invalid="ignore"):
-        share = np.asarray(scipy.stats.hypergeom.sf(least - 1, counts, right, np.minimum(k, counts)), dtype=np.float64)
-    return np.where(counts < k, np.nan, share)
+    return hypergeometric_tail(least, counts, right, k)
 
 
 def avg_at_n(counts: Counts) -> Floats:

@@ -1,0 +1,66 @@
+"""Tails and quantiles equal those of scipy.stats, which the package itself never imports."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from scipy import stats
+
+from atts.distributions import (
+    beta_quantile,
+    beta_upper_quantile,
+    binomial_cdf,
+    binomial_pmf,
+    binomial_quantile,
+    binomial_tail,
+    hypergeometric_tail,
+    normal_quantile,
+    normal_tail,
+    student_quantile,
+)
+
+SHARES = [1e-9, 0.001, 0.025, 0.1, 0.5, 0.9, 0.975, 0.999]
+CLOSE = 1e-12
+sizes, chances = st.integers(0, 300), st.floats(1e-6, 1 - 1e-6)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_quantiles(share: float) -> None:
+    """Of the normal law, of Student's t and of beta laws, in both tails."""
+    assert_allclose(normal_quantile(share), stats.norm.ppf(share), CLOSE, CLOSE)
+    assert_allclose(normal_tail(10 * share), stats.norm.sf(10 * share), CLOSE)
+    for freedom in (1, 2, 7, 29, 10_000):
+        assert_allclose(student_quantile(share, freedom), stats.t.ppf(share, freedom), CLOSE, CLOSE)
+    for a, b in ((1, 1), (3, 40), (200, 2)):
+        assert_allclose(beta_quantile(share, a, b), stats.beta.ppf(share, a, b), CLOSE)
+        assert_allclose(beta_upper_quantile(share, a, b), stats.beta.isf(share, a, b), CLOSE)
+
+
+@given(n=sizes, chance=chances, share=st.floats(1e-9, 1 - 1e-9))
+def test_binomial(n: int, chance: float, share: float) -> None:
+    """Of every count, those that cannot be included; its quantile is that count."""
+    counts = np.arange(-1, n + 3)
+    assert_allclose(binomial_cdf(counts, n, chance), stats.binom.cdf(counts, n, chance), 1e-11, CLOSE)
+    tails = [binomial_tail(int(count), n, chance) for count in counts]
+    assert_allclose(tails, stats.binom.sf(counts, n, chance), 1e-11, CLOSE)
+    drawn = [float(binomial_pmf(int(count), n, chance)) for count in counts[1:]]
+    assert_allclose(drawn, stats.binom.pmf(counts[1:], n, chance), 1e-11, CLOSE)
+    assert binomial_quantile(share, n, chance) == max(0, stats.binom.ppf(share, n, chance))
+
+
+def test_certain_binomials() -> None:
+    """Chances of 0 and 1 leave one count."""
+    assert [binomial_quantile(0.3, 7, chance) for chance in (0.0, 1.0)] == [0, 7]
+    assert binomial_cdf([0, 6, 7], 7, 1.0).tolist() == [0, 0, 1]
+    assert binomial_pmf(0, [0, 7], 0.0).tolist() == [1, 1]
+
+
+@given(n=st.integers(0, 60), drawn=st.integers(1, 60), data=st.data())
+def test_hypergeometric(n: int, drawn: int, data: st.DataObject) -> None:
+    """At least so many right ones among those drawn; undefined where there are too few."""
+    right, least = data.draw(st.integers(0, n)), data.draw(st.integers(1, drawn))
+    found = float(hypergeometric_tail(least, n, right, drawn))
+    assert_allclose(found, stats.hypergeom.sf(least - 1, n, right, drawn) if drawn <= n else np.nan, 1e-11, CLOSE)

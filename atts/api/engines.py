@@ -24,7 +24,7 @@ SCHEMES = (
     *("vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server"),
     "ray",
 )
-Speculate = Literal["auto", "draft", "suffix", "pearl", "ssd", "off"]
+Speculate = Literal["auto", "draft", "suffix", "pearl", "ssd", "mirror", "off"]
 _SERVERS = SCHEMES[4:-1]
 _LOCAL = SCHEMES[:3]
 _WRITTEN = "{}:http://HOST:PORT/MODEL"

@@ -7,6 +7,7 @@ and write into slots of their own behind the cache's, which they give back when 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from math import prod
 from time import perf_counter
@@ -15,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atts.decode import probabilities, spread_rows
+from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
 from atts.local.branches import CacheMove, DraftBranch, DraftJob, DraftLine
 from atts.local.drafting import ModelDrafter
+from atts.local.exits import ExitModel
 from atts.local.model_config import ModelConfig
 from atts.local.native_model import AheadBatch, NativeModel
 from atts.local.scheduler import Scheduler
@@ -50,7 +52,8 @@ class AheadDrafter(ModelDrafter):
     """Proposes what was drafted while the step before was verified.
 
     With `fan` = 0 the one guess is that everything stands and the draft's own token follows (PEARL); else the likeliest
-    outcomes are continued, at every place the draft's first `fan` tokens among them (SSD).
+    outcomes are continued, at every place the draft's first `fan` tokens among them (SSD), or the first of the target's
+    early exit, as soon as that tells them (Mirror).
     """
 
     def __init__(
@@ -64,10 +67,11 @@ class AheadDrafter(ModelDrafter):
         transport: DraftTransport,
         fan: int,
         most: int,
+        exits: ExitModel | None = None,
     ) -> None:
         """`cache` is the model's, with slots for branches behind those of the target's; `most` tokens are proposed."""
         super().__init__(model, config, scheduler, vocabulary)
-        self._cache, self._transport, self._fan, self._most = cache, transport, fan, most
+        self._cache, self._transport, self._fan, self._most, self._exits = cache, transport, fan, most, exits
         rows, width = scheduler.table.shape
         self._table: SlotIds = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
         self._first_row, self._last = rows, min(width, self._context)
@@ -82,6 +86,8 @@ class AheadDrafter(ModelDrafter):
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
         """Serve the guesses that came true, then begin to continue new ones."""
+        if self._exits is not None:
+            self._exits.listen(None)
         if self._job is not None and not self._is_over(self._job):
             self.stats.late += len(asks)
             return [NOTHING] * len(asks)
@@ -200,12 +206,36 @@ class AheadDrafter(ModelDrafter):
             self._give_back(job.lent)
             return
         self._job, self._began = job, perf_counter()
-        self._transport.post(lambda: self._run(job))
+        self._transport.post(lambda: self._run(job, self._write))
+        if self._exits is not None:
+            self._exits.listen(self._heard)
 
-    def _run(self, job: DraftJob) -> None:
+    def _heard(self, batch: StepBatch, x: Tensor) -> None:
+        """The target at its exit: what is likely at the places of all lines is continued while it goes on."""
+        job, self._began = self._job, perf_counter()
+        assert job is not None, "it listens while a job is under way"
+        assert self._exits is not None, "somebody tells it"
+        try:
+            self._told(self._exits, job.lines, batch, x)
+        except Exception as error:  # noqa: BLE001  raised again where it is collected
+            job.error = error
+        self._transport.post(lambda: self._run(job, self._continue))
+
+    def _told(self, exits: ExitModel, lines: list[DraftLine], batch: StepBatch, x: Tensor) -> None:
+        """Each line's laws at the exit: of its proposal's places as far as they are verified, and of the one after."""
+        by_row = {line.row: line for line in lines}
+        rows = np.repeat(batch.table_rows, np.diff(batch.query_starts))[batch.logit_rows].tolist()
+        found = [(at, by_row[row]) for at, row in enumerate(rows) if row in by_row]
+        logits = exits.exit_logits(x[[at for at, _ in found]])
+        sampling = batch_sampling([line.ask.sampling for _, line in found], logits.shape[-1], logits.device)
+        for (_, line), law in zip(found, self._laws(logits, sampling, self._fan), strict=True):
+            line.exits.append(law)
+
+    def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
         """In the drafter's thread; nothing else touches its cache, its table and its spare slots meanwhile."""
         try:
-            self._write(job)
+            if job.error is None:
+                work(job)
         except BaseException as error:  # noqa: BLE001  raised again where it is collected
             job.error = error
 
@@ -219,8 +249,14 @@ class AheadDrafter(ModelDrafter):
         if self._native is not None and not self._fan and not self._filters([line.ask for line in job.lines]):
             self._write_windows(self._native, job.lines)
             return
-        own, laws = self._drawn(self._first(job.lines), job.lines, [len(line.proposal) for line in job.lines])
-        branches, length = self._branches(job.lines, own, laws)
+        job.begun = self._drawn(self._first(job.lines), job.lines, [len(line.proposal) for line in job.lines])
+        if self._exits is None:
+            self._continue(job)
+
+    @torch.inference_mode()
+    def _continue(self, job: DraftJob) -> None:
+        """Branch by branch, as long as there is time."""
+        branches, length = self._branches(job.lines, *job.begun)
         for step in range(length):
             live = [branch for branch in branches if len(branch.line.uniforms) > branch.accepted + step + 1]
             live = [branch for branch in live if branch.start + step + 1 < self._last]
@@ -291,7 +327,7 @@ class AheadDrafter(ModelDrafter):
         every = OutcomeGuess(len(line.proposal), own, chance)
         if not self._fan:
             return [every]
-        return [every, *ranked_outcomes((*line.proposal, own), (*line.laws, law))]
+        return [every, *ranked_outcomes((*line.proposal, own), line.exits or (*line.laws, law))]
 
     def _worthwhile(self, chances: list[float], lines: int) -> tuple[int, int]:
         """How many guesses are continued by how many tokens: with a fan, what fits into a step of the target."""
@@ -329,9 +365,13 @@ class AheadDrafter(ModelDrafter):
         sampling = spread_rows(self._sampling_batch(asks, logits.device), rows)
         uniforms = [float(line.uniforms[place]) for line, place in zip(lines, places, strict=True)]
         tokens: list[int] = self._model.sample(logits, sampling, uniforms).tokens.tolist()
+        return tokens, self._laws(logits, sampling, 0 if self._exits is not None else self._fan)
+
+    def _laws(self, logits: Tensor, sampling: SamplingBatch, fan: int) -> list[PlaceLaw]:
+        """What is likely in each row: so many tokens beside one that may be proposed there."""
         stands = self._stood / self._tested
-        if not self._fan:
-            return tokens, [PlaceLaw(stands, (), ())] * len(tokens)
-        best = probabilities(logits, sampling).topk(min(self._fan + 1, logits.shape[-1]), -1)
+        if not fan:
+            return [PlaceLaw(stands, (), ())] * len(logits)
+        best = probabilities(logits, sampling).topk(min(fan + 1, logits.shape[-1]), -1)
         found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return tokens, [PlaceLaw(stands, ids, chances) for ids, chances in found]
+        return [PlaceLaw(stands, ids, chances) for ids, chances in found]

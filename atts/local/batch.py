@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -103,6 +103,13 @@ class StepBatch:
     chains: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [sequences] of which model each is
 
 
+class Tap(NamedTuple):
+    """Who hears of a step on its way: of its `logit_rows` after so many layers, before the last norm."""
+
+    layers: int
+    hear: Callable[[Tensor], None]
+
+
 class Model(Protocol):
     """A decoder whose key-value cache is addressed through a table of slots."""
 
@@ -129,6 +136,14 @@ class Model(Protocol):
 
     def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
         """The same from hidden states, never all logits at once; and the logits of `kept_rows`, in rising order."""
+        ...
+
+
+class TappedModel(Model, Protocol):
+    """One whose rows can be heard of on their way."""
+
+    def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
+        """The same; what it computes does not depend on who hears."""
         ...
 
 

@@ -42,6 +42,7 @@ class DraftLine:
     laws: list[PlaceLaw]  # of the proposal's places
     uniforms: NDArray[np.float64]  # of the places from `base` on
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
+    exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])  # of the same places and the one after, as it is told
     fed: list[tuple[int, int, int, bool]] = field(default_factory=list[tuple[int, int, int, bool]])
     """What the drafter has not computed of it: row, position, token, and whether it is the last."""
 
@@ -66,5 +67,6 @@ class DraftJob:
     moves: list[CacheMove] = field(default_factory=list[CacheMove])
     texts: list[StepBatch] = field(default_factory=list[StepBatch])  # given text to catch up with
     lent: list[SlotIds] = field(default_factory=list[SlotIds])  # given back when it is over
+    begun: tuple[list[int], list[PlaceLaw]] = field(default_factory=lambda: ([], []))  # what follows each proposal
     is_enough: bool = False  # the step is done: no further draft step is begun
     error: BaseException | None = None

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
-from atts.local.batch import Model
+from atts.local.batch import Model, TappedModel
 from atts.local.chains import ChainModel
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
 from atts.local.drafting import ModelDrafter
+from atts.local.exits import ExitAdapter, ExitModel
 from atts.local.fuzzy import FuzzyDrafter
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop, TokenTable
@@ -43,12 +44,13 @@ _K_BY_RATIO = 8
 """Tokens proposed at a time for requests that are tested by ratio, where no number is given."""
 _K_AHEAD = 16
 """Most tokens drafted beside a step, where no number is given: drafting ends with the step."""
-_FAN = 3  # of the draft's first tokens at a place, those that outcomes are guessed from beside its own
+_FANS = {"ssd": 3, "mirror": 8}
+"""First tokens at a place that outcomes are guessed from: the draft's beside its own, those of the target's exit."""
 _SMALL_MODEL = 10_000_000
 """Weights below which a second thread costs more in waiting than it computes, unless the machine is idle."""
 
 
-MakeModel = Callable[[WorkerConfig, Weights, Tensor], Model]
+MakeModel = Callable[[WorkerConfig, Weights, Tensor], TappedModel]
 
 
 def build_loop(
@@ -79,6 +81,7 @@ def _build(
     device, dtype = _device(config), getattr(torch, config.options.dtype)
     chains, trouble = _shared_kernels(config, device)
     drafter_weights = None
+    exits: ExitModel | None = None
     if chains is not None:
         cache = allocate_cache(config, dtype, device)
         model: Model = ChainModel(chains, cache, _threads(config), config)
@@ -86,8 +89,10 @@ def _build(
         weights = load_weights(config.folder, config.model, dtype, device, config.name)
         drafter_weights = _drafter_weights(config, dtype, device)
         cache = allocate_cache(config, dtype, device)
-        model, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
-    model = _padded(config, model, cache)
+        inner, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
+        padded = _padded(config, inner, cache)
+        exits = _with_exit(config, padded, inner, weights) if config.options.speculate == "mirror" else None
+        model = exits or padded
     kv_tokens = cache.shape[2] - _SPARE_SLOTS
     options = config.options
     limits = SchedulerConfig(
@@ -103,7 +108,9 @@ def _build(
     scheduler = Scheduler(limits, tree)
     speculation = None
     if options.speculates or (config.proposer is not None and options.k != 0):
-        drafter = _drafter(config, drafter_weights, cache, scheduler) if config.drafter and drafter_weights else None
+        drafter = None
+        if config.drafter and drafter_weights:
+            drafter = _drafter(config, drafter_weights, cache, scheduler, exits)
         lengths = GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
         proposer = config.proposer() if config.proposer else _proposer(options.speculate or "auto", drafter)
         clock = thread_time if device.type == "cpu" else perf_counter
@@ -119,7 +126,21 @@ def _drafter_weights(config: WorkerConfig, dtype: torch.dtype, device: torch.dev
     return None if drafter is None else load_weights(drafter.folder, drafter.model, dtype, device, drafter.name)
 
 
-def _drafter(config: WorkerConfig, weights: Weights, cache: Tensor, scheduler: Scheduler) -> ModelDrafter:
+def _with_exit(config: WorkerConfig, model: TappedModel, inner: Model, weights: Weights) -> ExitModel:
+    """The target, which can be heard half-way down its layers.
+
+    :raises UnsupportedByEngine: it has but one.
+    """
+    if config.model.num_layers < 2:
+        problem = "speculate=mirror hears the target between its layers, and it has one"
+        raise UnsupportedByEngine(config.name, problem, "Write speculate=ssd")
+    adapter = ExitAdapter.read(config.folder, config.model, weights, config.name)
+    return ExitModel(model, inner, adapter, config.model.norm_eps)
+
+
+def _drafter(
+    config: WorkerConfig, weights: Weights, cache: Tensor, scheduler: Scheduler, exits: ExitModel | None
+) -> ModelDrafter:
     """The draft model, with a cache of as many slots as the target's."""
     assert config.drafter is not None, "its weights were loaded"
     options, vocabulary = config.options, config.model.vocabulary
@@ -135,14 +156,20 @@ def _drafter(config: WorkerConfig, weights: Weights, cache: Tensor, scheduler: S
     model = _padded(own, _model(own, weights, own_cache)[0], own_cache)
     if options.speculate not in OVERLAPPED:
         return ModelDrafter(model, own.model, scheduler, vocabulary)
-    fan, most = _FAN * (options.speculate == "ssd"), _K_AHEAD if options.k is None else options.k
-    transport = ThreadTransport()
     return AheadDrafter(
-        model, own.model, scheduler, vocabulary, cache=own_cache, transport=transport, fan=fan, most=most
+        model,
+        own.model,
+        scheduler,
+        vocabulary,
+        cache=own_cache,
+        transport=ThreadTransport(),
+        fan=_FANS.get(options.speculate or "", 0),
+        most=_K_AHEAD if options.k is None else options.k,
+        exits=exits,
     )
 
 
-def _padded(config: WorkerConfig, model: Model, cache: Tensor) -> Model:
+def _padded(config: WorkerConfig, model: TappedModel, cache: Tensor) -> TappedModel:
     """The model beside its padding, which has a cache of as many slots; or alone where it has none.
 
     :raises OutOfMemory: the padding does not fit.
@@ -162,7 +189,7 @@ def _padded(config: WorkerConfig, model: Model, cache: Tensor) -> Model:
         other, _ = _model(own, numbers, allocate_cache(own, cache.dtype, cache.device, slots))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise _too_large(config, f"its padding does not fit into memory on {cache.device}") from error
-    return PaddedModel(model, other, config.model.hidden_size, config.model.vocabulary)
+    return PaddedModel(model, other, config.model.hidden_size, config.model.vocabulary, max(1, stack.num_layers // 2))
 
 
 def _too_large(config: WorkerConfig, problem: str) -> OutOfMemory:
@@ -197,7 +224,7 @@ def _device(config: WorkerConfig) -> torch.device:
     return torch.device("cuda" if has_cuda else "cpu")
 
 
-def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> tuple[Model, str]:
+def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> tuple[TappedModel, str]:
     """Native kernels where they can be had and are allowed, else torch; and what its user should know of that."""
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
     if config.options.kernel == "native" and not is_fit:

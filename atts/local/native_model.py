@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atts.decode import SampledTokens, SamplingBatch, filtered_rows, sample, spread_rows
 from atts.local.allocator import SlotIds
-from atts.local.batch import StepBatch
+from atts.local.batch import StepBatch, Tap
 from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.packing import PackedAdapter, Packing, is_bfloat16
@@ -175,9 +175,11 @@ class NativeModel:
         """What computes."""
         return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{', bf16 weights' * self._is_bf16}"
 
-    def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
+    def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
         hidden = np.empty((len(batch.logit_rows), self._config.hidden_size), dtype=np.float32)
+        if tap is not None:
+            return self._tapped(batch, table, hidden, tap)
         self._grow_buffers(len(batch.tokens))
         self._next_items[:] = 0
         _fill(self._step, batch, table, hidden)
@@ -190,7 +192,7 @@ class NativeModel:
         table: SlotIds,
         rows: tuple[_Floats, _Floats],
         units: tuple[int, int],
-        segments: Sequence[Segment],
+        segments: Sequence[Segment] = (),
     ) -> None:
         """Take rows on through some of a model's units: its embedding (0), the halves of its layers, its last norm.
 
@@ -206,6 +208,13 @@ class NativeModel:
         low = _floats(self._row_block, max([part.adapter.rank for part in segments], default=0))
         step.num_segments, step.segments, step.low = len(segments), ctypes.addressof(array), low.ctypes.data
         self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(step))
+
+    def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: Tap) -> Tensor:
+        x, (middle, last) = _floats(len(batch.tokens), hidden.shape[1]), (1 + 2 * tap.layers, self._step.last_unit)
+        self.run(batch, table, (x, hidden), (0, middle))
+        tap.hear(torch.from_numpy(x[batch.logit_rows]))
+        self.run(batch, table, (x, hidden), (middle, last))
+        return torch.from_numpy(hidden)
 
     def draw_ahead(self, ahead: AheadBatch, table: SlotIds) -> NDArray[np.int64]:
         """Tokens to come, [turns, sequences], each drawn after the one before and fed to draw the next."""

@@ -13,8 +13,8 @@ Dtype = Literal["float32", "bfloat16"]
 Kernel = Literal["auto", "torch", "native"]
 Graphs = Literal["auto", "off"]
 WorkerKind = Literal["thread", "process"]
-SPECULATE = ("auto", "draft", "suffix", "pearl", "ssd", "off")
-OVERLAPPED = ("pearl", "ssd")
+SPECULATE = ("auto", "draft", "suffix", "pearl", "ssd", "mirror", "off")
+OVERLAPPED = ("pearl", "ssd", "mirror")
 MOST_PROPOSED = 32
 MOST_TOKENS = 1 << 24
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atts.decode import SampledTokens, SamplingBatch
 from atts.local.allocator import SlotIds
-from atts.local.batch import Model, StepBatch
+from atts.local.batch import StepBatch, Tap, TappedModel
 from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.model_config import ModelConfig
 
@@ -79,18 +79,26 @@ class _Layers(Sequence[LayerWeights]):
 class PaddedModel:
     """Runs each step of a model and of the stack beside it; both have caches of the same slots."""
 
-    def __init__(self, model: Model, stack: Model, width: int, vocabulary: int) -> None:
-        """`width` is the model's hidden size: what follows in a row is the stack's."""
+    def __init__(self, model: TappedModel, stack: TappedModel, width: int, vocabulary: int, middle: int = 0) -> None:
+        """`width` is the model's hidden size: what follows is the stack's, `middle` of its layers are half."""
         self._model, self._stack, self._width, self._vocabulary = model, stack, width, vocabulary
+        self._middle = middle
 
     @property
     def device_name(self) -> str:
         """Where it computes."""
         return f"{self._model.device_name}, padded"
 
-    def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """The final hidden states of both, side by side."""
-        return torch.cat([self._model.forward(batch, table), self._stack.forward(batch, table)], dim=1)
+    def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
+        """The final hidden states of both, side by side; who hears of the model's does so half-way down the stack."""
+        if tap is None:
+            own, other = self._model.forward(batch, table), self._stack.forward(batch, table)
+        else:
+            heard = list[Tensor]()
+            inner = Tap(self._middle, lambda _: heard.append(self._model.forward(batch, table, tap)))
+            other = self._stack.forward(batch, table, inner)
+            own = heard[0]
+        return torch.cat([own, other], dim=1)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's, and the stack's added, which are zero."""

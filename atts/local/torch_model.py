@@ -16,7 +16,7 @@ from torch import Tensor
 from atts.decode import SampledTokens, SamplingBatch, raw_logprobs, sample
 from atts.local.allocator import SlotIds
 from atts.local.attention import Attend, GatheredAttention, MakeAttend
-from atts.local.batch import StepBatch
+from atts.local.batch import StepBatch, Tap
 from atts.local.blocks import DeviceStep, RowBlocks, layout_of, packed, unpacked
 from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.model_config import ModelConfig, rope_rows
@@ -58,21 +58,22 @@ class TorchModel:
         return ", ".join(filter(None, parts))
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
+    def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
         blocks = RowBlocks.of(batch, self._most_rows)
         if (
             self.graphs is not None
             and self.group == 1
+            and tap is None
             and (hidden := self.graphs.run(batch, table, blocks)) is not None
         ):
             return hidden
         classes = blocks.classes() if self._most_rows is None else [blocks]
         layout = layout_of(batch, classes)
         array = torch.from_numpy(packed(batch, table, classes, layout, self._cache.shape[2] - 1))
-        return self._compute(unpacked(array.to(self._device, non_blocking=True), layout))
+        return self._compute(unpacked(array.to(self._device, non_blocking=True), layout), tap)
 
-    def _compute(self, step: DeviceStep) -> Tensor:
+    def _compute(self, step: DeviceStep, tap: Tap | None = None) -> Tensor:
         """The same of a step on the device; every operation depends on the step's arrays and sizes alone."""
         config = self._config
         attends = {window: self._attention(step, config, window) for window in set(config.windows)}
@@ -86,6 +87,8 @@ class TorchModel:
                 if index == config.num_layers - 1 and step.logit_rows is not None:  # only these go on from here
                     x, attended = x[step.logit_rows], attended[step.logit_rows]
                 x = self._fed_forward(x, attended, self._weights.layers[index])
+            if tap is not None and tap.layers == group[-1] + 1:
+                tap.hear(x if step.logit_rows is None else x[step.logit_rows])
         return self._norm(x, self._weights.norm)
 
     def _groups(self) -> list[range]:

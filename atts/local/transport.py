@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from threading import Event, Thread, current_thread
+from threading import Condition, Thread, current_thread
 from typing import Protocol
 
 Work = Callable[[], None]
 
 
 class DraftTransport(Protocol):
-    """Does one piece of work at a time, which must be over before the next is given."""
+    """Does pieces of work one after the other, in the order given."""
 
     is_beside: bool  # whether it works while its caller does
 
@@ -21,7 +21,7 @@ class DraftTransport(Protocol):
         ...
 
     def wait(self, seconds: float) -> bool:
-        """Whether the work is over after so many seconds at the most."""
+        """Whether all work is over after so many seconds at the most."""
         ...
 
 
@@ -46,26 +46,42 @@ class ThreadTransport:
 
     def __init__(self) -> None:
         self._works: SimpleQueue[Work | None] = SimpleQueue()
-        self._is_over = Event()
-        thread = Thread(target=_serve, args=(self._works, self._is_over), name="atts-drafter", daemon=True)
+        self._open = _Open()
+        thread = Thread(target=_serve, args=(self._works, self._open), name="atts-drafter", daemon=True)
         thread.start()
         weakref.finalize(self, _end, self._works, thread)
 
     def post(self, work: Work) -> None:
         """Begins when the thread wakes."""
-        self._is_over.clear()
+        self._open.add(1)
         self._works.put(work)
 
     def wait(self, seconds: float) -> bool:
         """Sleep until it is over, or for so long."""
-        return self._is_over.wait(seconds)
+        return self._open.wait(seconds)
 
 
-def _serve(works: SimpleQueue[Work | None], is_over: Event) -> None:
+class _Open:
+    """How many pieces of work are not over."""
+
+    def __init__(self) -> None:
+        self._count, self._changed = 0, Condition()
+
+    def add(self, count: int) -> None:
+        with self._changed:
+            self._count += count
+            self._changed.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._count, seconds)
+
+
+def _serve(works: SimpleQueue[Work | None], pieces: _Open) -> None:
     while (work := works.get()) is not None:
         work()
         del work  # or it would keep the drafter alive, and so this thread
-        is_over.set()
+        pieces.add(-1)
 
 
 def _end(works: SimpleQueue[Work | None], thread: Thread) -> None:

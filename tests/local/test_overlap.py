@@ -11,20 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from atts.core import SampleRequest, Sampling
 from atts.errors import OptionError
 from atts.local import LocalEngine, LocalOptions
 from atts.local.ahead import AheadDrafter
+from atts.local.branches import DraftLine
 from atts.local.loop import StepLoop
 from atts.local.messages import Cancel, Command
 from atts.local.native_model import NativeModel
 from atts.local.transport import InlineTransport, ThreadTransport, Work
 from atts.seeds import Seed
-from atts.speculation import OverlapStats
+from atts.speculation import OverlapStats, PlaceLaw
 from tests.local.speculating import Driven, Make, counts, ids_of, requests, run, same, texts
 
-WAYS = ["pearl", "ssd"]
+WAYS = ["pearl", "ssd", "mirror"]
 HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
 
@@ -35,8 +37,7 @@ class Slow(InlineTransport):
         self._random, self._is_over = random.Random(2), True
 
     def post(self, work: Work) -> None:
-        """One piece at a time."""
-        assert self._is_over, "work is given only when there is none"
+        """Done at once, and said to be later."""
         work()
         self._is_over = False
 
@@ -109,9 +110,10 @@ def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
 
     def wrong(self: AheadDrafter, *args: Any) -> Any:
         tokens, laws = drawn(self, *args)
-        return [(token + 1) % 300 for token in tokens], [replace(law, tokens=(), probabilities=()) for law in laws]
+        return [(token + 1) % 300 for token in tokens], laws
 
     monkeypatch.setattr(AheadDrafter, "_drawn", wrong)
+    monkeypatch.setattr(AheadDrafter, "_laws", lambda self, logits, *rest: [PlaceLaw(0.5, (), ())] * len(logits))
     ahead = NativeModel.draw_ahead
     monkeypatch.setattr(NativeModel, "draw_ahead", lambda *args: (ahead(*args) + 1) % 300)
     never = run(folder, [orders], None, 4, folder, speculate=way)
@@ -119,10 +121,33 @@ def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
     assert (overlap(never).hits, counts(never).proposed, never.stats.steps) == (0, 0, plain.stats.steps)
 
 
+def test_an_exit_that_knows_the_text_hits_always(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the target's exit names is continued, whatever the draft would have guessed."""
+    folder, orders = make_model("llama"), requests(3, 32, HOT)
+    plain, _ = run(folder, [orders]), Made(monkeypatch, InlineTransport)
+    known = texts(plain)
+
+    def told(self: Any, exits: Any, lines: list[DraftLine], batch: Any, x: torch.Tensor) -> None:
+        for line in lines:
+            ask = line.ask
+            ahead = known[ask.key][ask.written :][: len(line.proposal) + 1]
+            line.exits = [PlaceLaw(0.5, (token,), (1.0,)) for token in ahead]
+            assert len(x) == sum(len(each.proposal) + 1 for each in lines), "it hears of the rows that decode"
+
+    found = run(folder, [orders], None, 4, near, speculate="mirror")
+    assert overlap(found).misses > 0
+    monkeypatch.setattr(AheadDrafter, "_told", told)
+    oracle = run(folder, [orders], None, 4, near, speculate="mirror")
+    assert same(plain, oracle)
+    assert overlap(oracle).misses == 0
+    assert oracle.stats.steps < found.stats.steps
+
+
 def test_more_guesses_hit_more_often(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What else may come at every place is worth its branches."""
     Made(monkeypatch, InlineTransport)
-    pearl, ssd = (run(make_model("llama"), [requests(3, 32, HOT)], None, 4, near, speculate=way).stats for way in WAYS)
+    ways = ("pearl", "ssd")
+    pearl, ssd = (run(make_model("llama"), [requests(3, 32, HOT)], None, 4, near, speculate=way).stats for way in ways)
     assert pearl.speculation is not None
     assert ssd.speculation is not None
     first, second = pearl.speculation.overlap, ssd.speculation.overlap

@@ -1,0 +1,115 @@
+"""The target's early exit: after some of its layers, what it is likely to write, told while the others are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from atts.decode import SampledTokens, SamplingBatch
+from atts.errors import ModelLoadError
+from atts.local.allocator import SlotIds
+from atts.local.batch import Model, StepBatch, Tap, TappedModel
+from atts.local.loader import Weights
+from atts.local.model_config import ModelConfig
+
+EXIT_FILE = "heads/exit.safetensors"
+"""Inside a model's folder: what `scripts/train heads` makes of it."""
+Hear = Callable[[StepBatch, Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExitAdapter:
+    """What is added to rows after `layers` layers, so that the model's own output matrix can read them."""
+
+    layers: int
+    norm: Tensor  # [hidden_size] the scale of the last norm
+    down: Tensor  # [rank, hidden_size]
+    up: Tensor  # [hidden_size, rank]
+
+    @classmethod
+    def untrained(cls, config: ModelConfig, weights: Weights) -> ExitAdapter:
+        """The model's own norm half-way down its layers, and nothing added."""
+        none = weights.norm.new_zeros(config.hidden_size, 1)
+        return cls(max(1, config.num_layers // 2), weights.norm, none.T, none)
+
+    @classmethod
+    def read(cls, folder: Path, config: ModelConfig, weights: Weights, name: str) -> ExitAdapter:
+        """The one that was trained for the model in this folder; an untrained one where there is none.
+
+        :raises ModelLoadError: its file is damaged, or of another model.
+        """
+        file = folder / EXIT_FILE
+        if not file.is_file():
+            return cls.untrained(config, weights)
+        try:
+            with safe_open(file, framework="pt") as handle:
+                layers = int((handle.metadata() or {})["layers"])
+                parts = {part: handle.get_tensor(part).to(weights.norm) for part in ("norm", "down", "up")}
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise _unusable(name, file, f"cannot be read ({type(error).__name__}: {error})") from error
+        rank, width = len(parts["down"]), config.hidden_size
+        shapes = [tuple(part.shape) for part in parts.values()]
+        if shapes != [(width,), (rank, width), (width, rank)] or not 0 < layers < config.num_layers:
+            raise _unusable(name, file, "was made for another model")
+        return cls(layers, **parts)
+
+    def __call__(self, x: Tensor, eps: float) -> Tensor:
+        """Rows as the output matrix takes them: [rows, hidden_size]."""
+        narrow = F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), None, eps), self.down))
+        return F.rms_norm(x + F.linear(narrow, self.up), (x.shape[-1],), self.norm, eps)
+
+
+def _unusable(name: str, file: Path, problem: str) -> ModelLoadError:
+    return ModelLoadError(name, f"{file} {problem}", "Remove it, or train it anew with scripts/train heads")
+
+
+class ExitModel:
+    """A target of which the next step can be heard on its way; every number is what it would be unheard."""
+
+    def __init__(self, model: TappedModel, inner: Model, adapter: ExitAdapter, eps: float) -> None:
+        """`inner` has the output matrix: the model itself, or the one beside which padding is computed."""
+        self._model, self._inner, self._adapter, self._eps = model, inner, adapter, eps
+        self._hear: Hear | None = None
+
+    def listen(self, hear: Hear | None) -> None:
+        """Tell once, of the next step: its batch, and the `logit_rows` as they are at the exit."""
+        self._hear = hear
+
+    @property
+    def device_name(self) -> str:
+        """Where it computes."""
+        return f"{self._model.device_name}, exit after {self._adapter.layers} layers"
+
+    def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
+        """The final, normed hidden states of the batch's `logit_rows`."""
+        hear, self._hear = self._hear, None
+        if hear is None:
+            return self._model.forward(batch, table)
+        return self._model.forward(batch, table, Tap(self._adapter.layers, lambda x: hear(batch, x)))
+
+    @torch.inference_mode()
+    def exit_logits(self, x: Tensor) -> Tensor:
+        """What rows at the exit come to: [rows, vocabulary]."""
+        return self._inner.compute_logits(self._adapter(x, self._eps).contiguous())
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """The model's."""
+        return self._model.compute_logits(hidden)
+
+    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
+        """As the model does."""
+        return self._model.sample(logits, sampling, uniforms)
+
+    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
+        """As the model does."""
+        return self._model.logprobs(logits, tokens)
+
+    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
+        """As the model does."""
+        return self._model.score(hidden, tokens, kept_rows)

@@ -1,0 +1,145 @@
+"""The target's early exit: hearing of a step changes nothing of it, and a trained adapter is read or refused."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atts.core import Sampling
+from atts.errors import ModelLoadError, UnsupportedByEngine
+from atts.local.batch import PrefillChunk, StepBatch, StepPlan, Tap, TappedModel, step_batch
+from atts.local.compiling import native_library
+from atts.local.exits import EXIT_FILE, ExitAdapter
+from atts.local.loader import Weights, load_weights
+from atts.local.model_config import ModelConfig, read_model_config
+from atts.local.native_model import NativeModel
+from atts.local.padding import PaddedModel, padding_weights
+from atts.local.padding_shape import padding_shape
+from atts.local.sequence import new_sequence
+from atts.local.torch_model import TorchModel
+from tests.local.speculating import Make, counts, ids_of, requests, run, same, texts
+
+CPU = torch.device("cpu")
+DEEP = {"num_hidden_layers": 4}
+
+
+def loaded(folder: Path, layers: int) -> tuple[ModelConfig, Weights]:
+    """The first layers of a model."""
+    config = read_model_config(folder, "tiny")
+    weights = load_weights(folder, config, torch.float32, CPU, "tiny")
+    fewer: dict[str, Any] = {name: getattr(config, name)[:layers] for name in ("ropes", "windows")}
+    return replace(config, num_layers=layers, **fewer), replace(weights, layers=weights.layers[:layers])
+
+
+def built(config: ModelConfig, weights: Weights, kernel: str) -> TappedModel:
+    """One that computes them, with a cache of its own."""
+    cache = torch.zeros(config.num_layers, 2, 64, config.num_kv_heads, config.head_dim)
+    if kernel == "torch":
+        return TorchModel(config, weights, cache)
+    return NativeModel(native_library("tiny", config)[0], config, weights, cache, 1)
+
+
+def a_step(table: np.ndarray[Any, Any]) -> StepBatch:
+    """Two prompts, of which the last places are wanted."""
+    chunks = list[PrefillChunk]()
+    for row, tokens in enumerate((9, 14)):
+        sequence = new_sequence(row, requests(1)[0].request, 0.0)
+        sequence.ids, sequence.row = list(ids_of(row, tokens)), row
+        chunks.append(PrefillChunk(sequence, 0, tokens, tokens - 1))
+    return step_batch(StepPlan([], chunks, [], []), table)
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("pad", [False, True])
+def test_who_hears_of_a_step_changes_nothing_of_it(kernel: str, pad: bool, make_model: Make) -> None:
+    """Final states to the bit; what is heard is what a model that ended there would hand to its last norm."""
+    folder, heard = make_model("llama", **DEEP), list[Tensor]()
+    table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
+    config, weights = loaded(folder, 4)
+
+    def model() -> TappedModel:
+        own = built(config, weights, kernel)
+        if not pad:
+            return own
+        shape = padding_shape(config, 1_200_000, 0)
+        stack = built(shape, padding_weights(shape, torch.float32, CPU), kernel)
+        return PaddedModel(own, stack, config.hidden_size, config.vocabulary, shape.num_layers // 2)
+
+    plain = model().forward(a_step(table), table)
+    whole = model().forward(a_step(table), table, Tap(2, heard.append))
+    assert torch.equal(plain, whole)
+    assert [len(rows) for rows in heard] == [2]
+    cut = built(*loaded(folder, 2), kernel).forward(a_step(table), table)
+    normed = torch.nn.functional.rms_norm(heard[0], heard[0].shape[1:], weights.norm, config.norm_eps)
+    assert torch.allclose(normed, cut, atol=1e-5)
+
+
+def trained(folder: Path, to: Path, **changes: Any) -> Path:
+    """A copy of a model with an adapter beside it, made for that model but for the changes."""
+    shutil.copytree(folder, to)
+    width = read_model_config(folder, "tiny").hidden_size
+    parts = {"norm": torch.ones(width), "down": torch.randn(3, width), "up": 0.1 * torch.randn(width, 3)}
+    (to / EXIT_FILE).parent.mkdir()
+    layers = changes.pop("layers", "1")
+    save_file({**parts, **changes}, to / EXIT_FILE, metadata={"layers": layers})
+    return to
+
+
+def test_an_adapter_is_read_beside_its_model_and_changes_no_token(make_model: Make, near: Path, tmp_path: Path) -> None:
+    """Without one the exit is half-way down; with one it is where that was trained."""
+    folder = make_model("llama", **DEEP)
+    config, weights = loaded(folder, 4)
+    assert ExitAdapter.read(folder, config, weights, "tiny").layers == 2
+    other = trained(folder, tmp_path / "trained")
+    adapter, x = ExitAdapter.read(other, config, weights, "tiny"), torch.randn(5, config.hidden_size)
+    assert adapter.layers == 1
+    assert not torch.allclose(adapter(x, 1e-6), ExitAdapter.untrained(config, weights)(x, 1e-6), atol=0.01)
+    plain = run(folder, [requests(3)])
+    done = run(other, [requests(3)], None, 4, near, speculate="mirror")
+    assert same(plain, done)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layers": "4"}, "was made for another model"),
+        ({"layers": "half"}, "cannot be read"),
+        ({"norm": torch.ones(7)}, "was made for another model"),
+        ({"up": torch.ones(3, 3)}, "was made for another model"),
+    ],
+)
+def test_an_adapter_of_another_model_is_refused(
+    changes: dict[str, Any], said: str, make_model: Make, near: Path, tmp_path: Path
+) -> None:
+    """With the file's name, and what to do."""
+    folder = trained(make_model("llama", **DEEP), tmp_path / "other", **changes)
+    with pytest.raises(ModelLoadError, match=said) as raised:
+        run(folder, [requests(1)], None, 4, near, speculate="mirror")
+    assert EXIT_FILE in str(raised.value)
+    assert "scripts/train heads" in str(raised.value)
+    (folder / EXIT_FILE).write_bytes(b"nothing")
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        run(folder, [requests(1)], None, 4, near, speculate="mirror")
+
+
+def test_a_target_of_one_layer_has_no_exit(make_model: Make, near: Path) -> None:
+    """It is refused before anything is written."""
+    with pytest.raises(UnsupportedByEngine, match="it has one"):
+        run(make_model("llama", num_hidden_layers=1), [requests(1)], None, 4, near, speculate="mirror")
+
+
+def test_torch_writes_the_same_with_an_exit(make_model: Make, near: Path) -> None:
+    """Greedy tokens are those without speculation; something is guessed."""
+    folder, orders = make_model("llama"), requests(3, 24, [Sampling(0.0)])
+    plain = run(folder, [orders], kernel="torch")
+    done = run(folder, [orders], None, 4, near, speculate="mirror", kernel="torch")
+    assert texts(plain) == texts(done)
+    assert counts(done).overlap is not None

@@ -68,12 +68,14 @@ class Arithmetic:
     """Arithmetic at one precision; every result carries the error it has gathered.
 
     `spread` is the precision that what was computed asks for: a term beside which another is 2**spread times larger.
+    `has_left_reals` says that some part of what was computed is no real number.
     """
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
         self.mp: Any = context(bits) if bits else None
         self.spread = 0
+        self.has_left_reals = False
 
     def widen(self, bits: int) -> None:
         """Note that so many bits lie between the largest and the smallest magnitude that meet."""

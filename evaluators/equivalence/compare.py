@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from fractions import Fraction
 from typing import Literal
 
 from atts.core import Grading
+from atts.evaluators.equivalence import traits
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.sets import Interval, Line, is_inequality, speaks_of_reals
-from atts.evaluators.equivalence.traits import (
-    choice_letter,
-    clock,
-    counts_apart,
-    difference,
-    infinity,
-    is_clock,
-    is_near,
-    is_part,
-    is_point_value,
-    is_unnamed,
-    mark,
-    members,
-    rounds,
-    same_numeral,
-    sign_of,
-    variable_of,
-    vector,
-)
 from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named, substituted
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
@@ -104,7 +87,7 @@ class Comparer:
         if one == two or {one.kind, two.kind} == {"word", "symbol"}:
             return self.same(left.value, right.value)
         if one.kind != two.kind:
-            return self.same(left.value, right.value) and self.ruled("name", not is_point_value(one, two))
+            return self.same(left.value, right.value) and self.ruled("name", not traits.is_point_value(one, two))
         if one.kind == "word":
             words = [set(name.text.split()) for name in (one, two)]
             return self.same(left.value, right.value) and self.ruled(
@@ -131,10 +114,10 @@ class Comparer:
             return self.chains(gold, answer)
         if one[0] not in FLIPPED or two[0] not in FLIPPED or has(gold, "congruence") or has(answer, "congruence"):
             return one == two and all(self.same(a, b) for a, b in zip(gold.args, answer.args, strict=True))
-        ratio = self.prober.proportional(difference(gold), difference(answer))
+        ratio = self.prober.proportional(traits.difference(gold), traits.difference(answer))
         if ratio is None:
             return self.ruled("relation", False)
-        sign = sign_of(ratio)
+        sign = traits.sign_of(ratio)
         if one[0] in ("=", "!=", "~"):
             return self.ruled("relation", sign != 0 and one == two)
         return self.ruled("relation", two[0] == (one[0] if sign > 0 else FLIPPED[one[0]]) and sign != 0)
@@ -154,7 +137,7 @@ class Comparer:
         if is_inequality(named(gold).value) and is_inequality(named(answer).value) and gold.text == answer.text:
             if len(gold.args) == len(answer.args) and all(map(self.agree, gold.args, answer.args)):
                 return self.ruled("relation", True)
-        names = {variable_of(gold), variable_of(answer)} - {""}
+        names = {traits.variable_of(gold), traits.variable_of(answer)} - {""}
         line = Line(self.prober)
         left, right = line.region(gold), line.region(answer)
         if left is None or right is None:
@@ -181,9 +164,16 @@ class Comparer:
     def values(self, gold: Node, answer: Node) -> bool:
         """Two answers that are no relations."""
         if has(gold, "plusminus") or has(answer, "plusminus"):
-            return self.unordered(members(gold), members(answer), "set")
+            return self.unordered(traits.members(gold), traits.members(answer), "set")
         gold, answer = matrix(gold) or gold, matrix(answer) or answer
         kinds: set[str] = {gold.kind, answer.kind}
+        if "builder" in kinds and kinds & {"set", "list"}:
+            line = Line(self.prober)
+            gold, answer = (line.whole(node) if node.kind == "builder" else node for node in (gold, answer))
+            kinds = {gold.kind, answer.kind}
+        if "congruence" in kinds and len(kinds) > 1:
+            gold, answer = (traits.progression(node) or node for node in (gold, answer))
+            kinds = {gold.kind, answer.kind}
         if kinds & {"congruence", "clock", "cases", "builder"}:
             return self.special(gold, answer, kinds)
         if kinds == {"union"}:
@@ -201,7 +191,7 @@ class Comparer:
         if "cases" in kinds:
             return self.by_cases(gold, answer)
         if "clock" in kinds:
-            return self.ruled("time", clock(gold) is not None and clock(gold) == clock(answer))
+            return self.ruled("time", traits.clock(gold) is not None and traits.clock(gold) == traits.clock(answer))
         if len(kinds) > 1:
             return self.ruled(min(kinds & {"congruence", "builder"}), False)
         if kinds == {"builder"}:
@@ -244,12 +234,25 @@ class Comparer:
             return self.each(pair.args, other.args, "tuple")
         if gold.kind == answer.kind == "list" and gold.text and answer.text and gold.text != answer.text:
             return self.ruled("logic", False)
-        one, two = members(gold), members(answer)
+        one, two = traits.members(gold), traits.members(answer)
         if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):  # one value in two forms
             return all(self.same(a, b) for a in one for b in two)
-        if len(one) == len(two) and counts_apart(one) != counts_apart(two):
+        if len(one) == len(two) and traits.counts_apart(one) != traits.counts_apart(two):
             return self.each(one, two, "tuple")
-        return self.unordered(one, two, "set")
+        if not self.unordered(one, two, "set"):
+            return False
+        is_counted = "set" not in (gold.kind, answer.kind) and "or" not in (gold.text, answer.text)
+        is_counted = is_counted and not any(has(node, "relation", "word", *_COLLECTIONS) for node in one + two)
+        return self.ruled("set", not is_counted or self.as_often(one, two))
+
+    def as_often(self, one: tuple[Node, ...], two: tuple[Node, ...]) -> bool:
+        """Whether values are repeated alike on two sides that have the same ones."""
+        if len(one) != len(two) or len(one) == len({*one}) == len({*two}):
+            return len(one) == len(two)
+        if len(one) > _PAIRWISE:
+            return Counter(map(self.prober.constants, one)) == Counter(map(self.prober.constants, two))
+        return all(sum(self.agree(node, each) for each in one) == sum(self.agree(node, each) for each in two)
+                   for node in {*one})  # fmt: skip
 
     def unordered(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
         """Whether each member has a counterpart on the other side."""
@@ -291,7 +294,7 @@ class Comparer:
             return self.each(gold.args, answer.args, "matrix")
         if "matrix" in (gold.kind, answer.kind):
             grid, other = (gold, answer) if gold.kind == "matrix" else (answer, gold)
-            entries = vector(grid)
+            entries = traits.vector(grid)
             if entries is None or other.kind != "tuple":
                 return self.ruled("matrix", False)
             return self.each(entries, other.args, "matrix")
@@ -310,13 +313,16 @@ class Comparer:
 
     def words(self, gold: Node, answer: Node) -> bool:
         if gold.kind != "word" or answer.kind != "word":
-            return self.ruled("text", choice_letter(gold) is not None and choice_letter(gold) == choice_letter(answer))
+            return self.ruled(
+                "text",
+                traits.choice_letter(gold) is not None and traits.choice_letter(gold) == traits.choice_letter(answer),
+            )
         return self.ruled("text", vocabulary.squashed(gold.text) == vocabulary.squashed(answer.text))
 
     def plain(self, gold: Node, answer: Node) -> bool:
         """Two single values, their units, percent and degree signs, bases and ratios included."""
         kinds = (gold.kind, answer.kind)
-        signs = [mark(gold), mark(answer)]
+        signs = [traits.mark(gold), traits.mark(answer)]
         if all(signs) and signs[0] != signs[1]:
             is_angle = set(signs) == {"degree", "rad"}
             values = [node.args[0] if node.kind == "quantity" else node for node in (gold, answer)]
@@ -326,17 +332,17 @@ class Comparer:
         if "ratio" in kinds:
             return self.ratios(gold, answer)
         if "based" in kinds:
-            return self.ruled("base", same_numeral(gold, answer))
+            return self.ruled("base", traits.same_numeral(gold, answer))
         if "percent" in kinds and kinds[0] != kinds[1]:
             bare = [node.args[0] if node.kind == "percent" else node for node in (gold, answer)]
             return self.same(*bare) or self.numbers(gold, answer) or self.ruled("percent", False)
         if "degree" in kinds and kinds[0] != kinds[1]:
             bare = [node.args[0] if node.kind == "degree" else node for node in (gold, answer)]
             return self.numbers(*bare) or self.ruled("degrees", self.numbers(gold, answer))
-        if choice_letter(gold) and choice_letter(answer):
-            return self.ruled("text", choice_letter(gold) == choice_letter(answer))
+        if traits.choice_letter(gold) and traits.choice_letter(answer):
+            return self.ruled("text", traits.choice_letter(gold) == traits.choice_letter(answer))
         if has(gold, "inf", "constant") or has(answer, "constant"):
-            infinite = [infinity(node) for node in (gold, answer)]
+            infinite = [traits.infinity(node) for node in (gold, answer)]
             if infinite != [0, 0]:
                 return self.ruled("infinity", infinite[0] == infinite[1])
         return self.numbers(gold, answer)
@@ -345,8 +351,8 @@ class Comparer:
         """Units must not contradict each other; one left out, or not known to us, is passed over."""
         left, right = (node.args[0] if node.kind == "quantity" else node for node in (gold, answer))
         one, two = (measure(node.text) if node.kind == "quantity" else None for node in (gold, answer))
-        if one is not None and two is not None and one[0] and two[0] and not is_unnamed(one[0], two[0]):
-            if one[0] != two[0] and not is_part(one[0], two[0]):
+        if one is not None and two is not None and one[0] and two[0] and not traits.is_unnamed(one[0], two[0]):
+            if one[0] != two[0] and not traits.is_part(one[0], two[0]):
                 return self.ruled("unit", False)
             return self.ruled("unit", self.same(left, Node("mul", (right, number(two[1] / one[1])))))
         if any(node.value is not None and node.kind == "quantity" for node in (gold, answer)):
@@ -360,10 +366,10 @@ class Comparer:
         """Ratios by proportion, times of day by their digits."""
         if gold.kind == answer.kind == "ratio":
             one, two = (tuple(quotient(each, node.args[0]) for each in node.args) for node in (gold, answer))
-            is_time = is_clock(gold) or is_clock(answer)
+            is_time = traits.is_clock(gold) or traits.is_clock(answer)
             return self.each(gold.args, answer.args, "ratio") or (not is_time and self.each(one, two, "ratio"))
         ratio, other = (gold, answer) if gold.kind == "ratio" else (answer, gold)
-        is_number = len(ratio.args) == 2 and not is_clock(ratio)
+        is_number = len(ratio.args) == 2 and not traits.is_clock(ratio)
         return self.ruled("ratio", is_number and self.numbers(quotient(*ratio.args), other))
 
     def numbers(self, gold: Node, answer: Node) -> bool:
@@ -379,9 +385,9 @@ class Comparer:
             if self.has_value(gold) != self.has_value(answer):
                 return self.ruled("undefined", False)
             raise Undecided(f"no value: {error}") from error
-        if is_near(self.prober, gold, answer, self.grading):
+        if traits.is_near(self.prober, gold, answer, self.grading):
             return self.ruled("tolerance", True)
-        is_rounded = rounds(self.prober, gold, answer)
+        is_rounded = traits.rounds(self.prober, gold, answer)
         return self.ruled("rounding" if is_rounded else "value", is_rounded)
 
     def has_value(self, node: Node) -> bool:

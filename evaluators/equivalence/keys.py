@@ -97,7 +97,9 @@ class Keys:
             return {f"{node.kind}:{clock(node)}" if node.kind == "clock" else node.kind}
         if node.kind == "aliases":
             return self.tokens(node.args[0]) | self.tokens(node.args[1])
-        return set() if node.kind in ("word", "huge", "opaque") else self.number_tokens(node)
+        if node.kind == "word":
+            return {"word:" + node.text}
+        return set() if node.kind in ("huge", "opaque") else self.number_tokens(node)
 
     def number_tokens(self, node: Node) -> set[str]:
         """The value at a whole point."""

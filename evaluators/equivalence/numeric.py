@@ -72,6 +72,7 @@ class Evaluator(Arithmetic):
             raise Undefined("not finite")
         if abs(result.magnitude) > MAX_MAGNITUDE and result.magnitude != NOTHING:
             raise Enormous("a number of enormous size")
+        self.has_left_reals |= hasattr(result.value, "_mpc_")
         return result
 
     def fits(self, value: Fraction) -> bool:

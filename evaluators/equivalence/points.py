@@ -130,6 +130,8 @@ def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
     yield from kept
     yield from (Fraction(math.isqrt(int(value))) for value in kept if value > 3)
     yield from {one / two for one in kept[:6] for two in kept[:6] if one != two}
+    if any(each.text in ("ln", "log") for node in nodes for each in node.walk()):  # where a logarithm passes a constant
+        yield from (Fraction(round(base**value)) for base in (math.e, 10) for value in kept if 1 < value < 300)
 
 
 def rational(node: Node, limits: Limits, point: Point | None = None) -> Fraction | None:

@@ -21,6 +21,7 @@ _MOST_BITS = 6_000
 _ENOUGH = 3  # points with a real value on both sides that must agree
 # what a trace of rounding may leave, and what must remain to call two numbers different
 _SLACK = 12
+_COMPLEX = frozenset({"i", "re", "im", "arg"})
 
 
 class Prober:
@@ -29,6 +30,8 @@ class Prober:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.deadline = time.thread_time() + limits.milliseconds / 1000
+        self.is_of_reals = False  # whether what is compared has variables and speaks of no complex numbers
+        self.apart = 0  # points at which one side alone has a value
 
     def value(self, node: Node, env: Mapping[str, Fraction], bits: int = _BITS) -> Value:
         """The exact value, or an approximation when there is none.
@@ -37,11 +40,21 @@ class Prober:
         """
         return self.measured(node, env, bits)[0]
 
-    def measured(self, node: Node, env: Mapping[str, Fraction], bits: int) -> tuple[Value, int]:
-        """The value, and how many bits apart the largest and smallest magnitudes are that went into it."""
+    def measured(self, node: Node, env: Mapping[str, Fraction], bits: int) -> tuple[Value, int, bool]:
+        """The value, the bits between its largest and smallest magnitude, and whether a part of it is unreal."""
         evaluator = Evaluator(bits, self.limits, env, self.deadline)
         value = evaluator.value(node)
-        return value, 0 if isinstance(value, Fraction) else evaluator.spread
+        return value, 0 if isinstance(value, Fraction) else evaluator.spread, evaluator.has_left_reals
+
+    def are_apart(self, env: Mapping[str, Fraction], *are_outside: bool) -> bool:
+        """Whether two functions of reals have now been seen to be defined at different points.
+
+        A function of reals has no value where a part of it is not real. Single points do not count, nor those at which
+        several variables are negative: the letters of a formula are taken to be of one sign.
+        """
+        if self.is_of_reals and are_outside[0] != are_outside[1] and sum(x < 0 for x in env.values()) < 2:
+            self.apart += 1
+        return self.apart >= _ENOUGH
 
     def equal(self, left: Node, right: Node) -> bool:
         """Whether two expressions have the same value at every probing point, and are real at the same ones.
@@ -52,6 +65,7 @@ class Prober:
             return self.compare_at(left, right, {}, sure=True)[2]
         if canonical(left) == canonical(right):
             return True
+        self.is_of_reals, self.apart = not speaks_of_complex(left, right), 0
         agreed = 0
         unreal: list[bool] = []
         for one, two, same in self.comparisons(left, right):
@@ -102,7 +116,8 @@ class Prober:
         """
         bits = _BITS
         while bits <= _MOST_BITS:
-            (first, one), (second, two) = self.measured(left, env, bits), self.measured(right, env, bits)
+            first, one, is_first_out = self.measured(left, env, bits)
+            second, two, is_second_out = self.measured(right, env, bits)
             needed = max(one, two) + _BITS
             if needed > bits:  # so that what is small beside what is large is seen
                 bits = needed
@@ -111,7 +126,8 @@ class Prober:
             with suppress(Undecided):
                 same = self.agree(first, second, bits)
                 if not same or is_settled:
-                    return is_real(first), is_real(second), same
+                    are_apart = self.are_apart(env, is_first_out, is_second_out)
+                    return is_real(first), is_real(second), same and not are_apart
             bits = 3 * bits + 1
         raise TooLarge("rounding hides the difference")
 
@@ -139,6 +155,7 @@ class Prober:
 
         Raises Undecided when it cannot be told.
         """
+        self.is_of_reals, self.apart = not speaks_of_complex(left, right), 0
         ratio: Value | None = None
         agreed = 0
         for env in points(left, right, self.limits):
@@ -158,8 +175,10 @@ class Prober:
 
     def quotient_at(self, left: Node, right: Node, env: Mapping[str, Fraction]) -> Value | None:
         """right / left at a point: zero when only one of them is, None when both are."""
-        first, one = self.measured(left, env, _BITS)
-        second, two = self.measured(right, env, _BITS)
+        first, one, is_first_out = self.measured(left, env, _BITS)
+        second, two, is_second_out = self.measured(right, env, _BITS)
+        if self.are_apart(env, is_first_out, is_second_out):
+            return Fraction(0)
         if max(one, two) > 0 and max(one, two) + _BITS <= _MOST_BITS:
             bits = max(one, two) + _BITS
             first, second = self.value(left, env, bits), self.value(right, env, bits)
@@ -182,6 +201,11 @@ class Prober:
         if variables(node):
             raise Undecided("variables")
         return self.value(node, {})
+
+
+def speaks_of_complex(*nodes: Node) -> bool:
+    """Whether complex numbers are meant: i, real and imaginary parts, arguments."""
+    return any(each.text in _COMPLEX and each.kind in ("constant", "func") for node in nodes for each in node.walk())
 
 
 def is_real(value: Value) -> bool:

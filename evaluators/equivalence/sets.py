@@ -61,7 +61,7 @@ class Line:
         if node.kind == "tuple" and len(node.args) == 2 and node.text in _PAIRS:
             return (Interval(*node.args, node.text),)
         if node.kind == "set":
-            return self.merged(tuple(Interval(each, each, "[]") for each in node.args))
+            return self.merged(tuple(point for each in node.args for point in _point(each)))
         if node.kind in ("union", "list", "setminus") or node.text == "cap":
             return self.combined(node)
         if node.kind == "builder":
@@ -90,6 +90,18 @@ class Line:
         if member.kind != "symbol" or variables(condition) != frozenset({member.text}):
             return None
         return self._region(condition)
+
+    def whole(self, node: Node) -> Node:
+        """The set of the integers that meet a condition, one by one; the node itself where they are not few."""
+        member, condition = node.args
+        if member.kind == "relation" and member.text == "in" and member.args[1].text == "mathbb:Z":
+            stretches = self.built(member.args[0], condition)
+            ends = [self.prober.constants(end) for each in stretches or () for end in (each.low, each.high)]
+            if stretches and all(isinstance(end, Fraction) and abs(end) < 1_000 for end in ends):
+                low, high = (int(pick(end for end in ends if isinstance(end, Fraction))) for pick in (min, max))
+                inside = [x for x in range(low - 1, high + 2) if self.common(stretches, _point(number(x)))]
+                return Node("set", tuple(number(x, str(x)) for x in inside))
+        return node
 
     def related(self, node: Node) -> Region | None:
         """Where a relation or a chain of them holds."""
@@ -149,11 +161,11 @@ class Line:
         low, high = Node("add", (middle, Node("mul", (MINUS_ONE, root)))), Node("add", (middle, root))
         inside = Interval(low, high, "[]" if "=" in sign and sign != "!=" else "()")
         if sign == "!=":
-            return self.rest(self.merged((Interval(low, low, "[]"), Interval(high, high, "[]"))))
+            return self.rest(self.merged(_point(low) + _point(high)))
         if (curve > 0) == (sign in ("<", "<=")):
             return (inside,) if apart or inside.brackets == "[]" else ()
         return self.rest((Interval(low, high, "()" if inside.brackets == "[]" else "[]"),)) if apart else (
-            LINE if inside.brackets == "[]" else self.rest((Interval(low, low, "[]"),)))  # fmt: skip
+            LINE if inside.brackets == "[]" else self.rest(_point(low)))  # fmt: skip
 
     def linear(self, node: Node, name: str, sign: str) -> Region | None:
         at = [substituted(node, {name: number(x)}) for x in range(3)]
@@ -222,6 +234,10 @@ class Line:
                 found.append(Interval(low, each.low, bracket + (")" if each.brackets[0] == "[" else "]")))
             low, bracket = each.high, "(" if each.brackets[1] == "]" else "["
         return tuple(found) if low == INFINITY else (*found, Interval(low, INFINITY, bracket + ")"))
+
+
+def _point(end: Node) -> Region:
+    return (Interval(end, end, "[]"),)
 
 
 def _ray(sign: str, end: Node) -> Region:

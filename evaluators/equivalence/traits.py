@@ -6,13 +6,13 @@ from dataclasses import replace
 from fractions import Fraction
 
 from atts.core import Grading
-from atts.evaluators.equivalence.exact import digits_in_base
-from atts.evaluators.equivalence.numeric import Value
+from atts.evaluators.equivalence.exact import NotRational, digits_in_base
+from atts.evaluators.equivalence.numeric import Value, exact
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.views import is_name, named, signs_expanded
 from atts.evaluators.syntax.tree import Node, has, number, variables
 from atts.evaluators.syntax.units import Dimension, is_generic, measure
-from atts.evaluators.verdict import Undecided, Undefined
+from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
 ROUNDED_DIGITS = 5  # significant digits from which a decimal may stand for a value it only rounds
 
@@ -78,6 +78,24 @@ def same_numeral(gold: Node, answer: Node) -> bool:
             return gold.text == answer.text and gold.value == answer.value
     numeral, other = (gold, answer) if gold.kind == "based" else (answer, gold)
     return other.kind == "number" and other.text == numeral.text
+
+
+def progression(node: Node) -> Node | None:
+    """8k+3, k perhaps said to be an integer, as the class of 3 modulo 8; None for what is no such class."""
+    value, *said = node.args if node.kind == "list" else (node,)
+    names = variables(value)
+    if (
+        len(names) != 1
+        or has(value, "relation", "func", "call")
+        or any(each.text != "in" or each.args[1].text != "mathbb:Z" for each in said)
+    ):
+        return None
+    try:
+        first, second, third = (exact(value, Limits(), {name: Fraction(at) for name in names}) for at in range(3))
+    except (NotRational, Undefined, TooLarge):
+        return None
+    is_linear = third - second == second - first != 0
+    return Node("congruence", (number(first), number(abs(second - first)))) if is_linear else None
 
 
 def clock(node: Node) -> str | None:

@@ -9,7 +9,7 @@ from itertools import product
 from atts.evaluators.syntax.tree import REALS, Node, grid, has, negated, symbol, variables
 from atts.evaluators.verdict import TooLarge, Undecided
 
-_CHAIN = frozenset({"=", "~"})
+_CHAIN, _IMPLICATIONS = frozenset({"=", "~"}), frozenset({"=>>", "<=>"})
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "~"}
 
 
@@ -48,8 +48,10 @@ def named(node: Node) -> Named:
     if node.kind != "relation":
         return Named(None, node)
     signs = node.text.split()
-    if signs[-1] in ("=>>", "<=>"):
-        return named(node.args[-1])
+    if _IMPLICATIONS.intersection(signs):
+        last = max(at for at, sign in enumerate(signs) if sign in _IMPLICATIONS) + 1
+        rest = node.args[last:]
+        return named(Node("relation", rest, " ".join(signs[last:])) if len(rest) > 1 else rest[0])
     if signs == ["in"] and is_name(node.args[0]):
         return Named(node.args[0], node.args[1])
     if not _CHAIN.issuperset(signs):

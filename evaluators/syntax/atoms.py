@@ -161,6 +161,8 @@ def _root(parser: Grammar) -> Node:
 
 def _named_figure(parser: Grammar, name: str) -> Node:
     letters: list[str] = []
+    if name == "angle" and parser.here.kind == "number":  # of a complex number, after its size
+        return _applied("cis", (parser.factor(),), None)
     while parser.here.kind in ("symbol", "word") or (parser.here.kind == "op" and parser.here.text == "_"):
         if parser.is_op("_"):
             parser.take()

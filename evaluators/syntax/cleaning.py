@@ -83,7 +83,12 @@ _TEMPERATURE = re.compile(
     r"|(Celsius|Fahrenheit)\b))",
     re.IGNORECASE,
 )
+_ARC = re.compile(r"(\d+)\s*\^\s*\{?\s*\\circ\s*\}?\s*(\d\d?)\s*'(?!')(?:\s*(\d\d?)\s*'')?")
+_BASIS = re.compile(
+    r"\\(?:hat|vec|mathbf|boldsymbol|bm)\s*\{\s*(?:\\(?:mathbf|boldsymbol|bm)\s*\{)?\s*\\?([ijk])(?:math)?\s*\}\}?"
+)
 _NUMERAL = re.compile(r"\\(?:text|mathrm)\s*\{([0-9A-Fa-f]+)\}(?=\s*_)")
+_STOPPED_LINE = re.compile(r"[.;,]\s*(?=\\end\{)")
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]])")
 _MERIDIEM = re.compile(r"\b([aApP])\.\s?[mM]\b\.?")
 _EMPHASIS = re.compile(r"\*\*(.*?)\*\*", re.DOTALL)
@@ -108,6 +113,9 @@ def cleaned(text: str, limits: Limits) -> str:
     text = ascii_maths(text)
     if "circ" in text or "egree" in text:
         text = _TEMPERATURE.sub(lambda found: f" deg{(found[1] or found[2] or found[3])[0].upper()} ", text)
+    if "{i" in text or "{\\i" in text or "\\mathbf" in text:
+        text = _BASIS.sub(r"\\vec{\1}", text) if len({*_BASIS.findall(text)}) > 1 else text
+    text = _ARC.sub(_degrees, text) if "'" in text else text
     if "." in text:
         text = _GOING_ON.sub(_going_on, _REPEATING.sub(_repeated, _TWO_DOTS.sub(r"\\dot{\1\2\3}", text)))
     text = _FRACTION_CALL.sub(r"(\1/\2)", text) if "ational(" in text or "raction(" in text else text
@@ -128,6 +136,7 @@ def cleaned(text: str, limits: Limits) -> str:
 
 
 def _latex(text: str) -> str:
+    text = _STOPPED_LINE.sub(" ", text)
     if r"\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)
     text = text.replace(r"\[", " ").replace(r"\]", " ") if r"\[" in text and r"\\[" not in text else text
@@ -137,6 +146,12 @@ def _latex(text: str) -> str:
         text = _THIN_THOUSANDS.sub(lambda found: found[0].replace(r"\,", ""), text)
         text = _NEGATIVE_SPACE.sub("", text)
     return _SPACES.sub(" ", _NUMERAL.sub(r"\1", text) if "_" in text else text)
+
+
+def _degrees(found: re.Match[str]) -> str:
+    """5 degrees, 30 minutes and 36 seconds of arc as 5.51 degrees."""
+    degrees, minutes, seconds = (int(part or 0) for part in found.groups())
+    return rf"(({degrees * 3600 + minutes * 60 + seconds})/3600)^\circ "
 
 
 def _repeated(found: re.Match[str]) -> str:

@@ -207,6 +207,8 @@ class _Lexer:
             and follower[1] in vocabulary.NEUTRAL | vocabulary.LABELS
         ):
             self.add("word", lower)
+        elif lower == "to" and self.after("number") and (not ahead.strip() or _VALUE_AHEAD.match(ahead)):
+            self.add("op", ":")
         elif lower in ("is", "equals"):
             self.add("op", "=")
         elif lower in _SIGN_WORDS and _VALUE_AHEAD.match(ahead):

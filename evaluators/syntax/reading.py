@@ -75,8 +75,8 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
     said = _in_words(plain) if len(plain) < 120 else None
     if said is not None:
         return [said]
-    if _DATE.fullmatch(plain):
-        raise UnknownWords("a date")
+    if _NUMERIC_DATE.fullmatch(plain):
+        raise UnknownWords("a date whose day and month are not told apart")
     joined = joined_thousands(plain)
     found: list[Node] = []
     problem: Undecided | None = None
@@ -111,6 +111,11 @@ def _in_words(plain: str) -> Node | None:
     if division:
         numbers = [number(int(part)) for part in division.groups() if part]
         return Node("tuple", tuple(numbers), "R")
+    if date := vocabulary.date_in_words(phrase):
+        return Node("word", text=date)
+    if left_out := _EXCEPT.fullmatch(phrase):
+        points = (number(Fraction(part)) for part in re.findall(r"-?\d+(?:[./]\d+)?", left_out[1]))
+        return Node("setminus", (REALS, Node("set", tuple(points))))
     if "\\" in phrase or not _WORD.search(phrase):
         return None
     fixed = vocabulary.meaning(vocabulary.squashed(phrase))
@@ -133,6 +138,13 @@ _BRACES, _WORD, _NUMERIC = re.compile(r"[{}~]"), re.compile(r"[A-Za-z]{3}|\d\s*[
 _DIVISION = re.compile(
     r"\s*(?:quotient\s*(?:=|:|is|of)?\s*)?(\d+)\s*,?\s*(?:and\s+)?(?:with\s+)?(?:an?\s+)?"
     r"(?:[Rr]|rem|remainder)\b\.?\s*(?:=|:|is|of)?\s*(\d+)\s*|\s*(\d+)\s*R(\d+)\s*"
+)
+
+
+_EXCEPT = re.compile(
+    r"\s*(?:(?:all|any|every)\s+)?(?:reals?|real\s+numbers?)\s+(?:x\s+)?(?:except|excluding|other\s+than|but|apart\s+from)"
+    r"(?:\s+for)?\s+((?:x\s*=\s*)?-?\d+(?:[./]\d+)?(?:\s*(?:,|and|or)\s*-?\d+(?:[./]\d+)?)*)\s*",
+    re.IGNORECASE,
 )
 
 
@@ -171,8 +183,9 @@ _ANNOUNCED = re.compile(
 )
 
 
-_DATE = re.compile(r"\d{4}-\d\d-\d\d|\d\d?/\d\d?/\d{4}")
+_NUMERIC_DATE = re.compile(r"\d\d?/\d\d?/\d{4}")
 _LEADING = re.compile(
-    r"\A\s*(?:=|\\approx(?![a-z])|equals?\b|(?:so|thus|therefore|hence|finally),)\s*(?=\S)", re.IGNORECASE
+    r"\A\s*(?:=|\\approx(?![a-z])|equals?\b|(?:so|thus|therefore|hence|finally),|(?:it|they)\s+(?:is|are)\b)\s*(?=\S)",
+    re.IGNORECASE,
 )
 _EMPTY_BOX = re.compile(r"\\?(?:boxed|fbox)\s*\{\s*\}")

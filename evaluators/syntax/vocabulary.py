@@ -29,6 +29,10 @@ def number_in_words(text: str) -> Fraction | None:
     >>> number_in_words("two thousand and twenty-five")
     Fraction(2025, 1)
     """
+    whole, _, rest = text.rpartition(" and ")
+    if whole and (rest.startswith(("a ", "an ")) or " " in rest.strip()):  # one and a half
+        one, two = number_in_words(whole), number_in_words(rest)
+        return one + two if one and two and two < 1 else None
     found = [word for word in re.findall(r"[a-z]+", text.lower()) if word != "and"]
     sign = -1 if found[:1] in (["minus"], ["negative"]) else 1
     found = found[sign < 0 :]
@@ -53,6 +57,26 @@ def meaning(phrase: str) -> str:
     return next((fixed for fixed, form in MEANINGS.items() if form.fullmatch(phrase)), phrase)
 
 
+_MONTHS = {form: index for index, name in enumerate(table("months", str).split(), 1) for form in (name, name[:3])}
+_DATE = re.compile(
+    rf"(?:(?P<y>\d{{4}})-(?P<m>\d\d)-(?P<d>\d\d))|(?:(?P<d1>\d\d?)(?:st|nd|rd|th)?\s+(?:of\s+)?)?"
+    rf"(?P<name>{'|'.join(_MONTHS)})\b\.?(?:\s+(?P<d2>\d\d?)(?:st|nd|rd|th)?(?!\d))?(?:,?\s+(?P<y1>\d{{4}}))?"
+)
+
+
+def date_in_words(phrase: str) -> str:
+    """A date in one fixed form, its year left out where it is not said; empty for what is none.
+
+    >>> date_in_words("March 5, 2024") == date_in_words("5th of march 2024") == date_in_words("2024-03-05")
+    True
+    """
+    found = _DATE.fullmatch(phrase.strip().lower())
+    if found is None or not (day := found["d"] or found["d1"] or found["d2"]) or (found["d1"] and found["d2"]):
+        return ""
+    month = int(found["m"]) if found["m"] else _MONTHS[found["name"]]
+    return f"date {found['y'] or found['y1'] or ''} {month} {int(day)}"
+
+
 _WORDS_OF_THREE = words("words_of_three")
 
 
@@ -68,7 +92,7 @@ def is_word(letters: str) -> bool:
     return True
 
 
-_PIECE = re.compile(r"[^\W_]+|[-+*/^=<>!?%|\\]")
+_PIECE = re.compile(r"[^\W_]+|(?<=\d)['\"]+|[-+*/^=<>!?%|\\]")
 _HYPHEN = re.compile(r"(?<=[^\W\d_])-(?=[^\W\d_])")
 
 
@@ -79,6 +103,6 @@ def squashed(text: str) -> str:
     'ellipse'
     """
     pieces = _PIECE.findall(_HYPHEN.sub(" ", text.lower()))
-    if len(pieces) > 1 and pieces[0] in ("a", "an", "the"):
+    if len(pieces) > 1 and pieces[0] in ("a", "an", "the") and pieces[1].isalnum():
         pieces = pieces[1:]
     return " ".join(pieces)

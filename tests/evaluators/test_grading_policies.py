@@ -1,12 +1,13 @@
 """The page of disputed pairs says what the grader says."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from atts.core import AnswerKind, Grading, Problem
-from atts.evaluators import judge
+from atts.evaluators import equivalent, judge
 
 pytestmark = pytest.mark.checkout
 EXAMPLES: tuple[tuple[str, Grading, str, str, str], ...] = (
@@ -37,6 +38,16 @@ def test_the_examples_of_policies_hold() -> None:
         kind: AnswerKind = "choice" if gold == "B" else "math"
         assert judge(Problem("", "", gold, kind, choices=CHOICES, grading=grading), answer).status == status
         assert f"| `{policy} = {getattr(grading, policy)}` | `{gold}` | `{answer}` | {status} |" in page
+
+
+def test_the_examples_of_what_is_not_set_hold() -> None:
+    """Domains and repeats as the page shows them, whichever side is the reference."""
+    from scripts.studies.grading_policy import TARGET
+
+    section = TARGET.read_text(encoding="utf-8").partition("# What is not set")[2].partition("# Disputed pairs")[0]
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (\w+) \|", section, re.MULTILINE)
+    assert len(rows) == 8
+    assert [row for row in rows if {equivalent(*row[:2]).status, equivalent(*row[1::-1]).status} != {row[2]}] == []
 
 
 def test_the_page_is_current(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

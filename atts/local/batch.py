@@ -101,6 +101,7 @@ class StepBatch:
     num_single: int  # sequences at the front that feed exactly one token
     logit_rows: Ints  # [logits] tokens whose hidden state is returned
     chains: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [sequences] of which model each is
+    units: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [sequences] of it, computed from there
 
 
 class Tap(NamedTuple):
@@ -157,11 +158,12 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
         return _decoding_batch(plan, table)
     fed = _fed(plan)
     ids = chain([token for _, _, token in fed], *[s.ids[start:stop] for s, start, stop, _ in plan.prefills])
-    numbers = [(s.row, at, at + 1, at, False, s.rope_row, s.chain) for s, at, _ in fed]
+    numbers = [(s.row, at, at + 1, at, False, s.rope_row, s.chain, 0) for s, at, _ in fed]
     numbers += [
-        (s.row, start, stop, first, s.is_scoring, s.rope_row, s.chain) for s, start, stop, first in plan.prefills
+        (s.row, start, stop, first, s.is_scoring, s.rope_row, s.chain, s.unit * (start < s.borrowed))
+        for s, start, stop, first in plan.prefills
     ]
-    rows, begins, lengths, logits_from, is_scoring, ropes, chains = np.array(numbers, dtype=np.int64).T.copy()
+    rows, begins, lengths, logits_from, is_scoring, ropes, chains, units = np.array(numbers, dtype=np.int64).T.copy()
     counts, num_logits = lengths - begins, lengths - logits_from
     starts = np.zeros(len(numbers) + 1, dtype=np.int64)
     counts.cumsum(out=starts[1:])
@@ -181,6 +183,7 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
         num_single=int((counts == 1).sum()),
         logit_rows=np.concatenate([sampled, scored]),
         chains=chains,
+        units=units,
     )
 
 
@@ -193,7 +196,7 @@ def _decoding_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
     numbers = [(s.row, s.rope_row, position, token, s.chain) for s, position, token in _fed(plan)]
     rows, ropes, positions, tokens, chains = np.array(numbers, dtype=np.int64).T.copy()
-    return replace(single_rows(tokens, positions, ropes, rows, table), chains=chains)
+    return replace(single_rows(tokens, positions, ropes, rows, table), chains=chains, units=np.zeros_like(chains))
 
 
 def single_rows(

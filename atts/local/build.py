@@ -21,6 +21,7 @@ from atts.local.cuda_model import cuda_model
 from atts.local.drafting import ModelDrafter
 from atts.local.exits import ExitAdapter, ExitModel
 from atts.local.fuzzy import FuzzyDrafter
+from atts.local.ledger import Ledger
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop, TokenTable
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
@@ -80,11 +81,12 @@ def _build(
 ) -> tuple[StepLoop, WorkerReady]:
     device, dtype = _device(config), getattr(torch, config.options.dtype)
     chains, trouble = _shared_kernels(config, device)
-    drafter_weights = None
+    drafter_weights, ledger = None, None
     exits: ExitModel | None = None
     if chains is not None:
         cache = allocate_cache(config, dtype, device)
-        model: Model = ChainModel(chains, cache, _threads(config), config)
+        ledger = Ledger(cache.shape[2] - _SPARE_SLOTS, config.model.hidden_size)
+        model: Model = ChainModel(chains, cache, _threads(config), config, ledger)
     else:
         weights = load_weights(config.folder, config.model, dtype, device, config.name)
         drafter_weights = _drafter_weights(config, dtype, device)
@@ -105,7 +107,7 @@ def _build(
     )
     tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * config.model.vocabulary))))
     token_table = TokenTable(config.pieces, frozenset(config.model.end_ids))
-    scheduler = Scheduler(limits, tree)
+    scheduler = Scheduler(limits, tree, ledger)
     speculation = None
     if options.speculates or (config.proposer is not None and options.k != 0):
         drafter = None

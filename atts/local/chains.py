@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,15 +18,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.decode import SampledTokens, SamplingBatch
+from atts.local.adapters import LowRank
 from atts.local.allocator import SlotIds
 from atts.local.batch import Ints, StepBatch
-from atts.local.loader import layer_deltas, load_adapter, load_weights
+from atts.local.ledger import Ledger, Lineage
+from atts.local.loader import Weights, layer_deltas, load_adapter, load_weights
 from atts.local.messages import WorkerConfig
 from atts.local.native_model import NativeModel, Segment
 from atts.local.packing import PackedAdapter, Packing
-from atts.stored_blocks import unit_digests
+from atts.stored_blocks import content_digest, unit_digests
 
 _Floats = NDArray[np.float32]
+MANY = 4
+"""Rows of a sequence in a step that attend by the kernels for many, whatever the model."""
 
 
 class Stage(NamedTuple):
@@ -49,6 +54,7 @@ class _Part(NamedTuple):
 class _Chain(NamedTuple):
     model: NativeModel
     units: tuple[str, ...]  # what each is called: equal where chains can pass it together
+    lineage: Lineage
     config: WorkerConfig
     adapter: PackedAdapter | None
 
@@ -59,22 +65,31 @@ class ChainModel:
     A chain's weights are loaded when it is first asked; those of blocks that another chain has are not kept twice.
     """
 
-    def __init__(self, library: ctypes.CDLL, cache: Tensor, threads: int, first: WorkerConfig) -> None:
-        self._library, self._cache, self._threads = library, cache, threads
+    def __init__(self, library: ctypes.CDLL, cache: Tensor, threads: int, first: WorkerConfig, ledger: Ledger) -> None:
+        self._library, self._cache, self._threads, self._ledger = library, cache, threads, ledger
         self._packing = Packing(library)
         self._configs = [first]
         self._chains: dict[int, _Chain] = {}
         self._stages: dict[tuple[int, ...], list[Stage]] = {}
         self.unit_rows = self.unit_calls = 0  # rows taken through units, and how often a unit was run
+        self.open(0)
 
     def add(self, config: WorkerConfig) -> None:
         """One more chain; its number follows the last one's."""
         self._configs.append(config)
 
+    def open(self, number: int) -> list[int] | None:
+        """Load a chain when it is first asked; None where it is there, else what `Ledger.relate` says."""
+        if number in self._chains:
+            return None
+        self._chains[number] = self._load(self._configs[number])
+        self._stages.clear()
+        return self._ledger.relate({at: chain.lineage for at, chain in self._chains.items()})
+
     @property
     def device_name(self) -> str:
         """What computes."""
-        return f"{self._chain(0).model.device_name}, shared blocks"
+        return f"{self._chains[0].model.device_name}, shared blocks"
 
     @property
     def num_bytes(self) -> int:
@@ -82,24 +97,47 @@ class ChainModel:
         return self._packing.num_bytes
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`, and their chains: [logits, hidden_size + 1]."""
+        """The final, normed hidden states of the batch's `logit_rows`, and their chains: [logits, hidden_size + 1].
+
+        There is a table for each column of the ledger's.
+        """
         present = tuple(np.unique(batch.chains).tolist())
-        width = self._chain(present[0]).config.model.hidden_size
+        width = self._chains[present[0]].config.model.hidden_size
         x = np.empty((len(batch.tokens), width), dtype=np.float32)
         hidden = np.empty((len(batch.logit_rows), width), dtype=np.float32)
-        parts = dict[tuple[int, ...], _Part]()
+        counts, parts = np.diff(batch.query_starts), dict[tuple[object, ...], _Part]()
+        positions = np.arange(len(batch.tokens)) + (batch.context_lens - batch.query_starts[1:]).repeat(counts)
+        slots = table[:, batch.table_rows.repeat(counts), positions].astype(np.int64)
         for stage in self.stages(present):
+            column, is_due = self._ledger.column_of(stage.start // 2), batch.units <= stage.start
+            if stage.start in self._ledger.kept:
+                self._keep(stage.start, batch, slots, x)
             for group in stage.groups:
-                if group not in parts:
-                    parts[group] = self._part(batch, group)
-                self._run(stage, group, parts[group], (table, x, hidden))
-        owners = np.repeat(batch.chains, np.diff(batch.query_starts))[batch.logit_rows]
+                key = group, column, is_due.sum()
+                if key not in parts:
+                    parts[key] = self._part(replace(batch, slots=slots[column]), group, is_due)
+                if len(parts[key].rows):
+                    self._run(stage, group, parts[key], (table[column], x, hidden))
+        owners = np.repeat(batch.chains, counts)[batch.logit_rows]
         return torch.from_numpy(np.concatenate([hidden, owners[:, None].astype(np.float32)], axis=1))
 
+    def _keep(self, unit: int, batch: StepBatch, slots: Ints, x: _Floats) -> None:
+        """Read what goes into a unit for sequences that are computed from there on; remember it of the others."""
+        kept, counts = self._ledger.kept[unit], np.diff(batch.query_starts)
+        passes = np.array([unit < len(self._chains[chain].units) for chain in batch.chains.tolist()])
+        begins = (batch.units == unit).repeat(counts)
+        x[begins] = kept.states[slots[kept.column, begins]]
+        for which, is_known in ((counts < MANY, False), (counts >= MANY, True)):
+            rows = (which & passes & (batch.units < unit)).repeat(counts)
+            kept.is_known[slots[kept.column, rows]] = is_known
+            if is_known:
+                kept.states[slots[kept.column, rows]] = x[rows]
+
     def stages(self, present: tuple[int, ...]) -> list[Stage]:
-        """How the chains of a step pass their units: together wherever these are equal."""
+        """How the chains of a step pass their units: together wherever these are equal; cut where states are kept."""
         if present not in self._stages:
-            units = {chain: self._chain(chain).units for chain in present}
+            units = {chain: self._chains[chain].units for chain in present}
+            cuts = {*self._ledger.kept, *(1 + 2 * start for start in self._ledger.starts[1:])}
             found = list[Stage]()
             for at in range(max(map(len, units.values()))):
                 groups = dict[str, tuple[int, ...]]()
@@ -107,7 +145,7 @@ class ChainModel:
                     if at < len(names):
                         groups[names[at]] = (*groups.get(names[at], ()), chain)
                 partition = tuple(groups.values())
-                if found and found[-1].groups == partition:
+                if found and found[-1].groups == partition and at not in cuts:
                     found[-1] = found[-1]._replace(stop=at + 1)
                 else:
                     found.append(Stage(at, at + 1, partition))
@@ -136,33 +174,33 @@ class ChainModel:
 
     def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
         """One token a row."""
-        return self._chain(0).model.sample(logits, sampling, uniforms)
+        return self._chains[0].model.sample(logits, sampling, uniforms)
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
         """Each row's token under the raw distribution."""
-        return self._chain(0).model.logprobs(logits, tokens)
+        return self._chains[0].model.logprobs(logits, tokens)
 
     def _by_head(self, hidden: Tensor) -> list[tuple[NativeModel, Tensor]]:
         """Rows by the head that they go to, and a model that has it."""
         owners = hidden[:, -1].to(torch.int64)
         heads = dict[str, list[int]]()
         for chain in set(owners.tolist()):
-            heads.setdefault(self._chain(chain).units[-1], []).append(chain)
-        found = [(self._chain(chains[0]).model, torch.isin(owners, torch.tensor(chains))) for chains in heads.values()]
+            heads.setdefault(self._chains[chain].units[-1], []).append(chain)
+        found = [(self._chains[chains[0]].model, torch.isin(owners, torch.tensor(chains))) for chains in heads.values()]
         return [(model, mask.nonzero().squeeze(-1)) for model, mask in found]
 
     def _run(self, stage: Stage, group: tuple[int, ...], part: _Part, whole: tuple[SlotIds, _Floats, _Floats]) -> None:
-        chain, (table, x, hidden) = self._chain(group[0]), whole
+        table, x, hidden = whole
         self.unit_calls += stage.stop - stage.start
         self.unit_rows += (stage.stop - stage.start) * len(part.rows)
         mine = (x, hidden) if part.is_all else (x[part.rows], hidden[part.logits])
-        chain.model.run(part.batch, table, mine, (stage.start, stage.stop), part.segments)
+        self._chains[group[0]].model.run(part.batch, table, mine, (stage.start, stage.stop), part.segments)
         if not part.is_all:
             x[part.rows], hidden[part.logits] = mine
 
-    def _part(self, batch: StepBatch, group: tuple[int, ...]) -> _Part:
+    def _part(self, batch: StepBatch, group: tuple[int, ...], is_due: NDArray[np.bool_]) -> _Part:
         """The sequences of some chains, chain after chain, so that an adapter's rows lie side by side."""
-        chosen = np.concatenate([(batch.chains == chain).nonzero()[0] for chain in group])
+        chosen = np.concatenate([((batch.chains == chain) & is_due).nonzero()[0] for chain in group])
         counts = np.diff(batch.query_starts)[chosen]
         starts = np.concatenate([[0], counts.cumsum()])
         rows = np.arange(starts[-1]) + (batch.query_starts[chosen] - starts[:-1]).repeat(counts)
@@ -189,18 +227,13 @@ class ChainModel:
     def _segments(self, part: StepBatch, group: Sequence[int]) -> list[Segment]:
         found = list[Segment]()
         for chain in group:
-            adapter = self._chain(chain).adapter
-            if adapter is not None:
-                mine = (part.chains == chain).nonzero()[0]
+            adapter = self._chains[chain].adapter
+            mine = (part.chains == chain).nonzero()[0]
+            if adapter is not None and len(mine):
                 start, stop = int(part.query_starts[mine[0]]), int(part.query_starts[mine[-1] + 1])
                 logits = np.searchsorted(part.logit_rows, [start, stop]).tolist()
                 found.append(Segment(start, stop, logits[0], logits[1], adapter))
         return found
-
-    def _chain(self, number: int) -> _Chain:
-        if number not in self._chains:
-            self._chains[number] = self._load(self._configs[number])
-        return self._chains[number]
 
     def _load(self, config: WorkerConfig) -> _Chain:
         folder, shape, name = config.folder, config.model, config.name
@@ -210,7 +243,7 @@ class ChainModel:
             self._library, shape, weights, self._cache, self._threads, packing=self._packing, keys=digests
         )
         added = load_adapter(folder, shape, name)
-        adapter = self._packing.adapter(layer_deltas(added, shape)) if added else None
+        deltas = layer_deltas(added, shape) if added else [None] * 4 * shape.num_layers
         ropes = [
             f"{weights.ropes[kind].frequencies.tolist()} {window}"
             for kind, window in zip(shape.ropes, shape.windows, strict=True)
@@ -220,4 +253,26 @@ class ChainModel:
         for at, rope in enumerate(ropes):
             units += [f"{digests[1 + 2 * at]} {rope} {at == last}", f"{digests[2 + 2 * at]} {at == last}"]
         head = f"{digests[-1]} {digests[0] if shape.ties_embeddings else ''}"
-        return _Chain(model, (*units, head), config, adapter)
+        adapter = self._packing.adapter(deltas) if added else None
+        return _Chain(model, (*units, head), _lineage(config, weights, (digests, ropes, deltas)), config, adapter)
+
+
+def _lineage(
+    config: WorkerConfig, weights: Weights, parts: tuple[Sequence[str], Sequence[str], Sequence[LowRank | None]]
+) -> Lineage:
+    """What a chain computes, by the contents of its blocks, its layers' rotations and what an adapter adds."""
+    shape, (digests, ropes, deltas) = config.model, parts
+    asked = shape.num_heads * shape.head_dim  # rows of queries, before those of keys and values
+    units, keys = [digests[0]], list[str]()
+    for at, (layer, rope) in enumerate(zip(weights.layers, ropes, strict=True)):
+        added = [_content(*([low.down, low.up] if low else [])) for low in deltas[4 * at : 4 * at + 4]]
+        units += [f"{digests[1 + 2 * at]} {rope} {added[:2]}", f"{digests[2 + 2 * at]} {added[2:]}"]
+        low = deltas[4 * at]
+        adds = [low.down, low.up[asked:]] if low and low.up[asked:].any() else []
+        own = [None if part is None else part[asked:] for part in (layer.qkv, layer.qkv_bias)]
+        keys.append(f"{rope} {_content(layer.norm, layer.key_norm, *own, *adds)}")
+    return Lineage((*units, f"{digests[-1]} head"), tuple(keys), 2 * shape.num_layers - 1)
+
+
+def _content(*tensors: Tensor | None) -> str:
+    return content_digest(*[part.contiguous().numpy().data.cast("B") if part is not None else b"-" for part in tensors])

@@ -129,6 +129,7 @@ class StepLoop:
                         pieces = self._token_table.pieces
                         sequence = new_sequence(request_id, request, perf_counter(), pieces)
                         sequence.chain = chain
+                        self._open(chain)
                         self._scheduler.add(sequence)
                     except Exception as error:  # noqa: BLE001  it is this request's, and told to its caller alone
                         problem = f"it cannot take this request ({type(error).__name__}: {error})"
@@ -141,6 +142,12 @@ class StepLoop:
                     self._stats.cancelled += self._scheduler.cancel(request_id)
                 case Close():
                     self._is_closing = True
+
+    def _open(self, chain: int) -> None:
+        """Load a model when it is first asked; the cache is then divided where it parts from others."""
+        parents = self._model.open(chain) if isinstance(self._model, ChainModel) else None
+        if parents is not None:
+            self._scheduler.divide(parents)
 
     def _attempt(self, plan: StepPlan) -> None:
         """Execute a plan; one that breaks is tried without proposals, then halved until what breaks it fails alone."""
@@ -166,7 +173,9 @@ class StepLoop:
         """Feed the plan's tokens, then sample and score; no sequence changes."""
         hidden = None
         if plan.decoding or plan.prefills:
-            hidden = self._model.forward(step_batch(plan, self._scheduler.table), self._scheduler.table)
+            tables = self._scheduler.tables
+            own = tables if isinstance(self._model, ChainModel) else tables[0]
+            hidden = self._model.forward(step_batch(plan, tables[0]), own)
         started, chunks = plan.started(), plan.scored()
         sequences = plan.ready + plan.decoding + started
         count = plan.num_rows + len(started)
@@ -374,7 +383,7 @@ class StepLoop:
             self._stats,
             in_flight=self._scheduler.num_unfinished,
             kv_used=allocator.num_used,
-            kv_locked=allocator.num_used - self._scheduler.tree.num_evictable,
+            kv_locked=max(0, allocator.num_used - self._scheduler.tree.num_evictable),
             kv_peak=allocator.peak_used,
             preempted=self._scheduler.num_preempted,
             evicted_tokens=self._scheduler.num_evicted,

@@ -22,7 +22,7 @@ from atts.local.packing import PackedAdapter, Packing, is_bfloat16
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name not in ("num_single", "chains"))
+_ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name not in ("num_single", "chains", "units"))
 
 
 def _address(array: NDArray[Any]) -> int:

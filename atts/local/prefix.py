@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -52,6 +53,7 @@ class PrefixTree:
     """
 
     def __init__(self, max_logits: int) -> None:
+        self._no_slots = _NO_SLOTS
         self._root = PrefixNode((), _NO_SLOTS, None, 0, locks=1)
         self._clock = 0
         self.num_cached = 0  # slots the tree owns
@@ -63,7 +65,7 @@ class PrefixTree:
         """Where sequences of a kind begin, which share nothing with those of another."""
         if not kind:
             return self._root
-        return self._root.children.setdefault(-kind, PrefixNode((-kind,), _NO_SLOTS, self._root, 0, locks=1))
+        return self._root.children.setdefault(-kind, PrefixNode((-kind,), self._no_slots, self._root, 0, locks=1))
 
     @property
     def num_evictable(self) -> int:
@@ -84,7 +86,7 @@ class PrefixTree:
             child.last_used = self._clock
             runs.append(child.slots)
             node, at = child, at + shared
-        return PrefixMatch(node, np.concatenate(runs) if len(runs) > 1 else runs[0] if runs else _NO_SLOTS)
+        return PrefixMatch(node, np.concatenate(runs) if len(runs) > 1 else runs[0] if runs else self._no_slots)
 
     def insert(self, ids: TokenIds, slots: SlotIds, after: PrefixNode | None = None) -> PrefixMatch:
         """Make `ids` known: the node where they end, and the slots of the part that was known before.
@@ -171,15 +173,21 @@ class PrefixTree:
         known: list[float] = values[: int(np.isnan(values).argmax())].tolist()
         return known
 
-    def _unlocked_leaves(self) -> list[PrefixNode]:
-        leaves: list[PrefixNode] = []
+    def nodes(self) -> Iterator[PrefixNode]:
+        """All of them, those before others first."""
         pending = [self._root]
         while pending:
-            node = pending.pop()
+            yield (node := pending.pop())
             pending.extend(node.children.values())
-            if not node.children and node.locks == 0:
-                leaves.append(node)
-        return leaves
+
+    def divide(self, parents: list[int]) -> None:
+        """Slots of several columns: each is from now on what that old one was."""
+        self._no_slots = np.zeros((0, len(parents)), dtype=np.int32)
+        for node in self.nodes():
+            node.slots = node.slots[:, parents] if len(node.slots) else self._no_slots
+
+    def _unlocked_leaves(self) -> list[PrefixNode]:
+        return [node for node in self.nodes() if not node.children and node.locks == 0]
 
     def _remove(self, leaf: PrefixNode) -> SlotIds:
         assert leaf.parent is not None, "the root is locked"

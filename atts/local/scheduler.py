@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import PrefillChunk, StepPlan
+from atts.local.ledger import Kin, Ledger
 from atts.local.prefix import PrefixMatch, PrefixNode, PrefixTree
 from atts.local.sequence import Sequence
 
@@ -32,22 +33,32 @@ class SchedulerConfig:
     rope_rows: int = 0  # where those begin in the tables of angles
 
 
+class _Loan(NamedTuple):
+    kin: Kin
+    found: PrefixMatch  # in the relative's part of the tree
+    stop: int
+    gain: int
+
+
 class Scheduler:
     """Oldest first, whatever the kind; decoding never waits for prefills, which are cut into chunks.
 
     A request that fits the context always gets done: younger ones give their slots up for it.
     """
 
-    def __init__(self, config: SchedulerConfig, tree: PrefixTree) -> None:
-        self._config, self.tree = config, tree
-        self.allocator = SlotAllocator(config.kv_tokens)
+    def __init__(self, config: SchedulerConfig, tree: PrefixTree, ledger: Ledger | None = None) -> None:
+        self._config, self.tree, self._ledger = config, tree, ledger
+        self.allocator: SlotAllocator = ledger or SlotAllocator(config.kv_tokens)
         self._chunk_tokens = config.chunk_tokens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._running: list[Sequence] = []  # by order
         self._unfinished: dict[int, Sequence] = {}
         self._free_rows = list(range(config.max_batch - 1, -1, -1))
         width = min(config.context_length, config.kv_tokens) + 1
-        self.table: SlotIds = np.zeros((config.max_batch, width), dtype=np.int32)
+        self.tables: SlotIds = np.zeros((1, config.max_batch, width), dtype=np.int32)  # one of each column of layers
+        self.table: SlotIds = self.tables[0]
+        if ledger is not None:
+            self.divide([0])
         self.num_preempted = self.num_evicted = 0
         self.admitted: list[Sequence] = []  # first-time admissions since the reader last cleared it
 
@@ -90,6 +101,12 @@ class Scheduler:
         if sequence.row >= 0:
             self._release(sequence, cache=cache)
 
+    def divide(self, parents: list[int]) -> None:
+        """Each column of layers is from now on what that old one was."""
+        self.tables = self.tables[parents]
+        self.table = self.tables.transpose(1, 2, 0)
+        self.tree.divide(parents)
+
     def shrink(self) -> bool:
         """Feed half as many tokens and sequences a step from now on; False when that is impossible: then all again."""
         if self._chunk_tokens <= 1:
@@ -117,6 +134,8 @@ class Scheduler:
                 plan.ready.append(sequence)
             else:
                 start, stop = sequence.num_computed, min(len(sequence.ids), sequence.num_computed + budget)
+                if start < sequence.borrowed:  # what follows is computed from its first unit on
+                    stop = min(stop, sequence.borrowed)
                 if stop > start and self._reserve(sequence, stop):
                     budget -= stop - start
                     plan.prefills.append(PrefillChunk(sequence, start, stop, _logits_from(sequence, stop)))
@@ -138,6 +157,8 @@ class Scheduler:
         row, node, shared = self.table[sequence.row], sequence.node, sequence.num_shared
         assert node is not None, "a running sequence holds a lock"
         computed = sequence.num_computed
+        if self._ledger is not None:
+            self._unite(sequence, max(shared, node.depth))
         found = self.tree.insert(tuple(sequence.ids[node.depth : computed]), row[node.depth : computed], node)
         self.tree.lock(found.node, node)
         known = node.depth + found.length
@@ -157,10 +178,13 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             found = self._known(sequence)
-            if self._should_wait(sequence, found):
+            lent = self._lent(sequence, found.length) if self._ledger else None
+            if self._should_wait(sequence, max(found.length, lent.stop if lent else 0)):
                 deferred.append(sequence)
             elif not self._try_admit(sequence, found):
                 break
+            elif lent is not None:
+                self._borrow(sequence, lent)
             heapq.heappop(self._waiting)
         for sequence in deferred:
             heapq.heappush(self._waiting, (sequence.order, sequence))
@@ -211,12 +235,54 @@ class Scheduler:
             return True
         return room >= sum(max(0, len(s.ids) - s.capacity) + _HEADROOM for s in self._running)
 
-    def _should_wait(self, sequence: Sequence, found: PrefixMatch) -> bool:
-        """Whether a running prefill is about to compute a good part of this request's ids."""
-        wanted = found.length + _WORTH_WAITING
+    def _lent(self, sequence: Sequence, known: int) -> _Loan | None:
+        """The relative whose keys and values spare a waiting request the most; what is fed apart is long enough.
+
+        A few rows alone attend by other kernels, and would not say to the bit what they say among many.
+        """
+        assert self._ledger is not None, "only models of one loop are related"
+        best, ids = None, tuple(sequence.ids)
+        for kin in self._ledger.kin.get(sequence.chain, ()):
+            found = self.tree.match(ids, len(ids), self.tree.root(sequence.kind_of(kin.chain)))
+            stop = known + self._ledger.reach(kin, found.slots[known:])
+            if stop < len(ids):
+                stop = min(stop, len(ids) - _WORTH_WAITING)
+            gain = (stop - known) * kin.unit
+            if stop >= known + _WORTH_WAITING and (best is None or gain > best.gain):
+                best = _Loan(kin, found, stop, gain)
+        return best
+
+    def _borrow(self, sequence: Sequence, lent: _Loan) -> None:
+        """Hold a relative's slots of the layers that are the same, beside own ones of the others."""
+        assert self._ledger is not None, "only models of one loop are related"
+        start = sequence.capacity
+        self.tree.lock(lent.found.node)
+        self._evict_until_free(lent.stop - start)
+        stop = min(lent.stop, start + self.allocator.num_free)
+        self.tree.unlock(lent.found.node)
+        if stop < start + _WORTH_WAITING:
+            return
+        self.table[sequence.row, start:stop] = self._ledger.borrow(lent.kin, lent.found.slots[start:stop])
+        sequence.capacity = sequence.borrowed = stop
+        sequence.unit = lent.kin.unit
+
+    def _unite(self, sequence: Sequence, start: int) -> None:
+        """Hold what relatives have computed of the same tokens instead of what this one has, from a position on."""
+        assert self._ledger is not None, "only models of one loop are related"
+        ids = tuple(sequence.ids[: sequence.num_computed])
+        start = max(start, self.tree.match(ids, len(ids), self.tree.root(sequence.kind)).length)
+        for kin in self._ledger.kin.get(sequence.chain, ()):
+            found = self.tree.match(ids, len(ids), self.tree.root(sequence.kind_of(kin.chain)))
+            self._ledger.exchange(kin, self.table[sequence.row, start : found.length], found.slots[start:])
+
+    def _should_wait(self, sequence: Sequence, known: int) -> bool:
+        """Whether a running prefill, be it a relative's, is about to compute a good part of this request's ids."""
+        wanted = known + _WORTH_WAITING
         if wanted > min(len(sequence.ids), sequence.first_scored):
             return False
-        start, prefilled = sequence.ids[:wanted], [s for s in self._running if s.kind == sequence.kind]
+        kin = self._ledger.kin.get(sequence.chain, ()) if self._ledger else ()
+        kinds = {sequence.kind, *(sequence.kind_of(other.chain) for other in kin)}
+        start, prefilled = sequence.ids[:wanted], [s for s in self._running if s.kind in kinds]
         return any(s.ids[:wanted] == start for s in prefilled if not s.is_decoding and s.num_computed < len(s.ids))
 
     def _reserve(self, sequence: Sequence, stop: int) -> bool:
@@ -250,9 +316,9 @@ class Scheduler:
         return True
 
     def _evict_until_free(self, count: int) -> bool:
-        evicted = self.tree.evict(count - self.allocator.num_free)
-        self.num_evicted += sum(len(run) for run in evicted)
-        self.allocator.free(evicted)
+        while self.allocator.num_free < count and (evicted := self.tree.evict(count - self.allocator.num_free)):
+            self.num_evicted += sum(len(run) for run in evicted)
+            self.allocator.free(evicted)
         return self.allocator.num_free >= count
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -273,7 +339,7 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         self._running.remove(sequence)
         sequence.row, sequence.node, sequence.cached_logits = -1, None, None
-        sequence.num_computed = sequence.num_drafted = sequence.num_shared = sequence.capacity = 0
+        sequence.num_computed = sequence.num_drafted = sequence.num_shared = sequence.capacity = sequence.borrowed = 0
 
 
 def _logits_from(sequence: Sequence, stop: int) -> int:

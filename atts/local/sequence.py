@@ -42,6 +42,8 @@ class Sequence:
     capacity: int = 0  # slots in the row
     cached_tokens: int = 0
     cached_logits: Tensor | None = None  # after the last cached token, where the prefix tree has them
+    borrowed: int = 0  # up to where a relative's keys and values of the first layers are read
+    unit: int = 0  # of its model, from which on these positions are computed
     is_decoding: bool = False  # only its newest token is left to feed; set by the loop, cleared when it gives way
     is_finished: bool = False  # or cancelled
     was_admitted: bool = False
@@ -51,7 +53,11 @@ class Sequence:
     @property
     def kind(self) -> int:
         """Sequences of different kinds share no keys and values: they are of other models, or of other frequencies."""
-        return 2 * self.chain + (self.rope_row > 0)
+        return self.kind_of(self.chain)
+
+    def kind_of(self, chain: int) -> int:
+        """The kind that it would be as a sequence of another model."""
+        return 2 * chain + (self.rope_row > 0)
 
     @property
     def is_scoring(self) -> bool:

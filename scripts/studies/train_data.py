@@ -300,6 +300,11 @@ def block(encoder: Encoder, mixture: Mixture, seed: int, index: int, errors: Err
             conversations.append(drafted_conversation(random, *random.choice(errors.items)))
         else:
             conversations.append(conversation(random, exercise, mixture))
+    return packed(encoder, conversations, random, tokens)
+
+
+def packed(encoder: Encoder, conversations: Sequence[Sequence[Piece]], random: Random, tokens: int) -> list[Batch]:
+    """Conversations as micro-batches of at most so many tokens: alike in length within, shuffled between."""
     encoded = sorted(encode(encoder, conversations), key=lambda pair: len(pair[0]))
     batches: list[Batch] = []
     start = 0

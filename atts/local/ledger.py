@@ -1,0 +1,146 @@
+"""The ledger of keys and values that models share: who holds which slot of which layers, and where models part.
+
+Layers are divided where models of the loop part; each column of layers has slots of its own. A position of a sequence
+has a slot in each column. Where a relative has computed the same tokens through the same blocks, its slots are held
+once more instead of being computed again, and what went into the first unit that differs is read from where it is kept.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atts.local.allocator import SlotAllocator, SlotIds
+
+
+class Lineage(NamedTuple):
+    """What a chain computes, by names that are equal where it is the same: 0 embedding, 1 + 2 * layer attention, ..."""
+
+    units: tuple[str, ...]
+    keys: tuple[str, ...]  # of each layer's keys and values, its own part alone
+    whole: int  # the last unit before which the states of all of a step's rows are there
+
+
+class Kin(NamedTuple):
+    """A relative that may have computed a sequence's first tokens."""
+
+    chain: int
+    layers: int  # whose keys and values are the same
+    unit: int  # from which on they are computed apart
+
+
+class Kept(NamedTuple):
+    """What goes into a unit, by the slots of the column before it."""
+
+    column: int
+    states: NDArray[np.float32]  # [slots, width]
+    is_known: NDArray[np.bool_]  # computed among many rows: alone, rows attend by other kernels, not to the same bit
+
+
+def parting(one: Lineage, other: Lineage) -> tuple[int, int]:
+    """How many layers' keys and values two chains share, and the unit from which each computes alone."""
+    pairs = zip(one.units, other.units, strict=False)
+    unit = next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(one.units) - 1)
+    layers = min(unit // 2, len(one.keys), len(other.keys))
+    if unit % 2 and layers < min(len(one.keys), len(other.keys)):
+        layers += one.keys[layers] == other.keys[layers]
+    return layers, min(unit, one.whole, other.whole)
+
+
+class Ledger(SlotAllocator):
+    """Slots by column, each with how many hold it: who took it first, and those that read what is written there."""
+
+    def __init__(self, num_slots: int, width: int) -> None:
+        super().__init__(num_slots)
+        self._width = width
+        self._columns = [SlotAllocator(num_slots)]
+        self.holders: NDArray[np.int32] = np.zeros((1, num_slots + 1), dtype=np.int32)
+        self.starts: tuple[int, ...] = (0,)  # the first layer of each column
+        self.kin: dict[int, list[Kin]] = {}
+        self.kept: dict[int, Kept] = {}  # by the unit that it goes into
+
+    def relate(self, chains: Mapping[int, Lineage]) -> list[int]:
+        """Divide the layers where these chains part; from which of the old columns each new one is."""
+        found = {(a, b): parting(chains[a], chains[b]) for a in chains for b in chains if a != b}
+        units = dict[int, int]()  # by layers: one place where all that part there can go on
+        for layers, unit in found.values():
+            if layers:
+                units[layers] = min(unit, units.get(layers, unit))
+        starts = (0, *sorted(units.keys() - {max(len(lineage.keys) for lineage in chains.values())}))
+        parents = [self.column_of(start) for start in starts]
+        self._columns, self.holders = [deepcopy(self._columns[at]) for at in parents], self.holders[parents]
+        self.starts, known = starts, self.kept
+        self.kept = {units[n]: self._kept(n, known.get(units[n])) for n in sorted(units, reverse=True)}
+        self.kin = {chain: [] for chain in chains}
+        for (chain, other), (layers, _) in found.items():
+            if layers:
+                self.kin[chain].append(Kin(other, layers, units[layers]))
+        return parents
+
+    def _kept(self, layers: int, known: Kept | None) -> Kept:
+        size = self.num_slots + 1
+        old = known or Kept(0, np.zeros((size, self._width), dtype=np.float32), np.zeros(size, dtype=np.bool_))
+        return old._replace(column=self.column_of(layers - 1))
+
+    def column_of(self, layer: int) -> int:
+        """The column that a layer is in."""
+        return bisect_right(self.starts, layer) - 1
+
+    def reach(self, kin: Kin, slots: SlotIds) -> int:
+        """From how many of a relative's positions on, one after the other, a sequence can go on."""
+        kept = self.kept[kin.unit]
+        known = kept.is_known[slots[:, kept.column]] if len(slots) else np.zeros(0, dtype=np.bool_)
+        return len(known) if known.all() else int(known.argmin())
+
+    def borrow(self, kin: Kin, slots: SlotIds) -> SlotIds:
+        """Hold a relative's slots of the layers that are the same, beside new ones of the others."""
+        return self._hold(slots[:, : self._shared(kin)])
+
+    def exchange(self, kin: Kin, mine: SlotIds, theirs: SlotIds) -> None:
+        """Hold a relative's slots instead, in place, wherever both were computed alike, so that they are equal."""
+        kept, alike = self.kept[kin.unit], np.ones(len(mine), dtype=np.bool_)
+        for slots in (mine, theirs):
+            alike &= kept.is_known[slots[:, kept.column]]
+        for at in range(self._shared(kin)):
+            old, new = mine[alike, at], theirs[alike, at]
+            self.holders[at, new] += 1
+            self.holders[at, old] -= 1
+            self._columns[at].free([old[self.holders[at, old] == 0]])
+            mine[alike, at] = new
+        self._count()
+
+    def _shared(self, kin: Kin) -> int:
+        return 1 + self.column_of(kin.layers - 1)
+
+    def _hold(self, slots: SlotIds) -> SlotIds:
+        own = [column.allocate(len(slots)) for column in self._columns[slots.shape[1] :]]
+        found = np.column_stack([slots, *own]).astype(np.int32)
+        for at, column in enumerate(found.T):
+            self.holders[at, column] += 1
+        self._count()
+        return found
+
+    def allocate(self, count: int) -> SlotIds:
+        """New slots in every column: [count, columns]."""
+        return self._hold(np.zeros((count, 0), dtype=np.int32))
+
+    def free(self, runs: Sequence[SlotIds]) -> None:
+        """Hold these once less; those that nobody holds any more are free."""
+        for run in runs:
+            for at, (column, slots) in enumerate(zip(self._columns, run.T, strict=True)):
+                self.holders[at, slots] -= 1
+                column.free([slots[self.holders[at, slots] == 0]])
+        self._count()
+
+    def num_held(self, at: int) -> int:
+        """How many slots of a column are held."""
+        return self._columns[at].num_used
+
+    def _count(self) -> None:
+        self.num_free = min(column.num_free for column in self._columns)
+        self._least_free = min(self._least_free, self.num_free)

@@ -1,0 +1,227 @@
+"""Keys and values that models share: each (layer, position) is owned once, and nobody's numbers change by a bit."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from atts.blocks import Zoo
+from atts.core import SampleRequest, Sampling, ScoreRequest
+from atts.local.build import build_loop
+from atts.local.chains import ChainModel
+from atts.local.ledger import Ledger, Lineage, parting
+from atts.local.loop import StepLoop
+from atts.local.messages import AddChain, Cancel, LoopReport, Reply, SampleReply, ScoreReply, Submit
+from atts.local.prefix import PrefixNode
+from atts.seeds import Seed
+
+from .conftest import Tune
+from .test_adapters import save_adapter
+from .test_chains import OPTIONS, config_of
+
+NAMES = ("base", "end", "late", "head", "shallow", "outputs")
+Ask = SampleRequest | ScoreRequest
+
+
+def shallow(folder: Path, layers: int) -> Path:
+    """Keep a model's first layers alone."""
+    cut = [f"layers.{at}." for at in range(layers, 9)]
+    tensors = {
+        key: part for key, part in load_file(folder / "model.safetensors").items() if not any(c in key for c in cut)
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
+@pytest.fixture
+def relatives(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
+    """Models that part late: in the last layer, by an adapter of it, in the head, after two layers, in what attends."""
+    zoo = Zoo(tmp_path / "zoo")
+    zoo.add("base", base)
+    zoo.add("end", tune("end", "layers.2.mlp"))
+    zoo.add("late", save_adapter(tmp_path / "late", base, "layers.2.self_attn.q_proj", "layers.2.mlp", seed=1))
+    zoo.add("head", tune("head", "lm_head", "model.norm"))
+    zoo.add("shallow", shallow(tune("shallow", "lm_head"), 2))
+    zoo.add("outputs", tune("outputs", "layers.1.self_attn.o_proj"))
+    return zoo
+
+
+def common_requests(rng: random.Random, count: int, longest: int = 25) -> list[Ask]:
+    """Requests of few beginnings; what is scored has other ends than what is continued."""
+    begins = [tuple(rng.randrange(3, 300) for _ in range(rng.randrange(12, 40))) for _ in range(3)]
+    ends = [(number + 3, *(rng.randrange(3, 300) for _ in range(rng.randrange(8, 20)))) for number in range(6)]
+    made = list[Ask]()
+    for number in range(count):
+        ids, seed = rng.choice(begins) + rng.choice(ends), Seed(number, "p", 0, 0, "target", 0)
+        if rng.random() < 0.4:
+            made.append(ScoreRequest((*ids[:-8], number + 20), ids[-8:]))
+        else:
+            made.append(SampleRequest(ids, rng.randrange(3, longest), Sampling(rng.choice((0.0, 0.9))), seed=seed))
+    return made
+
+
+def open_loop(zoo: Zoo, replies: dict[int, Reply], kv_tokens: int = 4096, names: Sequence[str] = NAMES) -> StepLoop:
+    """One loop for all relatives, driven by hand."""
+
+    def tell(report: LoopReport) -> None:
+        replies.update({reply.request_id: reply for reply in report.replies})
+
+    configs = [config_of(zoo, name) for name in names]
+    configs = [replace(config, options=replace(OPTIONS, kv_tokens=kv_tokens)) for config in configs]
+    loop, _ = build_loop(configs[0], tell)
+    loop._handle([AddChain(config) for config in configs[1:]])
+    return loop
+
+
+def drive(loop: StepLoop, waiting: list[Submit], rng: random.Random, each: Callable[[], None] = lambda: None) -> None:
+    """Requests arrive at random; now and then one is cancelled that `each` has not seen finished."""
+    while waiting or loop._scheduler.num_unfinished:
+        while waiting and rng.random() < 0.4:
+            loop._handle([waiting.pop()])
+        if loop._scheduler.num_unfinished:
+            loop.step()
+        each()
+    loop._report()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_common_prompts_change_no_bit(seed: int, relatives: Zoo) -> None:
+    """Alone in a loop, each request in turn, and beside five relatives that have the same beginnings."""
+    rng = random.Random(seed)
+    asks = [Submit(n, ask, rng.randrange(len(NAMES))) for n, ask in enumerate(common_requests(rng, 40), 1)]
+    alone = dict[int, Reply]()
+    for at, name in enumerate(NAMES):
+        loop = open_loop(relatives, alone, names=[name])
+        for ask in asks:
+            if ask.chain == at:
+                drive(loop, [replace(ask, chain=0)], rng)
+    beside = dict[int, Reply]()
+    loop = open_loop(relatives, beside)
+    drive(loop, asks[::-1], rng)
+    assert {n: said(reply) for n, reply in beside.items()} == {n: said(reply) for n, reply in alone.items()}
+
+
+def said(reply: Reply) -> tuple[object, ...]:
+    """What does not depend on what was cached."""
+    assert isinstance(reply, SampleReply | ScoreReply)
+    return (reply.logprobs, *((reply.ids, reply.ended) if isinstance(reply, SampleReply) else ()))
+
+
+def path_ids(node: PrefixNode | None) -> tuple[int, ...]:
+    """The kind and the tokens of the text that ends with a node."""
+    found: tuple[int, ...] = ()
+    while node is not None:
+        found, node = node.ids + found, node.parent
+    return found
+
+
+def check_ledger(loop: StepLoop) -> int:
+    """Whoever holds a slot is counted, and what was computed alike lies in one slot; how many slots are shared."""
+    scheduler, model = loop._scheduler, loop._model
+    assert isinstance(model, ChainModel)
+    ledger = model._ledger
+    holders = [Counter[int]() for _ in ledger.starts]
+    owned = dict[tuple[int, object, tuple[int, ...]], int]()
+    for node in scheduler.tree.nodes():
+        ids = path_ids(node)
+        for place, slots in enumerate(node.slots if len(node.slots) else ()):
+            text = ids[: len(ids) - len(node.ids) + place + 1]
+            chain = -text[0] // 2 if text[0] < 0 else 0
+            text = text[1:] if text[0] < 0 else text
+            for column, slot in enumerate(slots.tolist()):
+                holders[column][slot] += 1
+                for kin in ledger.kin.get(chain, ()):
+                    kept = ledger.kept[kin.unit]
+                    if ledger.column_of(kin.layers - 1) >= column and kept.is_known[slots[kept.column]]:
+                        key = column, frozenset({chain, kin.chain}), text
+                        assert owned.setdefault(key, slot) == slot, "computed alike, owned twice"
+    for sequence in scheduler.running():
+        for slots in scheduler.table[sequence.row, sequence.num_shared : sequence.capacity]:
+            for column, slot in enumerate(slots.tolist()):
+                holders[column][slot] += 1
+    for column, counted in enumerate(holders):
+        assert {slot: int(n) for slot, n in enumerate(ledger.holders[column]) if n} == dict(counted)
+        assert ledger.num_held(column) == len(counted)
+    return sum(count > 1 for counted in holders for count in counted.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_layer_and_position_is_owned_once(seed: int, relatives: Zoo) -> None:
+    """In every step of a random schedule with a cache that is too small, and with requests that are cancelled."""
+    rng = random.Random(seed)
+    replies = dict[int, Reply]()
+    loop = open_loop(relatives, replies, kv_tokens=130)
+    asks = [Submit(n, ask, rng.randrange(len(NAMES))) for n, ask in enumerate(common_requests(rng, 60, 70), 1)]
+    shared = list[int]()
+
+    def each() -> None:
+        shared.append(check_ledger(loop))
+        if rng.random() < 0.1:
+            loop._handle([Cancel(rng.randrange(60))])
+
+    drive(loop, asks, rng, each)
+    assert max(shared) > 50
+    assert loop._scheduler.num_preempted > 0
+    assert loop._scheduler.num_evicted > 0
+    loop._scheduler.allocator.free([])
+    for run in loop._scheduler.tree.evict(10**6):
+        loop._scheduler.allocator.free([run])
+    assert loop._scheduler.allocator.num_free == 130
+
+
+def test_a_common_prompt_is_prefilled_once_up_to_where_models_part(relatives: Zoo) -> None:
+    """The second of two models computes only what is its own of a prompt: the last units, of all its rows."""
+    ids = tuple(range(5, 45))
+    for name, unit in (("end", 5), ("late", 5), ("head", 5), ("shallow", 3), ("outputs", 3)):
+        loop = open_loop(relatives, {}, names=["base", name])
+        model, counts = loop._model, list[int]()
+        assert isinstance(model, ChainModel)
+        for chain in (1, 0):
+            request = SampleRequest(ids, 1, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
+            drive(loop, [Submit(2 - chain, request, chain)], random.Random(0))
+            counts.append(model.unit_rows)
+        units = 8
+        assert counts[1] - counts[0] == (units - unit) * len(ids), name
+
+
+def test_where_models_part() -> None:
+    """Keys and values of a layer are shared though its queries differ; the head's model restarts at its last layer."""
+    base = Lineage(("e", "a0", "m0", "a1", "m1", "h"), ("k0", "k1"), 3)
+    cases = {
+        ("x", "a0", "m0", "a1", "m1", "h"): (0, 0),
+        ("e", "q", "m0", "a1", "m1", "h"): (1, 1),
+        ("e", "a0", "x", "a1", "m1", "h"): (1, 2),
+        ("e", "a0", "m0", "q", "m1", "h"): (2, 3),
+        ("e", "a0", "m0", "a1", "m1", "x"): (2, 3),
+    }
+    for units, expected in cases.items():
+        assert parting(base, Lineage(units, ("k0", "k1"), 3)) == expected
+    assert parting(base, Lineage(("e", "x", "m0", "a1", "m1", "h"), ("y", "k1"), 3)) == (0, 1)
+
+
+def test_slots_are_free_when_nobody_holds_them() -> None:
+    """A relative's slots outlive its sequence; columns are divided with what is held."""
+    ledger = Ledger(10, 4)
+    one, other = (Lineage(("e", "a0", "m0", tail, "m1", "h"), ("k0", tail), 3) for tail in ("a1", "b1"))
+    assert ledger.relate({0: one, 1: other}) == [0, 0]
+    assert ledger.starts == (0, 1)
+    first = ledger.allocate(3)
+    (kin,) = ledger.kin[1]
+    second = ledger.borrow(kin, first[:2])
+    assert (second[:, 0] == first[:2, 0]).all()
+    ledger.free([first])
+    assert [ledger.num_held(at) for at in (0, 1)] == [2, 2]
+    assert ledger.num_free == 8
+    ledger.free([second])
+    assert ledger.num_free == 10

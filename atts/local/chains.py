@@ -8,7 +8,7 @@ that a model's numbers are those it computes alone, to the bit. What adapters ad
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -78,13 +78,12 @@ class ChainModel:
         """One more chain; its number follows the last one's."""
         self._configs.append(config)
 
-    def open(self, number: int) -> list[int] | None:
-        """Load a chain when it is first asked; None where it is there, else what `Ledger.relate` says."""
-        if number in self._chains:
-            return None
-        self._chains[number] = self._load(self._configs[number])
-        self._stages.clear()
-        return self._ledger.relate({at: chain.lineage for at, chain in self._chains.items()})
+    def open(self, number: int, divide: Callable[[list[int]], None] = lambda parents: None) -> None:
+        """Load a chain when it is first asked, and tell which of the ledger's old columns each is from then on."""
+        if number not in self._chains:
+            self._chains[number] = self._load(self._configs[number])
+            self._stages.clear()
+            divide(self._ledger.relate({at: chain.lineage for at, chain in self._chains.items()}))
 
     @property
     def device_name(self) -> str:

@@ -129,7 +129,8 @@ class StepLoop:
                         pieces = self._token_table.pieces
                         sequence = new_sequence(request_id, request, perf_counter(), pieces)
                         sequence.chain = chain
-                        self._open(chain)
+                        if isinstance(self._model, ChainModel):
+                            self._model.open(chain, self._scheduler.divide)
                         self._scheduler.add(sequence)
                     except Exception as error:  # noqa: BLE001  it is this request's, and told to its caller alone
                         problem = f"it cannot take this request ({type(error).__name__}: {error})"
@@ -142,12 +143,6 @@ class StepLoop:
                     self._stats.cancelled += self._scheduler.cancel(request_id)
                 case Close():
                     self._is_closing = True
-
-    def _open(self, chain: int) -> None:
-        """Load a model when it is first asked; the cache is then divided where it parts from others."""
-        parents = self._model.open(chain) if isinstance(self._model, ChainModel) else None
-        if parents is not None:
-            self._scheduler.divide(parents)
 
     def _attempt(self, plan: StepPlan) -> None:
         """Execute a plan; one that breaks is tried without proposals, then halved until what breaks it fails alone."""
@@ -174,8 +169,8 @@ class StepLoop:
         hidden = None
         if plan.decoding or plan.prefills:
             tables = self._scheduler.tables
-            own = tables if isinstance(self._model, ChainModel) else tables[0]
-            hidden = self._model.forward(step_batch(plan, tables[0]), own)
+            batch = step_batch(plan, tables[0])
+            hidden = self._model.forward(batch, tables if isinstance(self._model, ChainModel) else tables[0])
         started, chunks = plan.started(), plan.scored()
         sequences = plan.ready + plan.decoding + started
         count = plan.num_rows + len(started)

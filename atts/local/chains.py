@@ -104,7 +104,7 @@ class ChainModel:
         width = self._chains[present[0]].config.model.hidden_size
         x = np.empty((len(batch.tokens), width), dtype=np.float32)
         hidden = np.empty((len(batch.logit_rows), width), dtype=np.float32)
-        counts, parts = np.diff(batch.query_starts), dict[tuple[object, ...], _Part]()
+        counts, parts = np.diff(batch.query_starts), dict[tuple[object, ...], list[_Part]]()
         positions = np.arange(len(batch.tokens)) + (batch.context_lens - batch.query_starts[1:]).repeat(counts)
         slots = table[:, batch.table_rows.repeat(counts), positions].astype(np.int64)
         for stage in self.stages(present):
@@ -114,9 +114,9 @@ class ChainModel:
             for group in stage.groups:
                 key = group, column, is_due.sum()
                 if key not in parts:
-                    parts[key] = self._part(replace(batch, slots=slots[column]), group, is_due)
-                if len(parts[key].rows):
-                    self._run(stage, group, parts[key], (table[column], x, hidden))
+                    parts[key] = self._parts(replace(batch, slots=slots[column]), group, is_due)
+                for part in parts[key]:
+                    self._run(stage, group, part, (table[column], x, hidden))
         owners = np.repeat(batch.chains, counts)[batch.logit_rows]
         return torch.from_numpy(np.concatenate([hidden, owners[:, None].astype(np.float32)], axis=1))
 
@@ -197,9 +197,24 @@ class ChainModel:
         if not part.is_all:
             x[part.rows], hidden[part.logits] = mine
 
-    def _part(self, batch: StepBatch, group: tuple[int, ...], is_due: NDArray[np.bool_]) -> _Part:
-        """The sequences of some chains, chain after chain, so that an adapter's rows lie side by side."""
+    def _parts(self, batch: StepBatch, group: tuple[int, ...], is_due: NDArray[np.bool_]) -> list[_Part]:
+        """The sequences of some chains, chain after chain, so that an adapter's rows lie side by side.
+
+        They are cut where a block would run over its limit of rows; a sequence that alone is more stays in one piece.
+        """
         chosen = np.concatenate([((batch.chains == chain) & is_due).nonzero()[0] for chain in group])
+        most = self._configs[0].options.block_rows
+        if most is None or len(batch.tokens) <= most:
+            return [self._part(batch, group, chosen)] if len(chosen) else []
+        cuts, rows = [0], 0
+        for at, count in enumerate(np.diff(batch.query_starts)[chosen].tolist()):
+            if rows and rows + count > most:
+                cuts.append(at)
+                rows = 0
+            rows += count
+        return [self._part(batch, group, piece) for piece in np.split(chosen, cuts[1:]) if len(piece)]
+
+    def _part(self, batch: StepBatch, group: tuple[int, ...], chosen: Ints) -> _Part:
         counts = np.diff(batch.query_starts)[chosen]
         starts = np.concatenate([[0], counts.cumsum()])
         rows = np.arange(starts[-1]) + (batch.query_starts[chosen] - starts[:-1]).repeat(counts)

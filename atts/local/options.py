@@ -31,6 +31,7 @@ class LocalOptions:
     kv_tokens: int | None = None  # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
     max_batch: int = 256  # sequences in one step
     chunk_tokens: int = 512  # tokens in one step, decoding apart
+    block_rows: int | None = None  # most that one run of a block takes, where models of a zoo share them; None: all
     threads: int | None = None  # of one step; None leaves torch's setting
     drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
     speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
@@ -50,7 +51,7 @@ class LocalOptions:
             choice = getattr(self, option)
             if choice not in get_args(known):
                 raise OptionError(str(choice), f"no such {option}", get_args(known))
-        for option in ("kv_tokens", "max_batch", "chunk_tokens", "threads"):
+        for option in ("kv_tokens", "max_batch", "chunk_tokens", "block_rows", "threads"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise OptionError(option, f"is {value}, expected at least 1")

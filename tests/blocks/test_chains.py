@@ -114,6 +114,23 @@ def test_models_say_beside_others_what_they_say_alone(seed: int, family: Zoo) ->
         assert said == alone
 
 
+@pytest.mark.parametrize("most", [1, 7])
+def test_a_block_takes_no_more_rows_than_its_limit(most: int, family: Zoo) -> None:
+    """The same bits in more runs; a prompt that alone is longer goes in one."""
+    asks = dict(enumerate(requests(random.Random(3), 16), 1))
+    submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
+    found, calls = list[dict[int, Reply]](), list[float]()
+    for rows in (None, most):
+        configs = [config_of(family, name) for name in ("base", "narrow")]
+        first, other = [replace(c, options=replace(OPTIONS, block_rows=rows)) for c in configs]
+        said, model = run(first, [[AddChain(other)], submits])
+        assert isinstance(model, ChainModel)
+        found.append(said)
+        calls.append(model.unit_rows / model.unit_calls)
+    assert found[0] == found[1]
+    assert calls[1] < calls[0] / 1.5
+
+
 def chain_model(zoo: Zoo, *names: str) -> ChainModel:
     """Models of a zoo in one loop."""
     _, model = run(config_of(zoo, names[0]), [[AddChain(config_of(zoo, name)) for name in names[1:]]])

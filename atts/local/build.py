@@ -21,7 +21,7 @@ from atts.local.cuda_model import cuda_model
 from atts.local.drafting import ModelDrafter
 from atts.local.exits import ExitAdapter, ExitModel
 from atts.local.fuzzy import FuzzyDrafter
-from atts.local.ledger import Ledger
+from atts.local.ledger import SlotLedger
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop, TokenTable
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
@@ -85,7 +85,7 @@ def _build(
     exits: ExitModel | None = None
     if chains is not None:
         cache = allocate_cache(config, dtype, device)
-        ledger = Ledger(cache.shape[2] - _SPARE_SLOTS, config.model.hidden_size)
+        ledger = SlotLedger(cache.shape[2] - _SPARE_SLOTS, config.model.hidden_size)
         model: Model = ChainModel(chains, cache, _threads(config), config, ledger)
     else:
         weights = load_weights(config.folder, config.model, dtype, device, config.name)

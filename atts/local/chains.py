@@ -21,7 +21,7 @@ from atts.decode import SampledTokens, SamplingBatch
 from atts.local.adapters import LowRank
 from atts.local.allocator import SlotIds
 from atts.local.batch import Ints, StepBatch
-from atts.local.ledger import Ledger, Lineage
+from atts.local.ledger import Lineage, SlotLedger
 from atts.local.loader import Weights, layer_deltas, load_adapter, load_weights
 from atts.local.messages import WorkerConfig
 from atts.local.native_model import NativeModel, Segment
@@ -65,7 +65,9 @@ class ChainModel:
     A chain's weights are loaded when it is first asked; those of blocks that another chain has are not kept twice.
     """
 
-    def __init__(self, library: ctypes.CDLL, cache: Tensor, threads: int, first: WorkerConfig, ledger: Ledger) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, cache: Tensor, threads: int, first: WorkerConfig, ledger: SlotLedger
+    ) -> None:
         self._library, self._cache, self._threads, self._ledger = library, cache, threads, ledger
         self._packing = Packing(library)
         self._configs = [first]

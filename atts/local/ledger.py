@@ -52,7 +52,7 @@ def parting(one: Lineage, other: Lineage) -> tuple[int, int]:
     return layers, min(unit, one.whole, other.whole)
 
 
-class Ledger(SlotAllocator):
+class SlotLedger(SlotAllocator):
     """Slots by column, each with how many hold it: who took it first, and those that read what is written there."""
 
     def __init__(self, num_slots: int, width: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import PrefillChunk, StepPlan
-from atts.local.ledger import Kin, Ledger
+from atts.local.ledger import Kin, SlotLedger
 from atts.local.prefix import PrefixMatch, PrefixNode, PrefixTree
 from atts.local.sequence import Sequence
 
@@ -46,7 +46,7 @@ class Scheduler:
     A request that fits the context always gets done: younger ones give their slots up for it.
     """
 
-    def __init__(self, config: SchedulerConfig, tree: PrefixTree, ledger: Ledger | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, tree: PrefixTree, ledger: SlotLedger | None = None) -> None:
         self._config, self.tree, self._ledger = config, tree, ledger
         self.allocator: SlotAllocator = ledger or SlotAllocator(config.kv_tokens)
         self._chunk_tokens = config.chunk_tokens

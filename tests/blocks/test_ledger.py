@@ -18,7 +18,7 @@ from atts.blocks import Zoo
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.build import build_loop
 from atts.local.chains import ChainModel
-from atts.local.ledger import Ledger, Lineage, parting
+from atts.local.ledger import Lineage, SlotLedger, parting
 from atts.local.loop import StepLoop
 from atts.local.messages import AddChain, Cancel, LoopReport, Reply, SampleReply, ScoreReply, Submit
 from atts.local.prefix import PrefixNode
@@ -212,7 +212,7 @@ def test_where_models_part() -> None:
 
 def test_slots_are_free_when_nobody_holds_them() -> None:
     """A relative's slots outlive its sequence; columns are divided with what is held."""
-    ledger = Ledger(10, 4)
+    ledger = SlotLedger(10, 4)
     one, other = (Lineage(("e", "a0", "m0", tail, "m1", "h"), ("k0", tail), 3) for tail in ("a1", "b1"))
     assert ledger.relate({0: one, 1: other}) == [0, 0]
     assert ledger.starts == (0, 1)

@@ -61,7 +61,8 @@ class Evaluator(Arithmetic):
         if rule is None:
             raise Undecided(f"no number for a {node.kind}") if self.bits else NotRational(node.kind)
         try:
-            return self.checked(rule(self, node))
+            result = rule(self, node)
+            return result if node.kind in _SMALL and isinstance(result, Fraction) else self.checked(result)
         except (ZeroDivisionError, ValueError) as error:  # mpmath's own words for a pole
             raise Undefined(f"no value: {error}") from error
 
@@ -234,6 +235,9 @@ class Evaluator(Arithmetic):
 
     def difference(self, left: Node, right: Node) -> Fraction:
         """A difference as a fraction, or of its sign alone."""
+        one, two = self.value(left), self.value(right)
+        if isinstance(one, Fraction) and isinstance(two, Fraction):
+            return one - two
         gap = self.value(Node("add", (left, Node("mul", (MINUS_ONE, right)))))
         if isinstance(gap, Fraction):
             return gap
@@ -290,6 +294,7 @@ def _is_negative(value: Value) -> bool:
     return value < 0 if isinstance(value, Fraction) else is_negative(value.value) and not value.may_vanish
 
 
+_SMALL = frozenset({"number", "symbol", "add", "mul"})  # exact values are bounded where they are made
 _PERCENT, _DEGREE = number(Fraction(1, 100)), number(Fraction(1, 180))
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
     "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from atts.evaluators.equivalence.grouping import group
     from atts.evaluators.grading import GradedRecord, GradeTally, grade, judge, reference
     from atts.evaluators.metrics.intervals import Estimate, accuracy_estimate, mean_estimate, share_estimate
-    from atts.evaluators.metrics.majority import Votes, maj_at_k, votes, weighted_maj_at_k
+    from atts.evaluators.metrics.majority import Votes, maj_at_k, votes
     from atts.evaluators.metrics.paired import Comparison, McNemar, compare_runs, mcnemar, problems_needed
     from atts.evaluators.metrics.rates import Counts, avg_at_n, count, g_pass_at_k, pass_at_k, pass_hat_k, rate
     from atts.evaluators.metrics.scorecard import (
@@ -46,7 +46,7 @@ _NAMES = {
     "equivalence.grouping": "group",
     "grading": "GradeTally GradedRecord grade judge reference",
     "metrics.intervals": "Estimate accuracy_estimate mean_estimate share_estimate",
-    "metrics.majority": "Votes maj_at_k votes weighted_maj_at_k",
+    "metrics.majority": "Votes maj_at_k votes",
     "metrics.paired": "Comparison McNemar compare_runs mcnemar problems_needed",
     "metrics.rates": "Counts avg_at_n count g_pass_at_k pass_at_k pass_hat_k rate",
     "metrics.scorecard": "Coverage SampleStatus Samples Scorecard answer_classes coverage samples_of score status_of",
@@ -62,7 +62,7 @@ __all__ = [
     "count", "coverage", "digest", "equivalent", "exercises", "extract", "extraction", "find_benchmark",
     "g_pass_at_k", "grade", "group", "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar", "mean_estimate",
     "overlap", "pass_at_k", "pass_hat_k", "problems_needed", "rate", "reference", "samples_of", "score", "select",
-    "share_estimate", "status_of", "votes", "weighted_maj_at_k",
+    "share_estimate", "status_of", "votes",
 ]  # fmt: skip
 
 

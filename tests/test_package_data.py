@@ -12,6 +12,7 @@ FILES = [
     ("atts.calibration", "guarantees.toml"),
     ("atts.evaluators.datasets", "benchmarks.toml"),
     ("atts.evaluators.syntax", "answers.toml"),
+    ("atts.evaluators.syntax", "rewrites.toml"),
     ("atts.evaluators.syntax", "words.toml"),
     ("atts.evaluators.syntax", "units.toml"),
     ("atts.local", "kernels/step.c"),

@@ -115,21 +115,15 @@ def _lcm(args: list[Fraction], limits: Limits) -> Fraction:
     return Fraction(math.lcm(*map(_whole, args)))
 
 
-def _zero_only(value: int) -> Callable[[list[Fraction], Limits], Fraction]:
+def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
+    """A transcendental function, rational at one point alone."""
+
     def rule(args: list[Fraction], limits: Limits) -> Fraction:
-        if args[0] == 0:
+        if args[0] == at:
             return Fraction(value)
         raise NotRational("transcendental")
 
     return rule
-
-
-def _logarithm(args: list[Fraction], limits: Limits) -> Fraction:
-    if args[0] == 0:
-        raise Undefined("the logarithm of zero")
-    if args[0] == 1:
-        return Fraction(0)
-    raise NotRational("a logarithm")
 
 
 FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
@@ -146,11 +140,7 @@ FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
     "sign": lambda args, limits: Fraction((args[0] > 0) - (args[0] < 0)),
     "re": lambda args, limits: args[0],
     "im": lambda args, limits: Fraction(0),
-    "sin": _zero_only(0),
-    "tan": _zero_only(0),
-    "cos": _zero_only(1),
-    "arctan": _zero_only(0),
-    "arcsin": _zero_only(0),
-    "ln": _logarithm,
-    "log": _logarithm,
+    "cos": _only(0, 1),
+    **dict.fromkeys(("sin", "tan", "arctan", "arcsin"), _only(0, 0)),
+    **dict.fromkeys(("ln", "log"), _only(1, 0)),
 }

@@ -10,11 +10,11 @@ from itertools import pairwise
 from atts.evaluators.equivalence.exact import NotRational
 from atts.evaluators.equivalence.numeric import exact
 from atts.evaluators.equivalence.probing import Prober
-from atts.evaluators.equivalence.views import FLIPPED, is_name, negated_infinity, substituted
+from atts.evaluators.equivalence.views import FLIPPED, is_name, substituted
 from atts.evaluators.syntax.tree import INFINITY, MINUS_ONE, REALS, TWO, Node, has, number, quotient, variables
 from atts.evaluators.verdict import TooLarge, Undecided, Undefined
 
-BELOW = negated_infinity()
+BELOW = REALS.args[0]
 _PAIRS = frozenset({"()", "[]", "(]", "[)"})
 _REAL_SETS = frozenset({"union", "setminus", "builder"})
 
@@ -135,11 +135,10 @@ class Line:
         if self.order(bound, number(0)) < 0:
             return () if sign in ("<", "<=") else LINE
         minus = Node("mul", (MINUS_ONE, bound))
-        if sign in ("<", "<="):
-            one, two = self.solved(inside, sign, bound), self.solved(inside, FLIPPED[sign], minus)
-            return None if one is None or two is None else self.common(one, two)
         one, two = self.solved(inside, sign, bound), self.solved(inside, FLIPPED[sign], minus)
-        return None if one is None or two is None else self.merged(one + two) if sign != "!=" else self.common(one, two)
+        if one is None or two is None:
+            return None
+        return self.merged(one + two) if sign in (">", ">=") else self.common(one, two)
 
     def polynomial(self, node: Node, sign: str) -> Region | None:
         """Where a polynomial of degree one or two in one variable is below zero, and its like."""

@@ -105,11 +105,6 @@ def _signed(node: Node, choice: list[int]) -> Node:
     return Node(node.kind, tuple(_signed(arg, choice) for arg in node.args), node.text, node.value)
 
 
-def negated_infinity() -> Node:
-    """Minus infinity, as the reals' own left end."""
-    return REALS.args[0]
-
-
 def substituted(node: Node, values: Mapping[str, Node]) -> Node:
     """The tree with variables replaced."""
     if node.kind == "symbol":

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from atts.distributions import normal_quantile, normal_tail, student_quantile
+from atts.distributions import normal_quantile, student_quantile
 from atts.errors import OptionError
 from atts.evaluators.metrics.wilson import wilson_interval
-from atts.seeds import Seed, generator
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Method = Literal["wilson", "t", "bootstrap"]
-"""Wilson is the default for rates. Its effective n is that of the problems with half a problem all right and half a one
-all wrong added: near 0 and 1 the problems seen spread too little, and t and the bootstrap end too early
-(`scripts/bench statistics`; tests/evaluators/test_intervals.py repeats the edges)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +70,23 @@ class Estimate:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
-def mean_estimate(
-    values: ArrayLike, n_samples: int, method: Method = "wilson", *, level: float = 0.95, seed: int = 0
-) -> Estimate:
-    """The mean of one value per problem, each in [0, 1], with an interval over problems like these.
+def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> Estimate:
+    """The mean of one value per problem, each in [0, 1], with Wilson's interval over problems like these.
 
-    With equal numbers of samples "t" is the clustered standard error of the pooled samples, and Student's t with
-    problems - 1 degrees of freedom. A NaN among the values makes the estimate undefined. Raises OptionError for an
-    unknown method.
+    Its effective n is that of the problems with half a problem all right and half a one all wrong added: near 0 and 1
+    the problems seen spread too little, and Student's t and the bootstrap end too early (`scripts/bench statistics`;
+    tests/evaluators/test_intervals.py repeats the edges). A NaN among the values makes the estimate undefined.
     """
     array = np.asarray(values, dtype=np.float64)
     check_level(level)
-    if method not in get_args(Method):
-        raise OptionError("method", f"{method!r} is not an interval", get_args(Method))
     if undefined := int(np.isnan(array).sum()) or array.size == 0:
         note = f"undefined for {undefined} of {array.size} problems" if array.size else "no problems"
         return undefined_estimate(array.size, n_samples, level, note)
     mean = float(array.mean())
-    if method == "bootstrap":
-        low, high = bootstrap_interval(array, level=level, seed=seed)
-    elif method == "t":
-        low, high = t_interval(mean, variance_of_mean(array), array.size, level)
-    else:
-        n = effective_n(*_with_both_ends(array), array.size, n_samples)
-        estimated = n_samples > array.size > 1  # then n is a guess from the problems' spread: t, not the normal
-        low, high = wilson_interval(mean, n, reach(array.size - 1 if estimated else math.inf, level))
-    return Estimate(mean, low, high, array.size, n_samples, method, level=level)
+    n = effective_n(*_with_both_ends(array), array.size, n_samples)
+    estimated = n_samples > array.size > 1  # then n is a guess from the problems' spread: t, not the normal
+    low, high = wilson_interval(mean, n, reach(array.size - 1 if estimated else math.inf, level))
+    return Estimate(mean, low, high, array.size, n_samples, "wilson", level=level)
 
 
 def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
@@ -146,19 +131,6 @@ def _with_both_ends(values: Floats) -> tuple[float, float]:
     return mean, squares / values.size**2
 
 
-def variance_of_mean(values: Floats) -> float:
-    """Of the mean of independent values; NaN for a single one."""
-    return float(values.var(ddof=1) / values.size) if values.size > 1 else math.nan
-
-
-def t_interval(mean: float, variance: float, units: int, level: float = 0.95) -> tuple[float, float]:
-    """Student's t with units - 1 degrees of freedom, clipped to [0, 1]; everything when there is one unit."""
-    if units < 2 or math.isnan(variance):
-        return 0.0, 1.0
-    half = reach(units - 1, level) * math.sqrt(variance)
-    return max(0.0, mean - half), min(1.0, mean + half)
-
-
 def effective_n(mean: float, variance: float, units: int, samples: int) -> float:
     """How many independent draws would give this variance of the mean: between the units and the samples.
 
@@ -170,17 +142,6 @@ def effective_n(mean: float, variance: float, units: int, samples: int) -> float
     return min(max(equal, units), samples)
 
 
-def bootstrap_interval(values: Floats, *, level: float = 0.95, draws: int = 4000, seed: int = 0) -> tuple[float, float]:
-    """Percentiles of the mean over problems drawn with replacement, widened for few problems as t widens the normal."""
-    if values.size < 2:
-        return 0.0, 1.0
-    rng, units = generator(Seed(run=seed, purpose="bootstrap problems")), values.size
-    means = [values[rng.integers(0, units, (size, units))].mean(axis=1) for size in chunks(draws, units)]
-    tail = expanded_tail(units, level)
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
-    return float(low), float(high)
-
-
 def undefined_estimate(n_problems: int, n_samples: int, level: float, note: str) -> Estimate:
     """No number, and why."""
     return Estimate(math.nan, math.nan, math.nan, n_problems, n_samples, "none", level=level, note=note)
@@ -190,22 +151,6 @@ def check_level(level: float) -> None:
     """Raises OptionError unless it is a probability strictly between 0 and 1."""
     if not 0 < level < 1:
         raise OptionError("level", f"{level!r} is not between 0 and 1")
-
-
-def expanded_tail(units: int, level: float) -> float:
-    """The tail probability at which percentiles of a bootstrap of few units are as wide as Student's t asks for.
-
-    >>> round(expanded_tail(30, 0.95), 4), round(expanded_tail(10**6, 0.95), 4)
-    (0.0188, 0.025)
-    """
-    return normal_tail(math.sqrt(units / (units - 1)) * reach(units - 1, level))
-
-
-def chunks(draws: int, width: int) -> Iterator[int]:
-    """So many draws of this width, in pieces that fit in memory."""
-    step = max(1, 500_000 // max(1, width))
-    for start in range(0, draws, step):
-        yield min(step, draws - start)
 
 
 def reach(freedom: float, level: float) -> float:

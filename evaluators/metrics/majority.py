@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +12,8 @@ from numpy.typing import NDArray
 from atts.distributions import binomial_pmf
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import Floats, Ints
-from atts.seeds import Seed, generator
 
 Label = Hashable
-Blanks = Literal["abstain", "vote"]
-"""Samples without an answer (label None): drawn but silent, or one class that is wrong and may win."""
-ENUMERATED = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +30,21 @@ class Votes:
         return sum(self.sizes) + self.blanks
 
 
-def votes(labels: Sequence[Label | None], correct: Sequence[bool | float | None], blanks: Blanks = "abstain") -> Votes:
-    """Classes with their value: the share of their members judged right (None counts as wrong).
+def votes(labels: Sequence[Label | None], correct: Sequence[bool | float | None]) -> Votes:
+    """Classes with their value: the share of their members judged right (None counts as wrong); no label, no vote.
 
     >>> votes(["a", "b", "a", None], [True, False, True, False])
     Votes(sizes=(2, 1), values=(1.0, 0.0), blanks=1)
     """
     if len(labels) != len(correct):
         raise OptionError("labels", f"there are {len(labels)} labels for {len(correct)} verdicts")
-    if blanks not in ("abstain", "vote"):
-        raise OptionError("blanks", f"{blanks!r} is not an option", ("abstain", "vote"))
     members: defaultdict[Label, list[float]] = defaultdict(list)
     silent = 0
     for label, one in zip(labels, correct, strict=True):
-        if label is None and blanks == "abstain":
+        if label is None:
             silent += 1
         else:
-            members[label].append(0.0 if label is None else float(one or 0))
+            members[label].append(float(one or 0))
     sizes = tuple(len(held) for held in members.values())
     return Votes(sizes, tuple(sum(held) / len(held) for held in members.values()), silent)
 
@@ -141,41 +132,3 @@ def _unit_nodes(degree: int) -> tuple[Floats, Floats]:
 def _log(values: NDArray[np.complex128]) -> NDArray[np.complex128]:
     """Where a factor is 0 its product must be 0, but 0 of such factors must be 1: so not minus infinity."""
     return np.log(np.where(np.abs(values) < 1e-200, 1e-200, values))
-
-
-def weighted_maj_at_k(
-    labels: Sequence[Label | None],
-    correct: Sequence[bool | float | None],
-    weights: Sequence[float],
-    k: int,
-    *,
-    draws: int = 2000,
-    seed: int = 0,
-) -> float:
-    """P(the weighted vote of k samples is right), ties split: over all subsets up to 20,000, else over seeded draws."""
-    n = len(labels)
-    if k < 1:
-        raise OptionError("k", f"{k} is not at least 1")
-    if n < k:
-        return math.nan
-    if math.comb(n, k) <= ENUMERATED:
-        subsets = np.array(list(combinations(range(n), k)))
-    else:
-        rng = generator(Seed(run=seed, purpose="subsets"))
-        subsets = np.argsort(rng.random((draws, n)), axis=1)[:, :k]
-    if len(weights) != n:
-        raise OptionError("weights", f"there are {len(weights)} weights for {n} labels")
-    if any(not math.isfinite(weight) or weight < 0 for weight in weights):
-        raise OptionError("weights", "a weight is negative or not finite")
-    classes = {label: at for at, label in enumerate(dict.fromkeys(label for label in labels if label is not None))}
-    held = votes(labels, correct)
-    belongs = np.zeros((n, len(classes)))
-    for sample, label in enumerate(labels):
-        if label is not None:
-            belongs[sample, classes[label]] = 1
-    scores = (np.asarray(weights)[subsets][:, None, :] @ belongs[subsets])[:, 0, :]
-    voted = belongs[subsets].any(axis=1)
-    best = np.where(voted, scores, -1).max(axis=1, initial=-1)[:, None]
-    winning = voted & np.isclose(scores, best, rtol=1e-12, atol=0)
-    right = (winning * np.array(held.values)).sum(axis=1) / np.maximum(winning.sum(axis=1), 1)
-    return float(right.mean())

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,16 +15,12 @@ from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import (
     Estimate,
     Floats,
-    bootstrap_interval,
     check_level,
-    chunks,
     reach,
     undefined_estimate,
-    variance_of_mean,
 )
 from atts.seeds import Seed, generator
 
-PairedMethod = Literal["agresti-min", "bootstrap", "t"]
 EXACT_SIGNS = 14
 
 
@@ -73,28 +68,19 @@ class McNemar:
 
 
 def compare_runs(
-    first: ArrayLike,
-    second: ArrayLike,
-    *,
-    method: PairedMethod = "agresti-min",
-    level: float = 0.95,
-    seed: int = 0,
-    n_samples: int = 0,
+    first: ArrayLike, second: ArrayLike, *, level: float = 0.95, seed: int = 0, n_samples: int = 0
 ) -> Comparison:
     """Two values per problem, such as shares of right samples, in the same order of problems.
 
-    The interval is of the mean difference over problems: "t" is Student's; "agresti-min" is that with half a problem
-    won, half a one lost and one tied added to the variance, right also where few problems differ; "bootstrap" draws
-    problems (pairs stay together; few problems widen it as t does). Where all problems agree on the difference,
-    it is what others, too rare to have shown themselves, may still make of it. Raises OptionError for lengths that
-    differ and unknown methods.
+    The interval is of the mean difference over problems: Student's with half a problem won, half a one lost and one
+    tied added to the variance (Agresti and Min), right also where few problems differ. Where all problems agree on the
+    difference, it is what others, too rare to have shown themselves, may still make of it. Raises OptionError for
+    lengths that differ.
     """
     a, b = _pairs(first, second)
     check_level(level)
-    if method not in get_args(PairedMethod):
-        raise OptionError("method", f"{method!r} is not an interval for pairs", get_args(PairedMethod))
     delta = b - a
-    estimate = difference_estimate(delta, method, level, seed, n_samples or 2 * delta.size)
+    estimate = difference_estimate(delta, level, n_samples or 2 * delta.size)
     spread = float(delta.std(ddof=1)) if delta.size > 1 else math.nan
     seen = estimate.value
     needed = problems_needed(spread, seen) if spread > 0 and seen != 0 and not math.isnan(seen) else None
@@ -138,9 +124,9 @@ def sign_flip_p(delta: Floats, *, draws: int = 9999, seed: int = 0) -> float:
         signs = np.array(list(product((-1.0, 1.0), repeat=moved.size)))
         return float((np.abs(signs @ moved) >= limit).mean())
     rng = generator(Seed(run=seed, purpose="sign flips"))
-    hits = 0
-    for size in chunks(draws, moved.size):
-        signs = rng.integers(0, 2, (size, moved.size)) * 2.0 - 1.0
+    step, hits = max(1, 500_000 // moved.size), 0
+    for start in range(0, draws, step):
+        signs = rng.integers(0, 2, (min(step, draws - start), moved.size)) * 2.0 - 1.0
         hits += int((np.abs(signs @ moved) >= limit).sum())
     return (1 + hits) / (1 + draws)
 
@@ -167,9 +153,7 @@ def problems_needed(deviation: float, difference: float, *, power: float = 0.8, 
     return math.ceil(needed)
 
 
-def difference_estimate(
-    delta: Floats, method: PairedMethod = "agresti-min", level: float = 0.95, seed: int = 0, n_samples: int = 0
-) -> Estimate:
+def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) -> Estimate:
     """The mean of one difference per problem with its interval; see `compare_runs`."""
     if delta.size < 2 or np.isnan(delta).any():
         note = "needs two problems" if delta.size < 2 else "undefined for some problem"
@@ -177,13 +161,8 @@ def difference_estimate(
     mean = float(delta.mean())
     if not np.ptp(delta) and abs(mean) <= 1:
         return Estimate(mean, *_no_spread(mean, delta.size, level), delta.size, n_samples, "no spread", level=level)
-    if method == "bootstrap":
-        low, high = bootstrap_interval(delta, level=level, seed=seed)
-    else:
-        variance = variance_of_mean(delta) if method == "t" else _with_both_outcomes(delta)
-        half = reach(delta.size - 1, level) * math.sqrt(variance)
-        low, high = mean - half, mean + half
-    return Estimate(mean, low, high, delta.size, n_samples, f"paired {method}", level=level)
+    half = reach(delta.size - 1, level) * math.sqrt(_with_both_outcomes(delta))
+    return Estimate(mean, mean - half, mean + half, delta.size, n_samples, "paired agresti-min", level=level)
 
 
 def _with_both_outcomes(delta: Floats) -> float:

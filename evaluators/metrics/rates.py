@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,17 +16,11 @@ from atts.evaluators.metrics.intervals import (
     Estimate,
     Floats,
     Ints,
-    Method,
-    check_level,
     mean_estimate,
-    undefined_estimate,
 )
 
 Graded = Sequence[Sequence[bool | None]]
 """Per problem, per sample: right, wrong, or None where it is not known."""
-Unscored = Literal["wrong", "left out"]
-Short = Literal["undefined", "left out"]
-"""What becomes of problems with fewer than k samples: the whole rate is undefined, or it is of the others alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +36,18 @@ class Counts:
         return int(self.n.sum())
 
 
-def count(correct: Graded, unscored: Unscored = "wrong") -> Counts:
+def count(correct: Graded) -> Counts:
     """Samples and right ones per problem, ragged or not; always what is there, never what was configured.
 
     >>> counts = count([[True, False, None], [True]])
     >>> counts.n.tolist(), counts.c.tolist()
     ([3, 1], [1, 1])
     """
-    if unscored not in ("wrong", "left out"):
-        raise OptionError("unscored", f"{unscored!r} is not an option", ("wrong", "left out"))
     if isinstance(correct, np.ndarray) and correct.dtype != object and correct.ndim == 2:
         right = np.asarray(correct, dtype=bool).sum(axis=1)
         return Counts(np.full(len(correct), correct.shape[1], dtype=np.int64), right.astype(np.int64))
-    known = [[one for one in row if one is not None or unscored == "wrong"] for row in correct]
-    n = np.fromiter((len(row) for row in known), np.int64, len(known))
-    c = np.fromiter((sum(bool(one) for one in row) for row in known), np.int64, len(known))
+    n = np.fromiter(map(len, correct), np.int64, len(correct))
+    c = np.fromiter((sum(bool(one) for one in row) for row in correct), np.int64, len(correct))
     return Counts(n, c)
 
 
@@ -94,32 +84,15 @@ def avg_at_n(counts: Counts) -> Floats:
     return np.where(counts.n > 0, counts.c / np.maximum(counts.n, 1), np.nan)
 
 
-def rate(
-    values: ArrayLike,
-    n: ArrayLike,
-    method: Method = "wilson",
-    *,
-    short: Short = "undefined",
-    level: float = 0.95,
-    seed: int = 0,
-) -> Estimate:
-    """The mean of per-problem values, one interval method for all metrics; `n` are the samples per problem.
+def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
+    """The mean of per-problem values with its interval; `n` are the samples per problem.
 
-    Problems whose value is NaN (too few samples) make it undefined unless `short` leaves them out, which it then says.
+    Problems whose value is NaN (too few samples) make it undefined.
     """
     array, counts = np.asarray(values, dtype=np.float64), np.asarray(n, dtype=np.int64)
-    check_level(level)
-    if short not in ("undefined", "left out"):
-        raise OptionError("short", f"{short!r} is not an option", ("undefined", "left out"))
-    missing = np.isnan(array)
-    if not missing.any() or short == "undefined":
-        estimate = mean_estimate(array, int(counts.sum()), method, level=level, seed=seed)
-        why = f"too few samples in {int(missing.sum())} of {array.size} problems"
-        return replace(estimate, note=why) if missing.any() else estimate
-    if missing.all():
-        return undefined_estimate(array.size, int(counts.sum()), level, "too few samples in every problem")
-    kept = mean_estimate(array[~missing], int(counts[~missing].sum()), method, level=level, seed=seed)
-    return replace(kept, note=f"{int(missing.sum())} of {array.size} problems left out: too few samples")
+    missing = int(np.isnan(array).sum())
+    estimate = mean_estimate(array, int(counts.sum()), level=level)
+    return replace(estimate, note=f"too few samples in {missing} of {array.size} problems") if missing else estimate
 
 
 def _checked(n: ArrayLike, c: ArrayLike, k: int) -> tuple[Ints, Ints]:

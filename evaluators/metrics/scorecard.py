@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from atts.errors import OptionError
-from atts.evaluators.metrics.intervals import Estimate, Floats, Method
-from atts.evaluators.metrics.majority import Blanks, Label, maj_at_k, votes, weighted_maj_at_k
-from atts.evaluators.metrics.rates import Counts, Unscored, avg_at_n, count, g_pass_at_k, pass_at_k, pass_hat_k, rate
+from atts.evaluators.metrics.intervals import Estimate, Floats
+from atts.evaluators.metrics.majority import Label, maj_at_k, votes
+from atts.evaluators.metrics.rates import Counts, avg_at_n, count, g_pass_at_k, pass_at_k, pass_hat_k, rate
 
 SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
 """What became of a sample: graded; cut at a limit; ended with no answer; the grader cannot tell, or took too long."""
@@ -41,10 +41,9 @@ class Samples:
     correct: tuple[bool | None, ...]
     labels: tuple[Label | None, ...] = ()
     statuses: tuple[SampleStatus, ...] = ()
-    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("labels", "statuses", "weights"):
+        for name in ("labels", "statuses"):
             held: tuple[object, ...] = getattr(self, name)
             if held and len(held) != len(self.correct):
                 raise OptionError(name, f"{self.problem} has {len(held)} {name} for {len(self.correct)} samples")
@@ -137,45 +136,31 @@ def coverage(problems: Sequence[Samples]) -> Coverage:
     return Coverage(len(problems), seen.total(), seen["cut"], seen["no answer"], seen["unscored"], seen["timeout"])
 
 
-def score(
-    problems: Sequence[Samples],
-    *,
-    ks: Sequence[int] | None = None,
-    method: Method = "wilson",
-    unscored: Unscored = "wrong",
-    blanks: Blanks = "abstain",
-    level: float = 0.95,
-) -> Scorecard:
+def score(problems: Sequence[Samples], *, ks: Sequence[int] | None = None, level: float = 0.95) -> Scorecard:
     """pass@1, and for every k pass@k, maj@k, pass^k and G-pass@k at one half: unbiased, with intervals over problems.
 
     `ks` are the powers of two up to the fewest samples of a problem, and that number itself, unless told. Samples that
-    could not be scored count as wrong and the rate says what they may change, or are left out of pass@1 and its kin.
+    could not be scored count as wrong, and the rate says what they may change.
     """
-    counts = count([held.correct for held in problems], unscored)
+    counts = count([held.correct for held in problems])
     fewest = int(counts.n.min(initial=10**9)) if problems else 0
-    estimates = {"pass@1": rate(avg_at_n(counts), counts.n, method, level=level)}
+    estimates = {"pass@1": rate(avg_at_n(counts), counts.n, level=level)}
     if unknown := sum(one is None for held in problems for one in held.correct):
-        if unscored == "wrong":
-            best = count([[one is None or one for one in held.correct] for held in problems])
-            estimates["pass@1"] = estimates["pass@1"].beside(rate(avg_at_n(best), best.n, method, level=level), unknown)
-        else:
-            estimates["pass@1"] = replace(estimates["pass@1"], note=f"{unknown} unscored left out")
+        best = count([[one is None or one for one in held.correct] for held in problems])
+        estimates["pass@1"] = estimates["pass@1"].beside(rate(avg_at_n(best), best.n, level=level), unknown)
     doubled = {1 << power for power in range(1, fewest.bit_length())}
     for k in sorted(doubled | {fewest} - {0}) if ks is None else ks:
-        for name, values in _at_k(problems, counts, k, blanks).items():
-            estimates[name] = rate(values, counts.n, method, level=level)
-    if problems and all(held.weights and held.labels for held in problems):
-        voted = [weighted_maj_at_k(h.labels, h.correct, h.weights, len(h.correct)) for h in problems]
-        estimates["weighted vote"] = rate(voted, counts.n, method, level=level)
+        for name, values in _at_k(problems, counts, k).items():
+            estimates[name] = rate(values, counts.n, level=level)
     return Scorecard(estimates, coverage(problems))
 
 
-def _at_k(problems: Sequence[Samples], counts: Counts, k: int, blanks: Blanks) -> dict[str, Floats]:
+def _at_k(problems: Sequence[Samples], counts: Counts, k: int) -> dict[str, Floats]:
     named: dict[str, Floats] = {}
     if k > 1:
         named[f"pass@{k}"] = pass_at_k(counts.n, counts.c, k)
         named[f"pass^{k}"] = pass_hat_k(counts.n, counts.c, k)
         named[f"G-pass@{k}(1/2)"] = g_pass_at_k(counts.n, counts.c, k, 0.5)
     if k > 1 and problems and all(held.labels for held in problems):
-        named[f"maj@{k}"] = maj_at_k([votes(held.labels, held.correct, blanks) for held in problems], k)
+        named[f"maj@{k}"] = maj_at_k([votes(held.labels, held.correct) for held in problems], k)
     return named

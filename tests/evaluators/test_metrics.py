@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from atts.errors import OptionError
-from atts.evaluators.metrics.majority import Votes, maj_at_k, votes, weighted_maj_at_k
+from atts.evaluators.metrics.majority import Votes, maj_at_k, votes
 from atts.evaluators.metrics.rates import (
     avg_at_n,
     count,
@@ -78,7 +78,6 @@ def test_fewer_samples_than_k_is_undefined_never_a_guess() -> None:
         assert np.isnan(metric([3, 4], [3, 4], 4)).tolist() == [True, False]
     assert np.isnan(g_pass_at_k([3], [3], 4, 0.5)[0])
     assert np.isnan(maj_at_k([votes(["a"], [True])], 2)[0])
-    assert math.isnan(weighted_maj_at_k(["a"], [True], [1.0], 2))
     assert math.isnan(avg_at_n(count([[]]))[0])
 
 
@@ -92,11 +91,9 @@ def test_large_counts_neither_overflow_nor_lose_digits() -> None:
 
 
 def test_counts_are_of_what_exists() -> None:
-    """Ragged rows, unknown samples as wrong or left out, arrays as well as lists."""
+    """Ragged rows, unknown samples as wrong, arrays as well as lists."""
     rows: list[list[bool | None]] = [[True, None, False], [None], []]
     assert (count(rows).n.tolist(), count(rows).c.tolist()) == ([3, 1, 0], [1, 0, 0])
-    left = count(rows, unscored="left out")
-    assert (left.n.tolist(), left.c.tolist()) == ([2, 0, 0], [1, 0, 0])
     array = np.array([[1, 0], [1, 1]], dtype=bool)
     assert count(cast(Any, array)).c.tolist() == [1, 2]
 
@@ -109,15 +106,7 @@ def test_counts_are_of_what_exists() -> None:
         lambda: g_pass_at_k([1], [1], 1, 1.5),
         lambda: maj_at_k([], 0),
         lambda: votes(["a"], []),
-        lambda: votes(["a"], [True], cast(Any, "ignore")),
-        lambda: count([[True]], cast(Any, "dropped")),
-        lambda: rate([1.0], [1], cast(Any, "exact")),
-        lambda: rate([1.0], [1], short=cast(Any, "drop")),
         lambda: rate([1.0], [1], level=95),
-        lambda: weighted_maj_at_k(["a"], [True], [-1.0], 1),
-        lambda: weighted_maj_at_k(["a"], [True], [math.nan], 1),
-        lambda: weighted_maj_at_k(["a", "b"], [True, False], [1.0], 1),
-        lambda: weighted_maj_at_k(["a"], [True], [1.0], 0),
     ],
 )
 def test_impossible_arguments_are_errors(wrong: Any) -> None:
@@ -132,9 +121,7 @@ def test_impossible_arguments_are_errors(wrong: Any) -> None:
 LABELS = st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=9)
 
 
-def brute_majority(
-    labels: Sequence[str | None], correct: Sequence[bool], weights: Sequence[Fraction], k: int, blanks: str = "abstain"
-) -> Fraction:
+def brute_majority(labels: Sequence[str | None], correct: Sequence[bool], k: int) -> Fraction:
     """Every subset votes; ties are split evenly; a class is worth the share of its members that are right."""
     total, subsets = Fraction(0), list(itertools.combinations(range(len(labels)), k))
     worth: dict[str | None, Fraction] = {}
@@ -144,32 +131,21 @@ def brute_majority(
     for subset in subsets:
         tally = Counter[str | None]()
         for at in subset:
-            if labels[at] is not None or blanks == "vote":
-                tally[labels[at]] += cast(Any, weights[at])
+            if labels[at] is not None:
+                tally[labels[at]] += 1
         first = [label for label, weight in tally.items() if weight == max(tally.values())]
         total += sum((worth[label] for label in first), Fraction(0)) / max(1, len(first))
     return total / len(subsets)
 
 
 @FEW
-@given(LABELS, st.randoms(use_true_random=False), st.sampled_from(["abstain", "vote"]))
-def test_maj_at_k_equals_brute_force(labels: list[str | None], chance: random.Random, blanks: Any) -> None:
+@given(LABELS, st.randoms(use_true_random=False))
+def test_maj_at_k_equals_brute_force(labels: list[str | None], chance: random.Random) -> None:
     """Over every subset, for every k; also where members of one class were judged differently."""
     correct = [label == "a" or (label == "b" and chance.random() < 0.5) for label in labels]
     for k in range(1, len(labels) + 1):
-        expected = brute_majority(labels, correct, [Fraction(1)] * len(labels), k, blanks)
-        assert maj_at_k([votes(labels, correct, blanks)], k)[0] == pytest.approx(float(expected), abs=1e-12)
-
-
-@settings(max_examples=40, deadline=None)
-@given(LABELS, st.lists(st.integers(0, 4), min_size=9, max_size=9), st.data())
-def test_weighted_votes_equal_brute_force(labels: list[str | None], sizes: list[int], data: st.DataObject) -> None:
-    """Weights that tie exactly, weights of zero, blanks."""
-    weights = [Fraction(size, 3) for size in sizes[: len(labels)]]
-    correct = [label == "a" for label in labels]
-    k = data.draw(st.integers(1, len(labels)))
-    expected = float(brute_majority(labels, correct, weights, k))
-    assert weighted_maj_at_k(labels, correct, [float(w) for w in weights], k) == pytest.approx(expected, abs=1e-9)
+        expected = brute_majority(labels, correct, k)
+        assert maj_at_k([votes(labels, correct)], k)[0] == pytest.approx(float(expected), abs=1e-12)
 
 
 def exact_majority(right: int, wrong: Sequence[int], blank: int, k: int) -> Fraction:
@@ -216,43 +192,24 @@ def test_maj_at_k_survives_thousands_of_samples() -> None:
 
 @given(LABELS, st.randoms(use_true_random=False))
 def test_a_vote_does_not_depend_on_the_order_of_finishing(labels: list[str | None], chance: random.Random) -> None:
-    """Neither maj@k nor the weights' sums, to the last bit."""
-    weights = [chance.random() for _ in labels]
+    """Not even in the last digits of maj@k."""
     order = list(range(len(labels)))
     chance.shuffle(order)
-    shuffled, moved = [labels[at] for at in order], [weights[at] for at in order]
-    whole = weighted_maj_at_k(labels, [label == "a" for label in labels], weights, len(labels))
-    again = weighted_maj_at_k(shuffled, [label == "a" for label in shuffled], moved, len(labels))
-    assert whole == pytest.approx(again, abs=1e-12)
+    shuffled = [labels[at] for at in order]
     one = maj_at_k([votes(labels, [label == "a" for label in labels])], 1)
     other = maj_at_k([votes(shuffled, [label == "a" for label in shuffled])], 1)
     assert one[0] == pytest.approx(other[0], abs=1e-12)
 
 
-def test_seeded_subsets_approach_the_exact_weighted_vote() -> None:
-    """Past 20,000 subsets draws take over, equal for equal seeds; with equal weights they must be near maj@k."""
-    chance = random.Random(5)
-    labels = [chance.choice("aabc") for _ in range(24)]
-    correct = [label == "a" for label in labels]
-    drawn = weighted_maj_at_k(labels, correct, [1.0] * 24, 9, draws=4000, seed=1)
-    exact = maj_at_k([votes(labels, correct)], 9)[0]
-    assert drawn == weighted_maj_at_k(labels, correct, [1.0] * 24, 9, draws=4000, seed=1)
-    assert abs(drawn - exact) < 4 * math.sqrt(exact * (1 - exact) / 4000)
-
-
 # Means over problems
 
 
-def test_problems_with_too_few_samples_make_a_rate_undefined_or_are_named() -> None:
+def test_problems_with_too_few_samples_make_a_rate_undefined() -> None:
     """Never dropped in silence."""
     values, n = pass_at_k([4, 4, 2], [4, 0, 2], 4), [4, 4, 2]
     whole = rate(values, n)
     assert math.isnan(whole.value)
     assert "too few samples in 1 of 3 problems" in str(whole)
-    kept = rate(values, n, short="left out")
-    assert (kept.value, kept.n_problems, kept.n_samples) == (0.5, 2, 8)
-    assert "1 of 3 problems left out" in str(kept)
-    assert math.isnan(rate([math.nan], [1], short="left out").value)
 
 
 def test_half_a_thousand_problems_of_64_samples_are_one_call() -> None:

@@ -40,28 +40,10 @@ def test_coverage_counts_stand_beside_the_rates() -> None:
     assert "2 unscored: 0.500 [0.085, 0.915] were they right" in words[0]
 
 
-def test_unscored_samples_can_be_left_out_and_say_so() -> None:
-    """Then pass@k of more samples than are left is undefined."""
-    found = score(RUN, unscored="left out", ks=(4,))
-    assert found.estimates["pass@1"].value == pytest.approx((2 / 3 + 1 / 4 + 1 + 0) / 4)
-    assert "2 unscored left out" in found.estimates["pass@1"].note
-    assert math.isnan(found.estimates["pass@4"].value)
-    assert "too few samples in 2 of 4 problems" in found.estimates["pass@4"].note
-
-
-def test_blanks_may_vote() -> None:
-    """Then three silent samples outvote one answer."""
+def test_blanks_abstain() -> None:
+    """Three silent samples do not outvote one answer."""
     run = [Samples("p", (True, False, False, False), ("a", None, None, None))]
     assert score(run, ks=(4,)).estimates["maj@4"].value == 1
-    assert score(run, ks=(4,), blanks="vote").estimates["maj@4"].value == 0
-
-
-def test_weights_give_a_weighted_vote() -> None:
-    """One sure sample against three unsure ones."""
-    run = [Samples("p", (True, False, False), ("a", "b", "b"), weights=(5.0, 1.0, 1.0))]
-    found = score(run)
-    assert found.estimates["weighted vote"].value == 1
-    assert found.estimates["maj@3"].value == 0
 
 
 def test_without_labels_there_is_no_vote() -> None:
@@ -79,7 +61,6 @@ def test_without_labels_there_is_no_vote() -> None:
     [
         lambda: Samples("p", (True,), ("a", "b")),
         lambda: Samples("p", (True,), statuses=(cast(Any, "lost"),)),
-        lambda: Samples("p", (True,), weights=(1.0, 2.0)),
     ],
 )
 def test_samples_that_do_not_fit_together_are_errors(wrong: Any) -> None:

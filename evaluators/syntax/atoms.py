@@ -274,7 +274,7 @@ def _case(row: list[Node]) -> list[Node]:
     """The value of a case and its condition, which may stand in one cell."""
     row = list(row[0].args) if len(row) == 1 and row[0].kind == "cases" else row
     parts = [part for cell in row for part in (cell.args if cell.kind == "list" and len(row) == 1 else (cell,))]
-    return parts if len(parts) == 2 and parts[1].kind in ("relation", "word", "list") else []
+    return parts if len(parts) == 2 and parts[1].kind in ("relation", "word", "list", "symbol") else []
 
 
 def _big_operator(parser: Grammar, name: str) -> Node:

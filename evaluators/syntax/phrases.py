@@ -159,7 +159,8 @@ def joined_quantities(first: Node, second: Node) -> Node | None:
 
 def joined(parser: Grammar, before: Node, link: str, item: Node) -> Node | None:
     """Two amounts as one, a value with its condition, or a case with one condition more; None for two items."""
-    if link in _CONDITIONS and item.kind in ("relation", "word") and item.text != "in":
+    is_statement = item.kind in ("relation", "word") or (item.kind == "symbol" and link in ("if", "when"))
+    if link in _CONDITIONS and is_statement and item.text != "in":
         return Node("cases", (before, item))
     if link == "and" and before.kind == "cases" and item.kind == "relation" and parser.here.text not in _CONDITIONS:
         return Node("cases", (before.args[0], Node("list", (before.args[1], item), "and")))

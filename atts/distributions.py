@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
-from scipy import special
 
 Floats = NDArray[np.float64]
 
 
 def normal_tail(value: float) -> float:
     """P(Z > value) for a standard normal Z."""
-    return float(special.ndtr(-value))
+    return float(scipy.special.ndtr(-value))
 
 
 def normal_quantile(share: float) -> float:
     """The value that a standard normal stays below with probability `share`."""
-    return float(special.ndtri(share))
+    return float(scipy.special.ndtri(share))
 
 
 def student_quantile(share: float, freedom: float) -> float:
     """The value that Student's t with so many degrees of freedom stays below with probability `share`."""
-    return float(special.stdtrit(freedom, share))
+    return float(scipy.special.stdtrit(freedom, share))
 
 
 def beta_quantile(share: ArrayLike, a: ArrayLike, b: ArrayLike) -> Floats:
     """The value that Beta(a, b) stays below with probability `share`."""
-    return _floats(special.betaincinv(_floats(a), _floats(b), _floats(share)))
+    return _floats(scipy.special.betaincinv(_floats(a), _floats(b), _floats(share)))
 
 
 def beta_upper_quantile(share: float, a: float, b: float) -> float:
     """The value that Beta(a, b) exceeds with probability `share`."""
-    return float(special.betainccinv(a, b, share))
+    return float(scipy.special.betainccinv(a, b, share))
 
 
 def binomial_cdf(count: ArrayLike, n: ArrayLike, chance: float) -> Floats:
@@ -42,19 +42,19 @@ def binomial_cdf(count: ArrayLike, n: ArrayLike, chance: float) -> Floats:
     """
     counts, sizes = np.broadcast_arrays(_floats(count), _floats(n))
     inside = np.clip(counts, 0, np.maximum(sizes - 1, 0))
-    below = special.betaincc(inside + 1, np.maximum(sizes - inside, 1), chance)
+    below = scipy.special.betaincc(inside + 1, np.maximum(sizes - inside, 1), chance)
     return _floats(np.where(counts < 0, 0.0, np.where(counts >= sizes, 1.0, below)))
 
 
 def binomial_tail(count: int, n: int, chance: float) -> float:
     """P(Bin(n, chance) > count)."""
-    return 1.0 if count < 0 else 0.0 if count >= n else float(special.betainc(count + 1, n - count, chance))
+    return 1.0 if count < 0 else 0.0 if count >= n else float(scipy.special.betainc(count + 1, n - count, chance))
 
 
 def binomial_pmf(count: int, n: ArrayLike, chance: float) -> Floats:
     """P(Bin(n, chance) = count), 0 for any of `n` smaller than `count`."""
     sizes = np.maximum(_floats(n), count)
-    logs = special.xlogy(count, chance) + special.xlog1py(sizes - count, -chance)
+    logs = scipy.special.xlogy(count, chance) + scipy.special.xlog1py(sizes - count, -chance)
     return _floats(np.where(sizes > n, 0.0, np.exp(_log_choose(sizes, count) + logs)))
 
 
@@ -80,7 +80,7 @@ def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) 
 
 def _log_choose(n: ArrayLike, k: ArrayLike) -> Floats:
     """The logarithm of the binomial coefficient, for k <= n."""
-    return _floats(-special.betaln(np.add(k, 1.0), np.subtract(n, k) + 1.0) - np.log1p(n))
+    return _floats(-scipy.special.betaln(np.add(k, 1.0), np.subtract(n, k) + 1.0) - np.log1p(n))
 
 
 def _floats(values: ArrayLike) -> Floats:

@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from atts.core import AnswerKind, Problem
 from atts.errors import DatasetError, OptionError
@@ -18,6 +19,9 @@ from atts.evaluators.datasets.rows import RowTable, kind_of, read_table
 from atts.evaluators.datasets.selection import Selection, select, split_slice
 from atts.evaluators.datasets.sources import BENCHMARKS, Benchmark, HubSource, find_benchmark, find_hub_source, unknown
 from atts.evaluators.verdict import STRICT, changed
+
+if TYPE_CHECKING:
+    from atts.evaluators.datasets.arithmetic import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +88,10 @@ def load_dataset(name: str | Path, selection: Selection | None = None, options: 
     """
     options = options or LoadOptions()
     bare, cut = split_slice(str(name))
-    whole = _load(bare, options, selection or Selection())
+    whole = _load(bare, options, selection or Selection(), cut)
     problems = whole.problems
     notes = list(whole.notes)
-    for part in (selection if bare != "arithmetic" else None, cut):
+    for part in () if whole.source == "generated" else (selection, cut):
         if part and part.words():
             problems = tuple(select(problems, part, str(name)))
             notes.append(f"selected: {part.words()} ({len(problems)} of {len(whole)})")
@@ -121,10 +125,10 @@ def _bare_text(problem: Problem) -> str:
     return re.sub(r"[\s$]+", "", problem.text).casefold()
 
 
-def _load(name: str, options: LoadOptions, selection: Selection) -> Dataset:
+def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
     benchmark = find_benchmark(name)
     if benchmark and benchmark.name == "arithmetic":
-        return _arithmetic(options, selection)
+        return _arithmetic(options, selection, cut)
     if benchmark and options.file:
         return _file(options.file, options, benchmark)
     if benchmark:
@@ -240,15 +244,28 @@ def _columns(options: LoadOptions) -> Columns:
     return options.columns if isinstance(options.columns, Columns) else Columns.of(options.columns)
 
 
-def _arithmetic(options: LoadOptions, selection: Selection) -> Dataset:
+def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
     """Generated, so that `selection` says how many, which seed and which levels instead of picking from a file."""
-    from atts.evaluators.datasets import arithmetic
-
-    split = cast(arithmetic.Split, options.split)  # the generator refuses any other
+    split = cast("Split", options.split)  # the generator refuses any other
     count = selection.sample or BENCHMARKS["arithmetic"].size
     levels = selection.levels or (1, 2, 3, 4, 5)
-    made = arithmetic.problems(split, count, seed=selection.seed, levels=levels)
-    rest = replace(selection, sample=None, levels=())
-    problems = tuple(select(made, rest, "arithmetic") if rest.words() else made)
     revision = f"{split}, {count} problems, seed {selection.seed}, levels {','.join(map(str, levels))}"
-    return Dataset("arithmetic", "generated", revision, digest(problems), problems)
+    rest = replace(selection, sample=None, levels=())
+    wanted = range(count)[cut.start : cut.stop : cut.step]
+    if rest.words() or not wanted:
+        made = list(_generated(split, count, selection.seed, levels))
+        for part in (rest, cut):
+            made = select(made, part, "arithmetic")
+    else:  # a shorter call begins like a longer one: what the slice leaves out behind its end is not generated
+        found = _generated(split, max(wanted) + 1, selection.seed, levels)
+        made = [found[index] for index in wanted]
+    notes = (f"selected: {cut.words()} ({len(made)} of {count})",) if cut.words() else ()
+    return Dataset("arithmetic", "generated", revision, digest(made), tuple(made), notes)
+
+
+@lru_cache(maxsize=16)
+def _generated(split: Split, count: int, seed: int, levels: tuple[int, ...]) -> tuple[Problem, ...]:
+    """The first exercises of a seed: a millisecond each, so that a process makes them once."""
+    from atts.evaluators.datasets import arithmetic
+
+    return tuple(arithmetic.problems(split, count, seed=seed, levels=levels))

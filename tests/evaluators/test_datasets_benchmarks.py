@@ -3,7 +3,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from atts.core import Grading, Problem
 from atts.errors import DatasetError
 from atts.evaluators import judge
+from atts.evaluators.datasets import arithmetic
 from atts.evaluators.datasets.columns import Columns
 from atts.evaluators.datasets.loading import Dataset, LoadOptions, load_dataset, overlap
 from atts.evaluators.datasets.selection import Selection
@@ -446,3 +447,31 @@ def test_what_the_hub_refuses_says_what_to_do(
     with pytest.raises(DatasetError, match=says):
         load_dataset(name, options=LoadOptions(cache=tmp_path, revision=revision))
     assert hub
+
+
+@pytest.mark.parametrize("cut", ["[:3]", "[2:9:3]", "[-2:]", "[:-7]", "[8:3:-2]", "[-4::-1]", "[:]", "[10:]"])
+def test_a_slice_of_what_is_generated_is_one_of_the_whole(cut: str) -> None:
+    """Whatever of it is not generated; the note and the revision are of the whole."""
+    of_twelve = Selection(sample=12, seed=5)
+    whole = load_dataset("arithmetic", of_twelve)
+    start, stop, step = (int(end) if end else None for end in f"{cut[1:-1]}::".split(":")[:3])
+    found = load_dataset(f"arithmetic{cut}", of_twelve)
+    assert found.problems == whole.problems[start:stop:step]
+    assert found.revision == whole.revision
+    assert found.notes == ((f"selected: slice {cut} ({len(found)} of 12)",) if cut != "[:]" else ())
+
+
+def test_no_more_is_generated_than_a_slice_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark has hundreds of problems, each drawn until its split and its level fit."""
+    asked, make = list[int](), arithmetic.problems
+
+    def counted(split: arithmetic.Split, count: int, seed: int, levels: Sequence[int]) -> list[Problem]:
+        asked.append(count)
+        return make(split, count, seed, levels)
+
+    monkeypatch.setattr(arithmetic, "problems", counted)
+    load_dataset("arithmetic[2:5]", Selection(seed=77))
+    load_dataset("arithmetic[2:5]", Selection(seed=77))
+    assert asked == [5]
+    with pytest.raises(DatasetError, match="nothing is left of 4 problems"):
+        load_dataset("arithmetic[9:]", Selection(sample=4, seed=77))

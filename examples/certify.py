@@ -14,14 +14,14 @@ from atts.calibration import StoredScores
 from atts.methods import LabelledRun, certified_gate, certify_runs, frozen_gate
 from atts.testing import toy_problems
 
-POLICY = atts.Policy(samples=3, early_stop="none")
+POLICY = atts.Policy(samples=2, early_stop="none")
 
 
 def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None) -> list[Outcome]:
-    """Sixty labelled problems, by the method's own gate or by one frozen at stored scores."""
+    """Thirty labelled problems, by the method's own gate or by one frozen at stored scores."""
     gate = frozen_gate(rate, stored) if stored is not None else None
     setup = atts.Setup(draft="scripted", target="scripted", method=method, rate=rate, gate=gate, policy=POLICY)
-    found = list(atts.evaluate_sync(toy_problems(60, seed=1), setup).outcomes())
+    found = list(atts.evaluate_sync(toy_problems(30, seed=1), setup).outcomes())
     return sorted(found, key=lambda outcome: outcome.problem.id)
 
 
@@ -31,10 +31,10 @@ def right(outcome: Outcome) -> bool:
 
 
 def main() -> None:
-    """Scores of one run, labelled runs at three rates, a certificate, and the gate it allows."""
+    """Scores of one run, labelled runs at two rates, a certificate, and the gate it allows."""
     seen = [turn.score for o in outcomes("atts") for r in o.rollouts for turn in r.turns if turn.score is not None]
     stored = StoredScores.of(seen)
-    runs = [LabelledRun("split", rate, outcomes("atts", rate, stored)) for rate in (0.6, 0.4, 0.2)]
+    runs = [LabelledRun("split", rate, outcomes("atts", rate, stored)) for rate in (0.4, 0.2)]
     certificate = certify_runs(outcomes("target-only"), runs, right, epsilon=0.1, delta=0.1)
     print(certificate.guarantee)
     if certificate.chosen is not None:

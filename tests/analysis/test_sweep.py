@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -113,15 +114,35 @@ def interrupted(after: int) -> Callable[..., Any]:
     return watch
 
 
-@pytest.mark.parametrize("damage", ["none", "torn", "changed", "gone"])
-def test_whatever_ended_it_the_same_call_goes_on(tmp_path: Path, damage: str) -> None:
-    """Also where the shared replies are torn, damaged or gone: they save work, and nothing rests on them."""
-    words = {**WORDS, "method": "random", "out": str(tmp_path / "set")}
-    planned = plan_sweep({"samples": [2, 3]}, words)
+RANDOM = {**WORDS, "method": "random"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every run of a sweep comes to that nothing ends."""
+    whole = plan_sweep({"samples": [2, 3]}, {**RANDOM, "out": str(tmp_path_factory.mktemp("whole") / "set")})
+    anyio.run(run_sweep, whole)
+    return [answers(point.directory) for point in whole.points]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same sweep, ended three times."""
+    out = tmp_path_factory.mktemp("killed") / "set"
+    planned = plan_sweep({"samples": [2, 3]}, {**RANDOM, "out": str(out)})
     for after in (5, 60, 130):
         with pytest.raises(BaseException) as ended:  # noqa: PT011 - the task group may hold it
             anyio.run(run_sweep, planned, interrupted(after))
         assert ended.value.__class__ is _Killed or ended.group_contains(_Killed)
+    return out
+
+
+@pytest.mark.parametrize("damage", ["none", "torn", "changed", "gone"])
+def test_whatever_ended_it_the_same_call_goes_on(
+    tmp_path: Path, killed: Path, undisturbed: list[dict[str, Any]], damage: str
+) -> None:
+    """Also where the shared replies are torn, damaged or gone: they save work, and nothing rests on them."""
+    shutil.copytree(killed, tmp_path / "set")
     path = tmp_path / "set" / REPLIES
     data = path.read_bytes()
     if damage == "torn":
@@ -130,11 +151,9 @@ def test_whatever_ended_it_the_same_call_goes_on(tmp_path: Path, damage: str) ->
         path.write_bytes(data[: len(data) // 3] + b"\xff" + data[len(data) // 3 + 1 :])
     elif damage == "gone":
         path.unlink()
+    planned = plan_sweep({"samples": [2, 3]}, {**RANDOM, "out": str(tmp_path / "set")})
     assert anyio.run(run_sweep, planned).exit_code == 0
-    whole = plan_sweep({"samples": [2, 3]}, {**words, "out": str(tmp_path / "whole")})
-    anyio.run(run_sweep, whole)
-    for one, other in zip(planned.points, whole.points, strict=True):
-        assert answers(one.directory) == answers(other.directory)
+    assert [answers(point.directory) for point in planned.points] == undisturbed
 
 
 def test_more_values_join_the_runs_that_are_there(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from atts.cli.app import run
 from atts.cli.registry import COMMANDS
 
 
@@ -32,8 +33,7 @@ def test_a_misspelt_command_is_usage_with_a_suggestion(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name: str, tmp_path: Path) -> None:
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A registered command loads and explains itself."""
-    done = atts(name, "--help", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Usage" in done.stdout
+    assert run((name, "--help")) == 0
+    assert "Usage" in capsys.readouterr().out

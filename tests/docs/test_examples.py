@@ -16,12 +16,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, get_args
 
 import anyio
 import pytest
 
 from atts.cli.app import run as atts
+from atts.core import Role
 
 pytestmark = pytest.mark.checkout
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +74,9 @@ def test_every_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
     """The blocks of a page in order, in one folder and one namespace, as a reader would type them."""
     if page.name == "two_servers.md":
         request.getfixturevalue("two_servers")
+    elif page.name != "README.md":  # where engines have processes of their own, as they do for a reader
+        for role in get_args(Role):
+            monkeypatch.setenv(f"ATTS_{role.upper()}", f"embedded:{role}?worker=thread")
     monkeypatch.chdir(tmp_path)
     for name, value in {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)

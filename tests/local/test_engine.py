@@ -77,6 +77,7 @@ async def test_cancelling_frees_the_work(make_model: Make) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_told(make_model: Make) -> None:
     """Two engines with different settings side by side; killing one is EngineUnavailable for its callers only."""
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import re
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -210,6 +211,32 @@ def test_house_rules(check: str) -> None:
     """Imports go through a package's face, files and calls stay short, names are given once, and so on."""
     found = sorted(CHECKS[check]())
     assert len(found) <= ALLOWED.get(check, 0), found
+
+
+def lengths() -> Iterator[int]:
+    """Lines of every function, its docstring and decorators apart."""
+    for name in sources():
+        for node in ast.walk(tree(name)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                told = node.body[0] if ast.get_docstring(node) is not None else None
+                said = (told.end_lineno or 0) - told.lineno + 1 if told else 0
+                yield (node.end_lineno or 0) - node.lineno + 1 - said
+
+
+def test_functions_stay_short() -> None:
+    """Half of them have at most 6 lines, nine of ten at most 16."""
+    found = sorted(lengths())
+    assert statistics.median(found) <= 6
+    assert statistics.quantiles(found, n=10)[-1] <= 16
+
+
+def test_tests_weigh_more_than_half_of_what_they_test() -> None:
+    """At least 55 lines for every 100 of the source."""
+    source, tests = (
+        sum(path.read_text().count("\n") for path in paths)
+        for paths in (sources().values(), (ROOT / "tests").rglob("*.py"))
+    )
+    assert tests >= 0.55 * source
 
 
 def test_every_unit_has_one_floor() -> None:

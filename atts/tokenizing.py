@@ -111,6 +111,16 @@ class StopMatcher:
         self._tail = text[-self._keep :] if self._keep else b""
         return False
 
+    def going_on(self, pieces: Sequence[bytes]) -> int:
+        """How many of these would leave the text without a stop string; none of them is remembered."""
+        text = self._tail
+        if any(stop in text + b"".join(pieces) for stop in self._stops):
+            for count, piece in enumerate(pieces):
+                text += piece
+                if any(stop in text for stop in self._stops):
+                    return count
+        return len(pieces)
+
 
 def _open(folder: Path, name: str) -> Any:
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):

@@ -23,7 +23,7 @@ from atts.local.exits import ExitAdapter, ExitModel
 from atts.local.fuzzy import FuzzyDrafter
 from atts.local.ledger import SlotLedger
 from atts.local.loader import Weights, load_weights
-from atts.local.loop import StepLoop, TokenTable
+from atts.local.loop import StepLoop
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
 from atts.local.model_config import rope_rows
 from atts.local.native_model import NativeModel, unknown_parts
@@ -31,6 +31,7 @@ from atts.local.options import MOST_PROPOSED, OVERLAPPED
 from atts.local.padding import PaddedModel, padding_weights
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
+from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Speculation
 from atts.local.torch_model import TorchModel
 from atts.local.transport import ThreadTransport
@@ -116,8 +117,8 @@ def _build(
         lengths = GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
         proposer = config.proposer() if config.proposer else _proposer(options.speculate or "auto", drafter)
         clock = thread_time if device.type == "cpu" else perf_counter
-        vocabulary, end_ids = config.model.vocabulary, token_table.end_ids
-        speculation = Speculation(proposer, lengths, scheduler, clock, vocabulary=vocabulary, end_ids=end_ids)
+        vocabulary = config.model.vocabulary
+        speculation = Speculation(proposer, lengths, scheduler, clock, vocabulary=vocabulary, table=token_table)
     loop = StepLoop(model, scheduler, token_table, send, speculation)
     return loop, WorkerReady(kv_tokens, model.device_name, trouble, isinstance(model, ChainModel))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from time import perf_counter
 from typing import NamedTuple, Protocol
@@ -33,7 +33,7 @@ from atts.local.messages import (
     Submit,
 )
 from atts.local.scheduler import Scheduler
-from atts.local.sequence import Sequence, ending, new_sequence
+from atts.local.sequence import Sequence, TokenTable, ending, new_sequence
 from atts.local.speculating import Speculation, is_ratio
 
 _NOT_NUMBERS = "the model's logits are not numbers (NaN)", "Check the weights; in half precision try float32"
@@ -47,14 +47,6 @@ class Inbox(Protocol):
     def take(self, *, wait: bool) -> list[Command]:
         """All commands so far; with `wait`, at least one."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTable:
-    """What the loop knows of token ids: the bytes of each, and which of them end a text."""
-
-    pieces: tuple[bytes, ...]
-    end_ids: frozenset[int]
 
 
 Draws = tuple[Sequence, list[int], list[float]]  # tokens and log-probs at the places that a sequence was computed at

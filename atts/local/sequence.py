@@ -8,13 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atts.core import Ending, SampleRequest, ScoreRequest
+from atts.core import Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.local.prefix import PrefixNode
 from atts.seeds import uniforms
 from atts.tokenizing import StopMatcher
 
 _PRIORITY_STEP = 256
 """How many earlier requests one step of priority overtakes: finite, so that no request starves."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """What the loop knows of token ids: the bytes of each, and which of them end a text."""
+
+    pieces: tuple[bytes, ...]
+    end_ids: frozenset[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +112,18 @@ def ending(sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: f
     if sequence.stop is not None and token < len(pieces) and sequence.stop.feed(pieces[token]):
         return "delimiter"
     return "length" if len(sequence.logprobs) == request.max_tokens else None
+
+
+def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
+    """How many of these tokens could follow one after another without one that ends the sequence."""
+    request = sequence.request
+    assert isinstance(request, SampleRequest), "only sampled sequences grow"
+    ends = (at for at, token in enumerate(tokens) if token in table.end_ids or token in request.stop_ids)
+    count = next(ends, len(tokens))
+    if sequence.stop is None:
+        return count
+    known = len(table.pieces)
+    return sequence.stop.going_on([table.pieces[each] if each < known else b"" for each in tokens[:count]])
 
 
 def _uniforms(request: SampleRequest) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from atts.core import SampleRequest, TokenIds
 from atts.local.batch import StepPlan
 from atts.local.messages import SpeculationStats
 from atts.local.scheduler import Scheduler
-from atts.local.sequence import Sequence
+from atts.local.sequence import Sequence, TokenTable, going_on
 from atts.seeds import uniforms
 from atts.speculation import (
     Ask,
@@ -50,6 +50,7 @@ class SpeculationRound:
     request_id: int
     proposed: int
     stood: int
+    guessed: int  # tokens there were at first, those included after which there is nothing to write
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class GoodputLengths:
     def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> Forecast | None:
         """Survival and times are learnt."""
         shape = self._shape
-        outcomes = [(each.request_id, each.proposed, each.stood) for each in rounds]
+        outcomes = [(each.request_id, each.guessed, each.stood) for each in rounds]
         if len(shape.keys) < len(plan.decoding):
             own = set(shape.keys)
             outcomes = [outcome for outcome in outcomes if outcome[0] in own]
@@ -111,13 +112,14 @@ class Speculation:
         clock: Callable[[], float],
         *,
         vocabulary: int,
-        end_ids: frozenset[int],
+        table: TokenTable,
     ) -> None:
         """`clock` says what steps take, with nothing in it that others took of the processor where that can be."""
         self._proposer, self._lengths, self._scheduler, self._clock = proposer, lengths, scheduler, clock
-        self._vocabulary, self._end_ids = vocabulary, end_ids
+        self._vocabulary, self._table = vocabulary, table
         self._most = 1 << 30  # tokens a proposal may have, less once memory ran out
         self._asked = dict[int, TokenProposal]()
+        self._guessed = dict[int, int]()  # tokens proposed at first
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
         self._known = set[int]()  # request ids that proposers were asked about
@@ -154,7 +156,8 @@ class Speculation:
         proposal = self._asked[sequence.request_id]
         stood = standing(proposal.tokens, drawn)
         self._proposer.settled(sequence.request_id, proposal, stood)
-        self._rounds.append(SpeculationRound(sequence.request_id, len(proposal.tokens), stood))
+        guessed = self._guessed[sequence.request_id]
+        self._rounds.append(SpeculationRound(sequence.request_id, len(proposal.tokens), stood, guessed))
         return stood
 
     def redrawn(self, sequence: Sequence, laws: NDArray[np.float64], drawn: list[int]) -> list[int]:
@@ -200,7 +203,8 @@ class Speculation:
         self._known.update(ask.key for ask in asks)
         try:
             proposals = self._proposer.propose(asks)
-            self._asked = {ask.key: self._checked(ask, proposal) for ask, proposal in zip(asks, proposals, strict=True)}
+            self._guessed = {ask.key: len(found.tokens) for ask, found in zip(asks, proposals, strict=True)}
+            self._asked = {ask.key: self._checked(ask, found) for ask, found in zip(asks, proposals, strict=True)}
         except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
             name = type(self._proposer).__name__
             self._stats.trouble = f"speculation is off: {name} failed ({type(error).__name__}: {error})"
@@ -214,13 +218,11 @@ class Speculation:
         tokens = proposal.tokens[: ask.room]
         if proposal.laws is not None:  # what is drawn must not be dropped for what it is
             return proposal
-        sound = next((at for at, token in enumerate(tokens) if not self._may_go_on(token)), len(tokens))
+        known = next((at for at, token in enumerate(tokens) if not 0 <= token < self._vocabulary), len(tokens))
+        sound = going_on(self._scheduler.sequence(ask.key), tokens[:known], self._table)
         if sound == len(proposal.tokens):
             return proposal
         return TokenProposal(tuple(tokens[:sound]), proposal.confidence, proposal.laws)
-
-    def _may_go_on(self, token: int) -> bool:
-        return 0 <= token < self._vocabulary and token not in self._end_ids
 
     def _forget_finished(self) -> None:
         gone = [key for key in self._known if not self._scheduler.is_unfinished(key)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, exp, log
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,9 @@ from atts.speculation.costs import Condition, StepCosts, condition
 from atts.speculation.survival import Outcome, Survival
 
 _MARGIN = 0.015  # gain below which everything stays as it is
+_DOUBT = 0.01  # gain that proposals must promise beside none, for what they take is the less certain
+_SURPRISE_WEIGHT = 1 / 8  # of one step
+_FORGETTING = 0.97  # what is kept of surprises from one decision without proposals to the next
 _PERIODS = 8, 64  # steps between two decisions: after one that changed something, at most
 _LEARNING = 4  # steps between two tries of what was never measured
 _EXPLORING = 0.01  # share of time that later tries may lose
@@ -80,6 +83,7 @@ class GoodputControl:
         self._verdicts = _Verdict(), _Verdict()
         self._standing: dict[int, list[float]] = {}  # expected tokens by length
         self._asked = set[int]()  # sequences that tokens were proposed for in the last step
+        self._surprise: dict[tuple[bool, Condition], float] = {}  # log of seconds over those expected, with proposals
 
     def choose(self, step: StepShape) -> list[int]:
         """The most tokens to propose for each sequence."""
@@ -103,6 +107,8 @@ class GoodputControl:
             self._asked = set()
         self._costs.add(step.condition, rows, seconds[1])
         verdict = self._verdicts[step.others > 0]
+        if forecast is not None and not verdict.is_trying:
+            self._compare((bool(rounds), _among(len(step.keys))), log(sum(seconds) / forecast.seconds))
         if verdict.is_trying and forecast is not None and verdict.wanted is None:
             lost = sum(seconds) * verdict.rate - forecast.tokens  # in tokens that would have been written meanwhile
             wait = min(_RAREST_TRY, ceil(lost / (_EXPLORING * step.rows * (1 + verdict.mean))))
@@ -112,10 +118,20 @@ class GoodputControl:
     def _learn(self, rounds: Sequence[Outcome], seconds: float) -> None:
         self._survival.add(rounds)
         asked = {key for key, _, _ in rounds}
-        where = _among(len(rounds))
-        if asked <= self._asked or self._proposing.curve(where) is None:  # else a drafter had to catch up
-            self._proposing.add(where, sum([proposed for _, proposed, _ in rounds]), seconds)
+        if 4 * len(asked & self._asked) >= 3 * len(asked):  # else a drafter began, and had to catch up with most
+            self._proposing.add(_among(len(rounds)), sum([proposed for _, proposed, _ in rounds]), seconds)
         self._asked = asked
+
+    def _compare(self, kind: tuple[bool, Condition], surprise: float) -> None:
+        before = self._surprise.get(kind, 0.0)
+        self._surprise[kind] = before + _SURPRISE_WEIGHT * (max(-1.0, min(1.0, surprise)) - before)
+
+    def _doubt(self, among: Condition, is_proposing: bool) -> float:
+        """By how much steps with proposals, drafters that catch up included, took longer than their parts promise."""
+        if not is_proposing and (True, among) in self._surprise:
+            self._surprise[True, among] *= _FORGETTING
+        surprise = self._surprise.get((True, among), 0.0) - self._surprise.get((False, among), 0.0)
+        return (1 + _DOUBT) * exp(max(0.0, surprise))
 
     def _decide(self, verdict: _Verdict, step: StepShape) -> None:
         count = len(step.keys)
@@ -146,6 +162,7 @@ class GoodputControl:
             spent = proposing.at(totals[1:])
             seconds[1:] += spent
             lower[1:] += np.maximum(proposing.least(totals[1:]), spent / 2)
+        seconds[1:] *= self._doubt(_among(len(step.keys)), verdict.mean > 0)
         goodput = tokens / seconds
         best, current = int(goodput.argmax()), min(round(verdict.mean * len(step.keys)), len(tokens) - 1)
         if goodput[best] < (1 + _MARGIN) * goodput[current]:

@@ -14,7 +14,7 @@ import torch
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.local.batch import Model
 from atts.local.cuda_model import cuda_model
-from atts.local.loop import StepLoop, TokenTable
+from atts.local.loop import StepLoop
 from atts.local.messages import Close, Command, LoopReport, Submit
 from atts.local.model_config import ModelConfig, read_model_config, rope_rows
 from atts.local.options import Graphs
@@ -22,6 +22,7 @@ from atts.local.padding import padding_weights
 from atts.local.padding_shape import padding_shape, read_size
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
+from atts.local.sequence import TokenTable
 from atts.local.torch_model import TorchModel
 from atts.models import path
 from atts.seeds import Seed

@@ -267,6 +267,7 @@ def test_texts_end_inside_a_proposal_where_they_end_without(k: int, make_model: 
     ends = {reply.ended for reply in plain.replies.values() if isinstance(reply, SampleReply)}
     assert ends == {"length", "delimiter", "end"}
     assert counts(done).accepted > 20
+    assert counts(done).accepted == counts(done).proposed, "what follows an end is not fed"
     assert same(plain, done)
 
 

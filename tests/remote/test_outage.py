@@ -87,28 +87,37 @@ class Pair:
         )
         return anyio.run(evaluate, PROBLEMS, plan, RunOptions(directory, signals="ignore", listeners=listeners))
 
+
+class Outage(Diary):
+    """Kills a server once a run's journal is so large, before the run does anything else."""
+
+    def __init__(self, server: DialectServer, directory: Path, size: float) -> None:
+        super().__init__()
+        self._server, self._directory, self._size = server, directory, size
+        self.is_over = False
+
+    def notify(self, event: Notice) -> None:
+        """Look at the journal."""
+        super().notify(event)
+        if not self.is_over and journal_size(self._directory) >= self._size:
+            self.is_over = True
+            self._server.kill()
+
     @contextmanager
-    def outage(self, role: Role, directory: Path, size: float, back: threading.Event | None = None) -> Generator[None]:
-        """Within the block the server is killed once the journal is so large; with `back` set it is started again."""
-        over, server = threading.Event(), self.servers[role]
+    def ended_when_heard(self) -> Generator[None]:
+        """Start the server again as soon as somebody waits for it."""
 
-        def trouble() -> None:
-            while journal_size(directory) < size:
-                if over.wait(0.001):
-                    return
-            server.kill()
-            if back is not None and back.wait(120):
-                server.start()
+        def start() -> None:
+            if self.heard.wait(120):
+                self._server.start()
 
-        thread = threading.Thread(target=trouble)
+        thread = threading.Thread(target=start)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            self.heard.set()
             thread.join()
-            server.kill()
-            server.start()
 
 
 def journal_size(directory: Path) -> int:
@@ -126,14 +135,15 @@ def forced(directory: Path) -> list[Any]:
 @pytest.mark.parametrize("pool", [False, True])
 def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, pool: bool) -> None:
     """Killed and started again while the run goes on: the run ends as if nothing had been, and says who was awaited."""
-    pair, diary = Pair(serve), Diary()
+    pair = Pair(serve)
     whole = outcomes(pair.run(tmp_path / "whole", PATIENT, pool=pool))
-    with pair.outage("target", tmp_path / "run", 0.3 * journal_size(tmp_path / "whole"), diary.heard):
-        found = pair.run(tmp_path / "run", PATIENT, diary, pool=pool)
+    outage = Outage(pair.servers["target"], tmp_path / "run", 0.3 * journal_size(tmp_path / "whole"))
+    with outage.ended_when_heard():
+        found = pair.run(tmp_path / "run", PATIENT, outage, pool=pool)
     assert (found.status, found.exit_code) == ("finished", 0)
     assert outcomes(found) == whole
     assert not forced(tmp_path / "run")
-    assert sum(event.more for event in diary.awaited) == 0 < len(diary.awaited)
+    assert sum(event.more for event in outage.awaited) == 0 < len(outage.awaited)
 
 
 @pytest.mark.parametrize("points", [1, pytest.param(20, marks=pytest.mark.slow)])
@@ -145,8 +155,9 @@ def test_a_server_that_stays_away_costs_no_outcome(serve: Serve, tmp_path: Path,
     size = journal_size(tmp_path / "whole")
     for number in range(points):
         directory = tmp_path / str(number)
-        with pair.outage(role, directory, draws.uniform(0.02, 0.5) * size):
-            cut = pair.run(directory, AWAY)
+        outage = Outage(pair.servers[role], directory, draws.uniform(0.02, 0.5) * size)
+        cut = pair.run(directory, AWAY, outage)
+        pair.servers[role].start()
         assert cut.status in ("incomplete", "failed")
         assert cut.exit_code == 3
         assert not forced(directory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from atts.speculation import GoodputControl, StepShape
 from atts.speculation.costs import StepCosts, condition
-from atts.speculation.survival import Survival
+from atts.speculation.survival import Outcome, Survival
 
 Table = Callable[[int], float]
 MOST = 16
@@ -21,9 +21,13 @@ MOST = 16
 class Machine:
     """Steps of so many sequences: each proposed token stands with the same probability, every time is noisy."""
 
+    ends, catching_up = 0.01, 0.0  # share of sequences a step; seconds a sequence that was not proposed for before
+
     def __init__(self, table: Table, per_token: float, seed: int = 0, noise: float = 0.03, once: float = 0.0) -> None:
         """Proposing takes so long for each token, and `once` beside that if there is any."""
         self.control = GoodputControl(MOST)
+        self._known = set[int]()
+        self.begun = 0  # sequences that were proposed for the first time in the last step
         self._table, self._noise = table, noise
         self._proposing: Table = lambda tokens: per_token * tokens + once * (tokens > 0)
         self._random = np.random.default_rng(seed)
@@ -34,7 +38,7 @@ class Machine:
     def steps(self, number: int, sequences: int, acceptance: float, others: int = 0) -> Iterator[list[int]]:
         """The lengths of each step; now and then a sequence ends and another takes its place."""
         for _ in range(number):
-            self._keys = [key for key in self._keys if self._random.random() > 0.01][:sequences]
+            self._keys = [key for key in self._keys if self._random.random() > self.ends][:sequences]
             self._keys += [next(self._new) for _ in range(sequences - len(self._keys))]
             shape = StepShape(self._keys, others, 200.0)
             lengths = self.control.choose(shape)
@@ -52,10 +56,18 @@ class Machine:
         ]
         rows = shape.rows + sum(lengths)
         slow = 1 + self._noise * self._random.exponential(size=2)
-        seconds = self._proposing(sum(lengths)) * slow[0], self._table(rows) * slow[1]
+        self.begun = self._begin(rounds)
+        proposing = self._proposing(sum(lengths)) + self.catching_up * self.begun
+        seconds = proposing * slow[0], self._table(rows) * slow[1]
         forecast = self.control.observed(shape, rounds, rows, (float(seconds[0]), float(seconds[1])))
         if forecast is not None:
             self.expected, self.came = self.expected + forecast.seconds, self.came + float(sum(seconds))
+
+    def _begin(self, rounds: Sequence[Outcome]) -> int:
+        """How many of these the drafter had not seen yet; it has now."""
+        keys = {key for key, _, _ in rounds}
+        new, self._known = len(keys - self._known), self._known | keys
+        return new
 
     def goodput(self, lengths: list[int], acceptance: float) -> tuple[float, float]:
         """Expected tokens and seconds of a step, without noise."""
@@ -113,6 +125,29 @@ def test_a_drafter_that_costs_much_before_its_first_token_is_asked_for_many() ->
     fixed = [machine.fixed(length, 2, 0.9) for length in range(MOST + 1)]
     assert fixed[1] < fixed[0] < max(fixed)
     assert machine.rate(400, 2, 0.9) >= 0.97 * max(fixed)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "start", "ends", "catching_up", "least"),
+    [
+        (16, 4e-3, 0.03, 1e-3, 1.6),
+        (16, 2e-3, 0.08, 5e-4, 1.15),
+        (64, 2e-3, 0.03, 1e-3, 0.96),
+        (64, 1e-3, 0.03, 5e-4, 0.96),
+    ],
+)
+def test_texts_that_come_and_go_are_reckoned_with(
+    sequences: int, start: float, ends: float, catching_up: float, least: float
+) -> None:
+    """A drafter must catch up with each new text: many tokens pay for that, and where they do not, few are proposed."""
+    machine = Machine(straight(start, 1.4e-4), 2e-5)
+    machine.ends, machine.catching_up = ends, catching_up
+    machine.rate(300, sequences, 0.95)
+    tokens, seconds = 0.0, 0.0
+    for lengths in machine.steps(400, sequences, 0.95):
+        each = machine.goodput(lengths, 0.95)
+        tokens, seconds = tokens + each[0], seconds + each[1] + catching_up * machine.begun
+    assert tokens / seconds >= least * machine.fixed(0, sequences, 0.95)
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.9])

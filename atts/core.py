@@ -230,6 +230,7 @@ class Features:
     answered: int = 0  # siblings with an answer
     agreement: float = 0.0  # share of them behind the leading answer
     agrees: bool = False  # this chunk's answer is the leading one
+    is_scored: bool = False  # an equal chunk after an equal beginning was: its score is this one's
     text: str = ""
 
     def decision(

@@ -24,6 +24,7 @@ from atts.pipelines.gates import (
 from atts.pipelines.pace import DraftPace
 from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
 from atts.pipelines.scores import ScoreRule, evidence
+from atts.pipelines.siblings import EQUAL_CHUNK
 from atts.pipelines.solve import solve
 from atts.pipelines.votes import Ballot, Grouper, Tally, VoteKind, ballot, cannot_change, settled_probability, tally
 from atts.pipelines.wrappers import (
@@ -39,6 +40,7 @@ from atts.pipelines.wrappers import (
 )
 
 __all__ = [
+    "EQUAL_CHUNK",
     "FORCING",
     "SMALL",
     "AdmittedEngine",

@@ -27,7 +27,7 @@ from atts.pipelines.chunks import after, chunk_of, continued, forced
 from atts.pipelines.context import Context
 from atts.pipelines.policy import ConfidenceStop, Policy
 from atts.pipelines.scores import resolved
-from atts.pipelines.votes import Grouper, classes
+from atts.pipelines.siblings import Siblings
 from atts.seeds import Seed
 
 Scope = RolloutScope[Rollout]
@@ -48,29 +48,6 @@ class Proposal:
     flaw: str = ""  # why there is no score although one was asked for
     doubt: int = 0  # the token that the target doubts first; 0 also where that is not asked or not known
     begun: Beginning | None = None  # what the target would write in its place; no gate sees it
-
-
-class Siblings:
-    """One problem's rollouts by sample; each builder keeps its own entry current."""
-
-    def __init__(self, group: Grouper) -> None:
-        self._group = group
-        self.rollouts: dict[int, Rollout] = {}
-        self.claimed: set[tuple[int, int]] = set()  # (sample, turn): forked from already
-
-    def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
-        """Answered siblings, the leading answer's share among them, and whether `answer` belongs to it."""
-        others: list[str] = []
-        for sample in sorted(self.rollouts):
-            rollout = self.rollouts[sample]
-            if sample != but and rollout.finish and rollout.answer is not None:
-                others.append(rollout.answer)
-        if not others:
-            return 0, 0.0, False
-        labels = classes([*others, *([answer] if answer is not None else [])], self._group)
-        theirs = labels[: len(others)]
-        lead = max(set(theirs), key=theirs.count)
-        return len(others), theirs.count(lead) / len(others), answer is not None and labels[-1] == lead
 
 
 class RolloutBuilder:
@@ -96,7 +73,8 @@ class RolloutBuilder:
         self.score = resolved(policy.score, draft, target)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         self.finds_doubt = policy.takeover == "repair" and is_comparable  # where the target begins to doubt
-        self.draws = policy.takeover == "replace" and "draw" in target.capabilities  # the takeover, while it scores
+        is_scoring = policy.takeover == "replace" and policy.verification == "score"
+        self.draws = is_scoring and "draw" in target.capabilities  # the takeover, while it scores
         self._bounds = bounds = policy.bounds()
         self._limits: dict[Role, int] = {"draft": bounds.draft_tokens, "target": bounds.target_tokens}
         self._sampling = {role: policy.sampling_of(role) for role in ROLES}
@@ -114,6 +92,7 @@ class RolloutBuilder:
         self.turn = len(rollout.turns)
         self.text = rollout.text
         self._ids: dict[Role, TokenIds] = {"draft": rollout.ids("draft"), "target": rollout.ids("target")}
+        self.place = self.siblings.place(chunk for turn in rollout.turns for chunk in turn.chunks)
         self._room = self.room_left()
 
     def _grow(self, turn: Turn, usage: Usage = _NOTHING) -> None:
@@ -123,6 +102,7 @@ class RolloutBuilder:
         self.rollout = Rollout(rollout.problem, rollout.sample, rollout.prompt, (*rollout.turns, turn), usage=usage)
         self.siblings.rollouts[rollout.sample] = self.rollout
         self.turn += 1
+        self.place = self.siblings.place(turn.chunks, self.place)
         for chunk in turn.chunks:
             self.text += chunk.text
             self._ids = {

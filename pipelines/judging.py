@@ -19,6 +19,7 @@ from atts.errors import (
 from atts.pipelines.builder import Proposal, RolloutBuilder
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.scores import evidence, first_doubt, score_of
+from atts.pipelines.siblings import EQUAL_CHUNK, Heard
 from atts.tasks import collect
 
 Round = Mapping[int, tuple[Features, float]]
@@ -39,6 +40,8 @@ class ChunkJudge:
         decision, proposal = await self._decide(builder, proposal, known)
         self.judged.append((known, decision))
         self._gate.observe(decision, decision.action == "escalate")
+        if decision.escalate and proposal.flaw == EQUAL_CHUNK and builder.draws:
+            return decision, await _drawn_beside(builder, proposal)
         return decision, proposal
 
     async def _decide(self, builder: RolloutBuilder, proposal: Proposal, known: Features) -> tuple[Decision, Proposal]:
@@ -48,8 +51,8 @@ class ChunkJudge:
         known = replace(known, issue=decision.issue)
         if not proposal.chunk.target_ids:
             return _forced(known, "the draft wrote nothing"), proposal
-        proposal = await scored(builder, proposal)
-        if proposal.score is None or proposal.flaw:
+        proposal = await heard(builder, proposal)
+        if proposal.score is None or proposal.flaw not in ("", EQUAL_CHUNK):
             return _forced(known, f"not scored: {proposal.flaw}"), replace(proposal, score=None)
         try:
             return self._gate.decide(known, proposal.score), proposal
@@ -89,6 +92,27 @@ Judge = ChunkJudge | RoundJudge
 def make_judge(gate: Gate | RoundGate) -> Judge:
     """The judge that asks this gate; made once per problem, for finding out a gate's kind is slow."""
     return RoundJudge(gate) if isinstance(gate, RoundGate) else ChunkJudge(gate)
+
+
+async def heard(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
+    """The proposal with its score: that of an equal chunk after an equal beginning, or the target is asked.
+
+    Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter than asking.
+    """
+    siblings, chunk = builder.siblings, proposal.chunk
+    place = siblings.place((chunk,), builder.place)
+    async with siblings.asking[place]:
+        if known := siblings.heard.get(place):
+            return replace(proposal, score=known.score, doubt=known.doubt, flaw=EQUAL_CHUNK)
+        proposal = await scored(builder, proposal)
+        if proposal.score is not None and not proposal.flaw:
+            siblings.heard[place] = Heard(proposal.score, proposal.doubt)
+    return proposal
+
+
+async def _drawn_beside(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
+    """A recalled proposal that goes, read after all: for what the target draws in its place meanwhile."""
+    return replace(proposal, begun=(await scored(builder, proposal)).begun, flaw="")
 
 
 async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
@@ -150,6 +174,7 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
         answered=answered,
         agreement=share,
         agrees=agrees,
+        is_scored=builder.siblings.place((chunk,), builder.place) in builder.siblings.heard,
         text=chunk.text,
     )
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from atts.core import Decision, Features, Outcome, Problem, Prompt, Rollout, Usage
 from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
-from atts.pipelines.builder import Proposal, RolloutBuilder, Siblings
+from atts.pipelines.builder import Proposal, RolloutBuilder
 from atts.pipelines.chunks import render
 from atts.pipelines.context import Context
 from atts.pipelines.exact import write_exactly
@@ -18,6 +18,7 @@ from atts.pipelines.gates import Learning, level_of
 from atts.pipelines.judging import ChunkJudge, Judge, make_judge
 from atts.pipelines.policy import Policy
 from atts.pipelines.running_vote import RunningVote
+from atts.pipelines.siblings import Siblings
 from atts.pipelines.takeover import take_over
 from atts.pipelines.votes import Grouper, classes
 from atts.tasks import task_group

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from atts.analysis.turns import scored_chunk
+from atts.analysis.turns import drafted_chunk, scored_chunk
 from atts.core import Chunk, Decision, Outcome, Rollout, Turn, TurnKey, Usage, is_censored
 from atts.errors import CalibrationInputError
 from atts.journal import Decided
@@ -194,7 +194,7 @@ def _spent(turns: Sequence[Turn]) -> Usage:
     return Usage(
         draft_tokens=drafted - sum(_counted_twice(turn) for turn in turns),
         target_tokens=sum(chunk.tokens for chunk in chunks if chunk.author == "target"),
-        scored_tokens=sum(len(_scored(turn).target_ids) for turn in turns if turn.score is not None),
+        scored_tokens=sum(len(chunk.target_ids) for chunk in map(scored_chunk, turns) if chunk),
     )
 
 
@@ -214,13 +214,13 @@ def _counted_twice(turn: Turn) -> int:
     )
 
 
-def _scored(turn: Turn) -> Chunk:
-    return scored_chunk(turn) or turn.chunks[0]
+def _judged(turn: Turn) -> Chunk:
+    return drafted_chunk(turn) or turn.chunks[0]
 
 
 def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy) -> _JudgedChunk:
     assert turn.score is not None, "only scored turns are asked about"
-    chunk, told = _scored(turn), decided.features if decided is not None else {}
+    chunk, told = _judged(turn), decided.features if decided is not None else {}
     features = Features(
         rollout.problem,
         turn.index,
@@ -234,6 +234,7 @@ def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy
         answered=int(told.get("answered", 0)),
         agreement=told.get("agreement", 0.0),
         agrees=bool(told.get("agrees", 0.0)),
+        is_scored=bool(told.get("is_scored", 0.0)),
         text=chunk.text,
     )
     return _JudgedChunk((rollout.problem, rollout.sample, turn.index), features, turn.score)

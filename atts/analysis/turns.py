@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atts.core import Chunk, Role, Turn
-from atts.pipelines import FORCING
+from atts.pipelines import EQUAL_CHUNK, FORCING
 
 
 def tokens_written(turn: Turn, author: Role) -> int:
@@ -22,7 +22,11 @@ def is_written(turn: Turn, chunk: Chunk) -> bool:
     )
 
 
+def drafted_chunk(turn: Turn) -> Chunk | None:
+    """The draft's chunk that was judged, kept or discarded; None where the draft wrote none."""
+    return next((chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == "draft"), None)
+
+
 def scored_chunk(turn: Turn) -> Chunk | None:
-    """The draft's chunk that the target scored, kept or discarded; None where no chunk was scored."""
-    drafted = [chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == "draft"]
-    return drafted[0] if drafted and turn.score is not None else None
+    """The draft's chunk that the target was asked to score; None where none was, or an equal one had been."""
+    return None if turn.score is None or turn.note == EQUAL_CHUNK else drafted_chunk(turn)

@@ -39,6 +39,8 @@ class SkippingGate(ConformalGate):
     def preview(self, features: Features) -> Decision:
         """Whether the chunk needs a score at all."""
         decision = super().preview(features)
+        if features.is_scored:
+            return decision
         sure = features.draft_logprob
         if math.isfinite(sure):  # on a scale where 0.999 and 0.9999 are as far apart as 0.9 and 0.99
             sure = -math.log(max(-sure, 1e-6))

@@ -12,7 +12,7 @@ from atts.pipelines import Features, Gate, Learning, RoundGate
 from atts.run.calls import RecordedSteps
 from atts.run.recorder import Recorder
 
-_TOLD = ("attempt", "tokens", "draft_logprob", "has_answer", "answered", "agreement", "agrees")
+_TOLD = ("attempt", "tokens", "draft_logprob", "has_answer", "answered", "agreement", "agrees", "is_scored")
 
 
 class AlarmWatch:
@@ -141,6 +141,7 @@ def _features(question: str, turn: int, sample: int, recorded: Mapping[str, floa
         answered=int(told["answered"]),
         agreement=told["agreement"],
         agrees=bool(told["agrees"]),
+        is_scored=bool(told["is_scored"]),
         left=recorded.get("left"),
     )
 

@@ -13,8 +13,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from atts.analysis.turns import drafted_chunk
 from atts.api import Setup
-from atts.core import Outcome, Problem
+from atts.core import Outcome, Problem, Turn
 from atts.engine import Engine
 from atts.evaluators import Estimate, compare_runs, mean_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
@@ -129,6 +130,7 @@ class Solved:
     target: int
     decisions: Sequence[tuple[int, int, bool]]  # place in the order of asking, turn, whether the target took over
     drawn: int = 0  # of the target's tokens, those drawn while it scored
+    judged: int = 0  # tokens of chunks that were decided on by a score, whether the target was asked for it or not
 
     @classmethod
     def of(cls, outcome: Outcome) -> Solved:
@@ -146,12 +148,18 @@ class Solved:
             target=usage.target_tokens,
             decisions=[(one.issue or 0, one.turn, one.escalate) for one in made],
             drawn=usage.drawn_tokens,
+            judged=sum(_judged(turn) for line in outcome.rollouts for turn in line.turns),
         )
 
     @property
     def escalated(self) -> int:
         """How often the target took over."""
         return sum(over for _, _, over in self.decisions)
+
+
+def _judged(turn: Turn) -> int:
+    chunk = drafted_chunk(turn)
+    return 0 if turn.score is None or chunk is None else len(chunk.target_ids)
 
 
 @dataclass(slots=True)
@@ -282,11 +290,11 @@ class Sum:
         names = sorted(first.keys() & second.keys())
         return compare_runs([first[name] for name in names], [second[name] for name in names]).difference
 
-    def each(self, kind: Literal["draft", "scored", "target"]) -> float:
+    def each(self, kind: Literal["draft", "scored", "target", "judged"]) -> float:
         """Tokens of that kind a problem."""
         return self.total(kind) / max(1, len(self.solved))
 
-    def total(self, kind: Literal["draft", "scored", "target", "drawn"]) -> int:
+    def total(self, kind: Literal["draft", "scored", "target", "drawn", "judged"]) -> int:
         """Tokens of that kind."""
         return sum(getattr(one, kind) for one in self.solved)
 

@@ -13,7 +13,7 @@ from atts.methods import LabelledRun, SkippingGate, certified_gate, certify_net_
 from atts.pipelines import Gate
 from scripts.studies.arms import RATE, Grid, Ledger, Pair, Sum, arm, run_block, run_grid
 from scripts.studies.harness import Cell, Options, Row, Table, say
-from scripts.studies.pipelines_tables import methods
+from scripts.studies.pipelines_tables import methods, scores_asked
 
 SAMPLES = 8
 EPSILON, NET, DELTA = 0.05, 0.02, 0.1
@@ -23,7 +23,7 @@ EPSILON, NET, DELTA = 0.05, 0.02, 0.1
 async def ordinal_tables(options: Options) -> list[Table]:
     """The gate of ordered levels, taught by the scores themselves, beside the conformal one at the same rate."""
     grid = Grid(options.pick(20, 150, 600), (options.seed,), 600, options.pick(20, 50, 50))
-    ledger, names = Ledger(), ["conformal"]
+    ledger, names = Ledger(options.file(f"pipelines-ordinal-{options.effort}-{options.seed}.jsonl")), ["conformal"]
     arms = [arm("conformal", "atts", samples=SAMPLES)]
     for alpha in options.pick((0.05,), (0.05, 0.1), (0.02, 0.05, 0.1)):
         gate = SkippingGate(Calibrator(RATE, Setup().mode, seed=options.seed), alpha)
@@ -33,7 +33,8 @@ async def ordinal_tables(options: Options) -> list[Table]:
         await run_grid(arms, grid, ledger, pair, "ordinal")
     title = f"The ordinal gate beside the conformal one, rate {RATE:g}"
     words = "Labels are learnt in this run from the scores, of every chunk at first, then of a seeded 15 %."
-    return [methods(title, ledger, names, SAMPLES, words, base="conformal")]
+    asked = scores_asked("Scores asked for", ledger, names, SAMPLES, "conformal")
+    return [methods(title, ledger, names, SAMPLES, words, base="conformal"), asked]
 
 
 async def certified_table(options: Options) -> list[Table]:

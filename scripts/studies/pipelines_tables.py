@@ -50,6 +50,28 @@ def _method(name: str, one: Sum, alone: Sum) -> Row:
     )
 
 
+def scores_asked(title: str, ledger: Ledger, names: Sequence[str], samples: int, base: str) -> Table:
+    """How many tokens were drafted, decided on by a score, and read by the target for it; against reading them all."""
+    alone = ledger.of(base, samples)
+    rows: list[Row] = []
+    for name in names:
+        one = ledger.of(name, samples)
+        judged, asked = one.each("judged"), one.each("scored")
+        change = f"{asked / max(1e-9, alone.each('judged')) - 1:+.0%}"
+        vote = "-" if name == base else points(one.minus(alone, right))
+        rows.append((name, round(one.each("draft"), 1), round(judged, 1), round(asked, 1), change, vote))
+    return Table.of(
+        f"{title}: {len(alone.by_problem(right))} problems x {samples} samples",
+        f"gate | drafted tokens | of chunks decided on by a score | asked of the target | change | "
+        f"vote minus {base}, points",
+        rows,
+        f"Change: what is asked against asking for the score of every chunk that {base} decides on by one. Of equal "
+        "chunks after equal beginnings the target is asked about one; a rejected one is read again where the target "
+        "draws meanwhile. Where no two rollouts write the same, as with chunks of hundreds of tokens, only what a gate "
+        "keeps or hands over unscored is spared.",
+    )
+
+
 def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
     """Realised rates of a live arm by turn, level and question."""
     found = ledger.of(arm, samples)

@@ -89,7 +89,8 @@ class BatchedEngine:
 
     Every step serves all decoding sequences and feeds up to `chunk` tokens of those that wait for their prefill. A
     request is admitted when its tokens fit beside what is at work; warm prefixes of other rollouts give way, least
-    recently used first. Scoring is a prefill that writes nothing.
+    recently used first. Scoring is a prefill that writes nothing. On a real clock a step begins when the one before it
+    was due to end: that this process woke up late is not the server's time.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class BatchedEngine:
         self._prompts: dict[str, int] = {}  # ids of each problem's prompt: siblings share it
         self._warm_tokens = 0.0
         self._count = 0.0  # decoding steps so far
+        self._due = 0.0  # when the last step ends
         self._requests, self._numbers = 0, itertools.count()
         self._wake = anyio.Event()
         self._now: Callable[[], float] = lambda: 0.0
@@ -148,6 +150,7 @@ class BatchedEngine:
 
     async def __aenter__(self) -> Self:
         self._now = clock()
+        self._due = self._now()
         self._wake = anyio.Event()
         await self._stack.enter_async_context(background(self._run))
         return self
@@ -205,14 +208,20 @@ class BatchedEngine:
                 self._wake = anyio.Event()
                 if not self._waiting:
                     await self._wake.wait()
+                    self._due = self._now()
                     continue
-            began = self._now()
+            began = self._due
             self._host.at_work += 1
             try:
                 await (self._mixed_step() if self._feeding else self._decode())
             finally:
                 self._host.at_work -= 1
-                self.load.busy += self._now() - began
+                self.load.busy += self._due - began
+
+    async def _pass(self, seconds: float) -> None:
+        """A step of that length: it is over when it is due, however late this process wakes up."""
+        self._due += seconds
+        await anyio.sleep(max(0.0, self._due - self._now()))
 
     def _admit(self) -> None:
         while self._waiting and len(self._decoding) + len(self._feeding) < self._batch:
@@ -239,7 +248,7 @@ class BatchedEngine:
                 break
         batch, begun = len(self._decoding), sum(work.feed <= part for work, part in parts)
         seconds = self.cost.seconds(batch, self._cached, fed) + self.cost.request * begun
-        await anyio.sleep(self._stretch() * seconds)
+        await self._pass(self._stretch() * seconds)
         self._advance(1, batch)
         self.load.prefilled += fed
         for work, part in parts:
@@ -267,14 +276,13 @@ class BatchedEngine:
         steps = max(1, round(self._decoding[0][0] - self._count))
         stretch = self._stretch()
         whole = stretch * self.cost.steps(steps, batch, cached)
-        began = self._now()
         self._wake = wake = anyio.Event()
-        with anyio.move_on_after(whole):
+        with anyio.move_on_after(max(0.0, self._due + whole - self._now())):
             await wake.wait()
             # a request came: the step under way is finished, then there is another plan
-            passed = (self._now() - began) / stretch
+            passed = (self._now() - self._due) / stretch
             steps = min(steps, self.cost.steps_within(passed, batch, cached) + 1)
-            await anyio.sleep(max(0.0, stretch * self.cost.steps(steps, batch, cached) - (self._now() - began)))
+        await self._pass(stretch * self.cost.steps(steps, batch, cached))
         self._advance(steps, batch)
         self._note()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import anyio
@@ -9,6 +10,7 @@ import pytest
 
 from atts.core import SampleRequest, ScoreRequest
 from atts.evaluators.datasets.arithmetic import problems
+from atts.tasks import collect
 from atts.testing import run_virtual
 
 paced = pytest.importorskip("scripts.studies.paced", reason="needs a checkout")
@@ -46,6 +48,41 @@ def test_requests_without_names_find_their_prefix() -> None:
     assert (first, sibling) == (0, 19)
     assert again >= 20
     assert scored >= again + 3
+
+
+async def _equal_siblings(law: Any) -> list[int]:
+    """Cached tokens of two rollouts that wrote the same and go on when both have: over HTTP all do."""
+    async with paced.engine("target", PAIR, law) as engine:
+        prompt = tuple(range(10, 30))
+        written = await collect([partial(engine.sample, SampleRequest(prompt, 4))] * 2)
+        rest = [partial(engine.sample, SampleRequest(prompt + done.ids, 4)) for done in written]
+        return [done.cached_tokens for done in await collect(rest)]
+
+
+def test_rollouts_that_wrote_the_same_keep_a_prefix_each() -> None:
+    """A server's cache loses nothing when the first of them goes on: none is fed what is known again."""
+    with paced.pair_law() as law:
+        first, second = run_virtual(_equal_siblings, law)
+    assert first == second > 20
+
+
+def test_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this process wakes up late, a step still begins when the one before it was due."""
+
+    async def late(seconds: float, sleep: Any = anyio.sleep) -> None:
+        await sleep(seconds + 0.004 if seconds > 0 else 0)
+
+    async def seconds(law: Any) -> float:
+        async with paced.engine("target", PAIR, law) as engine:
+            began = anyio.current_time()
+            await engine.score(ScoreRequest((7,) * 600, (7, 8, 9)))  # some ten steps of prefill
+            return anyio.current_time() - began
+
+    with paced.pair_law() as law:
+        law.score = lambda request: (-1.0,) * len(request.suffix)
+        whole = run_virtual(seconds, law)
+        monkeypatch.setattr("tests.studies.batched_engine.anyio.sleep", late)
+        assert run_virtual(seconds, law) == pytest.approx(whole + 0.004)
 
 
 def test_a_pair_paces_as_much_faster_as_is_said() -> None:

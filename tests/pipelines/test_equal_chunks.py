@@ -1,0 +1,107 @@
+"""Equal chunks after equal beginnings: the target is asked about one of them, every one is decided on its own."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from atts.analysis import replay_policy
+from atts.core import Outcome, Rollout, Sampling, ScoreRequest, Scores, TokenIds, Turn
+from atts.graph import RetryPolicy
+from atts.pipelines import EQUAL_CHUNK, Answers, Policy, ThresholdGate
+from atts.pipelines.scores import resolved, score_of
+from atts.testing import Latency, ScriptedEngine, run_virtual
+
+Solve = Callable[..., list[Outcome]]
+POLICY = Policy(samples=6, early_stop="none")
+GREEDY = replace(POLICY, sampling=Sampling(temperature=0.0))
+GATE, KEEP = ThresholdGate(1.8), ThresholdGate(math.inf)
+
+
+class Heedful(ScriptedEngine):
+    """A target that notes what it was asked about, and loses its first answers."""
+
+    def __init__(self, lost: int = 0, *, draws: bool = False, latency: float = 0.0) -> None:
+        capabilities = frozenset({"sample", "score", *(["draw"] if draws else [])})
+        super().__init__("target", capabilities=capabilities, latency=Latency(per_score=latency))  # type: ignore[arg-type]
+        self.asked = Counter[tuple[TokenIds, TokenIds]]()
+        self._lost = lost
+
+    async def _rate(self, request: ScoreRequest) -> Scores:
+        self.asked[request.prefix, request.suffix] += 1
+        found = await super()._rate(request)
+        return replace(found, logprobs=()) if self.asked.total() <= self._lost else found
+
+
+def lines(outcomes: list[Outcome]) -> list[Rollout]:
+    return [line for outcome in outcomes for line in outcome.rollouts]
+
+
+def turns(outcomes: list[Outcome]) -> list[tuple[Rollout, Turn]]:
+    return [(line, turn) for line in lines(outcomes) for turn in line.turns]
+
+
+@pytest.mark.parametrize("latency", [0.0, 2.0])
+def test_the_target_is_asked_about_one_of_equal_chunks(attempt: Solve, latency: float) -> None:
+    """Whether its answer is there or still on its way: nobody asks twice, and every chunk is decided on."""
+    target = Heedful(latency=latency)
+    outcomes = attempt(GREEDY, GATE, target=target)
+    assert set(target.asked.values()) == {1}
+    judged = [turn for _, turn in turns(outcomes) if turn.decision]
+    assert all(turn.score is not None for turn in judged)
+    recalled = sum(turn.note == EQUAL_CHUNK for turn in judged)
+    assert recalled == len(judged) - target.asked.total() > 0
+    scored = sum(len(suffix) for _, suffix in target.asked)
+    assert scored == sum(line.usage.scored_tokens for line in lines(outcomes))
+
+
+def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
+    """Each is what the target says when it is asked about that very chunk after that very beginning."""
+    found = turns(attempt(POLICY, KEEP, target=Heedful()))
+    recalled = [(line, turn) for line, turn in found if turn.note == EQUAL_CHUNK]
+    assert len(recalled) > 5
+
+    async def alone(line: Rollout, turn: Turn) -> float:
+        chunk, before = turn.chunks[0], [chunk for other in line.turns[: turn.index] for chunk in other.chunks]
+        prefix = sum((chunk.target_ids for chunk in before), line.prompt.target_ids)
+        async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
+            logprobs = (await target.score(ScoreRequest(prefix, chunk.target_ids))).logprobs
+            return score_of(resolved(POLICY.score, draft.spec, target.spec), logprobs, chunk)
+
+    for line, turn in recalled:
+        assert turn.score == run_virtual(partial(alone, line, turn))
+
+
+def test_an_answer_that_is_lost_is_nobodys(attempt: Solve) -> None:
+    """The rollout that asked hands its chunk over; the next one asks for itself, and the others know."""
+    target = Heedful(lost=1)
+    outcomes = attempt(GREEDY, KEEP, target=target, problems=1, retries=RetryPolicy(calls=1))
+    first = [line.turns[0] for line in lines(outcomes)]
+    assert sorted(turn.score is None for turn in first) == [False] * 5 + [True]
+    assert max(target.asked.values()) == 2
+
+
+def test_what_goes_is_read_where_the_target_draws_meanwhile(attempt: Solve) -> None:
+    """A recalled chunk that goes is asked about after all; the texts are those of a target that cannot draw."""
+    nothing = ThresholdGate(0.5)
+    drawing, plain = Heedful(draws=True), Heedful()
+    drawn, written = (attempt(GREEDY, nothing, target=target) for target in (drawing, plain))
+    assert [line.text for line in lines(drawn)] == [line.text for line in lines(written)]
+    assert all(line.usage.drawn_tokens > 0 for line in lines(drawn))
+    assert set(drawing.asked.values()) == {6}
+    assert set(plain.asked.values()) == {1}
+    assert all(turn.note == "" for _, turn in turns(drawn))
+
+
+def test_a_replay_counts_what_was_asked(attempt: Solve, answers: Answers) -> None:
+    """The tokens scored of rollouts cut to their first turns are those of the scores that were asked for."""
+    outcomes = attempt(GREEDY, KEEP, target=Heedful())
+    again = replay_policy(outcomes, KEEP, replace(GREEDY, turns=1), answers.group)
+    first = [line.turns[0] for line in lines(outcomes)]
+    asked = sum(len(turn.chunks[0].target_ids) for turn in first if turn.note != EQUAL_CHUNK)
+    assert sum(line.scored_tokens for problem in again.problems for line in problem.rollouts) == asked > 0

@@ -36,6 +36,7 @@ STUDIES = {
     "overlap": Study("draft and target at the same time, live", 0, 120),
     "overlap-virtual": Study("the same on virtual devices, at published costs and on recorded acceptances", 0, 60),
     "blocks": Study("a zoo's one loop beside an engine for each of four tenants"),
+    "blocks-simulated": Study("blocks on 12 to 64 virtual GPUs beside a whole model for each tenant", 0, 160),
     "models": Study("the embedded pair: accuracy, voting, recovery, cost", 30, 150),
     "pipelines": Study("accuracy, tokens and time of every policy, in the parts that follow"),
     "pipelines-claim": Study("of these the claim alone: the policy beside the target", 20, 80),

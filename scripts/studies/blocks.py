@@ -34,6 +34,7 @@ from atts.local.messages import AddChain, LoopReport, SampleReply, Submit, Worke
 from atts.local.native_model import NativeModel
 from atts.models import path
 from atts.seeds import Seed
+from scripts.studies import blocks_simulated
 from scripts.studies.harness import Options, Row, Table, say
 
 TENANTS = ("base", "adapter-1", "adapter-2", "tuned")
@@ -193,6 +194,12 @@ def study(options: Options) -> list[Table]:
     header = "load of four engines | arm | p50 s | p95 s | tokens/s | tokens in caches"
     disk_words = f"The zoo takes {disk.stored / 1e6:.1f} MB of disk, the folders apart {disk.apart / 1e6:.1f}."
     return [together, Table.of(f"Poisson arrivals of four tenants: {title}", header, rows, disk_words)]
+
+
+def part(name: str, options: Options) -> list[Table]:
+    """The study on virtual GPUs."""
+    assert name == "simulated", "the one part"
+    return blocks_simulated.study(options)
 
 
 def _at_once(one: Arm, four: Arm, rounds: int) -> tuple[Table, float]:

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from atts.seeds import Seed
 from atts.testing import check_engine
 from atts.tokenizing import ModelTokenizer
 from tests.local.speculating import Script
+from tests.local.test_engine import loop_process
 
 from .conftest import Tune
 from .test_adapters import asked, save_adapter
@@ -272,6 +275,44 @@ async def test_a_damaged_block_keeps_only_its_own_models_out(family: Zoo) -> Non
         with pytest.raises(ZooError, match=digest):
             await LocalEngine(family.folder("end"), options=SHARED).__aenter__()
         assert len((await engine.score(ScoreRequest((5, 6), (7, 8)))).logprobs) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_a_loop_that_is_killed_while_it_serves_loses_no_model(
+    make_model: Make, tune: Tune, tmp_path: Path
+) -> None:
+    """All its callers are told; the zoo is whole, and engines that are opened anew say what the old ones said."""
+    zoo, endless = Zoo(tmp_path / "zoo"), make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
+    for name, word in (("first", "nothing"), ("second", "lm_head")):
+        zoo.add(name, tune(name, word, source=endless))
+    folders = [zoo.folder(name) for name in ("first", "second")]
+    options, ask, said = (
+        replace(SHARED, worker="process", kv_tokens=200_000),
+        ScoreRequest((5, 6), (7, 8)),
+        list[object](),
+    )
+    for is_killed in (True, False):
+        async with LocalEngine(folders[0], options=options) as one, LocalEngine(folders[1], options=options) as other:
+            assert "shared blocks" in other.kernel
+            said.append([(await engine.score(ask)).logprobs for engine in (one, other)])
+            if is_killed:
+                errors = list[EngineUnavailable]()
+
+                async def wait(engine: LocalEngine, errors: list[EngineUnavailable] = errors) -> None:
+                    with pytest.raises(EngineUnavailable) as told:
+                        await engine.sample(SampleRequest((5, 6), 90_000))
+                    errors.append(told.value)
+
+                with anyio.fail_after(60):
+                    async with anyio.create_task_group() as group:
+                        for engine in (one, other):
+                            group.start_soon(wait, engine)
+                        await anyio.sleep(0.3)
+                        os.kill(loop_process(), signal.SIGKILL)
+                assert len(errors) == 2
+    assert said[0] == said[1]
+    assert zoo.damage() == []
 
 
 @pytest.mark.anyio

@@ -86,7 +86,7 @@ async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_
     async with apart, beside:
         request = SampleRequest((5, 6, 7), 30, Sampling(0.8))
         assert (await apart.sample(request)).ids == (await beside.sample(request)).ids
-        os.kill(_loop_process(), signal.SIGKILL)
+        os.kill(loop_process(), signal.SIGKILL)
         with anyio.fail_after(60), pytest.raises(EngineUnavailable, match="-9"):
             await apart.sample(SampleRequest((5, 6), 90_000))
         with pytest.raises(EngineUnavailable):
@@ -94,7 +94,7 @@ async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_
         assert (await beside.score(ScoreRequest((5,), (6,)))).logprobs
 
 
-def _loop_process() -> int:
+def loop_process() -> int:
     """The one child of this process, started from whichever thread, that runs a step loop."""
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
     children = [int(pid) for path in lists if path.is_file() for pid in path.read_text().split()]

@@ -51,7 +51,7 @@ def named(node: Node) -> Named:
     if _IMPLICATIONS.intersection(signs):
         last = max(at for at, sign in enumerate(signs) if sign in _IMPLICATIONS) + 1
         rest = node.args[last:]
-        return named(Node("relation", rest, " ".join(signs[last:])) if len(rest) > 1 else rest[0])
+        return named(Node("relation", rest, " ".join(signs[last:])) if len(rest) > 1 else node.args[-1])
     if signs == ["in"] and is_name(node.args[0]):
         return Named(node.args[0], node.args[1])
     if not _CHAIN.issuperset(signs):

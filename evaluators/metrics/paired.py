@@ -12,13 +12,7 @@ from numpy.typing import ArrayLike
 
 from atts.distributions import binomial_cdf, binomial_pmf
 from atts.errors import OptionError
-from atts.evaluators.metrics.intervals import (
-    Estimate,
-    Floats,
-    check_level,
-    reach,
-    undefined_estimate,
-)
+from atts.evaluators.metrics.intervals import Estimate, Floats, check_level, reach, undefined_estimate
 from atts.seeds import Seed, generator
 
 EXACT_SIGNS = 14

@@ -12,12 +12,7 @@ from numpy.typing import ArrayLike
 
 from atts.distributions import hypergeometric_tail
 from atts.errors import OptionError
-from atts.evaluators.metrics.intervals import (
-    Estimate,
-    Floats,
-    Ints,
-    mean_estimate,
-)
+from atts.evaluators.metrics.intervals import Estimate, Floats, Ints, mean_estimate
 
 Graded = Sequence[Sequence[bool | None]]
 """Per problem, per sample: right, wrong, or None where it is not known."""

@@ -17,6 +17,7 @@ from typing import Any
 from atts.evaluators import equivalent, group
 from scripts.studies.harness import Options, Row, Table, say
 from scripts.studies.machine import rows_of
+from tests.evaluators.mutants import BUILT_IN, mutants
 
 Check = Callable[[str, str], bool]
 
@@ -40,6 +41,8 @@ def study(options: Options) -> list[Table]:
             Pair(row["gold"], row["pred"], row["judged_equal"]) for row in rows_of("traces/answer_pairs.jsonl")
         ],
     }
+    answers = [row["answer"].strip("$") for row in rows_of("benchmarks/math500.jsonl") if len(row["answer"]) < 200]
+    sets["changed answers"] = [Pair(one.gold, one.answer, False) for one in mutants([*BUILT_IN, *answers], share)]
     tables = [beside(name, _some(pairs, share)) for name, pairs in sets.items() if pairs]
     hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
     attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]

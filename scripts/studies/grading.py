@@ -7,6 +7,7 @@ import importlib
 import io
 import logging
 import random
+import signal
 import statistics
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from scripts.studies.harness import Options, Row, Table, say
 from scripts.studies.machine import rows_of
 from tests.evaluators.mutants import BUILT_IN, mutants
 
+_PATIENCE = 2.0  # seconds of processor time for one pair
 Check = Callable[[str, str], bool]
 
 
@@ -42,7 +44,9 @@ def study(options: Options) -> list[Table]:
         ],
     }
     answers = [row["answer"].strip("$") for row in rows_of("benchmarks/math500.jsonl") if len(row["answer"]) < 200]
-    sets["changed answers"] = [Pair(one.gold, one.answer, False) for one in mutants([*BUILT_IN, *answers], share)]
+    sets["changed answers"] = [
+        Pair(one.gold, one.answer, False) for one in mutants([*BUILT_IN, *answers], options.pick(20, 60, 10_000))
+    ]
     tables = [beside(name, _some(pairs, share)) for name, pairs in sets.items() if pairs]
     hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
     attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]
@@ -112,20 +116,29 @@ class Score:
     def judge(self, check: Check, pair: Pair) -> None:
         """One more pair."""
         start = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, _PATIENCE)
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 verdict = check(pair.gold, pair.answer)
         except Exception:  # noqa: BLE001  # other checkers raise; that is part of the result
             self.failed += 1
             verdict = False
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
         self.seconds.append(time.process_time() - start)
         self.right += verdict == pair.expected
         self.false_equal += verdict and not pair.expected
 
 
+def _give_up(number: int, frame: object) -> None:
+    """End a check that takes too long: some simplify a binomial of thousands for hours."""
+    raise TimeoutError(f"more than {_PATIENCE} s")
+
+
 def beside(name: str, pairs: Sequence[Pair]) -> Table:
     """Every checker on every pair, turn by turn, so that a busy machine is busy for all."""
     known = checkers()
+    signal.signal(signal.SIGPROF, _give_up)
     scores = {checker: Score() for checker in known}
     for index, pair in enumerate(pairs):
         if index % 200 == 0:

@@ -20,7 +20,7 @@ from scripts.studies.harness import Options, Row, Table, say
 from scripts.studies.machine import rows_of
 from tests.evaluators.mutants import BUILT_IN, mutants
 
-_PATIENCE = 2.0  # seconds of processor time for one pair
+_PATIENCE = 10.0  # seconds for one pair; a timer of processor time would make its clock coarse
 Check = Callable[[str, str], bool]
 
 
@@ -116,7 +116,7 @@ class Score:
     def judge(self, check: Check, pair: Pair) -> None:
         """One more pair."""
         start = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, _PATIENCE)
+        signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 verdict = check(pair.gold, pair.answer)
@@ -124,7 +124,7 @@ class Score:
             self.failed += 1
             verdict = False
         finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
         self.seconds.append(time.process_time() - start)
         self.right += verdict == pair.expected
         self.false_equal += verdict and not pair.expected
@@ -138,7 +138,7 @@ def _give_up(number: int, frame: object) -> None:
 def beside(name: str, pairs: Sequence[Pair]) -> Table:
     """Every checker on every pair, turn by turn, so that a busy machine is busy for all."""
     known = checkers()
-    signal.signal(signal.SIGPROF, _give_up)
+    signal.signal(signal.SIGALRM, _give_up)
     scores = {checker: Score() for checker in known}
     for index, pair in enumerate(pairs):
         if index % 200 == 0:

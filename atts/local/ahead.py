@@ -16,16 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
+from atts.decode import batch_sampling
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
 from atts.local.branches import CacheMove, DraftBranch, DraftJob, DraftLine
 from atts.local.drafting import ModelDrafter
 from atts.local.exits import ExitModel
+from atts.local.growing import BranchWriter, place_laws
 from atts.local.model_config import ModelConfig
 from atts.local.native_model import AheadBatch, NativeModel
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence
+from atts.local.streams import StreamHeads
 from atts.local.transport import DraftTransport
 from atts.speculation import (
     NOTHING,
@@ -68,8 +70,12 @@ class AheadDrafter(ModelDrafter):
         fan: int,
         most: int,
         exits: ExitModel | None = None,
+        heads: StreamHeads | None = None,
     ) -> None:
-        """`cache` is the model's, with slots for branches behind those of the target's; `most` tokens are proposed."""
+        """`cache` is the model's, with slots for branches behind those of the target's; `most` tokens are proposed.
+
+        With `heads`, branches get several tokens a pass.
+        """
         super().__init__(model, config, scheduler, vocabulary)
         self._cache, self._transport, self._fan, self._most, self._exits = cache, transport, fan, most, exits
         rows, width = scheduler.table.shape
@@ -83,6 +89,8 @@ class AheadDrafter(ModelDrafter):
         self._costs = StepCosts()
         self._tested, self._stood = 1.0, 0.7
         self.stats = OverlapStats()
+        self._writer = BranchWriter(model, self._table, self._vocabulary, heads, self.stats)
+        self._writer.fan = 0 if exits is not None else fan
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
         """Serve the guesses that came true, then begin to continue new ones."""
@@ -106,6 +114,7 @@ class AheadDrafter(ModelDrafter):
         """Learn how likely a proposed token is to stand; those behind one that fell were not tested."""
         tested = min(stood + 1, len(proposal.tokens))
         self._tested, self._stood = self._tested * _FADE + tested, self._stood * _FADE + stood
+        self._writer.stands = self._stood / self._tested
 
     def overlap(self) -> OverlapStats:
         """What was guessed."""
@@ -185,7 +194,7 @@ class AheadDrafter(ModelDrafter):
         """What the branch computed becomes the sequence's; up to where that goes, 0 if it does not fit on."""
         if self._scheduler.sequence(line.ask.key).num_drafted != branch.start:
             return 0
-        count = min(len(branch.tokens), line.stop - branch.start) - 1  # the last is to be fed: what follows is wanted
+        count = min(branch.fed, line.stop - branch.start - 1)  # the last is to be fed: what follows is wanted
         job.moves.append(
             CacheMove(branch.slots[:count], self._table[line.row, branch.start : branch.start + count].copy())
         )
@@ -228,7 +237,7 @@ class AheadDrafter(ModelDrafter):
         found = [(at, by_row[row]) for at, row in enumerate(rows) if row in by_row]
         logits = exits.exit_logits(x[[at for at, _ in found]])
         sampling = batch_sampling([line.ask.sampling for _, line in found], logits.shape[-1], logits.device)
-        for (_, line), law in zip(found, self._laws(logits, sampling, self._fan), strict=True):
+        for (_, line), law in zip(found, place_laws(logits, sampling, self._fan, self._writer.stands), strict=True):
             line.exits.append(law)
 
     def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
@@ -249,7 +258,7 @@ class AheadDrafter(ModelDrafter):
         if self._native is not None and not self._fan and not self._filters([line.ask for line in job.lines]):
             self._write_windows(self._native, job.lines)
             return
-        job.begun = self._drawn(self._first(job.lines), job.lines, [len(line.proposal) for line in job.lines])
+        job.begun = self._writer.following(self._first(job.lines), job.lines)
         if self._exits is None:
             self._continue(job)
 
@@ -258,12 +267,11 @@ class AheadDrafter(ModelDrafter):
         """Branch by branch, as long as there is time."""
         branches, length = self._branches(job.lines, *job.begun)
         for step in range(length):
-            live = [branch for branch in branches if len(branch.line.uniforms) > branch.accepted + step + 1]
-            live = [branch for branch in live if branch.start + step + 1 < self._last]
+            live = [branch for branch in branches if len(branch.tokens) < branch.most]
             if not live or (job.is_enough and step >= _LEAST):
                 return
             began = perf_counter()
-            self._grow(live, step)
+            self._writer.grow(live)
             self._costs.add(_ALWAYS, len(live), perf_counter() - began)
 
     def _first(self, lines: list[DraftLine]) -> StepBatch:
@@ -296,7 +304,7 @@ class AheadDrafter(ModelDrafter):
         )
         drawn = model.draw_ahead(ahead, self._table).T.tolist()
         for branch, tokens, count in zip(branches, drawn, turns, strict=True):
-            branch.tokens[:] = tokens[:count]
+            branch.tokens[:], branch.fed = tokens[:count], count - 1
             branch.line.cache.put(branch.accepted, branch.tokens[0], branch)
         self._costs.add(_ALWAYS, len(lines), (perf_counter() - began) / turns[0])
 
@@ -316,6 +324,7 @@ class AheadDrafter(ModelDrafter):
         """A guess with a row that reads the prefix from the slots of its sequence and has slots of its own after it."""
         slots = self._spare.allocate(length) + np.int32(self._first_slot)
         branch = DraftBranch(line, guess.accepted, [guess.token], slots, self._first_row + place)
+        branch.most = min(length + 1, len(line.uniforms) - guess.accepted, self._last - branch.start)
         row, start, stop = self._table[branch.row], branch.start, min(branch.start + length, self._last)
         row[:start] = self._table[line.row, :start]
         row[start:stop] = slots[: stop - start]
@@ -333,45 +342,14 @@ class AheadDrafter(ModelDrafter):
         """How many guesses are continued by how many tokens: with a fan, what fits into a step of the target."""
         if not self._fan:
             return lines, self._most
-        stands = self._stood / self._tested
-        count, length = most_worthwhile(chances, lambda count: self._length(count, lines), [stands] * self._most)
+        standing = [self._writer.stands] * self._most
+        count, length = most_worthwhile(chances, lambda count: self._length(count, lines), standing)
         return count, max(length, min(_LEAST, self._most))
 
     def _length(self, count: int, lines: int) -> int:
-        """How many tokens so many branches get: as draft steps fit into a step of the target, where that is known."""
+        """How many tokens so many branches get: as fit into a step of the target, where that is known."""
         curve = self._costs.curve(_ALWAYS) if self._transport.is_beside else None
         if curve is None:
             return self._most if count <= (self._fan + 1) * lines else 0
-        return min(self._most, int(self._budget / max(1e-9, float(curve.at(np.array([float(count)]))[0]))))
-
-    def _grow(self, branches: list[DraftBranch], step: int) -> None:
-        """One more token for each."""
-        rows = np.array([branch.row for branch in branches], dtype=np.int64)
-        positions = np.array([branch.start + step for branch in branches], dtype=np.int64)
-        newest = np.array([branch.tokens[-1] for branch in branches], dtype=np.int64)
-        batch = single_rows(newest, positions, np.zeros_like(rows), rows, self._table)
-        places = [branch.accepted + step + 1 for branch in branches]
-        tokens, laws = self._drawn(batch, [branch.line for branch in branches], places)
-        for branch, token, law in zip(branches, tokens, laws, strict=True):
-            branch.tokens.append(token)
-            branch.laws.append(law)
-
-    def _drawn(self, batch: StepBatch, lines: list[DraftLine], places: list[int]) -> tuple[list[int], list[PlaceLaw]]:
-        """A token for each line at this place behind its base, with the target's uniform of that place."""
-        logits = self._model.compute_logits(self._model.forward(batch, self._table))[:, : self._vocabulary].contiguous()
-        asks = list({line.ask.key: line.ask for line in lines}.values())
-        index = {ask.key: place for place, ask in enumerate(asks)}
-        rows = torch.tensor([index[line.ask.key] for line in lines])
-        sampling = spread_rows(self._sampling_batch(asks, logits.device), rows)
-        uniforms = [float(line.uniforms[place]) for line, place in zip(lines, places, strict=True)]
-        tokens: list[int] = self._model.sample(logits, sampling, uniforms).tokens.tolist()
-        return tokens, self._laws(logits, sampling, 0 if self._exits is not None else self._fan)
-
-    def _laws(self, logits: Tensor, sampling: SamplingBatch, fan: int) -> list[PlaceLaw]:
-        """What is likely in each row: so many tokens beside one that may be proposed there."""
-        stands = self._stood / self._tested
-        if not fan:
-            return [PlaceLaw(stands, (), ())] * len(logits)
-        best = probabilities(logits, sampling).topk(min(fan + 1, logits.shape[-1]), -1)
-        found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [PlaceLaw(stands, ids, chances) for ids, chances in found]
+        passes = self._budget / max(1e-9, float(curve.at(np.array([float(count)]))[0]))
+        return min(self._most, int(passes * max(1.0, self.stats.drafted / max(1, self.stats.passes))))

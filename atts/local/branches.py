@@ -16,13 +16,15 @@ from atts.speculation import Ask, OutcomeCache, PlaceLaw
 
 @dataclass(slots=True)
 class DraftBranch:
-    """A guessed token and what the drafter lets follow it; all but the last have been fed."""
+    """A guessed token and what the drafter lets follow it."""
 
     line: DraftLine
     accepted: int
     tokens: list[int]
     slots: SlotIds
     row: int  # of the drafter's table
+    most: int = 1  # tokens it may have
+    fed: int = 0  # tokens that the drafter has computed
     laws: list[PlaceLaw] = field(default_factory=list[PlaceLaw])  # of the tokens after the first
 
     @property

@@ -33,6 +33,7 @@ from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Speculation
+from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
 from atts.local.transport import ThreadTransport
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
@@ -169,6 +170,7 @@ def _drafter(
         fan=_FANS.get(options.speculate or "", 0),
         most=_K_AHEAD if options.k is None else options.k,
         exits=exits,
+        heads=StreamHeads.read(own.folder, own.model, weights, own.name) if exits is not None else None,
     )
 
 

@@ -52,6 +52,8 @@ class OverlapStats:
     misses: int = 0
     late: int = 0  # sequences that stepped without a proposal because the drafter was not done
     wasted: int = 0  # continued guesses that did not come true
+    passes: int = 0  # of the draft model over a continued guess, one or more tokens each
+    drafted: int = 0  # tokens of these
 
 
 class Proposer(Protocol):

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from atts.evaluators.datasets.arithmetic import Exercise, exercises
+from scripts.studies import train_heads
 from scripts.studies.train_data import Batch, Cursor, Encoder, Errors, Mixture, batches, build_tokenizer, prompt
 from scripts.studies.train_eval import answer, chunked, first_wrong, generate
+from scripts.studies.train_heads import HeadsRecipe
 from scripts.studies.train_model import Llama, ModelConfig, load, save
 from scripts.studies.train_workers import Losses, Work, Workers
 
@@ -265,14 +267,19 @@ def draft_errors(options: Options) -> Errors:
 
 
 def main() -> None:
-    """All three parts by default; a second call takes up where the first stopped."""
+    """Tokenizer, draft and target by default; a second call takes up where the first stopped."""
     parser = argparse.ArgumentParser(prog="scripts/train", description=main.__doc__)
-    parser.add_argument("parts", nargs="*", default=["tokenizer", "draft", "target"], help="tokenizer, draft, target")
+    parser.add_argument(
+        "parts", nargs="*", default=["tokenizer", "draft", "target"], help="tokenizer, draft, target, heads"
+    )
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "train", help="checkpoints and logs")
     parser.add_argument(
         "--models", type=Path, default=ROOT / "atts" / "models", help="where the model folders are written"
     )
     parser.add_argument("--steps", type=int, help="another number of steps than the recipe's (other weights)")
+    parser.add_argument("--target", type=Path, help="of heads: another model's folder than the embedded target's")
+    parser.add_argument("--drafter", type=Path, help="of heads: another than the embedded draft's")
+    parser.add_argument("--prompts", type=Path, help="of heads: a file with a prompt a line, instead of arithmetic")
     found = parser.parse_args()
     options = Options(found.work, found.models)
     options.work.mkdir(parents=True, exist_ok=True)
@@ -280,6 +287,9 @@ def main() -> None:
         if part == "tokenizer":
             for name in RECIPES:
                 build_tokenizer(options.models / name)
+        elif part == "heads":
+            target, drafter = found.target or options.models / "target", found.drafter or options.models / "draft"
+            train_heads.main(HeadsRecipe(target, drafter, found.prompts))
         else:
             recipe = RECIPES[part]
             train(part, recipe if found.steps is None else replace(recipe, steps=found.steps), options)

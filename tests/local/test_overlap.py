@@ -18,6 +18,7 @@ from atts.errors import OptionError
 from atts.local import LocalEngine, LocalOptions
 from atts.local.ahead import AheadDrafter
 from atts.local.branches import DraftLine
+from atts.local.growing import BranchWriter
 from atts.local.loop import StepLoop
 from atts.local.messages import Cancel, Command
 from atts.local.native_model import NativeModel
@@ -106,14 +107,18 @@ def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
     assert overlap(right).misses == 0
     assert counts(right).accepted == counts(right).proposed
     assert right.stats.steps <= plain.stats.steps / 4 + 3
-    drawn = AheadDrafter._drawn  # pyright: ignore[reportPrivateUsage]
+    drawn = BranchWriter._sampled  # pyright: ignore[reportPrivateUsage]
 
-    def wrong(self: AheadDrafter, *args: Any) -> Any:
-        tokens, laws = drawn(self, *args)
-        return [(token + 1) % 300 for token in tokens], laws
+    def wrong(self: BranchWriter, *args: Any) -> Any:
+        tokens, *rest = drawn(self, *args)
+        return [(token + 1) % 300 for token in tokens], *rest
 
-    monkeypatch.setattr(AheadDrafter, "_drawn", wrong)
-    monkeypatch.setattr(AheadDrafter, "_laws", lambda self, logits, *rest: [PlaceLaw(0.5, (), ())] * len(logits))
+    def unknown(logits: torch.Tensor, *rest: Any) -> list[PlaceLaw]:
+        return [PlaceLaw(0.5, (), ())] * len(logits)
+
+    monkeypatch.setattr(BranchWriter, "_sampled", wrong)
+    monkeypatch.setattr("atts.local.growing.place_laws", unknown)
+    monkeypatch.setattr("atts.local.ahead.place_laws", unknown)
     ahead = NativeModel.draw_ahead
     monkeypatch.setattr(NativeModel, "draw_ahead", lambda *args: (ahead(*args) + 1) % 300)
     never = run(folder, [orders], None, 4, folder, speculate=way)

@@ -1,0 +1,219 @@
+"""Trains the exit adapter of a target and the streaming heads of its drafter, on what the target writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from atts.core import Message, SampleRequest, Sampling, TokenIds
+from atts.evaluators import share_estimate
+from atts.evaluators.datasets.arithmetic import problems
+from atts.local import LocalEngine, LocalOptions
+from atts.local.batch import PrefillChunk, StepPlan, Tap, step_batch
+from atts.local.exits import EXIT_FILE, ExitAdapter
+from atts.local.loader import load_weights
+from atts.local.model_config import read_model_config
+from atts.local.sequence import new_sequence
+from atts.local.streams import STREAM_FILE, Stream, StreamHeads
+from atts.local.torch_model import TorchModel
+from atts.seeds import Seed
+
+_RANK = 64  # of the exit adapter
+_HEADS, _WIDTH, _FADE = 2, 256, 0.8  # streaming heads, their width, and how much less the next one's loss counts
+_BATCH, _PEAK = 512, 0.003
+_TEMPERATURE, _TOKENS = 0.7, 300
+_TOPS = 1, 3, 8
+_TESTED = 0.06  # share of the texts that nothing is learned from
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsRecipe:
+    """What the adapter is trained from."""
+
+    target: Path
+    drafter: Path
+    prompts: Path | None = None  # one a line; None: arithmetic
+    texts: int = 1500
+    steps: int = 1500
+    seed: int = 6
+
+
+class Text(NamedTuple):
+    """A prompt with what the target wrote after it."""
+
+    ids: TokenIds
+    first: int  # where that begins
+
+
+class States(NamedTuple):
+    """Of every place of some texts: rows at the exit, those before the output matrix, and what was written."""
+
+    exits: Tensor
+    finals: Tensor
+    tokens: Tensor
+    lengths: list[int]  # of the texts
+
+
+class Reader:
+    """A model that reads texts given whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = read_model_config(folder, folder.name)
+        self.weights = load_weights(folder, self.config, torch.float32, torch.device("cpu"), folder.name)
+        config = self.config
+        size = (config.num_layers, 2, config.context_length + 2, config.num_kv_heads, config.head_dim)
+        self.model = TorchModel(config, self.weights, torch.zeros(size))
+
+    def states(self, texts: Sequence[Text], layers: int) -> States:
+        """Of all places where something was written."""
+        heard = list[Tensor]()
+        finals = [self._read(text, Tap(layers, heard.append)) for text in texts]
+        tokens = [torch.tensor(text.ids[text.first :]) for text in texts]
+        return States(torch.cat(heard), torch.cat(finals), torch.cat(tokens), list(map(len, tokens)))
+
+    def _read(self, text: Text, tap: Tap) -> Tensor:
+        sequence = new_sequence(1, SampleRequest(text.ids, 1), 0.0)
+        sequence.row, stop = 0, len(text.ids) - 1
+        table = np.arange(1, stop + 2, dtype=np.int32)[None]
+        batch = step_batch(StepPlan([], [PrefillChunk(sequence, 0, stop, stop - 1)], [], []), table)
+        places = np.arange(text.first - 1, stop)
+        return self.model.forward(replace(batch, logit_rows=places), table, tap)
+
+
+async def write_texts(recipe: HeadsRecipe) -> list[Text]:
+    """What the target answers."""
+    if recipe.prompts is None:
+        prompts = [each.text for each in problems("train", recipe.texts)]
+    else:
+        prompts = recipe.prompts.read_text(encoding="utf-8").splitlines()[: recipe.texts]
+    found = list[Text]()
+    async with LocalEngine(recipe.target, options=LocalOptions(worker="thread", threads=1)) as engine:
+
+        async def write(number: int, prompt: str) -> None:
+            ids = engine.tokenizer.render([Message("user", prompt)])
+            request = SampleRequest(ids, _TOKENS, Sampling(_TEMPERATURE), Seed(recipe.seed, sample=number))
+            found.append(Text((*ids, *(await engine.sample(request)).ids), len(ids)))
+
+        async with anyio.create_task_group() as group:
+            for number, prompt in enumerate(prompts):
+                group.start_soon(write, number, prompt)
+    return sorted(found)
+
+
+def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapter:
+    """Rows at the exit are led to where the output matrix reads the target's own law from them."""
+    torch.manual_seed(recipe.seed)
+    start, eps, head = ExitAdapter.untrained(reader.config, reader.weights), reader.config.norm_eps, reader.weights.head
+    width = reader.config.hidden_size
+    down, up = torch.randn(_RANK, width) * width**-0.5, torch.zeros(width, _RANK)
+    adapter = ExitAdapter(start.layers, start.norm.clone(), down, up)
+    learned = [part.requires_grad_() for part in (adapter.norm, adapter.down, adapter.up)]
+    for rows in _descent(learned, len(states.tokens), recipe.steps):
+        with torch.no_grad():
+            aim = F.log_softmax(F.linear(states.finals[rows], head), -1)
+        law = F.log_softmax(F.linear(adapter(states.exits[rows], eps), head), -1)
+        F.kl_div(law, aim, log_target=True, reduction="batchmean").backward()  # type: ignore[no-untyped-call]
+    return ExitAdapter(start.layers, *(part.detach() for part in learned))
+
+
+def train_streams(reader: Reader, states: States, recipe: HeadsRecipe) -> StreamHeads:
+    """From the drafter's state and the tokens that follow, the token after these."""
+    torch.manual_seed(recipe.seed)
+    width, head = reader.config.hidden_size, reader.weights.head
+    sizes = [width * (2 + at) for at in range(_HEADS)]
+    streams = [Stream(torch.randn(_WIDTH, size) * size**-0.5, torch.zeros(width, _WIDTH)) for size in sizes]
+    heads, following = StreamHeads(reader.weights.embedding, streams), _following(states)
+    learned = [part.requires_grad_() for stream in streams for part in stream]
+    for rows in _descent(learned, len(following), recipe.steps):
+        losses = [
+            _FADE**at * F.cross_entropy(F.linear(heads(states.finals[rows], known), head), following[rows, at + 1])
+            for at in range(_HEADS)
+            for known in [following[rows, : at + 1]]
+        ]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    return StreamHeads(heads.embedding, [Stream(*(part.detach() for part in stream)) for stream in streams])
+
+
+def _following(states: States) -> Tensor:
+    """What was written at each place and after it: [places, heads + 1]; after the end, the last token again."""
+    parts = [
+        torch.cat([part, part[-1:].expand(_HEADS)]).unfold(0, _HEADS + 1, 1)
+        for part in torch.split(states.tokens, states.lengths)
+    ]
+    return torch.cat(parts)
+
+
+def _descent(parts: list[Tensor], places: int, steps: int) -> Iterator[Tensor]:
+    """Rows to learn from, step by step; when the next are asked for, what was learned of the last is applied."""
+    optimizer = torch.optim.AdamW(parts, lr=_PEAK, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _PEAK, total_steps=steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        yield torch.randint(places, (_BATCH,))
+        optimizer.step()
+        schedule.step()
+
+
+def tops(adapter: ExitAdapter, reader: Reader, states: States) -> str:
+    """How often what was written is among the first 1, 3 and 8 of the exit's tokens."""
+    with torch.inference_mode():
+        logits = F.linear(adapter(states.exits, reader.config.norm_eps), reader.weights.head)
+        places = (logits > logits.gather(1, states.tokens[:, None])).sum(1)
+    parts = torch.split(places, states.lengths)
+    shares = [share_estimate([(int((part < most).sum()), len(part)) for part in parts]) for most in _TOPS]
+    return "; ".join(f"top {most}: {share}" for most, share in zip(_TOPS, shares, strict=True))
+
+
+def stream_tops(heads: StreamHeads, reader: Reader, states: States) -> str:
+    """How often each head's first token is what was written."""
+    following, shares = _following(states), list[str]()
+    for at in range(len(heads.streams)):
+        with torch.inference_mode():
+            first = F.linear(heads(states.finals, following[:, : at + 1]), reader.weights.head).argmax(1)
+        hits = torch.split(first == following[:, at + 1], states.lengths)
+        shares.append(f"head {at + 1}: {share_estimate([(int(part.sum()), len(part)) for part in hits])}")
+    return "; ".join(shares)
+
+
+def main(recipe: HeadsRecipe) -> None:
+    """Write texts, train, save beside the models, and say what came of it on texts kept apart."""
+    texts = anyio.run(write_texts, recipe)
+    kept = max(1, round(_TESTED * len(texts)))
+    _make_exit(recipe, texts[:kept], texts[kept:])
+    _make_streams(recipe, texts[:kept], texts[kept:])
+
+
+def _make_exit(recipe: HeadsRecipe, tests: Sequence[Text], texts: Sequence[Text]) -> None:
+    reader = Reader(recipe.target)
+    layers = ExitAdapter.untrained(reader.config, reader.weights).layers
+    tested, learned = (reader.states(part, layers) for part in (tests, texts))
+    adapter = train_exit(reader, learned, recipe)
+    parts = {name: getattr(adapter, name) for name in ("norm", "down", "up")}
+    file = _save(recipe.target / EXIT_FILE, parts, {"layers": str(layers)})
+    print(f"{file}: after {layers} layers, {len(learned.tokens)} tokens learned, {len(tested.tokens)} tested")
+    print("untrained", tops(ExitAdapter.untrained(reader.config, reader.weights), reader, tested))
+    print("trained", tops(ExitAdapter.read(recipe.target, reader.config, reader.weights, "heads"), reader, tested))
+
+
+def _make_streams(recipe: HeadsRecipe, tests: Sequence[Text], texts: Sequence[Text]) -> None:
+    reader = Reader(recipe.drafter)
+    tested, learned = (reader.states(part, 1) for part in (tests, texts))
+    heads = train_streams(reader, learned, recipe)
+    parts = {f"{name}.{at}": getattr(each, name) for at, each in enumerate(heads.streams) for name in ("down", "up")}
+    file = _save(recipe.drafter / STREAM_FILE, parts, {})
+    print(f"{file}: {stream_tops(heads, reader, tested)}")
+
+
+def _save(file: Path, parts: Mapping[str, Tensor], said: dict[str, str]) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    save_file({name: part.bfloat16().contiguous() for name, part in parts.items()}, file, metadata=said)
+    return file

@@ -16,6 +16,8 @@ FILES = [
     ("atts.evaluators.syntax", "words.toml"),
     ("atts.evaluators.syntax", "units.toml"),
     ("atts.local", "kernels/step.c"),
+    ("atts.models", "draft/heads/streams.safetensors"),
+    ("atts.models", "target/heads/exit.safetensors"),
     ("atts.testing", "language.toml"),
     *(
         ("atts.analysis.report", f"templates/{name}")

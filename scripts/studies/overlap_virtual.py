@@ -16,7 +16,8 @@ from atts.decode import batch_sampling, inverse_cdf, probabilities
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine, LocalOptions
-from atts.local.batch import PrefillChunk, StepPlan, step_batch
+from atts.local.batch import PrefillChunk, StepPlan, Tap, step_batch
+from atts.local.exits import ExitAdapter
 from atts.local.loader import Weights, load_weights
 from atts.local.model_config import ModelConfig, read_model_config
 from atts.local.sequence import new_sequence
@@ -29,7 +30,7 @@ from scripts.studies.harness import Options, Row, Table, interval, say
 
 Speedup = Callable[[float], float]
 Run = Callable[[AcceptanceTrace], Timeline]
-_FAN, _TOP = 3, 8
+_FAN, _TOP, _WINDOW = 3, 8, 7
 _MIRROR_RATIO, _MESSAGE = 14.0, 0.01
 _MIRRORED = {"14B, mean": 3.80, "14B, best": 5.32, "32B, best": 5.84}
 _TARGET_MS, _TARGET_MS_A_TOKEN, _DRAFT_MS = 18.35, 0.064, 6.94
@@ -81,7 +82,7 @@ def _mirror(hit: float) -> tuple[Speedup, Run, float]:
         return theory.expected_tokens(accepted, 7) / seconds
 
     costs = Costs(partial(_even, _MIRROR_RATIO), message=_MESSAGE)
-    return speedup, lambda trace: mirror(trace, costs, 7, _TOP), _MIRROR_RATIO
+    return speedup, lambda trace: mirror(trace, costs, _WINDOW, _TOP), _MIRROR_RATIO
 
 
 def _easy(ratio: float) -> tuple[Speedup, Run, float]:
@@ -139,10 +140,12 @@ def published(options: Options) -> Table:
 class Recorder:
     """One embedded model, its laws along given texts; cut after some layers it is its own early exit, untrained."""
 
-    def __init__(self, name: str, layers: int | None = None) -> None:
+    def __init__(self, name: str, layers: int | None = None, *, trained: bool = False) -> None:
+        """`trained`: the laws are those that the shipped adapter reads at the exit it was trained for."""
         folder = path(name)  # type: ignore[arg-type]
         config = read_model_config(folder, name)
         weights = load_weights(folder, config, torch.float32, torch.device("cpu"), name)
+        self._adapter = ExitAdapter.read(folder, config, weights, name) if trained else None
         self._config, weights = _cut(config, weights, layers or config.num_layers)
         size = (self._config.num_layers, 2, config.context_length + 2, config.num_kv_heads, config.head_dim)
         self._model = TorchModel(self._config, weights, torch.zeros(size))
@@ -153,7 +156,12 @@ class Recorder:
         sequence.row = 0
         table = np.arange(1, len(ids) + 1, dtype=np.int32)[None]
         chunk = PrefillChunk(sequence, 0, len(ids) - 1, first - 1)
-        hidden = self._model.forward(step_batch(StepPlan([], [chunk], [], []), table), table)
+        batch, heard = step_batch(StepPlan([], [chunk], [], []), table), list[Tensor]()
+        if self._adapter is None:
+            hidden = self._model.forward(batch, table)
+        else:
+            self._model.forward(batch, table, Tap(self._adapter.layers, heard.append))
+            hidden = self._adapter(heard[0], self._config.norm_eps)
         logits = self._model.compute_logits(hidden)
         return probabilities(logits, batch_sampling([sampling] * len(logits), logits.shape[-1]))
 
@@ -209,14 +217,28 @@ def recorded(options: Options, texts: Recorded) -> list[Table]:
     drafts |= {f"target's first {n} of 6 layers": texts.own_ranks(Recorder("target", n)) for n in (4, 5)}
     exits = {depth: texts.exit_ranks(Recorder("target", depth)) for depth in (3, 5)}
     named = {f"target's exit after {depth} of 6 layers, untrained": ranks for depth, ranks in exits.items()}
-    hits: list[Row] = [(name, sum(map(len, ranks)), *_shares(ranks)) for name, ranks in (drafts | named).items()]
-    rows = [row for name, ranks in drafts.items() for row in _replayed(name, _flat(ranks), _flat(exits[3]))]
+    trained = texts.exit_ranks(Recorder("target", trained=True))
+    named["target's exit after 3 of 6 layers, trained"] = trained
+    hits: list[Row] = [
+        (name, sum(map(len, ranks)), *_shares(ranks), _named(drafts["draft"], ranks))
+        for name, ranks in (drafts | named).items()
+    ]
+    hits.append(
+        ("oracle", len(_flat(trained)), "1", "1", "1", _named(drafts["draft"], [[0] * len(own) for own in trained]))
+    )
+    rows = [row for name, ranks in drafts.items() for row in _replayed(name, _flat(ranks), _flat(trained))]
     header = "draft | acceptance | costs | scheme | speed-up | tokens a target step | hit rate | wasted branches a step"
-    guesses = f"who guesses | n | first | first {_FAN} | first {_TOP}"
+    guesses = f"who guesses | n | first | first {_FAN} | first {_TOP} | outcome among them, windows of {_WINDOW}"
     return [
         Table.of("The target's next token among guesses", guesses, hits),
         Table.of("Recorded acceptances at the costs of larger models, virtual time", header, rows),
     ]
+
+
+def _named(draft: list[list[int]], ranks: list[list[int]]) -> str:
+    """In how many steps what came was among the first tokens of a place, where the draft proposes whole windows."""
+    line = mirror(AcceptanceTrace(_flat(draft), _flat(ranks)), Costs(partial(_even, _MIRROR_RATIO)), _WINDOW, _TOP)
+    return interval(share_estimate([(line.hits, line.guessed)]))
 
 
 def _shares(ranks: list[list[int]]) -> list[str]:
@@ -236,8 +258,8 @@ def _replayed(name: str, ranks: list[int], exit_ranks: list[int]) -> Iterator[Ro
             "serial, best k": max((serial(trace, costs, k) for k in range(1, 17)), key=lambda line: line.rate),
             "PEARL": ahead(trace, costs, window - 1),
             "fan-out": ahead(trace, costs, window - 1, _FAN),
-            "Mirror": mirror(trace, costs, 7, _TOP),
-            "Mirror, exit always right": mirror(replace(trace, exit_ranks=[0] * len(ranks)), costs, 7, _TOP),
+            "Mirror": mirror(trace, costs, _WINDOW, _TOP),
+            "Mirror, exit always right": mirror(replace(trace, exit_ranks=[0] * len(ranks)), costs, _WINDOW, _TOP),
         }
         for scheme, line in lines.items():
             counts = line.tokens / line.steps, _share(line), line.wasted / line.steps

@@ -16,16 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atts.decode import batch_sampling
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
 from atts.local.branches import CacheMove, DraftBranch, DraftJob, DraftLine
-from atts.local.drafting import ModelDrafter
-from atts.local.exits import ExitModel
-from atts.local.growing import BranchWriter, place_laws
+from atts.local.drafting import DraftedRows, ModelDrafter
+from atts.local.exits import MIRRORED, Ear, Exits, Told
+from atts.local.growing import BranchWriter
 from atts.local.model_config import ModelConfig
 from atts.local.native_model import AheadBatch, NativeModel
-from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence
 from atts.local.streams import StreamHeads
 from atts.local.transport import DraftTransport
@@ -62,14 +60,14 @@ class AheadDrafter(ModelDrafter):
         self,
         model: Model,
         config: ModelConfig,
-        scheduler: Scheduler,
+        scheduler: DraftedRows,
         vocabulary: int,
         *,
         cache: Tensor,
         transport: DraftTransport,
         fan: int,
         most: int,
-        exits: ExitModel | None = None,
+        exits: Exits | None = None,
         heads: StreamHeads | None = None,
     ) -> None:
         """`cache` is the model's, with slots for branches behind those of the target's; `most` tokens are proposed.
@@ -116,6 +114,15 @@ class AheadDrafter(ModelDrafter):
         self._tested, self._stood = self._tested * _FADE + tested, self._stood * _FADE + stood
         self._writer.stands = self._stood / self._tested
 
+    def drafted(self) -> list[DraftLine]:
+        """What is continued, or was, of the step under way.
+
+        :raises RuntimeError: what went wrong with it.
+        """
+        if self._job is not None and (error := self._job.error) is not None:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return self._job.lines if self._job is not None else []
+
     def overlap(self) -> OverlapStats:
         """What was guessed."""
         return self.stats
@@ -124,20 +131,19 @@ class AheadDrafter(ModelDrafter):
         """Whether the job is; a late one is waited for once, as long as the step took at the most."""
         job.is_enough = True
         if not self._is_late:
-            self._budget = perf_counter() - self._began
+            self._budget = self._transport.elapsed(self._began)
         self._is_late = not self._transport.wait(0.0 if self._is_late else self._budget)
         return not self._is_late
 
     def _collect(self, asks: Many[Ask]) -> dict[int, DraftBranch]:
         """By sequence, the branch of what was written; the others give their slots back."""
-        job, self._job = self._job, None
+        lines, job = self.drafted(), self._job
+        self._job = None
         if job is None:
             return {}
-        if job.error is not None:
-            raise RuntimeError(f"{type(job.error).__name__}: {job.error}") from job.error
         ids = {ask.key: ask.ids for ask in asks}
         found = dict[int, DraftBranch]()
-        for line in job.lines:
+        for line in lines:
             branch, others = self._selected(line, ids.get(line.ask.key))
             if branch is not None:
                 found[line.ask.key] = branch
@@ -217,28 +223,20 @@ class AheadDrafter(ModelDrafter):
         self._job, self._began = job, perf_counter()
         self._transport.post(lambda: self._run(job, self._write))
         if self._exits is not None:
-            self._exits.listen(self._heard)
+            rows = {line.row: (line.ask.key, line.ask.sampling) for line in job.lines}
+            self._exits.listen(Ear(rows, MIRRORED, self._heard))
 
-    def _heard(self, batch: StepBatch, x: Tensor) -> None:
+    def _heard(self, told: Told | Exception) -> None:
         """The target at its exit: what is likely at the places of all lines is continued while it goes on."""
         job, self._began = self._job, perf_counter()
         assert job is not None, "it listens while a job is under way"
-        assert self._exits is not None, "somebody tells it"
-        try:
-            self._told(self._exits, job.lines, batch, x)
-        except Exception as error:  # noqa: BLE001  raised again where it is collected
-            job.error = error
+        if isinstance(told, Exception):
+            job.error = told  # raised where it is collected
+        else:
+            for line in job.lines:
+                laws = told.get(line.ask.key, ())
+                line.exits = [PlaceLaw(self._writer.stands, ids, chances) for ids, chances in laws]
         self._transport.post(lambda: self._run(job, self._continue))
-
-    def _told(self, exits: ExitModel, lines: list[DraftLine], batch: StepBatch, x: Tensor) -> None:
-        """Each line's laws at the exit: of its proposal's places as far as they are verified, and of the one after."""
-        by_row = {line.row: line for line in lines}
-        rows = np.repeat(batch.table_rows, np.diff(batch.query_starts))[batch.logit_rows].tolist()
-        found = [(at, by_row[row]) for at, row in enumerate(rows) if row in by_row]
-        logits = exits.exit_logits(x[[at for at, _ in found]])
-        sampling = batch_sampling([line.ask.sampling for _, line in found], logits.shape[-1], logits.device)
-        for (_, line), law in zip(found, place_laws(logits, sampling, self._fan, self._writer.stands), strict=True):
-            line.exits.append(law)
 
     def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
         """In the drafter's thread; nothing else touches its cache, its table and its spare slots meanwhile."""

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
+from atts.local.apart import DrafterProcess, DraftSetup
 from atts.local.batch import Model, TappedModel
 from atts.local.chains import ChainModel
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
-from atts.local.drafting import ModelDrafter
-from atts.local.exits import ExitAdapter, ExitModel
+from atts.local.drafting import DraftedRows, ModelDrafter
+from atts.local.exits import ExitAdapter, ExitModel, Exits
 from atts.local.fuzzy import FuzzyDrafter
 from atts.local.ledger import SlotLedger
 from atts.local.loader import Weights, load_weights
@@ -35,7 +36,7 @@ from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Speculation
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
-from atts.local.transport import ThreadTransport
+from atts.local.transport import DraftTransport, ThreadTransport
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
 _CPU_CACHE_BYTES = 2 << 30
@@ -91,7 +92,8 @@ def _build(
         model: Model = ChainModel(chains, cache, _threads(config), config, ledger)
     else:
         weights = load_weights(config.folder, config.model, dtype, device, config.name)
-        drafter_weights = _drafter_weights(config, dtype, device)
+        is_elsewhere = config.options.beside == "process"
+        drafter_weights = None if is_elsewhere else _drafter_weights(config, dtype, device)
         cache = allocate_cache(config, dtype, device)
         inner, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
         padded = _padded(config, inner, cache)
@@ -113,7 +115,7 @@ def _build(
     speculation = None
     if options.speculates or (config.proposer is not None and options.k != 0):
         drafter = None
-        if config.drafter and drafter_weights:
+        if config.drafter:
             drafter = _drafter(config, drafter_weights, cache, scheduler, exits)
         lengths = GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
         proposer = config.proposer() if config.proposer else _proposer(options.speculate or "auto", drafter)
@@ -143,34 +145,61 @@ def _with_exit(config: WorkerConfig, model: TappedModel, inner: Model, weights: 
 
 
 def _drafter(
-    config: WorkerConfig, weights: Weights, cache: Tensor, scheduler: Scheduler, exits: ExitModel | None
-) -> ModelDrafter:
+    config: WorkerConfig, weights: Weights | None, cache: Tensor, scheduler: Scheduler, exits: ExitModel | None
+) -> Proposer:
     """The draft model, with a cache of as many slots as the target's."""
-    assert config.drafter is not None, "its weights were loaded"
-    options, vocabulary = config.options, config.model.vocabulary
-    if options.speculate in OVERLAPPED and cache.device.type != "cpu":
-        problem = f"speculate={options.speculate} drafts in a thread beside the target, which is for a CPU"
-        raise UnsupportedByEngine(config.name, problem, "Write speculate=draft, or device=cpu")
-    size = cache.shape[2] - _SPARE_SLOTS + BRANCH_SLOTS * (options.speculate in OVERLAPPED)
-    own = replace(config.drafter, options=replace(options, kv_tokens=size))
-    own_cache = allocate_cache(own, cache.dtype, cache.device, least=size)
+    assert config.drafter is not None, "there is one"
+    options, slots = config.options, cache.shape[2] - _SPARE_SLOTS
+    if options.speculate in OVERLAPPED and options.beside == "process":
+        rows, width = scheduler.table.shape
+        return DrafterProcess(DraftSetup(config, slots, rows, width, exits is not None), scheduler, exits)
+    if options.speculate in OVERLAPPED:
+        if cache.device.type != "cpu":
+            problem = f"speculate={options.speculate} drafts in a thread beside the target, which is for a CPU"
+            raise UnsupportedByEngine(config.name, problem, "Write speculate=draft, beside=process or device=cpu")
+        return ahead_drafter(config, scheduler, ThreadTransport(), exits, slots=slots, weights=weights)
+    own = replace(config.drafter, options=replace(options, kv_tokens=slots))
+    assert weights is not None, "they were loaded"
+    own_cache = allocate_cache(own, cache.dtype, cache.device, least=slots)
     if options.fuzzy > 1:
         grouped = TorchModel(own.model, weights, own_cache)
-        return FuzzyDrafter(grouped, own.model, scheduler, vocabulary, group=options.fuzzy)
+        return FuzzyDrafter(grouped, own.model, scheduler, config.model.vocabulary, group=options.fuzzy)
     model = _padded(own, _model(own, weights, own_cache)[0], own_cache)
-    if options.speculate not in OVERLAPPED:
-        return ModelDrafter(model, own.model, scheduler, vocabulary)
+    return ModelDrafter(model, own.model, scheduler, config.model.vocabulary)
+
+
+def ahead_drafter(
+    config: WorkerConfig,
+    rows: DraftedRows,
+    transport: DraftTransport,
+    exits: Exits | None,
+    *,
+    slots: int,
+    weights: Weights | None = None,
+) -> AheadDrafter:
+    """The draft model of an engine, to work beside it: with so many slots, and those of branches behind them.
+
+    :raises ModelLoadError: the weights, or the heads trained for it, cannot be used.
+    :raises OutOfMemory: weights or cache do not fit.
+    """
+    assert config.drafter is not None, "there is one"
+    device, dtype, options = _device(config), getattr(torch, config.options.dtype), config.options
+    weights = weights or _drafter_weights(config, dtype, device)
+    assert weights is not None, "there is a model to load"
+    own = replace(config.drafter, options=replace(options, kv_tokens=slots + BRANCH_SLOTS))
+    cache = allocate_cache(own, dtype, device, least=slots + BRANCH_SLOTS)
+    heads = StreamHeads.read(own.folder, own.model, weights, own.name) if exits is not None else None
     return AheadDrafter(
-        model,
+        _padded(own, _model(own, weights, cache)[0], cache),
         own.model,
-        scheduler,
-        vocabulary,
-        cache=own_cache,
-        transport=ThreadTransport(),
+        rows,
+        config.model.vocabulary,
+        cache=cache,
+        transport=transport,
         fan=_FANS.get(options.speculate or "", 0),
         most=_K_AHEAD if options.k is None else options.k,
         exits=exits,
-        heads=StreamHeads.read(own.folder, own.model, weights, own.name) if exits is not None else None,
+        heads=heads,
     )
 
 
@@ -212,7 +241,7 @@ def _room(device: torch.device) -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 1 << 60)
 
 
-def _proposer(way: str, drafter: ModelDrafter | None) -> Proposer:
+def _proposer(way: str, drafter: Proposer | None) -> Proposer:
     """What proposes: looked up where that is cheap and likely, drafted by the model where there is one."""
     if way in ("draft", *OVERLAPPED) and drafter is not None:
         return drafter

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import IO
 
 from atts.errors import EngineError
-from atts.local.messages import FailureReply, WorkerConfig
-from atts.local.worker import Mailbox, broken, write
+from atts.local.messages import FailureReply, WorkerConfig, write
+from atts.local.worker import Mailbox, broken
 from atts.processes import end_with
 
 

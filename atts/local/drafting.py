@@ -7,6 +7,7 @@ so here; all it keeps of its own is how far it has come in each sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from atts.decode import SamplingBatch, batch_sampling, filtered_rows, first_rows, inverse_cdf, probabilities
+from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import Ints, Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
 from atts.local.model_config import ModelConfig
 from atts.local.native_model import AheadBatch, NativeModel
-from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence
 from atts.speculation import NOTHING, Ask, Proposer, TokenProposal
 
@@ -26,10 +27,21 @@ _CHUNK = 512  # tokens of given text computed at once
 _FEW = 3  # newest tokens fed side by side with other sequences'
 
 
+class DraftedRows(Protocol):
+    """Whose sequences a drafter follows: their rows and slots are its own as well."""
+
+    table: SlotIds
+    allocator: SlotAllocator
+
+    def sequence(self, request_id: int) -> Sequence:
+        """An unfinished request."""
+        ...
+
+
 class ModelDrafter(Proposer):
     """Proposes what a smaller model draws in the target's place."""
 
-    def __init__(self, model: Model, config: ModelConfig, scheduler: Scheduler, vocabulary: int) -> None:
+    def __init__(self, model: Model, config: ModelConfig, scheduler: DraftedRows, vocabulary: int) -> None:
         """`vocabulary` is the target's: tokens beyond it are never proposed."""
         self._model, self._config, self._scheduler = model, config, scheduler
         self._vocabulary, self._target_vocabulary = min(vocabulary, config.vocabulary), vocabulary

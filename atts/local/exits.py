@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from atts.decode import SampledTokens, SamplingBatch
+from atts.core import Sampling
+from atts.decode import SampledTokens, SamplingBatch, batch_sampling, probabilities
 from atts.errors import ModelLoadError
 from atts.local.allocator import SlotIds
 from atts.local.batch import Model, StepBatch, Tap, TappedModel
@@ -20,7 +24,26 @@ from atts.local.model_config import ModelConfig
 
 EXIT_FILE = "heads/exit.safetensors"
 """Inside a model's folder: what `scripts/train heads` makes of it."""
-Hear = Callable[[StepBatch, Tensor], None]
+MIRRORED = 9
+"""Likeliest tokens told of a place: eight beside one that may be proposed there."""
+Told = Mapping[int, Many[tuple[Many[int], Many[float]]]]
+"""By sequence: of its places in order, likely tokens and their probabilities."""
+
+
+class Ear(NamedTuple):
+    """Who is to be told of a step's rows: of those that decode, as many tokens a place."""
+
+    rows: Mapping[int, tuple[int, Sampling]]  # by row of the slot table: the sequence, and how it draws
+    most: int
+    hear: Callable[[Told | Exception], None]
+
+
+class Exits(Protocol):
+    """An exit that may be listened to."""
+
+    def listen(self, ear: Ear | None) -> None:
+        """Tell once, of the next step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +98,11 @@ class ExitModel:
     def __init__(self, model: TappedModel, inner: Model, adapter: ExitAdapter, eps: float) -> None:
         """`inner` has the output matrix: the model itself, or the one beside which padding is computed."""
         self._model, self._inner, self._adapter, self._eps = model, inner, adapter, eps
-        self._hear: Hear | None = None
+        self._ear: Ear | None = None
 
-    def listen(self, hear: Hear | None) -> None:
-        """Tell once, of the next step: its batch, and the `logit_rows` as they are at the exit."""
-        self._hear = hear
+    def listen(self, ear: Ear | None) -> None:
+        """Tell once, of the next step: of a sequence's newest token and what is proposed to follow it."""
+        self._ear = ear
 
     @property
     def device_name(self) -> str:
@@ -88,15 +111,31 @@ class ExitModel:
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`."""
-        hear, self._hear = self._hear, None
-        if hear is None:
+        ear, self._ear = self._ear, None
+        if ear is None:
             return self._model.forward(batch, table)
-        return self._model.forward(batch, table, Tap(self._adapter.layers, lambda x: hear(batch, x)))
+        return self._model.forward(batch, table, Tap(self._adapter.layers, lambda x: self._tell(ear, batch, x)))
+
+    def _tell(self, ear: Ear, batch: StepBatch, x: Tensor) -> None:
+        try:
+            told: Told | Exception = self._heard(ear, batch, x)
+        except Exception as error:  # noqa: BLE001  whoever hears says what became of it; the step goes on
+            told = error
+        ear.hear(told)
 
     @torch.inference_mode()
-    def exit_logits(self, x: Tensor) -> Tensor:
-        """What rows at the exit come to: [rows, vocabulary]."""
-        return self._inner.compute_logits(self._adapter(x, self._eps).contiguous())
+    def _heard(self, ear: Ear, batch: StepBatch, x: Tensor) -> Told:
+        rows = np.repeat(batch.table_rows, np.diff(batch.query_starts))[batch.logit_rows].tolist()
+        found = [(at, *ear.rows[row]) for at, row in enumerate(rows) if row in ear.rows]
+        told: dict[int, list[tuple[list[int], list[float]]]] = {key: [] for _, key, _ in found}
+        if found:
+            adapted = self._adapter(x[[at for at, _, _ in found]], self._eps)
+            logits = self._inner.compute_logits(adapted.contiguous())
+            settings = batch_sampling([sampling for _, _, sampling in found], logits.shape[-1], logits.device)
+            best = probabilities(logits, settings).topk(min(ear.most, logits.shape[-1]), -1)
+            for (_, key, _), ids, chances in zip(found, best.indices.tolist(), best.values.tolist(), strict=True):
+                told[key].append((ids, chances))
+        return told
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from atts.core import Beginning, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineCounters
@@ -199,3 +200,9 @@ class LoopReport:
 
     replies: tuple[Reply, ...]
     stats: LoopStats | None  # None when the loop is gone
+
+
+def write(stream: IO[bytes], value: object) -> None:
+    """One pickled value, flushed."""
+    stream.write(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    stream.flush()

@@ -13,6 +13,7 @@ Dtype = Literal["float32", "bfloat16"]
 Kernel = Literal["auto", "torch", "native"]
 Graphs = Literal["auto", "off"]
 WorkerKind = Literal["thread", "process"]
+Beside = Literal["thread", "process"]
 SPECULATE = ("auto", "draft", "suffix", "pearl", "ssd", "mirror", "off")
 OVERLAPPED = ("pearl", "ssd", "mirror")
 MOST_PROPOSED = 32
@@ -35,6 +36,7 @@ class LocalOptions:
     threads: int | None = None  # of one step; None leaves torch's setting
     drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
     speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
+    beside: Beside = "thread"  # where a drafter works that does so while the target verifies
     fuzzy: int = 1  # attentions of the drafter that read one input, in torch; 1: exact
     k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
     pad: str = ""  # the cost of a model of so many weights, as 20M or 8B, at the model's own words
@@ -47,6 +49,7 @@ class LocalOptions:
         :raises OptionError: one is not.
         """
         kinds = {"device": Device, "dtype": Dtype, "worker": WorkerKind, "kernel": Kernel, "graphs": Graphs}
+        kinds["beside"] = Beside
         for option, known in kinds.items():
             choice = getattr(self, option)
             if choice not in get_args(known):
@@ -74,6 +77,8 @@ class LocalOptions:
                 f"is {self.fuzzy}: a number from 1 on, for a draft model that is neither padded nor beside the target"
             )
             raise OptionError("fuzzy", problem)
+        if self.beside == "process" and self.speculate not in OVERLAPPED:
+            raise OptionError("beside", f"process is for a drafter beside the target: write speculate={OVERLAPPED[0]}")
         if self.speculate in ("draft", *OVERLAPPED) and not self.drafter:
             advice = "write drafter=embedded:draft, or another's name"
             raise OptionError("speculate", f"{self.speculate} needs a draft model: {advice}")

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Condition, Thread, current_thread
+from time import perf_counter
 from typing import Protocol
 
 Work = Callable[[], None]
@@ -24,8 +25,12 @@ class DraftTransport(Protocol):
         """Whether all work is over after so many seconds at the most."""
         ...
 
+    def elapsed(self, began: float) -> float:
+        """Seconds of the target's step, which began then."""
+        return perf_counter() - began
 
-class InlineTransport:
+
+class InlineTransport(DraftTransport):
     """Works at once: what is drafted depends on nothing but the texts."""
 
     is_beside = False
@@ -39,7 +44,7 @@ class InlineTransport:
         return True
 
 
-class ThreadTransport:
+class ThreadTransport(DraftTransport):
     """Works in a thread that ends with this object; native kernels and torch let both threads compute at once."""
 
     is_beside = True

@@ -14,7 +14,7 @@ from typing import IO, Protocol
 
 from atts.errors import EngineError
 from atts.importing import import_lock
-from atts.local.messages import Close, Command, FailureReply, LoopReport, WorkerConfig, WorkerReady
+from atts.local.messages import Close, Command, FailureReply, LoopReport, WorkerConfig, WorkerReady, write
 from atts.local.options import WorkerKind
 from atts.processes import python_command
 
@@ -184,12 +184,6 @@ def new_worker(kind: WorkerKind) -> LoopWorker:
 def broken(error: BaseException) -> FailureReply:
     """The last word of a loop that hit an error of ours."""
     return FailureReply(0, "broken", f"its step loop broke ({type(error).__name__}: {error})", "Please report this")
-
-
-def write(stream: IO[bytes], value: object) -> None:
-    """One pickled value, flushed."""
-    stream.write(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
-    stream.flush()
 
 
 def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:

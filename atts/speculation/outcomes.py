@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, ItemsView, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Generic, NamedTuple, TypeVar
@@ -86,6 +86,10 @@ class OutcomeCache(Generic[Branch]):
         """Keep what follows this outcome."""
         assert (accepted, token) not in self._branches, "an outcome is continued once"
         self._branches[accepted, token] = branch
+
+    def items(self) -> ItemsView[tuple[int, int], Branch]:
+        """Outcomes and what follows them."""
+        return self._branches.items()
 
     def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:
         """What follows the outcome that came, None where it was not guessed; and the branches that are not needed."""

@@ -17,7 +17,7 @@ from atts.core import SampleRequest, Sampling
 from atts.errors import OptionError
 from atts.local import LocalEngine, LocalOptions
 from atts.local.ahead import AheadDrafter
-from atts.local.branches import DraftLine
+from atts.local.exits import ExitModel
 from atts.local.growing import BranchWriter
 from atts.local.loop import StepLoop
 from atts.local.messages import Cancel, Command
@@ -118,7 +118,7 @@ def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
 
     monkeypatch.setattr(BranchWriter, "_sampled", wrong)
     monkeypatch.setattr("atts.local.growing.place_laws", unknown)
-    monkeypatch.setattr("atts.local.ahead.place_laws", unknown)
+    monkeypatch.setattr(ExitModel, "_heard", lambda *args: {})
     ahead = NativeModel.draw_ahead
     monkeypatch.setattr(NativeModel, "draw_ahead", lambda *args: (ahead(*args) + 1) % 300)
     never = run(folder, [orders], None, 4, folder, speculate=way)
@@ -132,16 +132,18 @@ def test_an_exit_that_knows_the_text_hits_always(make_model: Make, near: Path, m
     plain, _ = run(folder, [orders]), Made(monkeypatch, InlineTransport)
     known = texts(plain)
 
-    def told(self: Any, exits: Any, lines: list[DraftLine], batch: Any, x: torch.Tensor) -> None:
-        for line in lines:
-            ask = line.ask
-            ahead = known[ask.key][ask.written :][: len(line.proposal) + 1]
-            line.exits = [PlaceLaw(0.5, (token,), (1.0,)) for token in ahead]
-            assert len(x) == sum(len(each.proposal) + 1 for each in lines), "it hears of the rows that decode"
+    heard = AheadDrafter._heard  # pyright: ignore[reportPrivateUsage]
+
+    def knows(self: Any, told: Any) -> None:
+        for line in self._job.lines:
+            assert len(told[line.ask.key]) <= len(line.proposal) + 1, "it hears of the rows that decode"
+            coming = known[line.ask.key][line.ask.written :][: len(line.proposal) + 1]
+            told[line.ask.key] = [((token,), (1.0,)) for token in coming]
+        heard(self, told)
 
     found = run(folder, [orders], None, 4, near, speculate="mirror")
     assert overlap(found).misses > 0
-    monkeypatch.setattr(AheadDrafter, "_told", told)
+    monkeypatch.setattr(AheadDrafter, "_heard", knows)
     oracle = run(folder, [orders], None, 4, near, speculate="mirror")
     assert same(plain, oracle)
     assert overlap(oracle).misses == 0

@@ -1,0 +1,208 @@
+"""A drafter in a process of its own: ids go over, and what it lets follow each guessed outcome comes back as ids."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import weakref
+from collections.abc import Sequence as Many
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
+from time import perf_counter
+from typing import IO, NamedTuple
+
+from atts.core import SampleRequest, TokenIds
+from atts.errors import EngineError
+from atts.local.exits import MIRRORED, Ear, Exits, Told
+from atts.local.messages import FailureReply, WorkerConfig, write
+from atts.local.scheduler import Scheduler
+from atts.processes import python_command
+from atts.speculation import NOTHING, Ask, OverlapStats, Proposer, TokenProposal, standing
+
+
+class DraftSetup(NamedTuple):
+    """The first message: the target's configuration, whose drafter is to be loaded, and how much it may hold."""
+
+    config: WorkerConfig
+    slots: int
+    rows: int
+    width: int  # tokens of the longest sequence
+    hears: bool  # whether the target's exit is told
+
+
+class DraftStep(NamedTuple):
+    """A step of the target has begun: what was written since the one before."""
+
+    fresh: list[tuple[int, SampleRequest]]
+    ended: list[int]
+    asks: list[tuple[int, TokenIds, int]]  # sequence, its new ids, and how many tokens it may be proposed
+    settled: list[tuple[int, int]]  # of proposals: tokens, and how many of them stood
+    seconds: float  # that the last step took
+
+
+class DraftedLine(NamedTuple):
+    """What follows a sequence of so many ids and this proposal, by the outcomes (stood, next token) guessed."""
+
+    base: int
+    proposal: TokenIds
+    follows: dict[tuple[int, int], TokenIds]
+
+
+class Drafted(NamedTuple):
+    """The answer to a step."""
+
+    lines: dict[int, DraftedLine]
+    stats: OverlapStats
+    error: str = ""
+
+
+class DrafterProcess(Proposer):
+    """Proposes what the other process drafted for what came; whatever hinders it is a step without a proposal."""
+
+    def __init__(self, setup: DraftSetup, scheduler: Scheduler, exits: Exits | None) -> None:
+        """Load the model there.
+
+        :raises EngineError: it cannot be loaded.
+        """
+        self._scheduler, self._exits, self._hears = scheduler, exits, False
+        command, pipe = python_command("atts.local.apart_child", str(os.getpid())), subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0)
+        self.pid = process.pid
+        self._orders: SimpleQueue[DraftStep | Told | None] = SimpleQueue()  # a full pipe must not hold the target up
+        self._answers: SimpleQueue[Drafted] = SimpleQueue()
+        try:
+            _load(process, setup)
+        except EngineError:
+            _end(process, self._orders)
+            process.communicate()
+            raise
+        weakref.finalize(self, _end, process, self._orders)
+        Thread(target=_pass_on, args=(self._orders, process.stdin), daemon=True).start()
+        Thread(target=_read, args=(process.stdout, self._answers), daemon=True).start()
+        self._lines: dict[int, DraftedLine] = {}
+        self._known: dict[int, int] = {}  # ids that the other side has of each sequence
+        self._ended, self._settled = list[int](), list[tuple[int, int]]()
+        self._is_open = self._is_late = False
+        self._began = self._seconds = 0.0
+        self.stats = OverlapStats()
+
+    def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
+        """Serve what came true, then tell what was written."""
+        if self._exits is not None:
+            self._exits.listen(None)
+        if self._is_open and not self._is_answered():
+            self.stats.late += len(asks)
+            return [NOTHING] * len(asks)
+        proposals = [self._served(ask) for ask in asks]
+        told = [ask for ask in asks if not ask.wants_laws]
+        if told:
+            self._tell(told)
+        return proposals
+
+    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+        """Told with the next step."""
+        self._settled.append((len(proposal.tokens), stood))
+
+    def ended(self, key: int) -> None:
+        """Told with the next step."""
+        if self._known.pop(key, None) is not None:
+            self._ended.append(key)
+            self._lines.pop(key, None)
+
+    def overlap(self) -> OverlapStats:
+        """What was guessed."""
+        return self.stats
+
+    def _is_answered(self) -> bool:
+        """Whether the last step is; a late answer is waited for once, as long as that took at the most."""
+        if self._hears:
+            self._heard({})  # the exit was not passed: the other side waits for nothing
+        if not self._is_late:
+            self._seconds = perf_counter() - self._began
+        try:
+            answer = self._answers.get(timeout=1e-6 if self._is_late else self._seconds)
+        except Empty:
+            self._is_late = True
+            return False
+        if answer.error:
+            raise RuntimeError(answer.error)
+        self._is_open = self._is_late = False
+        self._lines, late = answer.lines, self.stats.late
+        self.stats = answer.stats
+        self.stats.late = late
+        return True
+
+    def _served(self, ask: Ask) -> TokenProposal:
+        """The rest of the branch that the text took."""
+        line = self._lines.get(ask.key)
+        if line is None or ask.wants_laws:
+            return NOTHING
+        written = list(ask.ids[line.base :])
+        stood = standing(line.proposal, [*written, -1])
+        branch = line.follows.get((stood, written[stood]), ()) if stood < len(written) else ()
+        done = len(written) - stood
+        if list(branch[:done]) != written[stood:]:
+            return NOTHING
+        tokens = branch[done : done + ask.room]
+        return TokenProposal(tokens, 1.0) if tokens else NOTHING
+
+    def _tell(self, asks: list[Ask]) -> None:
+        fresh, news = list[tuple[int, SampleRequest]](), list[tuple[int, TokenIds, int]]()
+        for ask in asks:
+            sequence = self._scheduler.sequence(ask.key)
+            if ask.key not in self._known:
+                assert isinstance(sequence.request, SampleRequest), "only sampled sequences decode"
+                fresh.append((ask.key, sequence.request))
+                self._known[ask.key] = len(sequence.request.ids)
+            news.append((ask.key, tuple(ask.ids[self._known[ask.key] :]), ask.room))
+            self._known[ask.key] = len(ask.ids)
+        self._orders.put(DraftStep(fresh, self._ended, news, self._settled, self._seconds))
+        self._ended, self._settled, self._lines = [], [], {}
+        self._is_open, self._began = True, perf_counter()
+        if self._exits is not None:
+            rows = {self._scheduler.sequence(ask.key).row: (ask.key, ask.sampling) for ask in asks}
+            self._hears = True
+            self._exits.listen(Ear(rows, MIRRORED, self._heard))
+
+    def _heard(self, told: Told | Exception) -> None:
+        """Passed on while the target goes on; of an exit that broke there is nothing to tell."""
+        self._hears, self._began = False, perf_counter()
+        self._orders.put({} if isinstance(told, Exception) else told)
+
+
+def _load(process: subprocess.Popen[bytes], setup: DraftSetup) -> None:
+    assert process.stdin is not None, "asked for a pipe"
+    assert process.stdout is not None, "asked for a pipe"
+    try:
+        write(process.stdin, setup)
+        ready = pickle.load(process.stdout)
+    except (EOFError, OSError, pickle.UnpicklingError) as error:
+        raise EngineError(
+            setup.config.name, "its drafter's process died while loading", "Write beside=thread"
+        ) from error
+    if isinstance(ready, FailureReply):
+        raise ready.error(setup.config.name)
+
+
+def _pass_on(orders: SimpleQueue[DraftStep | Told | None], stream: IO[bytes]) -> None:
+    with suppress(OSError), stream:  # the process is gone: whoever waits for its answers is told so
+        while (order := orders.get()) is not None:
+            write(stream, order)
+
+
+def _read(stream: IO[bytes], answers: SimpleQueue[Drafted]) -> None:
+    with stream:
+        try:
+            while True:
+                answers.put(pickle.load(stream))
+        except (EOFError, OSError, pickle.UnpicklingError):
+            answers.put(Drafted({}, OverlapStats(), "the drafter's process has ended"))
+
+
+def _end(process: subprocess.Popen[bytes], orders: SimpleQueue[DraftStep | Told | None]) -> None:
+    """When its user is gone, or Python ends."""
+    orders.put(None)
+    process.kill()
+    process.wait()

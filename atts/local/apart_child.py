@@ -1,0 +1,180 @@
+"""The main program of a drafter's process: it keeps its own cache of the sequences it is told of."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from contextlib import suppress
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from atts.core import SampleRequest
+from atts.errors import EngineError
+from atts.local.ahead import AheadDrafter
+from atts.local.allocator import SlotAllocator, SlotIds
+from atts.local.apart import Drafted, DraftedLine, DraftSetup, DraftStep
+from atts.local.exits import Ear, Told
+from atts.local.messages import FailureReply, write
+from atts.local.sequence import Sequence, new_sequence
+from atts.local.transport import InlineTransport
+from atts.processes import end_with
+from atts.speculation import Ask, OverlapStats, TokenProposal
+
+_SLOT_RUN = 64  # slots taken at a time
+
+
+class ToldTransport(InlineTransport):
+    """Works at once, beside a target elsewhere: how long its steps take is told."""
+
+    is_beside = True
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def elapsed(self, began: float) -> float:
+        """As told."""
+        return self.seconds
+
+
+class ToldExits:
+    """Hears of the target's exit what is told."""
+
+    def __init__(self) -> None:
+        self.ear: Ear | None = None
+
+    def listen(self, ear: Ear | None) -> None:
+        """Who is told next."""
+        self.ear = ear
+
+
+class DraftRows:
+    """Rows and slots of sequences whose target is elsewhere; those for which there are none are not drafted for."""
+
+    def __init__(self, slots: int, rows: int, width: int) -> None:
+        self.table: SlotIds = np.zeros((rows, width), dtype=np.int32)
+        self.allocator = SlotAllocator(slots)
+        self._sequences: dict[int, Sequence] = {}
+        self._free = list(range(rows))
+
+    def sequence(self, request_id: int) -> Sequence:
+        """One that was told of."""
+        return self._sequences[request_id]
+
+    def follow(self, step: DraftStep) -> list[Ask]:
+        """Write down what a step tells; what is asked of those that there is room for."""
+        for key in step.ended:
+            self._drop(self._sequences.pop(key))
+        self._sequences.update({key: new_sequence(key, request, 0.0) for key, request in step.fresh})
+        found = [self._asked(self._sequences[key], ids, room) for key, ids, room in step.asks]
+        return [ask for ask in found if ask is not None]
+
+    def _asked(self, sequence: Sequence, ids: tuple[int, ...], room: int) -> Ask | None:
+        sequence.ids += ids
+        sequence.logprobs += [0.0] * len(ids)  # their number is how many were written
+        request, written = sequence.request, len(sequence.logprobs)
+        if sequence.uniforms is None or not self._has_slots(sequence, len(sequence.ids) + room + 1):
+            return None
+        assert isinstance(request, SampleRequest), "only sampled sequences are told of"
+        return Ask(
+            sequence.request_id,
+            sequence.ids,
+            written,
+            room,
+            sequence.uniforms[written : written + room],
+            request.sampling,
+        )
+
+    def _has_slots(self, sequence: Sequence, stop: int) -> bool:
+        if sequence.row < 0 and self._free:
+            sequence.row = self._free.pop()
+        stop = min(stop, self.table.shape[1])
+        count = max(0, stop - sequence.capacity)
+        run = min(max(count, _SLOT_RUN), self.table.shape[1] - sequence.capacity)
+        if sequence.row < 0 or (count and run > self.allocator.num_free):
+            return False
+        if count:
+            self.table[sequence.row, sequence.capacity : sequence.capacity + run] = self.allocator.allocate(run)
+            sequence.capacity += run
+        return True
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence.row >= 0:
+            self.allocator.free([self.table[sequence.row, : sequence.capacity].copy()])
+            self._free.append(sequence.row)
+
+
+def main() -> int:
+    """Load the model, then answer one step after the other until the parent is gone."""
+    end_with(int(sys.argv[1]))
+    from atts.local.build import ahead_drafter, set_threads  # imports torch
+
+    orders, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints must not end up among the answers
+    setup = pickle.load(orders)
+    assert isinstance(setup, DraftSetup), "the first message says what is to be loaded"
+    rows, transport = DraftRows(setup.slots, setup.rows, setup.width), ToldTransport()
+    exits = ToldExits() if setup.hears else None
+    try:
+        drafter = ahead_drafter(setup.config, rows, transport, exits, slots=setup.slots)
+    except EngineError as error:
+        write(answers, FailureReply.of(error))
+        return 0
+    set_threads(setup.config)
+    write(answers, "ready")
+    with suppress(EOFError, OSError, pickle.UnpicklingError):  # cut off: the parent is gone
+        _serve(orders, answers, Drafting(drafter, rows, transport, exits))
+    return 0
+
+
+class Drafting(NamedTuple):
+    """A drafter and all that tells it of its target."""
+
+    drafter: AheadDrafter
+    rows: DraftRows
+    transport: ToldTransport
+    exits: ToldExits | None
+
+    def take(self, message: DraftStep | Told) -> bool:
+        """Work on a message; whether that was all of a step."""
+        ear = self.exits.ear if self.exits is not None else None
+        if not isinstance(message, DraftStep):
+            if ear is None or self.exits is None:
+                return False
+            self.exits.listen(None)
+            ear.hear(message)
+            return True
+        self.transport.seconds = message.seconds
+        for proposed, stood in message.settled:
+            self.drafter.settled(0, TokenProposal((0,) * proposed), stood)
+        self.drafter.propose(self.rows.follow(message))
+        return self.exits is None or self.exits.ear is None
+
+    def answer(self) -> Drafted:
+        """All branches as ids."""
+        lines = {
+            line.ask.key: DraftedLine(
+                line.base, line.proposal, {outcome: tuple(branch.tokens) for outcome, branch in line.cache.items()}
+            )
+            for line in self.drafter.drafted()
+        }
+        return Drafted(lines, self.drafter.stats)
+
+
+def _serve(orders: IO[bytes], answers: IO[bytes], drafting: Drafting) -> None:
+    while True:
+        message = pickle.load(orders)
+        try:
+            if not drafting.take(message):
+                continue
+            answer = drafting.answer()
+        except Exception as error:  # noqa: BLE001  told to the target's side, which goes on without
+            answer = Drafted({}, OverlapStats(), f"{type(error).__name__}: {error}")
+        write(answers, answer)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,137 @@
+"""A drafter in a process of its own: the same texts whether it answers, lags, breaks or is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.core import SampleRequest, Sampling, TokenIds
+from atts.errors import ModelLoadError, OptionError
+from atts.local import LocalOptions
+from atts.local.apart import DrafterProcess, DraftStep
+from atts.local.apart_child import DraftRows
+from atts.seeds import Seed
+from atts.speculation import Ask, OverlapStats
+from tests.local.speculating import Driven, Make, counts, ids_of, requests, run, same
+
+HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
+WAYS = ["pearl", "ssd", "mirror"]
+
+
+def overlap(done: Driven) -> OverlapStats:
+    """What was guessed."""
+    found = counts(done).overlap
+    assert found is not None, "nothing drafted beside"
+    return found
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer is waited for: steps seem to take a minute each."""
+    times = count(0, 60)
+    monkeypatch.setattr("atts.local.apart.perf_counter", lambda: float(next(times)))
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_drafter_elsewhere_changes_no_token(way: str, make_model: Make, near: Path) -> None:
+    """Ids, ends and log-probabilities to the bit; of a drafter that is the target, all that was guessed stands."""
+    folder, orders = make_model("llama"), requests(4, 24)
+    plain = run(folder, [orders])
+    done = run(folder, [orders], None, 4, near, speculate=way, beside="process")
+    assert same(plain, done)
+    assert min(overlap(done).hits, overlap(done).misses, counts(done).accepted) > 0
+    assert overlap(done).late == 0
+    orders = requests(2, 40, HOT)
+    plain = run(folder, [orders])
+    right = run(folder, [orders], None, 4, folder, speculate=way, beside="process")
+    assert same(plain, right)
+    assert overlap(right).misses == 0
+    assert counts(right).accepted == counts(right).proposed
+    assert right.stats.steps <= plain.stats.steps / 4 + 3
+
+
+class Hurt:
+    """Sends a signal to a drafter's process with its fourth step."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, kind: signal.Signals) -> None:
+        self._propose, self._kind, self._calls = DrafterProcess.propose, kind, 0
+        patch.setattr(DrafterProcess, "propose", lambda drafter, asks: self._hurt(drafter, asks))
+
+    def _hurt(self, drafter: DrafterProcess, asks: Sequence[Ask]) -> Any:
+        self._calls += 1
+        if self._calls == 4:
+            os.kill(drafter.pid, self._kind)
+        return self._propose(drafter, asks)
+
+
+@pytest.mark.parametrize("way", ["ssd", "mirror"])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_stops_is_a_miss(
+    kind: signal.Signals, way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts are what they are; of a dead one it is said."""
+    folder, orders = make_model("llama"), requests(3, 40)
+    plain, _ = run(folder, [orders]), Hurt(monkeypatch, kind)
+    done = run(folder, [orders], None, 4, near, speculate=way, beside="process")
+    assert same(plain, done)
+    assert "failed" in counts(done).trouble or overlap(done).late > 0
+    assert kind == signal.SIGKILL or overlap(done).late > 0
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_dead_process_is_named(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the counters, where anybody looks who wonders why nothing is proposed."""
+    Hurt(monkeypatch, signal.SIGKILL)
+    done = run(make_model("llama"), [requests(3, 40)], None, 4, near, speculate="pearl", beside="process")
+    said = "speculation is off: DrafterProcess failed (RuntimeError: the drafter's process has ended)"
+    assert counts(done).trouble == said
+
+
+def test_what_cannot_be_loaded_is_an_error_at_once(make_model: Make, near: Path, tmp_path: Path) -> None:
+    """As with any model."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in near.iterdir():
+        (broken / file.name).write_bytes(b"" if file.suffix == ".safetensors" else file.read_bytes())
+    with pytest.raises(ModelLoadError):
+        run(make_model("llama"), [requests(1)], None, 4, broken, speculate="pearl", beside="process")
+
+
+@pytest.fixture
+def rows() -> DraftRows:
+    """Two rows of 200 tokens, 256 slots."""
+    return DraftRows(256, 2, 200)
+
+
+def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] = ()) -> DraftStep:
+    """New sequences of so many ids, and those that grew by a token."""
+    told = [(key, SampleRequest(ids_of(key, size), 50, Sampling(0.5), Seed(key))) for key, size in fresh.items()]
+    asks: list[tuple[int, TokenIds, int]] = [(key, (), 4) for key in fresh]
+    asks += [(key, (7,), 4) for key in more]
+    return DraftStep(told, list(ended), asks, [], 0.0)
+
+
+def test_sequences_without_room_are_not_drafted_for(rows: DraftRows) -> None:
+    """Rows and slots come back when a sequence ends; who waited for them is drafted for then."""
+    assert [ask.key for ask in rows.follow(step({1: 20, 2: 180}))] == [1, 2]
+    assert rows.follow(step({3: 20})) == [], "no row is free"
+    found = rows.follow(step({}, ended=[2], more=[1, 3]))
+    assert [(ask.key, ask.written, len(ask.ids)) for ask in found] == [(1, 1, 21), (3, 1, 21)]
+    rows.follow(step({}, ended=[1, 3]))
+    assert rows.allocator.num_used == 0
+
+
+def test_a_process_is_for_what_drafts_beside(make_model: Make) -> None:
+    """Elsewhere it is refused."""
+    for way in ("draft", "suffix", None):
+        with pytest.raises(OptionError, match="beside"):
+            LocalOptions(drafter="embedded:draft", speculate=way, beside="process").check()
+    with pytest.raises(OptionError, match="no such beside"):
+        LocalOptions(beside="elsewhere").check()  # type: ignore[arg-type]

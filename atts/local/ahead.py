@@ -45,6 +45,7 @@ _MOST_BRANCHES = 64
 _CHUNK = 512  # tokens of given text computed at once
 _LEAST = 2  # tokens that a guess is continued by even where no draft step fits into one of the target's
 _ALWAYS = False, 0  # draft steps of any context are timed as one
+_PATIENCE = 5.0  # seconds
 _FADE = 0.98  # a round, of what is known of how much stands
 
 
@@ -113,6 +114,22 @@ class AheadDrafter(ModelDrafter):
         tested = min(stood + 1, len(proposal.tokens))
         self._tested, self._stood = self._tested * _FADE + tested, self._stood * _FADE + stood
         self._writer.stands = self._stood / self._tested
+
+    def serial(self) -> ModelDrafter:
+        """One that drafts before a step with the same model and cache, while nothing is drafted beside."""
+        return ModelDrafter(self._model, self._config, self._scheduler, self._target_vocabulary)
+
+    def begin_anew(self, fan: int) -> None:
+        """Give up what is under way; from now on outcomes are guessed from so many tokens at a place.
+
+        :raises RuntimeError: the drafter does not end, or what it did went wrong.
+        """
+        if self._job is not None:
+            self._job.is_enough = True
+            if not self._transport.wait(_PATIENCE):
+                raise RuntimeError("it does not end what it began")
+            self._collect([])
+        self._fan = self._writer.fan = fan
 
     def drafted(self) -> list[DraftLine]:
         """What is continued, or was, of the step under way.

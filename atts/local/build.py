@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +33,9 @@ from atts.local.options import MOST_PROPOSED, OVERLAPPED
 from atts.local.padding import PaddedModel, padding_weights
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
+from atts.local.schemes import SchemeDrafting
 from atts.local.sequence import TokenTable
-from atts.local.speculating import FixedLength, GoodputLengths, Speculation
+from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
 from atts.local.transport import DraftTransport, ThreadTransport
@@ -114,16 +116,27 @@ def _build(
     scheduler = Scheduler(limits, tree, ledger)
     speculation = None
     if options.speculates or (config.proposer is not None and options.k != 0):
-        drafter = None
-        if config.drafter:
-            drafter = _drafter(config, drafter_weights, cache, scheduler, exits)
-        lengths = GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
-        proposer = config.proposer() if config.proposer else _proposer(options.speculate or "auto", drafter)
+        lengths: Lengths = GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
+        if config.proposer:
+            proposer = config.proposer()
+        elif _may_learn(config, device):
+            ahead = ahead_drafter(config, scheduler, ThreadTransport(), None, slots=kv_tokens, weights=drafter_weights)
+            lengths = proposer = SchemeDrafting(_proposer("auto", ahead.serial()), ahead, lengths, _K_AHEAD)
+        else:
+            drafter = _drafter(config, drafter_weights, cache, scheduler, exits) if config.drafter else None
+            proposer = _proposer(options.speculate or "auto", drafter)
         clock = thread_time if device.type == "cpu" else perf_counter
         vocabulary = config.model.vocabulary
         speculation = Speculation(proposer, lengths, scheduler, clock, vocabulary=vocabulary, table=token_table)
     loop = StepLoop(model, scheduler, token_table, send, speculation)
     return loop, WorkerReady(kv_tokens, model.device_name, trouble, isinstance(model, ChainModel))
+
+
+def _may_learn(config: WorkerConfig, device: torch.device) -> bool:
+    """Whether it is left open how a draft model that the target's own words name is used, and there are two cores."""
+    options, is_open = config.options, config.drafter is not None and not config.may_lack_drafter
+    is_open &= options.speculate in (None, "auto") and options.k is None and options.fuzzy == 1
+    return is_open and device.type == "cpu" and (os.cpu_count() or 1) > 1
 
 
 def _drafter_weights(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> Weights | None:

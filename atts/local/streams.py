@@ -20,7 +20,7 @@ STREAM_FILE = "heads/streams.safetensors"
 """Inside a drafter's folder: what `scripts/train heads` makes of it."""
 
 
-class Stream(NamedTuple):
+class StreamHead(NamedTuple):
     """One head: what it adds to a state, so that the output matrix reads a later token from it."""
 
     down: Tensor  # [width, hidden_size * (1 + tokens between)]
@@ -32,7 +32,7 @@ class StreamHeads:
     """Of a state h and the tokens drawn after it, what follows these: head j knows j + 1 tokens."""
 
     embedding: Tensor
-    streams: Sequence[Stream]
+    streams: Sequence[StreamHead]
 
     @classmethod
     def read(cls, folder: Path, config: ModelConfig, weights: Weights, name: str) -> StreamHeads | None:
@@ -40,14 +40,14 @@ class StreamHeads:
 
         :raises ModelLoadError: their file is damaged, or of another model.
         """
-        file, found = folder / STREAM_FILE, list[Stream]()
+        file, found = folder / STREAM_FILE, list[StreamHead]()
         if not file.is_file():
             return None
         try:
             with safe_open(file, framework="pt") as handle:
                 for at in range(len(handle.keys()) // 2):
                     parts = (handle.get_tensor(f"{part}.{at}").to(weights.norm) for part in ("down", "up"))
-                    found.append(Stream(*parts))
+                    found.append(StreamHead(*parts))
         except (SafetensorError, OSError) as error:
             problem = f"{file} cannot be read ({type(error).__name__}: {error})"
             raise ModelLoadError(name, problem, "Remove it, or train it anew with scripts/train heads") from error

@@ -7,6 +7,7 @@ from atts.speculation.outcomes import OutcomeCache, OutcomeGuess, PlaceLaw, most
 from atts.speculation.proposals import NOTHING, Ask, BestProposer, OverlapStats, Proposer, TokenProposal
 from atts.speculation.ratio import ratio_walk
 from atts.speculation.replay import standing, tree_path
+from atts.speculation.schemes import SchemeControl
 from atts.speculation.suffix import SuffixProposer
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "OverlapStats",
     "PlaceLaw",
     "Proposer",
+    "SchemeControl",
     "StepCosts",
     "StepShape",
     "SuffixProposer",

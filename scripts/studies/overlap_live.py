@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from anyio.from_thread import start_blocking_portal
@@ -25,8 +28,14 @@ _ARMS: Mapping[str, Mapping[str, Any]] = {
     "serial, k=8": {**_PAIR, "speculate": "draft", "k": 8},
     "serial, k=auto": {**_PAIR, "speculate": "draft"},
     "pearl": {**_PAIR, "speculate": "pearl", "k": 16},
+    "pearl, process": {**_PAIR, "speculate": "pearl", "k": 16, "beside": "process"},
     "ssd": {**_PAIR, "speculate": "ssd", "k": 16},
+    "mirror": {**_PAIR, "speculate": "mirror", "k": 16},
+    "mirror, untrained": {**_PAIR, "speculate": "mirror", "k": 16},
+    "easy, groups of 2": {"drafter": str(path("target")), "speculate": "draft", "k": 4, "fuzzy": 2},
 }
+_EMBEDDED_ALONE = ("easy, groups of 2",)
+"""Arms for the target at its own size: a drafter that is the target would not be padded as it is."""
 
 
 def live(options: Options) -> list[Table]:
@@ -41,10 +50,11 @@ def live(options: Options) -> list[Table]:
 def _table(options: Options, pad: str, spent: Spent) -> Table:
     count, rounds = options.pick(2, 4, 8), options.pick(2, 5, 9)
     with start_blocking_portal() as portal, ExitStack() as stack:
-        lab = Lab(options, portal)
+        lab, bare = Lab(options, portal), stack.enter_context(TemporaryDirectory())
         engines = {
-            name: stack.enter_context(lab.engine(path("target"), **{"pad": pad, **changes}))
+            name: stack.enter_context(lab.engine(_folder(name, Path(bare)), **{"pad": pad, **changes}))
             for name, changes in _ARMS.items()
+            if not (pad and name in _EMBEDDED_ALONE)
         }
         requests = _requests(next(iter(engines.values())), count, options.seed)
         texts = {name: [portal.call(engine.sample, one).ids for one in requests] for name, engine in engines.items()}
@@ -65,11 +75,22 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
                     overlap.hits / guessed if overlap is not None and guessed else None,
                     overlap.late / (overlap.late + guessed) if overlap is not None and guessed else None,
                     overlap.wasted / guessed if overlap is not None and guessed else None,
+                    overlap.passes / overlap.drafted if overlap is not None and overlap.drafted else None,
                 )
             )
     title = f"One sequence at a time, embedded target{pad and f' at the cost of {pad} weights'}"
-    header = "arm | same texts | speed-up over plain | tokens a step | hit rate | late | wasted branches a step"
+    header = "arm | same texts | speed-up over plain | tokens a step | hit rate | late | wasted a step | draft passes a token"
     return Table.of(title, header, rows, f"{count} texts, {rounds} rounds in turn.", spent.disturbance())
+
+
+def _folder(arm: str, bare: Path) -> Path:
+    """The embedded target; for an untrained exit, a copy of its files without the adapter."""
+    if "untrained" not in arm:
+        return path("target")
+    for file in path("target").iterdir():
+        if file.is_file():
+            copyfile(file, bare / file.name)
+    return bare
 
 
 def _requests(engine: LocalEngine, count: int, seed: int) -> list[SampleRequest]:

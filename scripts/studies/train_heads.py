@@ -23,7 +23,7 @@ from atts.local.exits import EXIT_FILE, ExitAdapter
 from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
 from atts.local.sequence import new_sequence
-from atts.local.streams import STREAM_FILE, Stream, StreamHeads
+from atts.local.streams import STREAM_FILE, StreamHead, StreamHeads
 from atts.local.torch_model import TorchModel
 from atts.seeds import Seed
 
@@ -130,7 +130,7 @@ def train_streams(reader: Reader, states: States, recipe: HeadsRecipe) -> Stream
     torch.manual_seed(recipe.seed)
     width, head = reader.config.hidden_size, reader.weights.head
     sizes = [width * (2 + at) for at in range(_HEADS)]
-    streams = [Stream(torch.randn(_WIDTH, size) * size**-0.5, torch.zeros(width, _WIDTH)) for size in sizes]
+    streams = [StreamHead(torch.randn(_WIDTH, size) * size**-0.5, torch.zeros(width, _WIDTH)) for size in sizes]
     heads, following = StreamHeads(reader.weights.embedding, streams), _following(states)
     learned = [part.requires_grad_() for stream in streams for part in stream]
     for rows in _descent(learned, len(following), recipe.steps):
@@ -140,7 +140,7 @@ def train_streams(reader: Reader, states: States, recipe: HeadsRecipe) -> Stream
             for known in [following[rows, : at + 1]]
         ]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-    return StreamHeads(heads.embedding, [Stream(*(part.detach() for part in stream)) for stream in streams])
+    return StreamHeads(heads.embedding, [StreamHead(*(part.detach() for part in stream)) for stream in streams])
 
 
 def _following(states: States) -> Tensor:

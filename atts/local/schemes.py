@@ -1,0 +1,64 @@
+"""Drafting that learns what pays here: drafts before a step, or guesses continued beside it, on one draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from time import perf_counter
+
+from atts.local.ahead import AheadDrafter
+from atts.local.batch import StepPlan
+from atts.local.speculating import FixedLength, Lengths, SpeculationRound
+from atts.speculation import Ask, Forecast, OverlapStats, Proposer, SchemeControl, TokenProposal
+
+_FANS = (0, 3)
+"""Of the schemes after the first: PEARL's one guess, and outcomes at every place."""
+
+
+class SchemeDrafting(Proposer, Lengths):
+    """Proposes by one of several schemes, as long as it writes the most tokens a second.
+
+    The first scheme is `serial` with the `lengths` that pay for it, none included; the others are those of `ahead`.
+    """
+
+    def __init__(self, serial: Proposer, ahead: AheadDrafter, lengths: Lengths, most: int) -> None:
+        """`ahead` proposes up to `most` tokens."""
+        self._serial, self._ahead, self._lengths, self._fixed = serial, ahead, lengths, FixedLength(most)
+        self._control = SchemeControl(1 + len(_FANS))
+        self._scheme = self._asked = 0  # of this step, and of the last one in which something was proposed
+        self._began = 0.0
+
+    def choose(self, plan: StepPlan) -> Many[int]:
+        """The first scheme's lengths; the others end with the target's step."""
+        self._began, self._scheme = perf_counter(), self._control.current
+        return (self._fixed if self._scheme else self._lengths).choose(plan)
+
+    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> Forecast | None:
+        """Between schemes seconds on the wall count: what another thread takes is no time of this one's."""
+        tokens = len(plan.decoding) + sum([each.stood for each in rounds])
+        forecast = None if self._scheme else self._lengths.observed(plan, rounds, seconds)
+        self._control.observed(len(plan.decoding), tokens, perf_counter() - self._began)
+        return forecast
+
+    def propose(self, asks: Many[Ask]) -> Many[TokenProposal]:
+        """By the scheme whose turn it is."""
+        if self._scheme != self._asked:
+            self._asked = self._scheme
+            self._ahead.begin_anew(_FANS[self._scheme - 1] if self._scheme else 0)
+        return self._used.propose(asks)
+
+    @property
+    def _used(self) -> Proposer:
+        return self._ahead if self._scheme else self._serial
+
+    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+        """Told to whoever proposed."""
+        self._used.settled(key, proposal, stood)
+
+    def ended(self, key: int) -> None:
+        """Told to all."""
+        self._serial.ended(key)
+        self._ahead.ended(key)
+
+    def overlap(self) -> OverlapStats:
+        """What was guessed, where that was tried."""
+        return self._ahead.overlap()

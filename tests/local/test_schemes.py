@@ -1,0 +1,92 @@
+"""Drafting before a step or beside it: whatever the scheme, and whenever it changes, the texts are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.core import Sampling
+from atts.local.ahead import AheadDrafter
+from atts.local.schemes import SchemeDrafting
+from atts.local.transport import InlineTransport, ThreadTransport
+from tests.local.speculating import Make, counts, requests, run, same
+
+HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
+
+
+class Changing:
+    """Another scheme every third step."""
+
+    def __init__(self, schemes: int) -> None:
+        self._schemes, self._steps = schemes, 0
+
+    @property
+    def current(self) -> int:
+        """All of them in turn."""
+        return self._steps // 3 % self._schemes
+
+    def observed(self, sequences: int, tokens: int, seconds: float) -> None:
+        """A step, however long."""
+        assert seconds > 0
+        self._steps += 1
+
+
+@pytest.mark.parametrize("transport", [InlineTransport, ThreadTransport])
+def test_schemes_that_change_change_no_token(
+    transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids, ends and log-probabilities to the bit; every scheme has its turn on one draft model."""
+    folder, orders, fans = make_model("llama"), requests(4, 60, HOT), set[int]()
+    begin = AheadDrafter.begin_anew
+
+    def seen(self: AheadDrafter, fan: int) -> None:
+        fans.add(fan)
+        begin(self, fan)
+
+    monkeypatch.setattr("atts.local.build.ThreadTransport", transport)
+    monkeypatch.setattr("atts.local.build.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("atts.local.schemes.SchemeControl", Changing)
+    monkeypatch.setattr(AheadDrafter, "begin_anew", seen)
+    plain = run(folder, [orders])
+    done = run(folder, [orders], None, None, near, speculate="auto")
+    assert same(plain, done)
+    assert counts(done).trouble == ""
+    assert fans == {0, 3}
+    assert counts(done).accepted > 0
+
+
+def test_only_what_is_left_open_is_learned(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of tokens, another word or a single core leave it at drafts before the step."""
+    made = list[SchemeDrafting]()
+
+    def make(*args: Any) -> SchemeDrafting:
+        made.append(SchemeDrafting(*args))
+        return made[-1]
+
+    monkeypatch.setattr("atts.local.build.SchemeDrafting", make)
+    folder, orders = make_model("llama"), requests(1, 4)
+    for cores, lengths, way in ((2, 4, "auto"), (2, None, "draft"), (1, None, "auto")):
+        monkeypatch.setattr("atts.local.build.os.cpu_count", lambda cores=cores: cores)
+        run(folder, [orders], None, lengths, near, speculate=way)
+        assert made == []
+    monkeypatch.setattr("atts.local.build.os.cpu_count", lambda: 2)
+    run(folder, [orders], None, None, near, speculate="auto")
+    assert len(made) == 1
+
+
+def test_a_drafter_that_does_not_end_is_left(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said, and the texts are what they are."""
+
+    class Stuck(InlineTransport):
+        def wait(self, seconds: float) -> bool:
+            return False
+
+    monkeypatch.setattr("atts.local.build.ThreadTransport", Stuck)
+    monkeypatch.setattr("atts.local.build.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("atts.local.schemes.SchemeControl", Changing)
+    folder, orders = make_model("llama"), requests(2, 40, HOT)
+    done = run(folder, [orders], None, None, near, speculate="auto")
+    assert same(run(folder, [orders]), done)
+    assert "it does not end what it began" in counts(done).trouble

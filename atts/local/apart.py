@@ -187,7 +187,7 @@ def _load(process: subprocess.Popen[bytes], setup: DraftSetup) -> None:
 
 
 def _pass_on(orders: SimpleQueue[DraftStep | Told | None], stream: IO[bytes]) -> None:
-    with suppress(OSError), stream:  # the process is gone: whoever waits for its answers is told so
+    with suppress(OSError), stream:  # the process is gone, which its missing answers say
         while (order := orders.get()) is not None:
             write(stream, order)
 

@@ -27,6 +27,7 @@ _ARMS: Mapping[str, Mapping[str, Any]] = {
     "serial, k=4": {**_PAIR, "speculate": "draft", "k": 4},
     "serial, k=8": {**_PAIR, "speculate": "draft", "k": 8},
     "serial, k=auto": {**_PAIR, "speculate": "draft"},
+    "auto": {**_PAIR, "speculate": "auto"},
     "pearl": {**_PAIR, "speculate": "pearl", "k": 16},
     "pearl, process": {**_PAIR, "speculate": "pearl", "k": 16, "beside": "process"},
     "ssd": {**_PAIR, "speculate": "ssd", "k": 16},
@@ -78,8 +79,8 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
                     overlap.passes / overlap.drafted if overlap is not None and overlap.drafted else None,
                 )
             )
-    title = f"One sequence at a time, embedded target{pad and f' at the cost of {pad} weights'}"
-    header = "arm | same texts | speed-up over plain | tokens a step | hit rate | late | wasted a step | draft passes a token"
+    title = f"One sequence at a time, over plain decoding, embedded target{pad and f' at the cost of {pad} weights'}"
+    header = "arm | same texts | speed-up | tokens a step | hit rate | late | wasted a step | draft passes a token"
     return Table.of(title, header, rows, f"{count} texts, {rounds} rounds in turn.", spent.disturbance())
 
 

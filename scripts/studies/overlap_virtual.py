@@ -238,7 +238,7 @@ def recorded(options: Options, texts: Recorded) -> list[Table]:
 def _named(draft: list[list[int]], ranks: list[list[int]]) -> str:
     """In how many steps what came was among the first tokens of a place, where the draft proposes whole windows."""
     line = mirror(AcceptanceTrace(_flat(draft), _flat(ranks)), Costs(partial(_even, _MIRROR_RATIO)), _WINDOW, _TOP)
-    return interval(share_estimate([(line.hits, line.guessed)]))
+    return interval(share_estimate([(1, 1)] * line.hits + [(0, 1)] * (line.guessed - line.hits)))
 
 
 def _shares(ranks: list[list[int]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -111,9 +112,7 @@ async def test_a_lent_draft_that_does_not_fit_is_left_out(
 
     folder = tmp_path / "draft"
     if flaw != "missing":
-        folder.mkdir()
-        for file in path("draft").iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(path("draft"), folder)
     if flaw == "tokenizer":
         swap_two_tokens(folder / "tokenizer.json")
     if flaw == "weights":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import struct
+from contextlib import suppress
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.errors import EngineTimeout
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
     Dialect,
@@ -67,6 +69,7 @@ class VllmDialect(Dialect):
     def __init__(self, *, priorities: bool = False) -> None:
         self._model = ""
         self._scale_out = False
+        self._cached_scores: tuple[str, bool] | None = None  # of which version, and whether it gives them
         self._priorities = priorities
 
     async def identify(self, client: Client, model: str) -> Identity:
@@ -76,7 +79,9 @@ class VllmDialect(Dialect):
         self._model = row.id
         closed = (await client.look(GENERATE, {})).status in (401, 403, 404, 405)
         self._scale_out = not closed
-        routes = frozenset[str]() if closed else frozenset({"generate", "abort"})
+        if self._scale_out and (self._cached_scores is None or self._cached_scores[0] != version):
+            self._cached_scores = version, await self._gives_cached_scores(client)
+        routes = frozenset[str]() if closed else frozenset({"abort", *(["generate"] * self._reads_cache)})
         root = row.root or self._model
         return Identity(f"vllm {short(version)}", version, self._model, row.max_model_len or 0, root, routes)
 
@@ -109,24 +114,16 @@ class VllmDialect(Dialect):
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """See `Scorer`."""
         ids = request.prefix + request.suffix
-        if not self._scale_out:
+        if not self._reads_cache:
             body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
             head: dict[str, Any] = {"model": self._model}
             return Call("/v1/completions", head | body | self._priority(request.priority))
-        sampling = {
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprob_start": len(request.prefix) - 1,
-            "prompt_logprob_token_ids": [[token] for token in request.suffix],
-            "skip_reading_prefix_cache": cache == "skip",
-        }
-        body = {"request_id": rid, "model": self._model, "token_ids": ids, "sampling_params": sampling}
-        return Call(GENERATE, body | self._priority(request.priority))
+        return Call(GENERATE, self._cached_scoring(request, rid, cache) | self._priority(request.priority))
 
     def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """See `Scorer`; a scored chunk that is cached past its start comes back without scores."""
         found: _Completion = decode(reply, _Completion)
-        if not self._scale_out:
+        if not self._reads_cache:
             return _prompt_logprobs(found, request)
         packed = found.prompt_token_id_logprobs
         return None if packed is None else Scores(_unpack(packed, len(request.suffix)), found.cached)
@@ -157,6 +154,29 @@ class VllmDialect(Dialect):
             f", {(accepted or 0) / proposed:.0%} of {proposed:,} proposed tokens accepted so far" if proposed else ""
         )
         return f"it speculates{share}"
+
+    @property
+    def _reads_cache(self) -> bool:
+        """Whether scores come from the cached prefix."""
+        return self._scale_out and (self._cached_scores is None or self._cached_scores[1])
+
+    async def _gives_cached_scores(self, client: Client) -> bool:
+        """Whether the open route takes what scoring needs: vLLM's older model runner, on processors, refuses it."""
+        trial = self._cached_scoring(ScoreRequest((0,), (0,)), "atts-trial", "skip")
+        with suppress(EngineTimeout):  # busy: no refusal
+            return (await client.look(GENERATE, trial)).status != 400
+        return True
+
+    def _cached_scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> dict[str, Any]:
+        sampling = {
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprob_start": len(request.prefix) - 1,
+            "prompt_logprob_token_ids": [[token] for token in request.suffix],
+            "skip_reading_prefix_cache": cache == "skip",
+        }
+        ids = request.prefix + request.suffix
+        return {"request_id": rid, "model": self._model, "token_ids": ids, "sampling_params": sampling}
 
     def _named(self, rid: str) -> dict[str, str]:
         """The header that names a request, where it can be aborted by its name; it outlives gateways."""

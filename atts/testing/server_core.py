@@ -39,7 +39,8 @@ class ServerFaults:
 class ServerQuirks:
     """Settings of a server that change what a client sees.
 
-    `cached_scores` opens vLLM's route that scores from the cache (--enable-scale-out). `logprobs` "processed" gives
+    `cached_scores` opens vLLM's route that scores from the cache (--enable-scale-out); "refused": it is open, and does
+    not take what scoring needs, as on processors. `logprobs` "processed" gives
     sampled log-probs after temperature: SGLang's default, vLLM's --logprobs-mode. `disconnect` "ignore" leaves ghosts
     running when a client goes away, as some releases did. `scoring` "ignored" takes a scoring request and answers
     without scores, as llama.cpp and `transformers serve` do. `version` is what it says it is; "" its dialect's.
@@ -51,7 +52,7 @@ class ServerQuirks:
     know. `ratings` "off": it tells no likely tokens.
     """
 
-    cached_scores: Literal["on", "off"] = "on"
+    cached_scores: Literal["on", "refused", "off"] = "on"
     logprobs: Literal["raw", "processed", ""] = ""
     disconnect: Literal["abort", "ignore"] = "abort"
     scoring: Literal["honest", "ignored"] = "honest"

@@ -50,6 +50,8 @@ async def generate(call: ServerCall) -> Any:
     call.check_model()
     ids, settings = tuple(body["token_ids"]), body["sampling_params"]
     start, wanted = int(settings["prompt_logprob_start"]), settings["prompt_logprob_token_ids"]
+    if state.quirks.cached_scores == "refused":
+        raise Refusal(400, "prompt_logprob_token_ids requires the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1).")
     rid = f"generate-tokens-{body['request_id']}"
     call.check_room(ids, int(settings["max_tokens"]))
     if len(wanted) != len(ids) - 1 - start:

@@ -23,6 +23,7 @@ PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the
     [
         pytest.param("vllm", ServerQuirks(), id="vllm from the cache"),
         pytest.param("vllm", ServerQuirks(cached_scores="off"), id="vllm by prompt log-probs"),
+        pytest.param("vllm", ServerQuirks(cached_scores="refused"), id="vllm with an older model runner"),
         pytest.param("sglang", ServerQuirks(), id="sglang"),
         pytest.param("llamacpp", ServerQuirks(), id="llamacpp"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -123,6 +124,7 @@ def main() -> int:
         return 0
     set_threads(setup.config)
     write(answers, "ready")
+    gc.freeze()  # what is loaded stays, and need not be looked through for garbage
     with suppress(EOFError, OSError, pickle.UnpicklingError):  # cut off: the parent is gone
         _serve(orders, answers, Drafting(drafter, rows, transport, exits))
     return 0

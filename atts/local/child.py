@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -32,6 +33,7 @@ def main() -> int:
         write(replies, FailureReply.of(error))
         return 0
     write(replies, ready)
+    gc.freeze()  # what is loaded stays: looking through it for garbage takes a tenth of a second at a time
     mailbox = Mailbox()
     threading.Thread(target=_read_commands, args=(commands, mailbox), daemon=True).start()
     try:

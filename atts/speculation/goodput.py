@@ -14,11 +14,12 @@ from atts.speculation.costs import Condition, StepCosts, condition
 from atts.speculation.survival import Outcome, Survival
 
 _MARGIN = 0.015  # gain below which everything stays as it is
-_DOUBT = 0.01  # gain that proposals must promise beside none, for what they take is the less certain
+_DOUBT, _DOUBT_OF_ONE = 0.01, 0.001  # gain that proposals must promise beside none, at least and a sequence
 _SURPRISE_WEIGHT = 1 / 8  # of one step
 _FORGETTING = 0.97  # what is kept of surprises from one decision without proposals to the next
 _PERIODS = 8, 64  # steps between two decisions: after one that changed something, at most
 _LEARNING = 4  # steps between two tries of what was never measured
+_HOPE = 0.75  # of the time that a length is thought to take, what it may turn out to take
 _EXPLORING = 0.01  # share of time that later tries may lose
 _RAREST_TRY = 400  # steps
 _TRIED_WHEN_OFF = (1, 2, 1, 4)
@@ -126,12 +127,13 @@ class GoodputControl:
         before = self._surprise.get(kind, 0.0)
         self._surprise[kind] = before + _SURPRISE_WEIGHT * (max(-1.0, min(1.0, surprise)) - before)
 
-    def _doubt(self, among: Condition, is_proposing: bool) -> float:
+    def _doubt(self, sequences: int, is_proposing: bool) -> float:
         """By how much steps with proposals, drafters that catch up included, took longer than their parts promise."""
+        among = _among(sequences)
         if not is_proposing and (True, among) in self._surprise:
             self._surprise[True, among] *= _FORGETTING
         surprise = self._surprise.get((True, among), 0.0) - self._surprise.get((False, among), 0.0)
-        return (1 + _DOUBT) * exp(max(0.0, surprise))
+        return (1 + max(_DOUBT, _DOUBT_OF_ONE * sequences)) * exp(max(0.0, surprise))
 
     def _decide(self, verdict: _Verdict, step: StepShape) -> None:
         count = len(step.keys)
@@ -155,14 +157,14 @@ class GoodputControl:
             return 0
         totals = np.arange(len(tokens), dtype=np.float64)
         seconds = curve.at(step.rows + totals)
-        lower = np.maximum(curve.least(step.rows + totals), seconds / 2)
+        lower = np.maximum(curve.least(step.rows + totals), _HOPE * seconds)
         if proposing is None:  # it was never timed: it is tried, not chosen
             seconds[1:] = np.inf
         else:
             spent = proposing.at(totals[1:])
             seconds[1:] += spent
-            lower[1:] += np.maximum(proposing.least(totals[1:]), spent / 2)
-        seconds[1:] *= self._doubt(_among(len(step.keys)), verdict.mean > 0)
+            lower[1:] += np.maximum(proposing.least(totals[1:]), _HOPE * spent)
+        seconds[1:] *= self._doubt(len(step.keys), verdict.mean > 0)
         goodput = tokens / seconds
         best, current = int(goodput.argmax()), min(round(verdict.mean * len(step.keys)), len(tokens) - 1)
         if goodput[best] < (1 + _MARGIN) * goodput[current]:

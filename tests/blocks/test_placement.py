@@ -80,6 +80,6 @@ def test_arrivals_keep_their_rate() -> None:
     for kind in kinds:
         requests = arrive(4000, 10.0, kind, 1.0, 0)
         assert 4000 / requests[-1].arrived == pytest.approx(10, rel=0.15)
-    counts = sorted(sum(r.tenant == at for r in requests) for at in range(20))
-    assert counts[-1] > 10 * counts[0]
+        counts = sorted(sum(r.tenant == at for r in requests) for at in range(20))
+        assert counts[-1] > 10 * counts[0]
     assert capacity(24) == pytest.approx(2 * capacity(12))

@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from atts.cli.terminal import tell
-from atts.errors import JournalError
+from atts.errors import JournalCorrupt, JournalError
 
 T = TypeVar("T")
 EVERY_SECONDS, LOOK_SECONDS = 10.0, 0.5
@@ -20,25 +19,20 @@ def follow(
 ) -> T:
     """Call `write` now, then every so many seconds in which the run went on, and once more when it has ended.
 
-    What the last call returned. A run that has not begun is waited for; a line that is being written while it is read
-    is no damage: it is read again.
+    What the last call returned. A line that is being written while it is read is no damage: it is read again.
 
-    :raises JournalError: the run was taken away, or it is over and cannot be read.
+    :raises JournalError: there is no run, or it is over and cannot be read.
     """
     from atts.analysis import is_running
     from atts.journal import JOURNAL
 
-    if not (directory / JOURNAL).exists():
-        tell(f"atts: there is no run in {directory} yet; it is waited for")
-    while not (directory / JOURNAL).exists():
-        wait(LOOK_SECONDS)
     left, seen = 0.0, -1
     while True:
         goes_on, size = is_running(directory), _size(directory / JOURNAL)
         if not goes_on:
             return write()
         if size != seen and left <= 0:
-            with suppress(JournalError):
+            with suppress(JournalCorrupt):
                 write()
                 left, seen = every, size
         wait(LOOK_SECONDS)

@@ -126,6 +126,12 @@ def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
     return rule
 
 
+def _logarithm(args: list[Fraction], limits: Limits) -> Fraction:
+    if args[0] == 0:
+        raise Undefined("the logarithm of zero")
+    return _only(1, 0)(args, limits)
+
+
 FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
     "factorial": _factorial,
     "double_factorial": _double_factorial,
@@ -142,5 +148,5 @@ FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
     "im": lambda args, limits: Fraction(0),
     "cos": _only(0, 1),
     **dict.fromkeys(("sin", "tan", "arctan", "arcsin"), _only(0, 0)),
-    **dict.fromkeys(("ln", "log"), _only(1, 0)),
+    **dict.fromkeys(("ln", "log"), _logarithm),
 }

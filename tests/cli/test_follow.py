@@ -61,20 +61,6 @@ def test_a_run_that_does_nothing_is_not_reported_anew(runs: Path, tmp_path: Path
     assert times == [0, 40]
 
 
-def test_a_run_that_has_not_begun_is_waited_for(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its directory may not be there yet; that is said once."""
-    folder, waits = tmp_path / "later", list[float]()
-
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 3:
-            shutil.copytree(runs / "atts", folder)
-
-    assert follow(folder, lambda: "written", wait=wait) == "written"
-    assert len(waits) == 3
-    assert capsys.readouterr().err.count("no run in") == 1
-
-
 def test_a_run_that_is_over_is_reported_once(atts: Any, runs: Path) -> None:
     """The command says where, as without --follow."""
     said = atts("report", str(runs / "atts"), "--follow", "--out", "page.html")

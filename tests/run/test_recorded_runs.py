@@ -127,7 +127,8 @@ def test_what_is_said_after_choices_is_no_setting_of_a_run_without_any() -> None
 @pytest.mark.parametrize("kind", UNFINISHED)
 def test_unfinished_runs_go_on_as_before(kind: str, runs: Path) -> None:
     """A run that was killed, interrupted or failed under the old code ends under the new one as it did there."""
-    assert_same(resumed(runs, kind), json.loads((RUNS / "expected" / f"{kind}.resume.json").read_text()))
+    expected = json.loads((RUNS / "expected" / f"{kind}.resume.json").read_text())
+    assert_same(resumed(runs, kind), without_times(expected))
 
 
 if __name__ == "__main__":

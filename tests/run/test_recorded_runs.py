@@ -35,8 +35,8 @@ COMMANDS = {
     "merge": ("merge", "shard1", "shard2", "--out", "union", "--json"),
 }
 RESUME = ("eval", "arithmetic[:8]", "--samples", "2", "--seed", "3", "--rollouts", "1", "--report", "none", "--json")
-TIMES = {"seconds", "draft_prefill_tokens", "target_prefill_tokens", "calls"}
-"""Of a resumed run: its own clock and cache, and the calls that drawing while scoring spares since."""
+TIMES = {"seconds", "draft_prefill_tokens", "target_prefill_tokens", "calls", "scored_tokens"}
+"""Of a resumed run: its own clock and cache, and what drawing while scoring and equal chunks spare since."""
 
 WORDS = {"guarantee", "voided_by"}  # sentences that later versions may word with more in them
 

@@ -88,6 +88,16 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
     return [TensorFile(block_path(folder.parent.parent, digest), names) for digest, names in found.items()]
 
 
+def share_blocks(one: Path, other: Path) -> bool:
+    """Whether these are folders of models of one zoo that have a block in common.
+
+    :raises ZooError: a manifest cannot be read.
+    """
+    if one.resolve().parent != other.resolve().parent or not all((path / MANIFEST).is_file() for path in (one, other)):
+        return False
+    return bool(read_stored(one).digests & read_stored(other).digests)
+
+
 def unit_digests(folder: Path, num_layers: int) -> list[str]:
     """What the blocks of a stored model are called, in the order of a token's way: 2 * layers + 2 of them.
 

@@ -109,6 +109,8 @@ def speculation_words(draft: str | Engine, target: str | Engine, speculate: Spec
         return "earlier texts on the same problem" if speculate == "suffix" else "the draft"
     if lent:
         return "the draft, if both models share a tokenizer and the target is computed on a CPU"
+    if speculate == "auto" and _is_one_loop(draft, target):
+        return "nothing: draft and target share the blocks of a zoo, and a step loop"
     return "nothing" + ": that takes a draft and a target of this machine, the draft not padded" * (speculate == "auto")
 
 
@@ -118,7 +120,7 @@ def _speculation(draft: str | Engine, target: str | Engine, speculate: Speculate
 
     (drafter, pad), is_local = _drafter_words(draft), bool(_drafter_words(target)[0])
     if speculate == "auto":
-        return None, drafter if is_local and not pad else ""
+        return None, drafter if is_local and not pad and not _is_one_loop(draft, target) else ""
     if speculate == "off":
         return None, ""
     if not is_local:
@@ -132,6 +134,18 @@ def _speculation(draft: str | Engine, target: str | Engine, speculate: Speculate
         problem = "has the run's draft propose, which must be a model of this machine, embedded or hf:MODEL"
         raise OptionError("speculate", f"{speculate} {problem}; take another draft, or leave speculate out")
     return LocalOptions(speculate=speculate, drafter=drafter, drafter_pad=pad), ""
+
+
+def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
+    """Whether draft and target are models of one zoo that share blocks: they take turns in one step loop."""
+    from atts.stored_blocks import share_blocks
+
+    if not (isinstance(draft, str) and isinstance(target, str)):
+        return False
+    (one, _, settings), (other, _, others) = draft.partition("?"), target.partition("?")
+    if settings != others or not all(words.startswith("zoo:") for words in (one, other)):
+        return False
+    return share_blocks(Path(_zoo_folder(one[4:])), Path(_zoo_folder(other[4:])))
 
 
 def _drafter_words(engine: str | Engine) -> tuple[str, str]:

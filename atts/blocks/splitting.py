@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
@@ -20,7 +20,7 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class StoredTensor:
     """Where a tensor's bytes are, and how its header describes them."""
 
     kind: str
@@ -39,7 +39,7 @@ class WeightFile:
         start = _LENGTH + int.from_bytes(self._whole[:_LENGTH], "little")
         self.name, self.header = path.name, self._whole[_LENGTH:start].decode()
         self.tensors = {
-            name: _Tensor(said["dtype"], said["shape"], stack.enter_context(view[start + begin : start + end]))
+            name: StoredTensor(said["dtype"], said["shape"], stack.enter_context(view[start + begin : start + end]))
             for name, said, begin, end in _entries(self.header)
         }
 
@@ -58,7 +58,7 @@ class Block:
 
 def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
     """The blocks of a model, in the order in which a token passes them."""
-    places = dict[str, dict[str, tuple[str, _Tensor]]]()
+    places = dict[str, dict[str, tuple[str, StoredTensor]]]()
     for file in files:
         for name, tensor in file.tensors.items():
             place, inner = _place(name, family)
@@ -66,6 +66,17 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
                 place, inner = "rest", name
             places.setdefault(place, {})[inner] = name, tensor
     return [_block(place, places[place]) for place in sorted(places, key=_order)]
+
+
+def completed(own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int) -> Block:
+    """A model's weights as one file, of which `own` holds a part: what that lacks is its base's, of so many layers."""
+    found = dict[str, tuple[str, StoredTensor]]()
+    for tensors in (base, *(file.tensors for file in own)):
+        for name, tensor in tensors.items():
+            layer = _LAYER.fullmatch(name)
+            if tensors is not base or layer is None or int(layer[1]) < num_layers:
+                found[name.removeprefix("model.")] = name, tensor
+    return _block("weights", {name: (name, tensor) for name, tensor in found.values()})
 
 
 def whole_block(place: str, files: Sequence[WeightFile]) -> Block:
@@ -104,7 +115,7 @@ def _order(place: str) -> tuple[int, int, str]:
     return stage, int(place.split(".")[1]) if stage == 1 else 0, place
 
 
-def _block(place: str, tensors: dict[str, tuple[str, _Tensor]]) -> Block:
+def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
     """A block whose file depends on nothing but its tensors: wide types first so that all are aligned, then by name."""
     header, end = dict[str, Any](), 0
     order = sorted(tensors, key=lambda inner: (-_width(tensors[inner][1].kind), inner))

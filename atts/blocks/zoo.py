@@ -12,13 +12,14 @@ from secrets import token_hex
 
 import msgspec
 
+from atts.blocks.folders import bytes_of, checked, complete, copy_files, side_files
 from atts.blocks.sharing import ZooContents, contents
 from atts.blocks.splitting import Block, WeightFile, joined, split, whole_block
 from atts.errors import OptionError, ZooError
-from atts.files import open_ordinary, storage, sync_directory, write_atomic
+from atts.files import storage, sync_directory, write_atomic
 from atts.journal import locked
-from atts.local import check_adapter, check_model, check_weights
-from atts.model_folder import WEIGHT_FILES, read_object, weight_files, weights_marks
+from atts.local import Family, check_adapter, check_model
+from atts.model_folder import read_object, weight_files, weights_marks
 from atts.stored_blocks import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -38,8 +39,8 @@ from atts.stored_blocks import (
 _LOCK = "lock"
 _ADAPTER_FILE = "adapter_model.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_OTHER_WEIGHTS = (*WEIGHT_FILES, "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
-"""Weights in forms that no local engine reads: they stay where they are."""
+_COMPLETED = ".completed"
+"""Where a model is written of which a folder holds only a part, as long as it is added."""
 
 
 class Zoo:
@@ -98,6 +99,8 @@ class Zoo:
 
         The folder may hold an adapter in peft's layout: its model is that of `base`, the adapter a block of its own.
         Where no base is named, it is the model that was added from the folder which the adapter names as its base.
+        A folder with a configuration may hold only what is its own, of layers tuned or of fewer layers: weights and
+        tokenizer files that it lacks are those of `base`.
 
         :raises OptionError: the name cannot be one, or is taken.
         :raises ModelLoadError: the folder holds no model that a local engine computes.
@@ -110,25 +113,36 @@ class Zoo:
             raise OptionError("FOLDER", f"{folder} is no folder; name one with a model's configuration and weights")
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             return self._add_adapter(name, folder, base)
-        if base:
-            raise OptionError("--base", f"{folder} holds no adapter ({ADAPTER_CONFIG}), but a model of its own")
-        config, _ = check_model(folder, name)
-        check_weights(folder, config, name)
-        with self._adding(name), ExitStack() as stack:
+        if not base:
+            family = checked(folder, name)
+            with self._adding(name):
+                return self._add_model(name, folder, folder, family)
+        with self._adding(name):
+            whole = self.directory / _COMPLETED
+            try:
+                with storage(whole):
+                    complete(folder, self.folder(base), whole, name)
+                return self._add_model(name, whole, folder, checked(whole, name))
+            finally:
+                shutil.rmtree(whole, ignore_errors=True)
+
+    def _add_model(self, name: str, folder: Path, source: Path, family: Family) -> StoredModel:
+        """Store a model that was seen to be one."""
+        with ExitStack() as stack:
             with storage(folder):
                 files = weight_files(folder, name)
                 mapped = [WeightFile(path, stack) for path in files]
-                blocks = split(mapped, config.rules)
+                blocks = split(mapped, family)
                 marks = weights_marks(files)
             ours = {block.stored.digest for block in blocks}
             sharers = [other for other in map(self._read, self.names()) if other and ours & other.digests]
-            side = _side_files(folder)
+            side = side_files(folder)
             model = StoredModel(
                 name=name,
-                source=str(folder.resolve()),
+                source=str(source.resolve()),
                 base="",
                 is_whole=not sharers,
-                bytes=_bytes_of([*side, *files]),
+                bytes=bytes_of([*side, *files]),
                 marks=marks,
                 files=tuple(file.stored() for file in mapped),
                 blocks=tuple(block.stored for block in blocks),
@@ -149,7 +163,7 @@ class Zoo:
             check_adapter(folder, file, config, name)
             with storage(folder):
                 mapped = WeightFile(file, stack)
-                block, side = whole_block(ADAPTER, [mapped]), _side_files(folder)
+                block, side = whole_block(ADAPTER, [mapped]), side_files(folder)
                 own = weights_marks([file, folder / ADAPTER_CONFIG])
             self._separate(found)
             self._write_blocks([block])
@@ -158,12 +172,12 @@ class Zoo:
                 source=str(folder.resolve()),
                 base=found.name,
                 is_whole=False,
-                bytes=found.bytes + _bytes_of([*side, file]),
+                bytes=found.bytes + bytes_of([*side, file]),
                 marks=(f"{found.marks[0]}+{own[0]}", f"{found.marks[1]}+{own[1]}"),
                 files=(mapped.stored(),),
                 blocks=(*found.blocks, block.stored),
             )
-            self._put(model, _side_files(home), side)
+            self._put(model, side_files(home), side)
             return model
 
     def _base_of(self, folder: Path, base: str, name: str) -> StoredModel:
@@ -215,7 +229,7 @@ class Zoo:
             with storage(out), ExitStack() as stack:
                 temporary.mkdir(parents=True)
                 home = folder / ADAPTER if model.base else folder
-                _copy([path for path in home.iterdir() if path.is_file() and path.name != MANIFEST], temporary)
+                copy_files([path for path in home.iterdir() if path.is_file() and path.name != MANIFEST], temporary)
                 tensors = dict[str, memoryview]()
                 for block in () if model.is_whole else model.blocks:
                     stored = WeightFile(block_path(self.directory, block.digest), stack).tensors
@@ -250,6 +264,7 @@ class Zoo:
             self._create()
         check_schema(self.directory)
         with locked(self.directory / _LOCK, self.directory, wait=True):
+            shutil.rmtree(self.directory / _COMPLETED, ignore_errors=True)
             self._collect()
             yield
 
@@ -298,10 +313,10 @@ class Zoo:
         with storage(self._models / model.name):
             try:
                 temporary.mkdir()
-                _copy(files, temporary)
+                copy_files(files, temporary)
                 if adapter:
                     (temporary / ADAPTER).mkdir()
-                    _copy(adapter, temporary / ADAPTER)
+                    copy_files(adapter, temporary / ADAPTER)
                 if model.is_whole and any(file_digest(temporary / file.name) != file.digest for file in model.files):
                     raise ZooError(self.directory, f"the files of {model.source} changed while they were read", "Again")
                 write_atomic(temporary / MANIFEST, msgspec.json.encode(model))
@@ -333,21 +348,3 @@ class Zoo:
     def _size(self) -> int:
         with storage(self.directory):
             return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
-
-
-def _side_files(folder: Path) -> list[Path]:
-    """What lies in a model's folder beside its weights."""
-    with storage(folder):
-        plain = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
-    return [path for path in plain if not any(path.match(kind) for kind in _OTHER_WEIGHTS) and path.name != MANIFEST]
-
-
-def _bytes_of(files: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in files)
-
-
-def _copy(files: Iterable[Path], folder: Path) -> None:
-    """Copies that are on the disk when this returns."""
-    for path in files:
-        with open_ordinary(path) as file:
-            write_atomic(folder / path.name, iter(lambda: file.read(1 << 20), b""))

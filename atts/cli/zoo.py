@@ -29,7 +29,8 @@ def add(
     base: Annotated[
         str,
         typer.Option(
-            help="The zoo's model that an adapter (LoRA) was trained on.", show_default="the one that it names"
+            help="The zoo's model that an adapter (LoRA) was trained on, or that has what the folder lacks.",
+            show_default="the one that an adapter names",
         ),
     ] = "",
     as_json: Json = False,

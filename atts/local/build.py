@@ -93,6 +93,7 @@ def _build(
         ledger = SlotLedger(cache.shape[2] - _SPARE_SLOTS, config.model.hidden_size)
         model: Model = ChainModel(chains, cache, _threads(config), config, ledger)
     else:
+        config = replace(config, depth=0)
         weights = load_weights(config.folder, config.model, dtype, device, config.name)
         is_elsewhere = config.options.beside == "process"
         drafter_weights = None if is_elsewhere else _drafter_weights(config, dtype, device)
@@ -328,7 +329,7 @@ def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
     tokens = config.options.kv_tokens or _default_tokens(config, dtype, device)
     least = least or min(tokens, model.context_length)
     while True:
-        size = (model.num_layers, 2, tokens + _SPARE_SLOTS, model.num_kv_heads, model.head_dim)
+        size = (config.num_layers, 2, tokens + _SPARE_SLOTS, model.num_kv_heads, model.head_dim)
         try:
             return _zeros(size, dtype, device)
         except (torch.OutOfMemoryError, MemoryError):

@@ -34,6 +34,7 @@ class WorkerConfig:
     drafter: WorkerConfig | None = None  # the model that drafts for this one
     proposer: type[Proposer] | None = None  # of one's own: found by name in a process
     shares: bool = False  # whether other models of its zoo may be run in the same loop
+    depth: int = 0  # layers of the deepest of these, where that is deeper
     padding: ModelConfig | None = None  # the stack of layers computed beside the model, for their cost alone
     may_lack_drafter: bool = False  # it was lent: what hinders it is told, and the model works without
 
@@ -45,8 +46,13 @@ class WorkerConfig:
     @property
     def kv_floats_per_token(self) -> int:
         """Numbers that all caches keep per token."""
-        parts = (self.drafter, self.padding)
-        return self.model.kv_floats_per_token + sum(part.kv_floats_per_token for part in parts if part)
+        parts, deepest = (self.drafter, self.padding), replace(self.model, num_layers=self.num_layers)
+        return deepest.kv_floats_per_token + sum(part.kv_floats_per_token for part in parts if part)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that the cache is for."""
+        return max(self.depth, self.model.num_layers)
 
     def without_drafter(self) -> WorkerConfig:
         """The same engine, proposing nothing."""

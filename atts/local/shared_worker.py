@@ -21,7 +21,9 @@ from atts.local.messages import (
     WorkerConfig,
     WorkerReady,
 )
+from atts.local.model_config import read_model_config
 from atts.local.worker import Deliver, LoopWorker, new_worker
+from atts.stored_blocks import MODELS
 
 
 class SharedWorker:
@@ -47,9 +49,9 @@ class SharedWorker:
 
         :raises EngineError: it could not be started.
         """
-        self._deliver = deliver
+        self._deliver, config = deliver, replace(config, depth=self._depth(config))
         with _HOSTS_LOCK:
-            key = self._zoo, _shape(config)
+            key = self._zoo, config.depth, _shape(config)
             host = _HOSTS.get(key)
             if host is None:
                 try:
@@ -69,6 +71,18 @@ class SharedWorker:
         _leave(host, self)
         self._own = new_worker(config.options.worker)
         return self._own.open(config, deliver)
+
+    def _depth(self, config: WorkerConfig) -> int:
+        """Layers of the deepest of the zoo's models that can join this one: the loop's cache is for all of them."""
+        depth = config.model.num_layers
+        for folder in (self._zoo / MODELS).glob("[!.]*"):
+            try:
+                model = read_model_config(folder, config.name)
+            except EngineError:
+                continue  # it joins no loop
+            if _shape(replace(config, model=model)) == _shape(config):
+                depth = max(depth, model.num_layers)
+        return depth
 
     def send(self, command: Command) -> None:
         """Pass a command on, a request under the loop's own number."""
@@ -198,7 +212,7 @@ class _Host:
             member.hear(report, mine.get(member, set()))
 
 
-_HOSTS: dict[tuple[Path, object], _Host] = {}
+_HOSTS: dict[tuple[Path, int, object], _Host] = {}
 _HOSTS_LOCK = threading.Lock()
 
 

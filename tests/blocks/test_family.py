@@ -1,4 +1,4 @@
-"""Relatives of the embedded target: adapters that are shipped, and what the trainer calls a relative's own."""
+"""Relatives of the embedded target: those that are shipped, and what the trainer calls a relative's own."""
 
 from __future__ import annotations
 
@@ -15,15 +15,25 @@ from scripts.studies.train_family import ADAPTED, MEMBERS, TRUNK, relative, reto
 FAMILY = path("target").parent / "family"
 
 
-def test_shipped_adapters_are_models_of_a_zoo(tmp_path: Path) -> None:
-    """Each adds one small block to the target's, and is of the layers that it says."""
+OWN = {
+    "draft": {f"layers.{TRUNK - 1}.mlp", "head"},
+    "operations": {"adapter"},
+    "tuned": {"layers.5.mlp"},
+    "wordings": {"adapter"},
+}
+
+
+def test_shipped_relatives_are_models_of_a_zoo(tmp_path: Path) -> None:
+    """Each adds few blocks to the target's; adapters are of the layers that they say."""
     zoo = Zoo(tmp_path / "zoo")
     base = zoo.add("base", path("target"))
-    for folder in sorted(FAMILY.iterdir()):
-        added = zoo.add(folder.name, folder, "base")
-        assert len(added.digests - base.digests) == 1
-        layers = {int(name.split(".")[4]) for name in load_file(folder / "adapter_model.safetensors")}
-        assert layers == set(ADAPTED)
+    assert [folder.name for folder in sorted(FAMILY.iterdir())] == sorted(OWN)
+    for name, places in OWN.items():
+        added = zoo.add(name, FAMILY / name, "base")
+        assert {block.place for block in added.blocks if block.digest not in base.digests} == places
+        if places == {"adapter"}:
+            layers = {int(key.split(".")[4]) for key in load_file(FAMILY / name / "adapter_model.safetensors")}
+            assert layers == set(ADAPTED)
     assert sum(file.stat().st_size for file in FAMILY.rglob("*") if file.is_file()) < 3e6
 
 

@@ -1,0 +1,76 @@
+"""Model folders that are added to a zoo: seen to be models, completed from a base, with what lies beside weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+from atts.blocks.splitting import StoredTensor, WeightFile, completed
+from atts.errors import ModelLoadError, OptionError
+from atts.files import open_ordinary, storage, write_atomic
+from atts.local import Family, check_model, check_weights
+from atts.model_folder import WEIGHT_FILES, read_object, weight_files
+from atts.stored_blocks import MANIFEST, check_stored, tensor_files
+
+_OTHER_WEIGHTS = (*WEIGHT_FILES, "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
+"""Weights in forms that no local engine reads: they stay where they are."""
+_INDEX = ".safetensors.index.json"
+"""What says in which of several files a weight is."""
+
+
+def checked(folder: Path, name: str) -> Family:
+    """How the model in a folder is built, which is all there.
+
+    :raises ModelLoadError: the folder holds no model that a local engine computes.
+    """
+    config, _ = check_model(folder, name)
+    check_weights(folder, config, name)
+    return config.rules
+
+
+def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
+    """Write a model to a new folder: weights and other files that `folder` lacks are those of a zoo's model, `base`.
+
+    :raises OptionError: the base is an adapter's model.
+    :raises ModelLoadError: the folder's weights are damaged.
+    :raises ZooError: the base's are.
+    """
+    stored = check_stored(base)
+    assert stored is not None, "a model of a zoo has a manifest"
+    if stored.base:
+        raise OptionError("--base", f"{stored.name!r} is an adapter's model itself; name its base, {stored.base!r}")
+    layers = read_object(folder / "config.json", name).get("num_hidden_layers")
+    whole.mkdir()
+    side = [*side_files(base), *side_files(folder)]
+    copy_files([path for path in side if not path.name.endswith(_INDEX)], whole)
+    with ExitStack() as stack:
+        theirs = dict[str, StoredTensor]()
+        for path, names in tensor_files(base, name):
+            found = WeightFile(path, stack).tensors
+            theirs |= {outer: found[inner] for outer, inner in (names or {key: key for key in found}).items()}
+        try:
+            own = [WeightFile(path, stack) for path in weight_files(folder, name)]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ModelLoadError(name, f"the weights in {folder} are damaged ({error})", "Download it again") from error
+        block = completed(own, theirs, layers if isinstance(layers, int) else len(theirs))
+        write_atomic(whole / "model.safetensors", block.parts)
+
+
+def side_files(folder: Path) -> list[Path]:
+    """What lies in a model's folder beside its weights."""
+    with storage(folder):
+        plain = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+    return [path for path in plain if not any(path.match(kind) for kind in _OTHER_WEIGHTS) and path.name != MANIFEST]
+
+
+def bytes_of(files: Iterable[Path]) -> int:
+    """How large files are together."""
+    return sum(path.stat().st_size for path in files)
+
+
+def copy_files(files: Iterable[Path], folder: Path) -> None:
+    """Copies that are on the disk when this returns."""
+    for path in files:
+        with open_ordinary(path) as file:
+            write_atomic(folder / path.name, iter(lambda: file.read(1 << 20), b""))

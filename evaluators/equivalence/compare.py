@@ -10,10 +10,10 @@ from typing import Literal
 from atts.core import Grading
 from atts.evaluators.equivalence import traits
 from atts.evaluators.equivalence.probing import Prober
-from atts.evaluators.equivalence.sets import Interval, Line, is_inequality, speaks_of_reals
+from atts.evaluators.equivalence.sets import End, Line, is_inequality, speaks_of_reals
 from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named, substituted
 from atts.evaluators.syntax import vocabulary
-from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
+from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
 from atts.evaluators.syntax.units import is_generic, measure
 from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
@@ -114,7 +114,7 @@ class Comparer:
             return self.chains(gold, answer)
         if one[0] not in FLIPPED or two[0] not in FLIPPED or has(gold, "congruence") or has(answer, "congruence"):
             return one == two and all(self.same(a, b) for a, b in zip(gold.args, answer.args, strict=True))
-        ratio = self.prober.proportional(traits.difference(gold), traits.difference(answer))
+        ratio = self.prober.proportional(minus(*gold.args), minus(*answer.args))
         if ratio is None:
             return self.ruled("relation", False)
         sign = traits.sign_of(ratio)
@@ -144,9 +144,7 @@ class Comparer:
             return None
         if len(names) > 1:
             return self.ruled("interval", False)
-        if len(left) == len(right) == 2 and left[0].brackets != right[0].brackets:
-            right = right[::-1]
-        verdict = len(left) == len(right) and all(map(self.same_interval, left, right))
+        verdict = len(left) == len(right) and all(map(self.same_end, left, right))
         return self.ruled("interval", verdict)
 
     def agree(self, gold: Node, answer: Node) -> bool:
@@ -156,8 +154,8 @@ class Comparer:
         except Undecided:
             return False
 
-    def same_interval(self, left: Interval, right: Interval) -> bool:
-        return left.brackets == right.brackets and self.same(left.low, right.low) and self.same(left.high, right.high)
+    def same_end(self, left: End, right: End) -> bool:
+        return left.after == right.after and self.same(left.value, right.value)
 
     # -- collections -----------------------------------------------------------------------
 
@@ -198,7 +196,7 @@ class Comparer:
             return self.each(gold.args, answer.args, "set")
         if not self.same(gold.args[1], answer.args[1]):
             return self.ruled("congruence", False)
-        apart = Node("add", (gold.args[0], Node("mul", (number(-1), answer.args[0]))))
+        apart = minus(gold.args[0], answer.args[0])
         turns = None if variables(apart) else self.prober.constants(quotient(apart, gold.args[1]))
         if not isinstance(turns, Fraction):
             return self.same(gold.args[0], answer.args[0])
@@ -208,22 +206,13 @@ class Comparer:
         """As functions where the conditions can be tried out, else case by case."""
         if not has(gold, "word", *_COLLECTIONS) and not has(answer, "word", *_COLLECTIONS):
             return self.numbers(gold, answer)
+        with suppress(Undecided):
+            return self.numbers(gold, answer)
         if gold.kind != "cases" or answer.kind != "cases":
-            try:
-                return self.numbers(gold, answer)
-            except Undecided:
-                return self.ruled("cases", False)
-        one, two = (
-            [Node("cases", pair) for pair in zip(node.args[::2], node.args[1::2], strict=True)]
-            for node in (gold, answer)
-        )
-        if any(all(map(self.agree, a.args, b.args)) is False for a, b in zip(one, two, strict=False)) or len(
-            one
-        ) != len(two):
-            with suppress(Undecided):
-                return self.numbers(gold, answer)
-        match = [any(all(map(self.agree, a.args, b.args)) for b in two) for a in one]
-        return self.ruled("cases", all(match) and len(one) == len(two))
+            return self.ruled("cases", False)
+        one, two = (list(zip(node.args[::2], node.args[1::2], strict=True)) for node in (gold, answer))
+        found = [any(all(map(self.agree, case, other)) for other in two) for case in one]
+        return self.ruled("cases", all(found) and len(one) == len(two))
 
     def lists(self, gold: Node, answer: Node) -> bool:
         """Bare lists and sets: order is free, save where one side is a tuple or names its parts."""
@@ -333,12 +322,10 @@ class Comparer:
             return self.ratios(gold, answer)
         if "based" in kinds:
             return self.ruled("base", traits.same_numeral(gold, answer))
-        if "percent" in kinds and kinds[0] != kinds[1]:
-            bare = [node.args[0] if node.kind == "percent" else node for node in (gold, answer)]
-            return self.same(*bare) or self.numbers(gold, answer) or self.ruled("percent", False)
-        if "degree" in kinds and kinds[0] != kinds[1]:
-            bare = [node.args[0] if node.kind == "degree" else node for node in (gold, answer)]
-            return self.numbers(*bare) or self.ruled("degrees", self.numbers(gold, answer))
+        for mark, rule in (("percent", "percent"), ("degree", "degrees")):
+            if mark in kinds and kinds[0] != kinds[1]:  # left out on one side, or counted in
+                bare = [node.args[0] if node.kind == mark else node for node in (gold, answer)]
+                return self.same(*bare) or self.ruled(rule, self.numbers(gold, answer))
         if traits.choice_letter(gold) and traits.choice_letter(answer):
             return self.ruled("text", traits.choice_letter(gold) == traits.choice_letter(answer))
         if has(gold, "inf", "constant") or has(answer, "constant"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from fractions import Fraction
+from typing import Any
 
 import mpmath
 
@@ -12,10 +13,10 @@ from atts.evaluators.equivalence.numeric import Value, exact
 from atts.evaluators.equivalence.points import Point, generic
 from atts.evaluators.equivalence.probing import Prober, is_real, written
 from atts.evaluators.equivalence.sets import Line, speaks_of_reals
-from atts.evaluators.equivalence.traits import clock, difference, is_decimal, members, terminates
+from atts.evaluators.equivalence.traits import clock, is_decimal, members, terminates
 from atts.evaluators.equivalence.views import labelled, named
 from atts.evaluators.syntax.reading import Reading
-from atts.evaluators.syntax.tree import Node, has, number, quotient, variables
+from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
 from atts.evaluators.syntax.units import measure
 from atts.evaluators.verdict import Limits, Undecided, Undefined
 
@@ -110,45 +111,41 @@ class Keys:
         value = named(node).value
         if value.kind in _COLLECTIONS and value.args:
             return self.nearly_all(_entries(value))
-        five = None if value.kind in _NOT_VALUES else self.five_digits(value)
-        if five is None:
+        size = None if value.kind in _NOT_VALUES else self.rounded(value)
+        if size is None:
             return set()
-        sign, digits, power, role = five
-        if role == ">":
-            return {f"near:{sign}{digits}e{power}>"}
-        around = [(digits + step, power) for step in (-1, 0, 1)]
-        around = [
-            (99_999, power - 1) if d < 10_000 else (10_000, power + 1) if d > 99_999 else (d, power)
-            for d, power in around
-        ]
-        return {f"near:{sign}{digits}e{power}<" for digits, power in around}
+        if not is_decimal(value):
+            return {f"near:{_digits(size, 5)}>"}
+        unit = mpmath.mpf(10) ** (int(mpmath.floor(mpmath.log10(abs(size)))) - 4)
+        return {f"near:{_digits(size + step * unit, 5)}<" for step in (-1, 0, 1)}
 
-    def five_digits(self, node: Node) -> tuple[str, int, int, str] | None:
-        """Sign, five digits and their power of ten, and whether it is a decimal; None for what is neither."""
+    def rounded(self, node: Node) -> Any | None:
+        """A decimal, or a value that one may round, to full precision; None for what is neither."""
         if variables(node):
             return None
         try:
             value = self.value(node)
         except (Undecided, Undefined):
             return None
-        role = "<" if is_decimal(node) else ">"
-        if not is_real(value) or not value or (isinstance(value, Fraction) and terminates(value) and role == ">"):
+        if (
+            not is_real(value)
+            or not value
+            or (isinstance(value, Fraction) and terminates(value) and not is_decimal(node))
+        ):
             return None
-        approximate = Prober(self.limits).approximate(value, 200).value
-        text = str(mpmath.nstr(getattr(approximate, "real", approximate), 12, min_fixed=0, max_fixed=0))
-        mantissa, _, exponent = text.lstrip("-").partition("e")
-        return text[:1].strip("0123456789."), int(float(mantissa) * 10_000), int(exponent or 0), role  # fmt: skip
+        return mpmath.re(Prober(self.limits).approximate(value, 200).value)
 
     def nearly_all(self, nodes: list[Node]) -> set[str]:
         """Three digits of each entry, where some entry may be a rounding or have one."""
-        found = [self.five_digits(node) for node in nodes[:_MANY]]
-        if not any(found):
+        found = [(node, self.rounded(node)) for node in nodes[:_MANY]]
+        if all(size is None for _, size in found):
             return set()
         shown = sorted(
-            f"{five[0]}{round(five[1] / 100)}e{five[2]}" if five else min(self.tokens(named(node).value), default="?")
-            for five, node in zip(found, nodes, strict=False)
+            min(self.tokens(named(node).value), default="?") if size is None else _digits(size, 3)
+            for node, size in found
         )
-        return {"near:" + ";".join(shown) + ("<" if any(five and five[3] == "<" for five in found) else ">")}
+        has_decimals = any(size is not None and is_decimal(node) for node, size in found)
+        return {f"near:{';'.join(shown)}{'<' if has_decimals else '>'}"}
 
     def unit_tokens(self, node: Node) -> set[str]:
         known = measure(node.text)
@@ -169,11 +166,11 @@ class Keys:
     def region_tokens(self, node: Node) -> set[str]:
         """The ends of the set of reals that an answer describes."""
         stretches = Line(Prober(self.limits)).region(node)
-        return {self.collected([end for each in stretches for end in (each.low, each.high)])} if stretches else set()
+        return {self.collected([end.value for end in stretches])} if stretches else set()
 
     def difference_tokens(self, node: Node) -> set[str]:
         """An equation up to a factor: the ratio of its two sides' difference at two points."""
-        sides = difference(node)
+        sides = minus(*node.args)
         names, prober = variables(sides), Prober(self.limits)
         try:
             first, second = (prober.value(sides, _at(names, index)) for index in (0, 1))
@@ -199,6 +196,10 @@ class Keys:
 
 
 _MANY = 40  # entries of a collection that are looked at for roundings
+
+
+def _digits(value: Any, count: int) -> str:
+    return str(mpmath.nstr(value, count, strip_zeros=False, min_fixed=0, max_fixed=0))
 
 
 def _entries(node: Node) -> list[Node]:

@@ -21,7 +21,7 @@ from atts.evaluators.equivalence.approx import (
 from atts.evaluators.equivalence.exact import FUNCTIONS as EXACT
 from atts.evaluators.equivalence.exact import NotRational, digits_in_base, rational_power
 from atts.evaluators.equivalence.functions import FUNCTIONS
-from atts.evaluators.syntax.tree import MINUS_ONE, OTHERWISE, Node, number, variables
+from atts.evaluators.syntax.tree import OTHERWISE, Node, minus, number, variables
 from atts.evaluators.verdict import Enormous, Limits, Outside, TooLarge, Undecided, Undefined
 
 Value = Fraction | Approx
@@ -238,7 +238,7 @@ class Evaluator(Arithmetic):
         one, two = self.value(left), self.value(right)
         if isinstance(one, Fraction) and isinstance(two, Fraction):
             return one - two
-        gap = self.value(Node("add", (left, Node("mul", (MINUS_ONE, right)))))
+        gap = self.value(minus(left, right))
         if isinstance(gap, Fraction):
             return gap
         if gap.may_vanish or is_complex(gap.value):

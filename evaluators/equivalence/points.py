@@ -12,7 +12,7 @@ from typing import Literal
 
 from atts.evaluators.equivalence.exact import NotRational
 from atts.evaluators.equivalence.numeric import exact
-from atts.evaluators.syntax.tree import Node, number, variables
+from atts.evaluators.syntax.tree import Node, minus, variables
 from atts.evaluators.verdict import Limits, TooLarge, Undefined
 
 Domain = Literal["real", "step", "whole", "natural"]
@@ -100,21 +100,17 @@ def _switches(node: Node) -> Iterator[Node]:
         if each.kind == "func" and (each.text in _SWITCHES or each.text.startswith("arc")):
             yield from each.args
             if each.text in ("max", "min"):
-                yield from (_minus(one, two) for one, two in pairwise(each.args))
+                yield from (minus(one, two) for one, two in pairwise(each.args))
         elif (each.kind == "root" or (each.kind == "pow" and not _is_whole(each.args[1]))) and variables(each.args[0]):
             yield each.args[0]
         elif each.kind == "relation":
-            yield from (_minus(one, two) for one, two in pairwise(each.args))
+            yield from (minus(one, two) for one, two in pairwise(each.args))
         elif each.kind == "congruence":
             yield from each.args
 
 
 def _is_whole(node: Node) -> bool:
     return node.value is not None and node.value.denominator == 1
-
-
-def _minus(one: Node, two: Node) -> Node:
-    return Node("add", (one, Node("mul", (number(-1), two))))
 
 
 def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:

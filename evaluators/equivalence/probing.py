@@ -13,7 +13,8 @@ from mpmath.libmp import to_str
 from atts.evaluators.equivalence.approx import NOTHING, Approx, magnitude
 from atts.evaluators.equivalence.numeric import Evaluator, Value
 from atts.evaluators.equivalence.points import points
-from atts.evaluators.syntax.tree import Node, canonical, variables
+from atts.evaluators.equivalence.views import substituted
+from atts.evaluators.syntax.tree import Node, canonical, number, variables
 from atts.evaluators.verdict import Limits, Outside, TooLarge, Undecided, Undefined
 
 _BITS = 200
@@ -155,36 +156,22 @@ class Prober:
 
         Raises Undecided when it cannot be told.
         """
-        self.is_of_reals, self.apart = not speaks_of_complex(left, right), 0
-        ratio: Value | None = None
-        agreed = 0
+        is_one_zero = False
         for env in points(left, right, self.limits):
             try:
-                quotient = self.quotient_at(left, right, env)
+                one, two = self.value(left, env), self.value(right, env)
             except (Undefined, TooLarge):
                 self.check_time()
                 continue
-            if quotient == 0 or (quotient and ratio and not self.agree(ratio, quotient)):
-                return None
-            ratio, agreed = quotient or ratio, agreed + bool(quotient)
-            if ratio is not None and not variables(left) | variables(right):
-                return ratio
-        if agreed < 2:
-            raise Undecided("too few points where both have a value")
-        return ratio
-
-    def quotient_at(self, left: Node, right: Node, env: Mapping[str, Fraction]) -> Value | None:
-        """right / left at a point: zero when only one of them is, None when both are."""
-        first, one, is_first_out = self.measured(left, env, _BITS)
-        second, two, is_second_out = self.measured(right, env, _BITS)
-        if self.are_apart(env, is_first_out, is_second_out):
-            return Fraction(0)
-        if max(one, two) > 0 and max(one, two) + _BITS <= _MOST_BITS:
-            bits = max(one, two) + _BITS
-            first, second = self.value(left, env, bits), self.value(right, env, bits)
-        if is_zero(first) or is_zero(second):
-            return None if is_zero(first) and is_zero(second) else Fraction(0)
-        return self.divide(second, first)
+            if is_zero(one) or is_zero(two):
+                is_one_zero = is_one_zero or is_zero(one) != is_zero(two)
+                continue
+            here = {name: number(value) for name, value in env.items()}
+            scaled = (Node("mul", (side, substituted(by, here))) for side, by in ((left, right), (right, left)))
+            return self.divide(two, one) if self.equal(*scaled) else None
+        if is_one_zero:
+            return None
+        raise Undecided("too few points where both have a value")
 
     def divide(self, top: Value, bottom: Value) -> Value:
         """The quotient; raises Undefined for a zero divisor."""

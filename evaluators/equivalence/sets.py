@@ -1,7 +1,8 @@
-"""Sets of real numbers that answers describe, as stretches in order: intervals, inequalities, unions, set-builders."""
+"""Sets of real numbers that answers describe, as their ends in order: intervals, inequalities, unions, set-builders."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cmp_to_key
@@ -11,7 +12,7 @@ from atts.evaluators.equivalence.exact import NotRational
 from atts.evaluators.equivalence.numeric import exact
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.views import FLIPPED, is_name, substituted
-from atts.evaluators.syntax.tree import INFINITY, MINUS_ONE, REALS, TWO, Node, has, number, quotient, variables
+from atts.evaluators.syntax.tree import INFINITY, MINUS_ONE, REALS, TWO, Node, has, minus, number, quotient, variables
 from atts.evaluators.verdict import TooLarge, Undecided, Undefined
 
 BELOW = REALS.args[0]
@@ -20,16 +21,17 @@ _REAL_SETS = frozenset({"union", "setminus", "builder"})
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """A stretch of the real line; a point is closed on both sides with the same ends."""
+class End:
+    """A place on the real line: just before a number, or just after it."""
 
-    low: Node
-    high: Node
-    brackets: str
+    value: Node
+    after: bool
 
 
-Region = tuple[Interval, ...]
-LINE: Region = (Interval(BELOW, INFINITY, "()"),)
+Region = tuple[End, ...]
+"""A set of reals: it begins at the first end, stops at the second, begins again at the third, and so on."""
+_LOWEST, _HIGHEST = End(BELOW, True), End(INFINITY, False)
+_LINE: Region = (_LOWEST, _HIGHEST)
 
 
 def is_inequality(node: Node) -> bool:
@@ -59,9 +61,9 @@ class Line:
 
     def _region(self, node: Node) -> Region | None:
         if node.kind == "tuple" and len(node.args) == 2 and node.text in _PAIRS:
-            return (Interval(*node.args, node.text),)
+            return End(node.args[0], node.text[0] == "("), End(node.args[1], node.text[1] == "]")
         if node.kind == "set":
-            return self.merged(tuple(point for each in node.args for point in _point(each)))
+            return self.shared(list(map(_point, node.args)), 1)
         if node.kind in ("union", "list", "setminus") or node.text == "cap":
             return self.combined(node)
         if node.kind == "builder":
@@ -69,18 +71,15 @@ class Line:
         return self.related(node) if node.kind == "relation" else None
 
     def combined(self, node: Node) -> Region | None:
-        parts = [self._region(arg) for arg in node.args]
-        found = [part for part in parts if part is not None]
-        if len(found) < len(parts) or len(found) > 100:
+        parts = [part for arg in node.args if (part := self._region(arg)) is not None]
+        if len(parts) < len(node.args) or len(parts) > 100:
             return None
         if node.kind == "setminus":
-            return self.common(found[0], self.rest(found[1]))
-        either = self.merged(tuple(each for part in found for each in part))
+            return self.shared([parts[0], _rest(parts[1])], 2)
+        either = self.shared(parts, 1)
         if node.kind == "union" or node.text == "or" or not (node.text or is_inequality(node)):
             return either
-        both = found[0]
-        for part in found[1:]:
-            both = self.common(both, part)
+        both = self.shared(parts, len(parts))
         return either if not both and node.kind == "list" and not node.text else both
 
     def built(self, member: Node, condition: Node) -> Region | None:
@@ -95,12 +94,12 @@ class Line:
         """The set of the integers that meet a condition, one by one; the node itself where they are not few."""
         member, condition = node.args
         if member.kind == "relation" and member.text == "in" and member.args[1].text == "mathbb:Z":
-            stretches = self.built(member.args[0], condition)
-            ends = [self.prober.constants(end) for each in stretches or () for end in (each.low, each.high)]
-            if stretches and all(isinstance(end, Fraction) and abs(end) < 1_000 for end in ends):
-                low, high = (int(pick(end for end in ends if isinstance(end, Fraction))) for pick in (min, max))
-                inside = [x for x in range(low - 1, high + 2) if self.common(stretches, _point(number(x)))]
-                return Node("set", tuple(number(x, str(x)) for x in inside))
+            inside = self.built(member.args[0], condition) or ()
+            ends = [end for each in inside if isinstance(end := self.prober.constants(each.value), Fraction)]
+            if ends and len(ends) == len(inside) and all(abs(end) < 1_000 for end in ends):
+                near = range(int(min(ends)) - 1, int(max(ends)) + 2)
+                found = [x for x in near if self.shared([inside, _point(number(x))], 2)]
+                return Node("set", tuple(number(x, str(x)) for x in found))
         return node
 
     def related(self, node: Node) -> Region | None:
@@ -108,18 +107,21 @@ class Line:
         signs, sides = node.text.split(), node.args
         if signs in (["in"], ["notin"]):
             inside = self._region(sides[1]) if is_name(sides[0]) else None
-            return inside if inside is None or signs == ["in"] else self.rest(inside)
-        found: Region = LINE
+            return inside if inside is None or signs == ["in"] else _rest(inside)
+        parts = list[Region]()
         for sign, left, right in zip(signs, sides, sides[1:], strict=False):
             part = self.solved(left, sign, right)
             if part is None:
                 return None
-            found = part if found is LINE else self.common(found, part)
-        return found
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else self.shared(parts, len(parts))
 
     def solved(self, left: Node, sign: str, right: Node) -> Region | None:
         """Where left < right, and its like, holds for the one variable on its sides."""
-        if sign not in ("<", ">", "<=", ">=", "!="):
+        if sign == "!=":
+            below, above = self.solved(left, "<", right), self.solved(left, ">", right)
+            return None if below is None or above is None else self.shared([below, above], 1)
+        if sign not in ("<", ">", "<=", ">="):
             return None
         if not variables(left) or (is_name(right) and not is_name(left)):
             left, sign, right = right, FLIPPED[sign], left
@@ -129,16 +131,13 @@ class Line:
             return None
         if left.kind == "func" and left.text == "abs" and not variables(right):
             return self.absolute(left.args[0], sign, right)
-        return self.polynomial(Node("add", (left, Node("mul", (MINUS_ONE, right)))), sign)
+        return self.polynomial(minus(left, right), sign)
 
     def absolute(self, inside: Node, sign: str, bound: Node) -> Region | None:
         if self.order(bound, number(0)) < 0:
-            return () if sign in ("<", "<=") else LINE
-        minus = Node("mul", (MINUS_ONE, bound))
-        one, two = self.solved(inside, sign, bound), self.solved(inside, FLIPPED[sign], minus)
-        if one is None or two is None:
-            return None
-        return self.merged(one + two) if sign in (">", ">=") else self.common(one, two)
+            return () if sign in ("<", "<=") else _LINE
+        one, two = self.solved(inside, sign, bound), self.solved(inside, FLIPPED[sign], Node("mul", (MINUS_ONE, bound)))
+        return None if one is None or two is None else self.shared([one, two], 1 if sign in (">", ">=") else 2)
 
     def polynomial(self, node: Node, sign: str) -> Region | None:
         """Where a polynomial of degree one or two in one variable is below zero, and its like."""
@@ -153,32 +152,26 @@ class Line:
             return None
         if not curve:
             return _ray(sign if slope > 0 else FLIPPED[sign], number(-c / slope)) if slope else None
-        apart = slope * slope - 4 * curve * c
-        if apart < 0:
-            return LINE if sign == "!=" or (curve > 0) == (sign in (">", ">=")) else ()
-        root, middle = Node("root", (number(apart / (4 * curve * curve)), TWO)), number(-slope / (2 * curve))
-        low, high = Node("add", (middle, Node("mul", (MINUS_ONE, root)))), Node("add", (middle, root))
-        inside = Interval(low, high, "[]" if "=" in sign and sign != "!=" else "()")
-        if sign == "!=":
-            return self.rest(self.merged(_point(low) + _point(high)))
-        if (curve > 0) == (sign in ("<", "<=")):
-            return (inside,) if apart or inside.brackets == "[]" else ()
-        return self.rest((Interval(low, high, "()" if inside.brackets == "[]" else "[]"),)) if apart else (
-            LINE if inside.brackets == "[]" else self.rest(_point(low)))  # fmt: skip
+        is_between = (curve > 0) == (sign in ("<", "<="))
+        between: Region = ()
+        if (apart := slope * slope - 4 * curve * c) >= 0:
+            root, middle = Node("root", (number(apart / (4 * curve * curve)), TWO)), number(-slope / (2 * curve))
+            is_closed = (sign in ("<=", ">=")) == is_between
+            low, high = End(minus(middle, root), not is_closed), End(Node("add", (middle, root)), is_closed)
+            between = self.shared([(low, high)], 1)
+        return between if is_between else _rest(between)
 
     def linear(self, node: Node, name: str, sign: str) -> Region | None:
         at = [substituted(node, {name: number(x)}) for x in range(3)]
-        first, second = (Node("add", (two, Node("mul", (MINUS_ONE, one)))) for one, two in pairwise(at))
+        first, second = (minus(two, one) for one, two in pairwise(at))
         if not self.prober.equal(first, second):
             return None
         direction = self.order(first, number(0))
         root = Node("mul", (MINUS_ONE, quotient(at[0], first)))
         return _ray(sign if direction > 0 else FLIPPED[sign], root) if direction else None
 
-    # -- stretches in order ----------------------------------------------------------------
-
     def order(self, one: Node, two: Node) -> int:
-        """-1, 0 or 1 as one end lies below, at or above the other; raises Undecided for ends with variables."""
+        """-1, 0 or 1 as one number lies below, at or above the other; raises Undecided for those with variables."""
         if one == two:
             return 0
         ranks = [(node == INFINITY) - (node == BELOW) for node in (one, two)]
@@ -188,60 +181,43 @@ class Line:
             raise Undecided("ends that are not numbers")
         if self.prober.equal(one, two):
             return 0
-        gap = self.prober.constants(Node("add", (one, Node("mul", (MINUS_ONE, two)))))
-        above = gap > 0 if isinstance(gap, Fraction) else gap.value.real > 0
-        return 1 if above else -1
+        gap = self.prober.constants(minus(one, two))
+        return 1 if (gap > 0 if isinstance(gap, Fraction) else gap.value.real > 0) else -1
 
-    def merged(self, parts: Region) -> Region:
-        """The union: disjoint stretches in order; those whose ends are not numbers are left as they are."""
-        if len(parts) < 2 or any(has(end, "symbol") for each in parts for end in (each.low, each.high)):
-            return parts
-        if len(parts) > 200:
+    def before(self, one: End, two: End) -> int:
+        return self.order(one.value, two.value) or one.after - two.after
+
+    def shared(self, regions: Sequence[Region], least: int) -> Region:
+        """What at least so many of these sets hold: their union for one, their intersection for all."""
+        stretches = [pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)]
+        if least == 1 and any(has(end.value, "symbol") for pair in stretches for end in pair):
+            stretches.sort(key=lambda pair: (pair[0] != _LOWEST, pair[1] == _HIGHEST, repr(pair)))
+            return tuple(end for pair in stretches for end in pair)
+        if len(stretches) > 200:
             raise TooLarge("too many intervals")
-        found: list[Interval] = []
-        for each in sorted(parts, key=cmp_to_key(self.before)):
-            last = found[-1] if found else None
-            gap = self.order(each.low, last.high) if last else 1
-            if last is None or gap > 0 or (gap == 0 and last.brackets[1] + each.brackets[0] == ")("):
-                found.append(each)
-            else:
-                turn = self.order(each.high, last.high)
-                end = each if turn > 0 or (turn == 0 and each.brackets[1] == "]") else last
-                found[-1] = Interval(last.low, end.high, last.brackets[0] + end.brackets[1])
+        turns = [turn for low, high in stretches if self.before(low, high) < 0 for turn in ((low, 1), (high, -1))]
+        found, depth = list[End](), 0
+        for end, turn in sorted(turns, key=cmp_to_key(lambda one, two: self.before(one[0], two[0]))):
+            if (depth >= least) != (depth + turn >= least):
+                if found and self.before(found[-1], end) == 0:
+                    found.pop()
+                else:
+                    found.append(end)
+            depth += turn
         return tuple(found)
 
-    def before(self, one: Interval, two: Interval) -> int:
-        return self.order(one.low, two.low) or (one.brackets[0] == "(") - (two.brackets[0] == "(")
 
-    def common(self, left: Region, right: Region) -> Region:
-        """The intersection."""
-        return self.merged(tuple(part for one in left for two in right for part in self.overlap(one, two)))
-
-    def overlap(self, one: Interval, two: Interval) -> Region:
-        low = max(one, two, key=cmp_to_key(self.before))
-        turn = self.order(one.high, two.high)
-        high = one if turn < 0 or (turn == 0 and one.brackets[1] == ")") else two
-        found = Interval(low.low, high.high, low.brackets[0] + high.brackets[1])
-        width = self.order(found.low, found.high)
-        return (found,) if width < 0 or (width == 0 and found.brackets == "[]") else ()
-
-    def rest(self, region: Region) -> Region:
-        """The complement."""
-        found, low, bracket = list[Interval](), BELOW, "("
-        for each in self.merged(region):
-            if each.low != BELOW:
-                found.append(Interval(low, each.low, bracket + (")" if each.brackets[0] == "[" else "]")))
-            low, bracket = each.high, "(" if each.brackets[1] == "]" else "["
-        return tuple(found) if low == INFINITY else (*found, Interval(low, INFINITY, bracket + ")"))
-
-
-def _point(end: Node) -> Region:
-    return (Interval(end, end, "[]"),)
+def _point(value: Node) -> Region:
+    return End(value, False), End(value, True)
 
 
 def _ray(sign: str, end: Node) -> Region:
-    if sign == "!=":
-        return (Interval(BELOW, end, "()"), Interval(end, INFINITY, "()"))
     if sign in ("<", "<="):
-        return (Interval(BELOW, end, "(]" if sign == "<=" else "()"),)
-    return (Interval(end, INFINITY, "[)" if sign == ">=" else "()"),)
+        return _LOWEST, End(end, sign == "<=")
+    return End(end, sign == ">"), _HIGHEST
+
+
+def _rest(region: Region) -> Region:
+    """The complement."""
+    begun = region[1:] if region and region[0].value == BELOW else (_LOWEST, *region)
+    return begun[:-1] if begun and begun[-1].value == INFINITY else (*begun, _HIGHEST)

@@ -27,10 +27,6 @@ def members(node: Node) -> tuple[Node, ...]:
     return signs_expanded(inner) if has(inner, "plusminus") else (node,)
 
 
-def difference(relation: Node) -> Node:
-    return Node("add", (relation.args[0], Node("mul", (number(-1), relation.args[1]))))
-
-
 def sign_of(value: Value) -> int:
     number_ = value if isinstance(value, Fraction) else value.value
     if hasattr(number_, "_mpc_"):

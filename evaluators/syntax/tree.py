@@ -88,6 +88,11 @@ def negated(node: Node) -> Node:
     return Node("mul", (MINUS_ONE, node))
 
 
+def minus(left: Node, right: Node) -> Node:
+    """left - right."""
+    return Node("add", (left, Node("mul", (MINUS_ONE, right))))
+
+
 def quotient(top: Node, bottom: Node) -> Node:
     """top / bottom."""
     return Node("mul", (top, Node("pow", (bottom, MINUS_ONE))))

@@ -85,33 +85,36 @@ class Reader:
 
     def problem(self, index: int) -> Problem:
         """The problem in that row; raises DatasetError when its text or reference is missing."""
-        row, names = self.table.rows[index], self.columns
-        text = cell(row.get(names.text)).strip()
+        names = self.columns
+        text = self.text(index, names.text)
         if not text:
             raise self.error(index, f"has no text in column {names.text!r}")
-        lead = cell(row.get(names.context)).strip() if names.context else ""
-        name = _identity(cell(row.get(names.id)) if names.id else "", index, self.reading.prefix)
-        answer = FORMS[self.reading.form](cell(row.get(names.answer)).strip()) if names.answer else ""
+        name = _identity(self.text(index, names.id), index, self.reading.prefix)
+        answer = FORMS[self.reading.form](self.text(index, names.answer))
         if not answer and self.reading.answers == "required":
             raise self.error(index, f"has no answer in column {names.answer!r}")
         choices, answer = self.choices(index, name, answer)
-        answer += _unit(cell(row.get(names.unit)).strip()) if names.unit and "," not in answer else ""
+        answer += _unit(self.text(index, names.unit)) if "," not in answer else ""
         listed = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
         return Problem(
             id=name,
-            text="\n\n".join(part for part in (lead, text, listed) if part),
+            text="\n\n".join(part for part in (self.text(index, names.context), text, listed) if part),
             answer=answer or None,
             kind=self.reading.kind or ("choice" if choices else "math"),
-            level=_level(row.get(names.level)) if names.level else None,
-            subject=cell(row.get(names.subject)).strip() if names.subject else "",
+            level=_level(self.text(index, names.level)),
+            subject=self.text(index, names.subject),
             choices=choices,
             source=self.table.places[index],
             grading=self.grading(index),
         )
 
+    def text(self, index: int, column: str) -> str:
+        """What a row has in a column; nothing where no column is named."""
+        return cell(self.table.rows[index].get(column)).strip() if column else ""
+
     def grading(self, index: int) -> Grading | None:
         """The policy for that row, with its own tolerance; None for the default."""
-        stated = cell(self.table.rows[index].get(self.columns.tolerance)).strip() if self.columns.tolerance else ""
+        stated = self.text(index, self.columns.tolerance)
         try:  # a tuple's entries have one each: the largest holds for all
             own = max(map(float, re.split(r"\s*,\s*", stated.strip("()")))) if stated else None
         except ValueError:
@@ -123,7 +126,7 @@ class Reader:
         """The choices in their final order, and the letter of the right one."""
         row = self.table.rows[index]
         if self.columns.distractors:
-            found = [answer, *(cell(row.get(column)).strip() for column in self.columns.distractors)]
+            found = [answer, *(self.text(index, column) for column in self.columns.distractors)]
             found, right = [choice for choice in found if choice], 0
         elif self.columns.choices and row.get(self.columns.choices):
             found = _choice_texts(row[self.columns.choices])
@@ -177,15 +180,11 @@ def find_columns(table: RowTable, asked: Columns, answers: Literal["required", "
             raise _missing(table, f"column {name!r} is not there", name)
     found = {field: _named(asked).get(field) or _guess(field, there) for field in ALIASES}
     if not found["text"]:
-        raise _missing(table, "no column holds the problem's text", "problem", "text")
+        advice = "Say which one with --column text=NAME"
+        raise _missing(table, "no column holds the problem's text", "problem", advice)
     if not found["answer"] and answers == "required":
-        raise _missing(
-            table,
-            "no column holds the reference answer",
-            "answer",
-            "answer",
-            ", or take problems without one with --answers optional",
-        )
+        advice = "Say which one with --column answer=NAME, or take problems without one with --answers optional"
+        raise _missing(table, "no column holds the reference answer", "answer", advice)
     return Columns(**found, distractors=asked.distractors)
 
 
@@ -222,16 +221,11 @@ def _guess(field: str, there: Sequence[str]) -> str:
     return next((lower[alias] for alias in ALIASES[field].split() if alias in lower), "")
 
 
-def _missing(table: RowTable, problem: str, wanted: str, field: str = "", otherwise: str = "") -> DatasetError:
-    there = table.columns
-    near = get_close_matches(wanted.lower(), [name.lower() for name in there], n=1, cutoff=0.6)
-    close = next((name for name in there if near and name.lower() == near[0]), "")
-    advice = f"Columns found: {', '.join(there)}"
-    if close:
-        advice += f"; did you mean {close!r}?"
-    if field:
-        advice += f" Say which one with --column {field}=NAME{otherwise}"
-    return DatasetError(table.source, problem, advice)
+def _missing(table: RowTable, problem: str, wanted: str, advice: str = "") -> DatasetError:
+    there = {name.lower(): name for name in reversed(table.columns)}
+    near = get_close_matches(wanted.lower(), there, n=1, cutoff=0.6)
+    hint = f"; did you mean {there[near[0]]!r}?" if near else ""
+    return DatasetError(table.source, problem, f"Columns found: {', '.join(table.columns)}{hint} {advice}".rstrip())
 
 
 def _place(table: RowTable, index: int) -> str:
@@ -246,8 +240,8 @@ def _identity(raw: str, index: int, prefix: str) -> str:
     return raw if raw.startswith(f"{prefix}/") else f"{prefix}/{raw}"
 
 
-def _level(value: object) -> int | None:
-    number = re.fullmatch(r"(?:level\s*)?(\d{1,3})", cell(value).strip(), re.IGNORECASE)
+def _level(text: str) -> int | None:
+    number = re.fullmatch(r"(?:level\s*)?(\d{1,3})", text, re.IGNORECASE)
     return int(number[1]) if number else None
 
 
@@ -308,7 +302,7 @@ def _notes(table: RowTable, problems: Sequence[Problem], columns: Columns) -> li
         notes.append(f"{repeated} problems repeat another's text")
     if unanswered := sum(problem.answer is None for problem in problems):
         notes.append(f"{unanswered} of {len(problems)} problems have no reference answer and cannot be graded")
-    stated = [row.get(columns.level) for row in table.rows] if columns.level else []
-    if unread := sum(bool(cell(value).strip()) and _level(value) is None for value in stated):
+    stated = [cell(row.get(columns.level)).strip() for row in table.rows] if columns.level else []
+    if unread := sum(bool(text) and _level(text) is None for text in stated):
         notes.append(f"column {columns.level!r} is no level number in {unread} rows")
     return notes

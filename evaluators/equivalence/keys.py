@@ -127,11 +127,8 @@ class Keys:
             value = self.value(node)
         except (Undecided, Undefined):
             return None
-        if (
-            not is_real(value)
-            or not value
-            or (isinstance(value, Fraction) and terminates(value) and not is_decimal(node))
-        ):
+        has_end = isinstance(value, Fraction) and terminates(value)
+        if not is_real(value) or not value or (has_end and not is_decimal(node)):
             return None
         return mpmath.re(Prober(self.limits).approximate(value, 200).value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import product
 
 from atts.evaluators.syntax.tree import REALS, Node, grid, has, negated, symbol, variables
@@ -158,37 +159,22 @@ def matrix(node: Node) -> Node | None:
         return grid(arg.args for arg in node.args) if len({len(arg.args) for arg in node.args}) == 1 else None
     if not has(node, "matrix") or node.kind in ("func", "list", "set", "tuple", "relation"):
         return None
+    if node.kind not in ("add", "mul"):
+        raise Undecided(f"a matrix inside a {node.kind}")
     if node.kind == "add":
-        parts = [matrix(arg) for arg in node.args]
-        total = parts[0]
-        for part in parts[1:]:
-            total = _matrix_sum(total, part)
-        return total
-    if node.kind == "mul":
-        return _matrix_product(node)
-    raise Undecided(f"a matrix inside a {node.kind}")
+        return reduce(_matrix_sum, map(matrix, node.args))
+    whole = reduce(_times, (matrix(arg) for arg in node.args if has(arg, "matrix")))
+    scalars = tuple(arg for arg in node.args if not has(arg, "matrix"))
+    if whole is None or not scalars:
+        return whole
+    return grid((Node("mul", (*scalars, cell)) for cell in row.args) for row in whole.args)
 
 
 def _matrix_sum(left: Node | None, right: Node | None) -> Node:
-    if left is None or right is None or len(left.args) != len(right.args):
+    if left is None or right is None or [len(row.args) for row in left.args] != [len(row.args) for row in right.args]:
         raise Undecided("matrices that cannot be added")
-    rows = list(zip(left.args, right.args, strict=True))
-    if any(len(one.args) != len(two.args) for one, two in rows):
-        raise Undecided("matrices that cannot be added")
+    rows = zip(left.args, right.args, strict=True)
     return grid((Node("add", pair) for pair in zip(one.args, two.args, strict=True)) for one, two in rows)
-
-
-def _matrix_product(node: Node) -> Node:
-    scalars = tuple(arg for arg in node.args if not has(arg, "matrix"))
-    found = [matrix(arg) for arg in node.args if has(arg, "matrix")]
-    total = found[0]
-    for right in found[1:]:
-        total = _times(total, right)
-    if total is None:
-        raise Undecided("a product of matrices")
-    if not scalars:
-        return total
-    return grid((Node("mul", (*scalars, cell)) for cell in row.args) for row in total.args)
 
 
 def _times(left: Node | None, right: Node | None) -> Node:

@@ -6,12 +6,15 @@ import contextlib
 import importlib
 import io
 import logging
+import multiprocessing
 import random
+import resource
 import signal
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +54,7 @@ def study(options: Options) -> list[Table]:
     hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
     attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]
     tables.append(hostile_answers(_some(attacks, options.pick(60, 460, 460))))
-    return [*tables, grouping(options.pick(5_000, 20_000, 100_000))]
+    return [*tables, grouping(options.pick(2_000, 100_000, 100_000))]
 
 
 def checkers() -> dict[str, Check]:
@@ -187,15 +190,35 @@ def _megabytes() -> float | None:
 
 
 def grouping(count: int) -> Table:
-    """Classes of many answers: many distinct values, and few."""
+    """Classes of many answers: distinct ones of each kind, and few values in many spellings; a process for each."""
     rows: list[Row] = []
-    for name, values in (("all distinct", count), ("100 values", 100)):
+    for name in (*_DISTINCT, "mixed", "100 values"):
+        say(f"grouping: {name}")
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            rows.append((name, count, *process.submit(_grouped, name, count).result()))
+    return Table.of("Grouping", "answers | number | classes | wall s | CPU s | resident MB", rows)
+
+
+def _grouped(name: str, count: int) -> Row:
+    """Classes, time and memory at the most of one grouping."""
+    if name in _DISTINCT:
+        texts = [_DISTINCT[name].format(7 * index + 1) for index in range(count)]
+    else:
+        values = count if name == "mixed" else 100
         texts = [_spelled(index % values, index // values) for index in range(count)]
-        random.Random(0).shuffle(texts)
-        start, busy = time.perf_counter(), time.process_time()
-        classes = max(group(texts)) + 1
-        rows.append((name, count, classes, time.perf_counter() - start, time.process_time() - busy))
-    return Table.of("Grouping", "answers | number | classes | wall s | CPU s", rows)
+    random.Random(0).shuffle(texts)
+    start, busy = time.perf_counter(), time.process_time()
+    classes = max(group(texts)) + 1
+    spent = time.perf_counter() - start, time.process_time() - busy
+    return (classes, *spent, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+_DISTINCT = {
+    "radicals": r"\sqrt{{{0}}}+2",
+    "fractions": r"\frac{{{0}}}{{7}}",
+    "decimals": "{0}.00007",
+    "tuples": r"(\frac{{{0}}}{{7}}, \sqrt{{{0}}})",
+}
 
 
 def _spelled(value: int, style: int) -> str:

@@ -197,7 +197,8 @@ class Line:
             raise TooLarge("too many intervals")
         turns = [turn for low, high in stretches if self.before(low, high) < 0 for turn in ((low, 1), (high, -1))]
         found, depth = list[End](), 0
-        for end, turn in sorted(turns, key=cmp_to_key(lambda one, two: self.before(one[0], two[0]))):
+        before = cmp_to_key(self.before)
+        for end, turn in sorted(turns, key=lambda turn: before(turn[0])):
             if (depth >= least) != (depth + turn >= least):
                 if found and self.before(found[-1], end) == 0:
                     found.pop()

@@ -52,7 +52,7 @@ _COMMANDS: dict[str, tuple[TokenKind, str]] = {
 }
 _FREE = re.compile(r"\s*(?:$|[,;:.)}\]=<>\d&]|\\(?:le|ge|lt|gt|ne|approx|cup|\\|text)|(?:and|or|if|for|per)\b)")
 _VALUE_AHEAD = re.compile(r"\s*[\d.(]|\s*\\(?:d?frac|sqrt|pi)")
-_LIKE_NUMBERS = frozenset({"pi", "infty", "!", "%", "degree", "circ"})
+_LIKE_NUMBERS = frozenset({"pi", "infty", "!", "%", "degree", "circ"}) | vocabulary.LARGE.keys()
 _NEXT_WORD = re.compile(r"\s+([a-z]{3,})\b")
 _WORDS_OF_TWO = words("words_of_two")
 _SIGN_WORDS = {"minus": "-", "negative": "-", "plus": "+"}
@@ -110,7 +110,7 @@ class _Lexer:
     def unit(self, text: str, start: int, mode: Literal["maths", "text"]) -> int | None:
         """Where the unit that begins here after a value ends, added as one token; None when none does."""
         if not self.after("number", "close") and not (
-            (self.tokens and self.tokens[-1].text in _LIKE_NUMBERS)
+            (self.tokens and self.tokens[-1].text.lower() in _LIKE_NUMBERS)
             or (self.after("symbol") and text.startswith("\\text", start))
         ):
             return None

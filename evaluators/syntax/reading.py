@@ -77,6 +77,8 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
         return [said]
     if _NUMERIC_DATE.fullmatch(plain):
         raise UnknownWords("a date whose day and month are not told apart")
+    if divided := _REMAINDER.fullmatch(plain):
+        return [Node("tuple", tuple(_trees(part, limits)[0] for part in divided.groups()), "R")]
     joined = joined_thousands(plain)
     found: list[Node] = []
     problem: Undecided | None = None
@@ -141,6 +143,10 @@ _DIVISION = re.compile(
 )
 
 
+_REMAINDER = re.compile(  # of polynomials
+    r"(?:quotient\s*(?:=|:|is|of)?\s*)?((?:(?![A-Za-z]{2}|\\).){1,80}?)\s*,?\s*(?:and\s+)?(?:with\s+)?(?:an?\s+)?"
+    r"remainder\s*(?:=|:|is|of)?\s*((?:(?![A-Za-z]{2}|\\).){1,80})"
+)
 _EXCEPT = re.compile(
     r"\s*(?:(?:all|any|every)\s+)?(?:reals?|real\s+numbers?)\s+(?:x\s+)?(?:except|excluding|other\s+than|but|apart\s+from)"
     r"(?:\s+for)?\s+((?:x\s*=\s*)?-?\d+(?:[./]\d+)?(?:\s*(?:,|and|or)\s*-?\d+(?:[./]\d+)?)*)\s*",

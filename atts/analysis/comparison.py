@@ -8,19 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from atts.analysis.ratios import ratio_interval
 from atts.analysis.results import COSTS, GradedRun
 from atts.errors import DatasetError
 from atts.evaluators import Comparison, McNemar, Sequential, compare_in_order, compare_runs, mcnemar
 from atts.seeds import Seed, generator
 
-_DRAWS = 4000
-
 
 @dataclass(frozen=True, slots=True)
 class CostRatio:
-    """A cost of the second run over the first's, per problem; the interval is of drawing problems anew."""
+    """A cost of the second run over the first's, per problem, with the interval over problems."""
 
     name: str
     first: float  # mean per problem
@@ -72,7 +70,7 @@ def compare(first: GradedRun, second: GradedRun, *, seed: int = 0, points: float
     shares = [(a.share, b.share) for a, b in zip(ours, theirs, strict=True) if not math.isnan(a.share + b.share)]
     samples = sum(one.samples for one in (*ours, *theirs))
     whole = all(vote in (0.0, 1.0) for side in votes for vote in side)
-    costs = [_cost(name, [o.costs for o in ours], [t.costs for t in theirs], seed) for name in COSTS]
+    costs = [_cost(name, [o.costs for o in ours], [t.costs for t in theirs]) for name in COSTS]
     taken = generator(Seed(run=seed, purpose="order of problems")).permutation(len(common))
     differences = (votes[1][place] - votes[0][place] for place in taken)
     return Compared(
@@ -92,20 +90,10 @@ def compare(first: GradedRun, second: GradedRun, *, seed: int = 0, points: float
     )
 
 
-def _cost(name: str, ours: Sequence[Any], theirs: Sequence[Any], seed: int) -> CostRatio | None:
+def _cost(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> CostRatio | None:
     if any(name not in costs for costs in (*ours, *theirs)):
         return None
     first, second = (np.array([costs[name] for costs in side], dtype=np.float64) for side in (ours, theirs))
-    return cost_ratio(name, first, second, seed)
-
-
-def cost_ratio(name: str, first: NDArray[np.float64], second: NDArray[np.float64], seed: int) -> CostRatio:
-    """What the second run's problems cost over the first's, with the interval of drawing problems anew."""
     before, after = float(first.mean()), float(second.mean())
-    if not before:
-        return CostRatio(name, before, after, math.inf if after else math.nan, math.nan, math.nan)
-    picks = generator(Seed(run=seed, purpose="cost ratios")).integers(0, len(first), (_DRAWS, len(first)))
-    below, above = first[picks].mean(axis=1), second[picks].mean(axis=1)
-    ratios = above[below > 0] / below[below > 0]
-    low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
-    return CostRatio(name, before, after, after / before, low, high)
+    ratio = after / before if before else math.inf if after else math.nan
+    return CostRatio(name, before, after, ratio, *ratio_interval(first, second))

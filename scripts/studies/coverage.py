@@ -9,7 +9,7 @@ from statistics import fmean
 import numpy as np
 from scipy import stats
 
-from atts.analysis.comparison import cost_ratio
+from atts.analysis.ratios import ratio_interval
 from atts.calibration.metrics import Floats
 from atts.evaluators.metrics.intervals import mean_estimate
 from atts.evaluators.metrics.majority import Votes, maj_at_k
@@ -60,7 +60,7 @@ def _table(problems: int, options: Options) -> Table:
     draw = np.random.default_rng([options.seed, problems, 1])
     runs = options.pick(50, 300, 2000)
     rows += [_differences(draw, shift, problems, runs) for shift in (0.0, 0.02, 0.1)]
-    rows += [_ratios(draw, factor, problems, runs) for factor in (0.2, 1.0)]
+    rows += [_ratios(draw, law, problems, runs) for law in RATIOS]
     return Table.of(
         f"What a nominal 95 % covers with {problems} problems of {SAMPLES} samples",
         " | ".join(["what", "true value", *FORMULAS]),
@@ -116,15 +116,33 @@ def _differences(draw: np.random.Generator, shift: float, problems: int, runs: i
     return f"difference of {shift:g}", shift, *_shares(shift, ends, theirs)
 
 
-def _ratios(draw: np.random.Generator, factor: float, problems: int, runs: int) -> Row:
-    """What a problem costs in two runs: log-normal, correlated, the mean of the second `factor` of the first's."""
-    ends = list[Ends]()
-    for seed in range(runs):
-        common, own = draw.normal(0, 0.6, problems), draw.normal(0, 0.4, (2, problems))
-        first, second = np.exp(common + own[0]), factor * np.exp(common + own[1])
-        found = cost_ratio("target_tokens", first, second, seed)
-        ends.append((found.low, found.high))
-    return f"ratio of costs {factor:g}", factor, *_shares(factor, ends, None)
+def _ratios(draw: np.random.Generator, law: str, problems: int, runs: int) -> Row:
+    """What a problem costs in two runs: each law's costs, and the ratio of their means."""
+    costs, known = RATIOS[law]
+    ends = [ratio_interval(*costs(draw, problems)) for _ in range(runs)]
+    return f"ratio of costs, {law}", known, *_shares(known, ends, None)
+
+
+def _correlated(draw: np.random.Generator, problems: int) -> tuple[Floats, Floats]:
+    common, own = draw.normal(0, 0.6, problems), draw.normal(0, 0.4, (2, problems))
+    return np.exp(common + own[0]), 0.2 * np.exp(common + own[1])
+
+
+def _long_tails(draw: np.random.Generator, problems: int) -> tuple[Floats, Floats]:
+    first, second = np.exp(draw.normal(0, 1, problems) + draw.normal(0, 0.8, (2, problems)))
+    return first, second
+
+
+def _mostly_nothing(draw: np.random.Generator, problems: int) -> tuple[Floats, Floats]:
+    taken = (draw.random(problems) < 0.3) * draw.exponential(1, problems)
+    return np.exp(draw.normal(-0.125, 0.5, problems)), taken
+
+
+RATIOS: Mapping[str, tuple[Callable[[np.random.Generator, int], tuple[Floats, Floats]], float]] = {
+    "correlated": (_correlated, 0.2),
+    "long tails": (_long_tails, 1.0),
+    "second mostly nothing": (_mostly_nothing, 0.3),
+}
 
 
 def _shares(known: float, ends: list[Ends], theirs: list[Ends] | None) -> tuple[float, None, float | None]:

@@ -42,7 +42,7 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
         f"bytes of weights and cache over the {traffic / 1e9:.1f} GB/s that a large copy reads and writes; what the "
         "processor's caches hold is faster than that.",
         spent.disturbance(),
-        headline=f"the embedded target writes {rates['target', 16]:,.0f} tokens/s on one core at batch 16, {shown[5]} "
+        headline=f"the embedded target writes {rates['target', 16]:,.0f} tokens/s on one core at batch 16, {shown[4]} "
         "times `transformers.generate`",
     )
     return table, rates

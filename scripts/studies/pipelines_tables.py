@@ -23,7 +23,7 @@ def methods(
     return Table.of(
         f"{title}: {len(problems)} problems x {samples} samples x {len(seeds)} seeds",
         f"method | vote right | minus {base}, points | pass@1 | pass@1 minus, points | draft tokens | scored | "
-        "target tokens | of target-only | GFLOPs | seconds | speed-up | escalated",
+        f"target tokens | of {base} | GFLOPs | seconds | speed-up | escalated",
         [_method(name, one, alone) for name, one in found.items() if one.pieces],
         f"Speed-up: {base}'s seconds over the method's, block by block, interleaved in one run; median and range; "
         "none where they ran at different times.",

@@ -23,6 +23,7 @@ from atts.core import (
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError
 from atts.graph import RolloutScope
+from atts.pipelines.calls import AdmittedEngine
 from atts.pipelines.chunks import after, chunk_of, continued, forced
 from atts.pipelines.context import Context
 from atts.pipelines.policy import ConfidenceStop, Policy
@@ -50,6 +51,11 @@ class Proposal:
     begun: Beginning | None = None  # what the target would write in its place; no gate sees it
 
 
+def rollout_name(problem: str, sample: int) -> str:
+    """What a rollout's requests call it."""
+    return f"{problem}/{sample}"
+
+
 class RolloutBuilder:
     """A rollout that grows; every engine call is a node of the task graph, every turn makes a new frozen value."""
 
@@ -67,7 +73,9 @@ class RolloutBuilder:
         self.context = context = context.at(scope, policy.timeout_seconds)
         self.scope = scope
         self.siblings = siblings
-        self.name = f"{problem.id}/{scope.sample}"  # where caches may be warm
+        self.name = rollout_name(problem.id, scope.sample)  # where caches may be warm
+        own = context.target
+        self.recorded = own.recorded if isinstance(own, AdmittedEngine) and own.recalls else None
         self.turn = 0  # the index of the turn being worked on
         draft, target = context.draft.spec, context.target.spec
         self.score = resolved(policy.score, draft, target)

@@ -31,6 +31,8 @@ class AdmittedEngine:
     :raises EngineTimeout: likewise: it did not come in time.
     """
 
+    recalls = False  # whether an earlier session recorded calls of this problem
+
     def __init__(self, engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float) -> None:
         self.spec: EngineSpec = engine.spec
         self.tokenizer: Tokenizer = engine.tokenizer
@@ -50,6 +52,10 @@ class AdmittedEngine:
         tokens = len(request.prefix) + len(request.suffix)
         ask = partial(self._ask, self._engine.score, check_scores)
         return await self._call("score", ask, request, request.turn, tokens)
+
+    def recorded(self, request: ScoreRequest) -> Scores | None:
+        """What an earlier session recorded of this call, which is not used up by that."""
+        return None
 
     def stats(self) -> EngineStats:
         """The inner engine's: what it never saw is not counted."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from atts.core import Decision, Features, ScoreRequest, Usage
+from atts.core import Chunk, Decision, Features, ScoreRequest, Scores, Usage
 from atts.errors import (
     CalibrationInputError,
     EngineError,
@@ -16,7 +16,7 @@ from atts.errors import (
     ModelLoadError,
     UnsupportedByEngine,
 )
-from atts.pipelines.builder import Proposal, RolloutBuilder
+from atts.pipelines.builder import Proposal, RolloutBuilder, rollout_name
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.scores import evidence, first_doubt, score_of
 from atts.pipelines.siblings import EQUAL_CHUNK, Heard
@@ -97,17 +97,47 @@ def make_judge(gate: Gate | RoundGate) -> Judge:
 async def heard(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """The proposal with its score: that of an equal chunk after an equal beginning, or the target is asked.
 
-    Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter than asking.
+    Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter than asking. Who asked
+    in an earlier session asks again, and is answered by what was recorded.
     """
     siblings, chunk = builder.siblings, proposal.chunk
+    if builder.policy.verification == "rating":
+        return await scored(builder, proposal)
     place = siblings.place((chunk,), builder.place)
     async with siblings.asking[place]:
-        if known := siblings.heard.get(place):
+        known = siblings.heard.get(place)
+        if builder.recorded:
+            has_asked = builder.recorded(_request(builder, chunk)) is not None
+            known = None if has_asked else known or _recalled(builder, chunk, builder.recorded)
+        if known:
             return replace(proposal, score=known.score, doubt=known.doubt, flaw=EQUAL_CHUNK)
         proposal = await scored(builder, proposal)
         if proposal.score is not None and not proposal.flaw:
             siblings.heard[place] = Heard(proposal.score, proposal.doubt)
     return proposal
+
+
+def _recalled(builder: RolloutBuilder, chunk: Chunk, recorded: Callable[[ScoreRequest], Scores | None]) -> Heard | None:
+    """What an earlier session recorded for the sibling that asked."""
+    request = _request(builder, chunk)
+    for sample in range(builder.policy.samples):
+        scores = recorded(_asked_by(sample, builder, request))
+        if scores and not math.isnan(score := score_of(builder.score, scores.logprobs, chunk)):
+            return Heard(score, first_doubt(scores.logprobs, chunk.logprobs) if builder.finds_doubt else 0)
+    return None
+
+
+def _asked_by(sample: int, builder: RolloutBuilder, request: ScoreRequest) -> ScoreRequest:
+    name, draw = rollout_name(builder.rollout.problem, sample), request.draw
+    if draw:
+        draw = replace(draw, rollout=name, seed=replace(draw.seed, sample=sample))
+    return replace(request, rollout=name, draw=draw)
+
+
+def _request(builder: RolloutBuilder, chunk: Chunk) -> ScoreRequest:
+    draw = builder.request("target") if builder.draws else None
+    prefix = draw.ids if draw else builder.ids("target")
+    return ScoreRequest(prefix, chunk.target_ids, builder.name, turn=builder.turn, draw=draw)
 
 
 async def _drawn_beside(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
@@ -119,16 +149,13 @@ async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """The proposal with the target's score, or with the reason why there is none."""
     if builder.policy.verification == "rating":
         return await _rated(builder, proposal)
-    draw, suffix = builder.request("target") if builder.draws else None, proposal.chunk.target_ids
-    prefix = draw.ids if draw else builder.ids("target")
+    request = _request(builder, proposal.chunk)
     try:
-        scores = await builder.context.target.score(
-            ScoreRequest(prefix, suffix, builder.name, turn=builder.turn, draw=draw)
-        )
+        scores = await builder.context.target.score(request)
     except EngineError as error:
         return replace(proposal, flaw=_excused(error))
-    read = max(0, len(prefix) - scores.cached_tokens)  # the suffix is counted as scored, not as read
-    builder.count(Usage(scored_tokens=len(suffix), target_prefill_tokens=read, calls=1))
+    read = max(0, len(request.prefix) - scores.cached_tokens)  # the suffix is counted as scored, not as read
+    builder.count(Usage(scored_tokens=len(request.suffix), target_prefill_tokens=read, calls=1))
     score = score_of(builder.score, scores.logprobs, proposal.chunk)
     flaw = "" if not math.isnan(score) else "the score is not a number"
     doubt = first_doubt(scores.logprobs, proposal.chunk.logprobs) if builder.finds_doubt else 0

@@ -6,6 +6,7 @@ was recorded returns its recorded result at once, so it comes to where it was wi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
@@ -69,6 +70,12 @@ class RecordedEngine(AdmittedEngine):
         super().__init__(engine, role, scope, timeout_seconds)
         self._steps = steps
         self._problem = steps.recorded.problem.id
+        self.recalls = bool(steps.recorded.calls)
+
+    def recorded(self, request: ScoreRequest) -> Scores | None:
+        """What an earlier session recorded of this call, which is not used up by that."""
+        calls = self._find(request_key(self._role, request), request)
+        return calls[0].scores if calls and isinstance(calls[0], Scored) else None
 
     async def _call(
         self, stage: Stage, ask: Callable[[Request], Awaitable[Result]], request: Request, turn: int, tokens: int
@@ -103,11 +110,7 @@ class RecordedEngine(AdmittedEngine):
         self, key: str, stage: Stage, ask: Callable[[Request], Awaitable[Result]], request: Request
     ) -> _Reply[Request, Result]:
         steps = self._steps
-        calls = steps.recorded.calls
-        recorded = calls.get(key)
-        if not recorded and calls and isinstance(request, ScoreRequest) and request.draw:  # recorded before there were
-            recorded = calls.get(request_key(self._role, replace(request, draw=None)))
-        if recorded:
+        if self.recalls and (recorded := self._find(key, request)):
             return _Reply(request, key, await self._recalled(recorded.popleft(), request), 0.0, "recalled")
         stop = steps.stop
         if stop.asked:
@@ -125,6 +128,13 @@ class RecordedEngine(AdmittedEngine):
             if stop.asked:
                 stop.report()
         return _Reply(request, key, result, anyio.current_time() - since, "live")
+
+    def _find(self, key: str, request: SampleRequest | ScoreRequest) -> deque[Call] | None:
+        calls = self._steps.recorded.calls
+        found = calls.get(key)
+        if not found and isinstance(request, ScoreRequest) and request.draw:  # recorded before there were
+            found = calls.get(request_key(self._role, replace(request, draw=None)))
+        return found
 
     async def _recalled(self, call: Call, request: Request) -> Any:
         """The recorded result; one that was recorded although it is invalid fails as it did."""

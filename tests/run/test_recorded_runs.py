@@ -85,7 +85,7 @@ def assert_same(new: Any, old: Any, place: str = "") -> None:
                 assert isinstance(new[name], str), place
                 continue
             if ".costs[" in place and name in ("low", "high"):  # intervals of ratios are wider since
-                assert (new[name] <= part) if name == "low" else (new[name] >= part), place
+                assert (float(new[name]) <= part) if name == "low" else (float(new[name]) >= part), place
                 continue
             assert_same(new[name], part, f"{place}.{name}")
     elif isinstance(old, list):

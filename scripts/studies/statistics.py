@@ -114,8 +114,9 @@ def small_runs(folder: Path, options: Options) -> Table:
         "How far the default mode ends from its rate (root mean square)",
         "problems x samples | order | rate | problems counted | worst caught | streaming in | worst caught",
         rows,
-        f"{runs} runs a row, problems of a recorded run (1,600 rollouts of 100 questions) drawn with replacement, 64 rollouts in flight; times follow lengths. "
-        "Worst: as many chunks with the highest scores as the rate stands for; what is not caught of them, others got.",
+        f"{runs} runs a row, problems of a recorded run drawn with replacement, 64 rollouts in flight; times follow "
+        "lengths. Worst: as many chunks with the highest scores as the rate stands for; what is not caught of them, "
+        "others got.",
     )
 
 

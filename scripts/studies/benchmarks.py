@@ -24,7 +24,7 @@ MARK = re.compile(
 )
 
 _WANTED = {"study", "tables", "effort"}
-_ON_THE_PAIR = {"pipelines", "speculation", "against", "frontier", "ablations", "models", "local", "scale"}
+_ON_THE_PAIR = {"pipelines", "speculation", "overlap", "against", "frontier", "ablations", "models", "local", "scale"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ class AheadDrafter(ModelDrafter):
             self._job.is_enough = True
             if not self._transport.wait(_PATIENCE):
                 raise RuntimeError("it does not end what it began")
+            self._is_late = False
             self._collect([])
         self._fan = self._writer.fan = fan
 

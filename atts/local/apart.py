@@ -74,7 +74,7 @@ class DrafterProcess(Proposer):
         self._answers: SimpleQueue[Drafted] = SimpleQueue()
         try:
             _load(process, setup)
-        except EngineError:
+        except BaseException:
             _end(process, self._orders)
             process.communicate()
             raise

@@ -203,7 +203,9 @@ class Speculation:
         self._known.update(ask.key for ask in asks)
         try:
             proposals = self._proposer.propose(asks)
-            self._guessed = {ask.key: len(found.tokens) for ask, found in zip(asks, proposals, strict=True)}
+            self._guessed = {
+                ask.key: min(len(found.tokens), ask.room) for ask, found in zip(asks, proposals, strict=True)
+            }
             self._asked = {ask.key: self._checked(ask, found) for ask, found in zip(asks, proposals, strict=True)}
         except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
             name = type(self._proposer).__name__

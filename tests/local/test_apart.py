@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -102,6 +103,26 @@ def test_what_cannot_be_loaded_is_an_error_at_once(make_model: Make, near: Path,
         (broken / file.name).write_bytes(b"" if file.suffix == ".safetensors" else file.read_bytes())
     with pytest.raises(ModelLoadError):
         run(make_model("llama"), [requests(1)], None, 4, broken, speculate="pearl", beside="process")
+
+
+def test_nothing_is_left_of_a_process_whose_start_broke(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whatever: an order that cannot be written, memory, an interrupt."""
+    started, start = list[subprocess.Popen[bytes]](), subprocess.Popen[bytes]
+
+    def kept(*args: Any, **changes: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*args, **changes))
+        return started[-1]
+
+    def broken(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("atts.local.apart.subprocess.Popen", kept)
+    monkeypatch.setattr("atts.local.apart.write", broken)
+    with pytest.raises(KeyboardInterrupt):
+        run(make_model("llama"), [requests(1)], None, 4, near, speculate="pearl", beside="process")
+    assert [process.poll() is not None for process in started] == [True]
 
 
 @pytest.fixture

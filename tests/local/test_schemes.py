@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atts.core import Sampling
-from atts.local.ahead import AheadDrafter
+from atts.local.ahead import _PATIENCE, AheadDrafter  # pyright: ignore[reportPrivateUsage]
 from atts.local.schemes import SchemeDrafting
 from atts.local.transport import InlineTransport, ThreadTransport
 from tests.local.speculating import Make, counts, requests, run, same
@@ -90,3 +91,22 @@ def test_a_drafter_that_does_not_end_is_left(make_model: Make, near: Path, monke
     done = run(folder, [orders], None, None, near, speculate="auto")
     assert same(run(folder, [orders]), done)
     assert "it does not end what it began" in counts(done).trouble
+
+
+def test_a_late_job_makes_no_other_scheme_late(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a scheme begins is waited for like any first job, whatever the one before it left."""
+    waits = list[float]()
+
+    class Late(InlineTransport):
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return seconds == _PATIENCE
+
+    monkeypatch.setattr("atts.local.build.ThreadTransport", Late)
+    monkeypatch.setattr("atts.local.build.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("atts.local.schemes.SchemeControl", Changing)
+    run(make_model("llama"), [requests(2, 40, HOT)], None, None, near, speculate="auto")
+    first = [then for before, then in pairwise(waits) if before == _PATIENCE]
+    assert 0.0 in waits, "some were late"
+    assert len(first) > 2
+    assert min(first) > 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.local.batch import StepPlan
 from atts.local.drafting import ModelDrafter
 from atts.local.messages import (
     Cancel,
@@ -19,8 +20,8 @@ from atts.local.messages import (
     ScoreReply,
     Submit,
 )
-from atts.local.speculating import Speculation
-from atts.speculation import Ask, TokenProposal
+from atts.local.speculating import Speculation, SpeculationRound
+from atts.speculation import Ask, Proposer, TokenProposal
 from tests.local.speculating import (
     AnyLength,
     Driven,
@@ -269,6 +270,31 @@ def test_texts_end_inside_a_proposal_where_they_end_without(k: int, make_model: 
     assert counts(done).accepted > 20
     assert counts(done).accepted == counts(done).proposed, "what follows an end is not fed"
     assert same(plain, done)
+
+
+class Learning(AnyLength):
+    """Keeps what it is told of rounds."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most, most)
+        self.rounds: list[SpeculationRound] = []
+
+    def observed(self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]) -> None:
+        """Of every step."""
+        self.rounds += rounds
+
+
+def test_what_is_proposed_beyond_the_room_counts_for_nothing(make_model: Make) -> None:
+    """A proposer that does not look at it changes no text, and lengths learn of no more tokens than they chose."""
+
+    class Lavish(Proposer):
+        def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
+            return [TokenProposal((7,) * 40) for _ in asks]
+
+    folder, orders, lengths = make_model("llama"), requests(2, 30), Learning(4)
+    assert same(run(folder, [orders]), run(folder, [orders], Lavish(), lengths))
+    assert {each.guessed for each in lengths.rounds} <= set(range(1, 5))
+    assert lengths.rounds
 
 
 def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:

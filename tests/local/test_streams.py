@@ -15,6 +15,7 @@ from atts.evaluators.datasets.arithmetic import problems
 from atts.local import LocalEngine, LocalOptions
 from atts.local.growing import BranchWriter
 from atts.local.model_config import read_model_config
+from atts.local.padding_shape import padding_shape
 from atts.local.streams import STREAM_FILE
 from atts.local.transport import InlineTransport
 from atts.models import path
@@ -66,6 +67,20 @@ def test_streams_cost_passes_and_never_a_token(kind: str, make_model: Make, monk
     else:
         assert found.passes > 0.65 * found.drafted
         assert share < 1.0
+
+
+def test_a_padded_drafter_streams_as_well(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heads read the model's own states, and the padding's go along: the same tokens in as many passes."""
+    folder = with_heads(make_model("llama", vocab_size=322, num_hidden_layers=2))
+    orders, stack = requests(2, 24, HOT), padding_shape(read_model_config(folder, "tiny"), 2_000_000)
+    monkeypatch.setattr("atts.local.build.ThreadTransport", InlineTransport)
+    monkeypatch.setattr("atts.local.growing._CONFIDENT", 0.0)
+    alone, padded = (
+        run(folder, [orders], None, 6, folder, speculate="mirror", padding=padding) for padding in (None, stack)
+    )
+    assert counts(padded).trouble == ""
+    assert same(alone, padded)
+    assert counts(padded).overlap == counts(alone).overlap
 
 
 @pytest.mark.parametrize("changes", [{"down.0": torch.ones(5, 7)}, {"up.1": torch.ones(3, 4)}])

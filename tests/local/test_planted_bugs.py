@@ -126,6 +126,18 @@ def doubled(commit: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def greedy_alone(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Where nothing is proposed, the most likely token is written."""
+
+    def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
+        drawn = draw(loop, sequences, widths, logits)
+        best = iter(logits.argmax(-1).tolist())
+        rows = [[next(best) for _ in range(width)] for width in widths]
+        return [(s, t if len(t) > 1 else own, v) for (s, t, v), own in zip(drawn, rows, strict=True)]
+
+    return found
+
+
 MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "tokens after a wrong one stand": (
         "atts.local.speculating.standing", lambda f: lambda p, d: min(len(p), f(p, d) + 1), "text",
@@ -137,6 +149,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
         "atts.local.scheduler.Scheduler.widen", lambda f: lambda self, sequence, count: count, "text",
     ),
     "one uniform for a span": ("atts.local.loop.StepLoop._sample", repeated_uniforms, "text"),
+    "greedy where nothing is proposed": ("atts.local.loop.StepLoop._sample", greedy_alone, "text"),
     "uniforms off by one": ("atts.local.loop.StepLoop._sample", later_draws, "text"),
     "token after a proposal omitted": ("atts.local.loop.StepLoop._commit_sampled", cut_short, "steps"),
     "token after a proposal written twice": ("atts.local.loop.StepLoop._commit_sampled", doubled, "text"),

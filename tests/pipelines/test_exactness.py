@@ -15,6 +15,7 @@ import pytest
 from scipy import stats
 
 from atts.core import (
+    Beginning,
     Completion,
     Ending,
     Message,
@@ -29,8 +30,8 @@ from atts.core import (
 )
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
 from atts.graph import Graph, ProblemScope
-from atts.pipelines import Answers, Chunking, Context, FixedGate, Policy, solve
-from atts.seeds import uniforms
+from atts.pipelines import Answers, Chunking, Context, FixedGate, Gate, Policy, ScoreRule, ThresholdGate, solve
+from atts.seeds import Seed, uniforms
 from atts.testing import run_virtual
 
 # "a" is the prompt and a letter, "n" plays the delimiter, "." is the end.
@@ -110,7 +111,7 @@ class TableEngine:
         await anyio.lowlevel.checkpoint()
         last, ids, logprobs = self.tokenizer.letters[request.ids[-1]], list[int](), list[float]()
         ended: Ending = "length"
-        for uniform in uniforms(request.seed, request.max_tokens):
+        for uniform in uniforms(request.seed, request.begun + request.max_tokens)[request.begun :]:
             index = _pick(self.distribution(last, request.sampling), float(uniform))
             ids.append(index)
             logprobs.append(math.log(self.table[last][index]))
@@ -180,9 +181,37 @@ class Reusing(TableEngine):
         return await super().sample(request)
 
 
-def texts(draft: TableEngine, target: TableEngine, policy: Policy, action: str) -> Counter[str]:
+class Drawing(TableEngine):
+    """Draws in a chunk's places while it scores it."""
+
+    def __init__(self, table: Mapping[str, Sequence[float]], role: Role = "target") -> None:
+        super().__init__(table, role)
+        self.spec = replace(self.spec, capabilities=frozenset({"sample", "score", "draw"}))
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        scores, draw = await super().score(request), request.draw
+        if draw is None:
+            return scores
+        whole = await self.sample(draw)
+        pairs = enumerate(zip(whole.ids, request.suffix, strict=False), 1)
+        count = next((at for at, (own, given) in pairs if own != given), min(len(whole.ids), len(request.suffix) + 1))
+        ended = whole.ended if count == len(whole.ids) else None
+        return replace(scores, begun=Beginning(whole.ids[:count], whole.logprobs[:count], ended))
+
+
+class Leaking(Drawing):
+    """Planted bug: what is drawn beside a score is drawn with the stream of the chunk that the score is about."""
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        draw = request.draw and replace(request.draw, seed=replace(request.draw.seed, role="draft"))
+        return await super().score(replace(request, draw=draw))
+
+
+ACCEPT, ESCALATE = FixedGate("accept"), FixedGate("escalate")
+
+
+def texts(draft: TableEngine, target: TableEngine, policy: Policy, gate: Gate) -> Counter[str]:
     """What rollouts wrote within the length, "." for an end before it."""
-    gate = FixedGate("escalate" if action == "escalate" else "accept")
     context = Context(draft, target, gate, Answers(lambda text: None, lambda answers: list(range(len(answers)))))
 
     async def main() -> list[Rollout]:
@@ -231,28 +260,28 @@ TEMPERED = replace(REPLACING, samples=2 * POLICY.samples)  # temperatures differ
 def test_rate_0_is_the_draft(optimistic: bool) -> None:
     """Accepting everything, the pipeline's distribution is the draft's; drafting ahead does not change it."""
     draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
-    seen = texts(draft, target, replace(POLICY, optimistic=optimistic), "accept")
+    seen = texts(draft, target, replace(POLICY, optimistic=optimistic), ACCEPT)
     assert p_value(seen, exact(draft)) > 1e-4
 
 
 def test_rate_1_with_replace_is_the_target() -> None:
     """Rejecting everything and replacing it, the distribution is the target's: nothing of the draft shines through."""
     draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
-    assert p_value(texts(draft, target, REPLACING, "escalate"), exact(target)) > 1e-4
+    assert p_value(texts(draft, target, REPLACING, ESCALATE), exact(target)) > 1e-4
 
 
 def test_rate_1_with_replace_and_its_own_temperature() -> None:
     """The target's own sampling settings is the one that counts."""
     draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
     warm = Sampling(temperature=0.6)
-    seen = texts(draft, target, replace(TEMPERED, target_sampling=warm), "escalate")
+    seen = texts(draft, target, replace(TEMPERED, target_sampling=warm), ESCALATE)
     assert p_value(seen, exact(target, warm)) > 1e-4
 
 
 def test_continue_alternates_the_two_models() -> None:
     """Continue keeps the draft's chunk and goes on with the target's: the mixed distribution, computed exactly."""
     draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
-    seen = texts(draft, target, replace(POLICY, takeover="continue", answers="stop"), "escalate")
+    seen = texts(draft, target, replace(POLICY, takeover="continue", answers="stop"), ESCALATE)
     assert p_value(seen, cells(lambda text: _alternating(text, (draft, target)))) > 1e-4
 
 
@@ -273,11 +302,63 @@ def _alternating(text: str, engines: Sequence[TableEngine], last: str = "a", tur
 def test_a_planted_bug_shows(bug: type[TableEngine]) -> None:
     """The test above has the power to see what it is there for."""
     draft, target = TableEngine(DRAFT, "draft"), bug(TARGET, "target")
-    assert p_value(texts(draft, target, REPLACING, "escalate"), exact(TableEngine(TARGET))) < 1e-6
+    assert p_value(texts(draft, target, REPLACING, ESCALATE), exact(TableEngine(TARGET))) < 1e-6
 
 
 def test_a_wrong_temperature_shows() -> None:
     """So does sampling at another temperature than asked."""
     draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
-    seen = texts(draft, target, replace(TEMPERED, target_sampling=Sampling(temperature=0.8)), "escalate")
+    seen = texts(draft, target, replace(TEMPERED, target_sampling=Sampling(temperature=0.8)), ESCALATE)
     assert p_value(seen, exact(target)) < 1e-6
+
+
+GATED = replace(REPLACING, score=ScoreRule("mean"))
+CUT = ThresholdGate(6.0)  # perplexity under the target
+
+
+def gated(text: str, draft: TableEngine, target: TableEngine, last: str = "a", used: int = 0) -> float:
+    """How likely a text is where chunks that the gate sends away are replaced by what the target writes."""
+    if not text:
+        return 1.0
+    size = min(2, LENGTH - used)
+    proposed, instead = pieces(draft, last, size), pieces(target, last, size)
+    went = sum(chance for piece, chance in proposed.items() if not stays(piece, target, last))
+    return sum(
+        (went * chance + proposed[piece] * stays(piece, target, last))
+        * gated(text[len(piece) :], draft, target, piece[-1], used + len(piece))
+        for piece, chance in instead.items()
+        if text.startswith(piece)
+    )
+
+
+def pieces(engine: TableEngine, last: str, size: int) -> dict[str, float]:
+    """Every chunk of up to so many letters, and how likely it is."""
+    short = [letter for letter in "abn." if size == 1 or letter in "n."]
+    long = [first + second for first in "ab" for second in "abn."] if size > 1 else []
+    return {piece: engine.probability(piece, start=last) for piece in [*short, *long]}
+
+
+def stays(piece: str, target: TableEngine, last: str) -> bool:
+    """Whether the gate lets a chunk through; of one that ended, what was written before is scored."""
+    written = piece.removesuffix(".")
+    return bool(written) and target.probability(written, start=last) ** (-1 / len(written)) <= CUT.threshold
+
+
+@pytest.mark.parametrize("kind", [TableEngine, Drawing])
+def test_what_replaces_a_rejected_chunk_has_the_law_of_the_target(kind: type[TableEngine]) -> None:
+    """The gate reads the chunk and its score; the takeover's numbers have nothing to do with either."""
+    draft, target = TableEngine(DRAFT), kind(TARGET, "target")
+    exactly = cells(lambda text: gated(text, draft, target))
+    assert p_value(texts(draft, target, GATED, CUT), exactly) > 1e-4
+
+
+@pytest.mark.parametrize("kind", [TableEngine, Drawing, Leaking])
+def test_a_takeover_with_the_stream_of_its_chunk_shows(
+    kind: type[TableEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted bugs: its numbers say that the chunk they belong to was rejected; so do those of what is begun."""
+    draft, target = TableEngine(DRAFT), kind(TARGET, "target")
+    exactly = cells(lambda text: gated(text, draft, target))
+    if kind is not Leaking:
+        monkeypatch.setattr("atts.pipelines.builder.Seed", lambda *place: replace(Seed(*place), role="draft"))
+    assert p_value(texts(draft, target, GATED, CUT), exactly) < 1e-6

@@ -119,6 +119,14 @@ def test_a_wrong_residual_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+@pytest.mark.parametrize("bug", ["the most likely token for sure", "a calibrated law"])
+def test_a_law_that_tokens_were_not_drawn_from_is_found(bug: str) -> None:
+    """What the test is told of a drawn token must be what it was drawn from."""
+    p, q = laws(1, 1, 5), laws(51, 1, 5)
+    told = np.eye(5)[q.argmax(-1)] if bug.startswith("the most") else laws(52, 1, 5)
+    assert law_of_a_round(p, q, told) > 0.02
+
+
 def rounds(seed: int, reuse: bool) -> tuple[int, ...]:
     """Four tokens of a Markov law, three proposed at a time from another one; with `reuse`, by one stream for all."""
     p, q = laws(1, 4, 3), laws(2, 4, 3)

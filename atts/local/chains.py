@@ -83,9 +83,10 @@ class ChainModel:
     def open(self, number: int, divide: Callable[[list[int]], None] = lambda parents: None) -> None:
         """Load a chain when it is first asked, and tell which of the ledger's old columns each is from then on."""
         if number not in self._chains:
-            self._chains[number] = self._load(self._configs[number])
+            chains = {**self._chains, number: self._load(self._configs[number])}
+            self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
+            self._chains = chains
             self._stages.clear()
-            divide(self._ledger.relate({at: chain.lineage for at, chain in self._chains.items()}))
 
     @property
     def device_name(self) -> str:

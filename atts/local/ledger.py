@@ -8,7 +8,7 @@ once more instead of being computed again, and what went into the first unit tha
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import NamedTuple
 
@@ -64,8 +64,11 @@ class SlotLedger(SlotAllocator):
         self.kin: dict[int, list[Kin]] = {}
         self.kept: dict[int, Kept] = {}  # by the unit that it goes into
 
-    def relate(self, chains: Mapping[int, Lineage]) -> list[int]:
-        """Divide the layers where these chains part; from which of the old columns each new one is."""
+    def relate(self, chains: Mapping[int, Lineage], divide: Callable[[list[int]], None] = lambda parents: None) -> None:
+        """Divide the layers where these chains part; `divide` hears from which of the old columns each new one is.
+
+        What needs memory comes first: where that ends, or `divide` breaks, all is as it was.
+        """
         found = {(a, b): parting(chains[a], chains[b]) for a in chains for b in chains if a != b}
         units = dict[int, int]()  # by layers: one place where all that part there can go on
         for layers, unit in found.values():
@@ -73,19 +76,22 @@ class SlotLedger(SlotAllocator):
                 units[layers] = min(unit, units.get(layers, unit))
         starts = (0, *sorted(units.keys() - {max(len(lineage.keys) for lineage in chains.values())}))
         parents = [self.column_of(start) for start in starts]
-        self._columns, self.holders = [deepcopy(self._columns[at]) for at in parents], self.holders[parents]
-        self.starts, known = starts, self.kept
-        self.kept = {units[n]: self._kept(n, known.get(units[n])) for n in sorted(units, reverse=True)}
-        self.kin = {chain: [] for chain in chains}
+        columns, holders = [deepcopy(self._columns[at]) for at in parents], self.holders[parents]
+        places = {units[n]: bisect_right(starts, n - 1) - 1 for n in sorted(units, reverse=True)}
+        kept = {unit: self._kept(unit, column, parents[column]) for unit, column in places.items()}
+        kin: dict[int, list[Kin]] = {chain: [] for chain in chains}
         for (chain, other), (layers, _) in found.items():
             if layers:
-                self.kin[chain].append(Kin(other, layers, units[layers]))
-        return parents
+                kin[chain].append(Kin(other, layers, units[layers]))
+        divide(parents)
+        self._columns, self.holders, self.starts, self.kept, self.kin = columns, holders, starts, kept, kin
 
-    def _kept(self, layers: int, known: Kept | None) -> Kept:
-        size = self.num_slots + 1
-        old = known or Kept(0, np.zeros((size, self._width), dtype=np.float32), np.zeros(size, dtype=np.bool_))
-        return old._replace(column=self.column_of(layers - 1))
+    def _kept(self, unit: int, column: int, parent: int) -> Kept:
+        """What was kept before a unit by the slots of the column's parent; nothing yet where it was by other slots."""
+        known, size = self.kept.get(unit), self.num_slots + 1
+        if known is not None and known.column == parent:
+            return known._replace(column=column)
+        return Kept(column, np.zeros((size, self._width), dtype=np.float32), np.zeros(size, dtype=np.bool_))
 
     def column_of(self, layer: int) -> int:
         """The column that a layer is in."""
@@ -136,6 +142,12 @@ class SlotLedger(SlotAllocator):
                 self.holders[at, slots] -= 1
                 column.free([slots[self.holders[at, slots] == 0]])
         self._count()
+
+    def num_apart(self, slots: SlotIds) -> int:
+        """How many slots these are in the column where they are the most."""
+        is_there = np.zeros((slots.shape[1], self.num_slots + 1), dtype=np.bool_)
+        is_there[np.arange(slots.shape[1]), slots] = True
+        return int(is_there.sum(axis=1).max())
 
     def num_held(self, at: int) -> int:
         """How many slots of a column are held."""

@@ -370,7 +370,7 @@ class StepLoop:
             self._stats,
             in_flight=self._scheduler.num_unfinished,
             kv_used=allocator.num_used,
-            kv_locked=max(0, allocator.num_used - self._scheduler.tree.num_evictable),
+            kv_locked=self._scheduler.num_locked,
             kv_peak=allocator.peak_used,
             preempted=self._scheduler.num_preempted,
             evicted_tokens=self._scheduler.num_evicted,

@@ -182,9 +182,11 @@ class PrefixTree:
 
     def divide(self, parents: list[int]) -> None:
         """Slots of several columns: each is from now on what that old one was."""
-        self._no_slots = np.zeros((0, len(parents)), dtype=np.int32)
-        for node in self.nodes():
-            node.slots = node.slots[:, parents] if len(node.slots) else self._no_slots
+        none = np.zeros((0, len(parents)), dtype=np.int32)
+        divided = [(node, node.slots[:, parents] if len(node.slots) else none) for node in self.nodes()]
+        self._no_slots = none
+        for node, slots in divided:
+            node.slots = slots
 
     def _unlocked_leaves(self) -> list[PrefixNode]:
         return [node for node in self.nodes() if not node.children and node.locks == 0]

@@ -67,6 +67,13 @@ class Scheduler:
         """How many requests are waiting or running."""
         return len(self._unfinished)
 
+    @property
+    def num_locked(self) -> int:
+        """Slots that running sequences read or write: all others are free or can be made so."""
+        if self._ledger is None or not self._running:
+            return max(0, self.allocator.num_used - self.tree.num_evictable)
+        return self._ledger.num_apart(np.concatenate([self.table[s.row, : s.capacity] for s in self._running]))
+
     def sequence(self, request_id: int) -> Sequence:
         """An unfinished request."""
         return self._unfinished[request_id]
@@ -102,10 +109,12 @@ class Scheduler:
             self._release(sequence, cache=cache)
 
     def divide(self, parents: list[int]) -> None:
-        """Each column of layers is from now on what that old one was."""
-        self.tables = self.tables[parents]
-        self.table = self.tables.transpose(1, 2, 0)
+        """Each column of layers is from now on what that old one was; who is amid a loan borrows anew from then on."""
+        for sequence in [each for each in self._running if each.num_computed < each.borrowed]:
+            self._preempt(sequence)
+        tables = self.tables[parents]
         self.tree.divide(parents)
+        self.tables, self.table = tables, tables.transpose(1, 2, 0)
 
     def shrink(self) -> bool:
         """Feed half as many tokens and sequences a step from now on; False when that is impossible: then all again."""
@@ -178,7 +187,7 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             found = self._known(sequence)
-            lent = self._lent(sequence, found.length) if self._ledger else None
+            lent = self._lent(sequence, self._start(sequence, found)) if self._ledger else None
             if self._should_wait(sequence, max(found.length, lent.stop if lent else 0)):
                 deferred.append(sequence)
             elif not self._try_admit(sequence, found):
@@ -203,14 +212,16 @@ class Scheduler:
                 return found
         return self.tree.match(ids, min(len(ids), sequence.first_scored), root)
 
+    def _start(self, sequence: Sequence, found: PrefixMatch) -> int:
+        """How much a request need not compute: the last known position it must, where its logits are not kept."""
+        is_whole = found.length == min(len(sequence.ids), sequence.first_scored)
+        return found.length - (is_whole and self.tree.logits(found.node) is None)
+
     def _try_admit(self, sequence: Sequence, found: PrefixMatch) -> bool:
         """Give a waiting request a row and all the cache knows of its ids; False when there is no room for it yet."""
         self.tree.lock(found.node)
-        known = found.length
-        logits = None
-        if known == min(len(sequence.ids), sequence.first_scored):
-            logits = self.tree.logits(found.node)
-            known -= logits is None  # without them the last position must be computed again
+        known = self._start(sequence, found)
+        logits = self.tree.logits(found.node) if known == min(len(sequence.ids), sequence.first_scored) else None
         if not self._has_room(len(sequence.ids) - known):
             self.tree.unlock(found.node)
             return False
@@ -229,11 +240,18 @@ class Scheduler:
     def _has_room(self, count: int) -> bool:
         if not self._running:
             return True
-        room = self.allocator.num_free + self.tree.num_evictable - count - _HEADROOM
+        count += _HEADROOM
         most = len(self._running) * (self._config.context_length + _HEADROOM)
-        if room >= most:  # mostly: then there is no need to add up
+        if self._can_free(count + most):  # mostly: then there is no need to add up
             return True
-        return room >= sum(max(0, len(s.ids) - s.capacity) + _HEADROOM for s in self._running)
+        return self._can_free(count + sum(max(0, len(s.ids) - s.capacity) + _HEADROOM for s in self._running))
+
+    def _can_free(self, count: int) -> bool:
+        """Whether as many slots are free or can be made so; those of the tree that others hold as well cannot."""
+        free = self.allocator.num_free
+        if free >= count or free + self.tree.num_evictable < count:
+            return free >= count
+        return self._ledger is None or self.allocator.num_slots - self.num_locked >= count
 
     def _lent(self, sequence: Sequence, known: int) -> _Loan | None:
         """The relative whose keys and values spare a waiting request the most; what is fed apart is long enough.
@@ -302,7 +320,7 @@ class Scheduler:
 
     def _has_plenty(self) -> bool:
         """Whether every running sequence could be given a run of slots."""
-        return self.allocator.num_free + self.tree.num_evictable >= _SLOT_RUN * len(self._running)
+        return self._can_free(_SLOT_RUN * len(self._running))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
         """Evict, then preempt younger sequences, youngest first, until `count` slots are free; whether they are."""

@@ -1,0 +1,167 @@
+"""What a loop lends while models come, memory ends or the cache is full: each says what it says alone, to the bit."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from atts.blocks import Zoo
+from atts.core import SampleRequest, Sampling, ScoreRequest
+from atts.local.build import build_loop
+from atts.local.chains import ChainModel
+from atts.local.ledger import Lineage, SlotLedger
+from atts.local.messages import AddChain, FailureReply, LoopReport, Reply, SampleReply, Submit
+from atts.seeds import Seed
+
+from .conftest import Tune
+from .test_adapters import save_adapter
+from .test_chains import OPTIONS, config_of
+from .test_ledger import said
+
+Ask = SampleRequest | ScoreRequest
+IDS = tuple(random.Random(1).choices(range(3, 300), k=60))
+OTHERS = tuple(random.Random(2).choices(range(3, 300), k=60))
+
+
+@pytest.fixture
+def relatives(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
+    """Models that part from their base in each way that moves what is kept, and where."""
+    zoo = Zoo(tmp_path / "zoo")
+    zoo.add("base", base)
+    zoo.add("end", tune("end", "layers.2."))
+    zoo.add("forward", tune("forward", "layers.1.mlp"))
+    zoo.add("asks", save_adapter(tmp_path / "asks", base, "layers.1.self_attn.q_proj", seed=1))
+    zoo.add("head", tune("head", "lm_head", "model.norm"))
+    return zoo
+
+
+class Loop:
+    """A step loop of some models, driven by hand."""
+
+    def __init__(self, zoo: Zoo, *names: str, **options: int) -> None:
+        self.replies = dict[int, Reply]()
+        configs = [config_of(zoo, name) for name in names]
+        first, *others = [replace(config, options=replace(OPTIONS, **options)) for config in configs]
+        self.loop, _ = build_loop(first, self._tell)
+        self.loop._handle([AddChain(config) for config in others])
+        self.scheduler = self.loop._scheduler
+
+    def _tell(self, report: LoopReport) -> None:
+        self.replies.update({reply.request_id: reply for reply in report.replies})
+
+    def submit(self, number: int, ask: Ask, chain: int = 0) -> None:
+        """Ask, and wait for nothing."""
+        self.loop._handle([Submit(number, ask, chain)])
+
+    def finish(self) -> None:
+        """Step until everything is answered."""
+        while self.scheduler.num_unfinished:
+            self.loop.step()
+        self.loop._report()
+
+    def answer(self, number: int, ask: Ask, chain: int = 0) -> Reply:
+        """What is said to a request that comes when all before it are answered."""
+        self.submit(number, ask, chain)
+        self.finish()
+        return self.replies[number]
+
+    @property
+    def ledger(self) -> SlotLedger:
+        """Who holds which slot."""
+        assert isinstance(self.loop._model, ChainModel)
+        return self.loop._model._ledger
+
+
+def sample(ids: Iterable[int], count: int = 1) -> SampleRequest:
+    """The likeliest words after some."""
+    return SampleRequest(tuple(ids), count, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
+
+
+def test_a_loan_begins_at_states_that_were_kept(relatives: Zoo) -> None:
+    """The last token of a known prompt, computed again for its logits, is not borrowed from where it was decoded."""
+    loop = Loop(relatives, "base", "end")
+    loop.answer(0, sample(OTHERS[:9]), 1)
+    drawn = loop.answer(1, sample(IDS[:20], 11))
+    assert isinstance(drawn, SampleReply)
+    prompt = IDS[:20] + drawn.ids[:10]
+    ask = ScoreRequest(prompt, IDS[30:])
+    loop.answer(2, ask)
+    loop.answer(3, sample(prompt + OTHERS[:9]), 1)
+    assert said(loop.answer(4, ask, 1)) == said(Loop(relatives, "end").answer(1, ask))
+
+
+def test_a_model_that_comes_takes_no_loan_from_those_that_use_it(relatives: Zoo) -> None:
+    """It parts before the others in the same layer, while one of them is in the middle of a prompt that it borrows."""
+    loop = Loop(relatives, "base", "forward", "asks", chunk_tokens=16)
+    loop.answer(0, sample(OTHERS[:9]), 1)
+    loop.answer(1, sample(IDS, 8))
+    loop.submit(2, sample(IDS, 8), 1)
+    loop.loop.step()
+    (borrower,) = loop.scheduler.running()
+    assert 0 < borrower.num_computed < borrower.borrowed
+    loop.submit(3, sample(OTHERS, 8), 2)
+    loop.finish()
+    for number, name, ids in ((2, "forward", IDS), (3, "asks", OTHERS)):
+        assert said(loop.replies[number]) == said(Loop(relatives, name).answer(1, sample(ids, 8)))
+
+
+def test_states_are_not_read_by_slots_of_other_layers(relatives: Zoo) -> None:
+    """Where a model that comes moves the place before which states are kept, those of the old place are forgotten."""
+    loop = Loop(relatives, "base", "end", "head", "forward")
+    for number, (ids, chain) in enumerate([(OTHERS[::-1], 2), (IDS, 1), (IDS, 0), (OTHERS, 0), (IDS[::-1], 3)]):
+        loop.answer(number, sample(ids), chain)
+    asks = {5: ScoreRequest(IDS[:40], IDS[40:]), 6: ScoreRequest(OTHERS[:40], OTHERS[40:])}
+    for number, ask in asks.items():
+        assert said(loop.answer(number, ask, 2)) == said(Loop(relatives, "head").answer(1, ask))
+
+
+def test_a_ledger_without_memory_for_more_stays_as_it_was() -> None:
+    """States of that width are more than any machine holds."""
+    ledger = SlotLedger(10, 2**50)
+    one, other = (Lineage(("e", "a0", "m0", tail, "m1", "h"), ("k0", tail), 3) for tail in ("a1", "b1"))
+    ledger.relate({0: one})
+    held = ledger.allocate(3)
+    with pytest.raises(MemoryError):
+        ledger.relate({0: one, 1: other})
+    ledger.free([held])
+    assert (ledger.num_free, ledger.starts, ledger.kept) == (10, (0,), {})
+
+
+def test_a_model_without_memory_to_come_is_refused_alone(relatives: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request fails; the others go on, and it comes when there is memory again."""
+    loop = Loop(relatives, "base", "end")
+    loop.submit(1, sample(IDS, 8))
+    loop.loop.step()
+    for owner, name in ((SlotLedger, "_kept"), (type(loop.scheduler.tree), "divide")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, _refuse)
+            loop.submit(2, sample(OTHERS, 8), 1)
+        assert loop.scheduler.tables.shape[0] == len(loop.ledger.starts) == 1
+    loop.finish()
+    assert isinstance(loop.replies[2], FailureReply)
+    assert said(loop.replies[1]) == said(Loop(relatives, "base").answer(1, sample(IDS, 8)))
+    assert said(loop.answer(3, sample(IDS, 8), 1)) == said(Loop(relatives, "end").answer(1, sample(IDS, 8)))
+    assert loop.scheduler.tables.shape[0] == 2
+
+
+def _refuse(*_: object) -> None:
+    raise MemoryError
+
+
+def test_slots_that_a_running_sequence_shares_are_not_room_for_another(relatives: Zoo) -> None:
+    """A relative's cached prompt is the running one's: letting it go frees nothing, so nobody is admitted for it."""
+    loop = Loop(relatives, "base", "head", kv_tokens=120)
+    loop.answer(0, sample(OTHERS[:9]), 1)
+    loop.answer(1, sample(IDS[:50]), 1)
+    loop.submit(2, sample(IDS[:50], 20))
+    loop.loop.step()
+    assert 50 <= loop.loop.stats().kv_locked <= 70
+    loop.submit(3, sample(OTHERS, 2))
+    loop.finish()
+    assert loop.scheduler.num_preempted == 0

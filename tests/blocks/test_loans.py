@@ -44,10 +44,11 @@ def relatives(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
 class Loop:
     """A step loop of some models, driven by hand."""
 
-    def __init__(self, zoo: Zoo, *names: str, **options: int) -> None:
+    def __init__(self, zoo: Zoo, *names: str, kv_tokens: int = 4096, chunk_tokens: int = 2048) -> None:
         self.replies = dict[int, Reply]()
         configs = [config_of(zoo, name) for name in names]
-        first, *others = [replace(config, options=replace(OPTIONS, **options)) for config in configs]
+        options = replace(OPTIONS, kv_tokens=kv_tokens, chunk_tokens=chunk_tokens)
+        first, *others = [replace(config, options=options) for config in configs]
         self.loop, _ = build_loop(first, self._tell)
         self.loop._handle([AddChain(config) for config in others])
         self.scheduler = self.loop._scheduler

@@ -49,6 +49,11 @@ def import_path() -> list[str]:
     return [p for p in sys.path if os.path.isabs(p) and (p in named or os.path.realpath(p) != here)]
 
 
+def usable_cores() -> int:
+    """How many processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def end_with(parent: int) -> None:
     """Kill this process, and what it started, as soon as process `parent` is gone; to be called in its child."""
     if sys.platform == "linux":

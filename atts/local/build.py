@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Specula
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
 from atts.local.transport import DraftTransport, ThreadTransport
+from atts.processes import usable_cores
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
 _CPU_CACHE_BYTES = 2 << 30
@@ -137,7 +137,7 @@ def _may_learn(config: WorkerConfig, device: torch.device) -> bool:
     """Whether it is left open how a draft model that the target's own words name is used, and there are two cores."""
     options, is_open = config.options, config.drafter is not None and not config.may_lack_drafter
     is_open &= options.speculate in (None, "auto") and options.k is None and options.fuzzy == 1
-    return is_open and device.type == "cpu" and (os.cpu_count() or 1) > 1
+    return is_open and device.type == "cpu" and usable_cores() > 1
 
 
 def _drafter_weights(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> Weights | None:

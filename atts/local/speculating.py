@@ -179,7 +179,8 @@ class Speculation:
     def observed(self, plan: StepPlan) -> None:
         """Tell who decides about lengths what came of the step, and how long it took."""
         for each in self._rounds:
-            self._stats.add(each.proposed, each.stood)
+            if each.proposed:
+                self._stats.add(each.proposed, each.stood)
         if plan.decoding and not self._stats.trouble:
             seconds = self._clock() - self._began
             forecast = self._lengths.observed(plan, self._rounds, (self._proposing, seconds - self._proposing))
@@ -198,6 +199,7 @@ class Speculation:
         if shorten:
             self._most = min(self._most, max(map(len, plan.proposals)) // 2)
         plan.proposals.clear()
+        self._rounds.clear()
 
     def _ask(self, asks: list[Ask]) -> None:
         self._known.update(ask.key for ask in asks)
@@ -207,6 +209,10 @@ class Speculation:
                 ask.key: min(len(found.tokens), ask.room) for ask, found in zip(asks, proposals, strict=True)
             }
             self._asked = {ask.key: self._checked(ask, found) for ask, found in zip(asks, proposals, strict=True)}
+            cut = [key for key, sound in self._asked.items() if self._guessed[key] and not sound.tokens]
+            self._rounds += [
+                SpeculationRound(key, 0, 0, self._guessed[key]) for key in cut
+            ]  # it cost time all the same
         except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
             name = type(self._proposer).__name__
             self._stats.trouble = f"speculation is off: {name} failed ({type(error).__name__}: {error})"
@@ -219,7 +225,10 @@ class Speculation:
         """The proposal up to the room there is, and to the first token after which there is nothing to write."""
         tokens = proposal.tokens[: ask.room]
         if proposal.laws is not None:  # what is drawn must not be dropped for what it is
-            return proposal
+            laws = proposal.laws[: ask.room]
+            return (
+                TokenProposal(tuple(tokens), proposal.confidence, laws) if len(proposal.tokens) > ask.room else proposal
+            )
         known = next((at for at, token in enumerate(tokens) if not 0 <= token < self._vocabulary), len(tokens))
         sound = going_on(self._scheduler.sequence(ask.key), tokens[:known], self._table)
         if sound == len(proposal.tokens):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
+from atts.processes import usable_cores
 from atts.run.plan import Plan
 
 _ENDLESS = 1 << 40  # tokens of a context that cuts nothing
@@ -36,7 +36,7 @@ def _slow_models(plan: Plan, problems: int) -> Iterator[tuple[str, str]]:
     tokens = plan.policy.bounds().max_tokens * plan.policy.samples * problems
     for engine in dict.fromkeys((plan.draft, plan.target)):
         kernel, spec = str(getattr(engine, "kernel", "cuda")), engine.spec
-        hours = spec.flops_per_token * tokens / (_FLOPS_PER_CORE * (os.cpu_count() or 1)) / 3600
+        hours = spec.flops_per_token * tokens / (_FLOPS_PER_CORE * usable_cores()) / 3600
         if "cuda" not in kernel.lower() and hours > 1:
             all_of_it = f"all that {problems} problems x {plan.policy.samples} rollouts may take"
             slow = f"{spec.model} computes on this machine's processor: {all_of_it} would need some {hours:,.0f} hours"

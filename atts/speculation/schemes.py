@@ -30,14 +30,18 @@ class SchemeControl:
 
     def __init__(self, schemes: int) -> None:
         self._schemes, self._loads = schemes, dict[int, _Load]()
-        self._load: _Load | None = None
+        self._place, self._away = -1, 0  # the load that is measured; steps in a row that were of another
         self.current = 0
 
     def observed(self, sequences: int, tokens: int, seconds: float) -> None:
         """A step of so many sequences wrote so many tokens in so much time."""
-        load = self._loads.setdefault(sequences.bit_length(), _Load([0.0] * self._schemes))
-        if load is not self._load:  # what this step ran with was chosen for another load
-            self._load, load.steps, load.tokens, load.seconds = load, 0, 0, 0.0
+        place = sequences.bit_length()
+        self._away = 0 if place == self._place else self._away + 1
+        has_moved = self._place < 0 or self._away >= _SETTLE  # a load that goes to and fro is one load
+        self._place = place if has_moved else self._place
+        load = self._loads.setdefault(self._place, _Load([0.0] * self._schemes))
+        if has_moved:  # what this step ran with was chosen for another load
+            self._away, load.steps, load.tokens, load.seconds = 0, 0, 0, 0.0
         else:
             load.steps += 1
             if load.steps > _SETTLE:

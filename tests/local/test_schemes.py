@@ -47,7 +47,7 @@ def test_schemes_that_change_change_no_token(
         begin(self, fan)
 
     monkeypatch.setattr("atts.local.build.ThreadTransport", transport)
-    monkeypatch.setattr("atts.local.build.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.local.schemes.SchemeControl", Changing)
     monkeypatch.setattr(AheadDrafter, "begin_anew", seen)
     plain = run(folder, [orders])
@@ -69,10 +69,10 @@ def test_only_what_is_left_open_is_learned(make_model: Make, near: Path, monkeyp
     monkeypatch.setattr("atts.local.build.SchemeDrafting", make)
     folder, orders = make_model("llama"), requests(1, 4)
     for cores, lengths, way in ((2, 4, "auto"), (2, None, "draft"), (1, None, "auto")):
-        monkeypatch.setattr("atts.local.build.os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr("atts.local.build.usable_cores", lambda cores=cores: cores)
         run(folder, [orders], None, lengths, near, speculate=way)
         assert made == []
-    monkeypatch.setattr("atts.local.build.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
     run(folder, [orders], None, None, near, speculate="auto")
     assert len(made) == 1
 
@@ -85,7 +85,7 @@ def test_a_drafter_that_does_not_end_is_left(make_model: Make, near: Path, monke
             return False
 
     monkeypatch.setattr("atts.local.build.ThreadTransport", Stuck)
-    monkeypatch.setattr("atts.local.build.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.local.schemes.SchemeControl", Changing)
     folder, orders = make_model("llama"), requests(2, 40, HOT)
     done = run(folder, [orders], None, None, near, speculate="auto")
@@ -103,7 +103,7 @@ def test_a_late_job_makes_no_other_scheme_late(make_model: Make, near: Path, mon
             return seconds == _PATIENCE
 
     monkeypatch.setattr("atts.local.build.ThreadTransport", Late)
-    monkeypatch.setattr("atts.local.build.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.local.schemes.SchemeControl", Changing)
     run(make_model("llama"), [requests(2, 40, HOT)], None, None, near, speculate="auto")
     first = [then for before, then in pairwise(waits) if before == _PATIENCE]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
@@ -294,6 +295,40 @@ def test_what_is_proposed_beyond_the_room_counts_for_nothing(make_model: Make) -
     folder, orders, lengths = make_model("llama"), requests(2, 30), Learning(4)
     assert same(run(folder, [orders]), run(folder, [orders], Lavish(), lengths))
     assert {each.guessed for each in lengths.rounds} <= set(range(1, 5))
+    assert lengths.rounds
+
+
+def test_a_proposal_cut_to_nothing_is_learnt_of(make_model: Make) -> None:
+    """It took its time, and its first place fell; no step fed a token of it."""
+
+    class Unknown(Proposer):
+        def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
+            return [TokenProposal((10**6,) * 3) for _ in asks]
+
+    orders, lengths = requests(2, 30), Learning(4)
+    done = run(make_model("llama"), [orders], Unknown(), lengths)
+    assert {(each.proposed, each.stood) for each in lengths.rounds} == {(0, 0)}
+    assert max(each.guessed for each in lengths.rounds) == 3
+    assert (counts(done).rounds, counts(done).proposed) == (0, 0)
+
+
+def test_laws_beyond_the_room_are_cut_with_their_tokens(make_model: Make) -> None:
+    """A proposal tested by ratio feeds no more tokens than slots were taken for."""
+
+    class Lavish(Proposer):
+        def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
+            laws = np.eye(320)[[7] * 40]
+            return [TokenProposal((7,) * 40, laws=laws) for _ in asks]
+
+    orders = [
+        replace(each, request=replace(each.request, acceptance="ratio"))
+        for each in requests(2, 30)
+        if isinstance(each.request, SampleRequest)
+    ]
+    lengths = Learning(4)
+    done = run(make_model("llama"), [[*orders]], Lavish(), lengths)
+    assert not counts(done).trouble
+    assert {each.proposed for each in lengths.rounds} <= set(range(1, 5))
     assert lengths.rounds
 
 

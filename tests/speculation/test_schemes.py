@@ -47,6 +47,15 @@ def test_loads_are_told_apart() -> None:
     assert used(control, lambda step: (1.0, 2.0), 2000, sequences=1)[1] >= 1800
 
 
+def test_a_load_that_goes_to_and_fro_is_one_load() -> None:
+    """Seven sequences, then eight, then seven: every scheme is tried, and the fastest one used."""
+    control, found = SchemeControl(2), Counter[int]()
+    for step in range(2000):
+        found[control.current] += 1
+        control.observed(7 + step % 2, 3, 3 / (1.0, 2.0)[control.current])
+    assert found[1] >= 1600
+
+
 def test_one_scheme_is_always_used() -> None:
     """There is nothing to try."""
     assert used(SchemeControl(1), lambda step: (1.0,), 200) == Counter({0: 200})

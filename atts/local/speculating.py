@@ -210,9 +210,7 @@ class Speculation:
             }
             self._asked = {ask.key: self._checked(ask, found) for ask, found in zip(asks, proposals, strict=True)}
             cut = [key for key, sound in self._asked.items() if self._guessed[key] and not sound.tokens]
-            self._rounds += [
-                SpeculationRound(key, 0, 0, self._guessed[key]) for key in cut
-            ]  # it cost time all the same
+            self._rounds += [SpeculationRound(key, 0, 0, self._guessed[key]) for key in cut]  # these cost time as well
         except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
             name = type(self._proposer).__name__
             self._stats.trouble = f"speculation is off: {name} failed ({type(error).__name__}: {error})"
@@ -225,10 +223,7 @@ class Speculation:
         """The proposal up to the room there is, and to the first token after which there is nothing to write."""
         tokens = proposal.tokens[: ask.room]
         if proposal.laws is not None:  # what is drawn must not be dropped for what it is
-            laws = proposal.laws[: ask.room]
-            return (
-                TokenProposal(tuple(tokens), proposal.confidence, laws) if len(proposal.tokens) > ask.room else proposal
-            )
+            return replace(proposal, tokens=tuple(tokens), laws=proposal.laws[: ask.room])
         known = next((at for at, token in enumerate(tokens) if not 0 <= token < self._vocabulary), len(tokens))
         sound = going_on(self._scheduler.sequence(ask.key), tokens[:known], self._table)
         if sound == len(proposal.tokens):

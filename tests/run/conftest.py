@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +13,13 @@ from typing import Any, Literal
 import pytest
 
 from atts.calibration import Calibrator
-from atts.core import Outcome, Problem, Rollout, Usage
+from atts.core import Problem
 from atts.graph import Limit
 from atts.journal import JOURNAL, Event, JournalOptions, read_entries
 from atts.pipelines import Answers, Chunking, ConformalGate, Gate, Policy, ScoreRule, ThresholdGate
 from atts.run import Plan, RunOptions, RunResult, evaluate
 from atts.testing import Backend, Latency, ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
+from tests.run.crashing import essence
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +93,6 @@ class World:
 def world(tmp_path: Path) -> World:
     """A place to run."""
     return World(tmp_path)
-
-
-def essence(outcome: Outcome) -> str:
-    """All of an outcome but what depends on timing alone: the order of asking, and what caches happened to hold."""
-    rollouts: list[Rollout] = []
-    for rollout in outcome.rollouts:
-        turns = tuple(
-            replace(turn, decision=turn.decision and replace(turn.decision, issue=0)) for turn in rollout.turns
-        )
-        rollouts.append(replace(rollout, turns=turns, usage=timeless(rollout.usage)))
-    return repr(replace(outcome, rollouts=tuple(rollouts), usage=timeless(outcome.usage)))
-
-
-def timeless(usage: Usage) -> Usage:
-    """What was spent, prefill aside: a resumed run's caches are cold."""
-    return replace(usage, draft_prefill_tokens=0, target_prefill_tokens=0)
 
 
 @pytest.fixture

@@ -24,7 +24,18 @@ from typing import Any, Literal
 
 import anyio
 
-from atts.core import Completion, Outcome, Problem, Rollout, SampleRequest, ScoreRequest, Scores, Usage, request_key
+from atts.core import (
+    Completion,
+    Outcome,
+    Problem,
+    Rollout,
+    SampleRequest,
+    ScoreRequest,
+    Scores,
+    Turn,
+    Usage,
+    request_key,
+)
 from atts.errors import ATTSError, StorageError
 from atts.graph import Limit
 from atts.journal import (
@@ -38,7 +49,7 @@ from atts.journal import (
     read_entries,
     read_outcomes,
 )
-from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
+from atts.pipelines import EQUAL_CHUNK, Answers, Chunking, Policy, ThresholdGate
 from atts.run import Plan, RunOptions, evaluate
 from atts.testing import Latency, ScriptedEngine, toy_answer, toy_groups, toy_problems
 
@@ -359,16 +370,26 @@ def decisions(directory: Path) -> dict[tuple[str, int, int], str]:
 
 
 def outcomes(directory: Path) -> dict[str, str]:
-    """Every outcome but what depends on timing alone: the order of asking, and what caches happened to hold."""
-    return {outcome.problem.id: _essence(outcome) for outcome in read_outcomes(read_entries(directory / JOURNAL))}
+    """Every outcome in essence."""
+    return {outcome.problem.id: essence(outcome) for outcome in read_outcomes(read_entries(directory / JOURNAL))}
 
 
-def _essence(outcome: Outcome) -> str:
+def essence(outcome: Outcome) -> str:
+    """All of an outcome but what depends on timing alone: the order of asking, also about equal chunks, and caches.
+
+    Which of the siblings that wrote an equal chunk asked, and is charged for it, is told by the sum alone.
+    """
     rollouts: list[Rollout] = []
     for rollout in outcome.rollouts:
-        turns = tuple(replace(t, decision=t.decision and replace(t.decision, issue=0)) for t in rollout.turns)
-        rollouts.append(replace(rollout, turns=turns, usage=_timeless(rollout.usage)))
+        turns = tuple(map(_timeless_turn, rollout.turns))
+        usage = replace(_timeless(rollout.usage), scored_tokens=0, calls=0)
+        rollouts.append(replace(rollout, turns=turns, usage=usage))
     return repr(replace(outcome, rollouts=tuple(rollouts), usage=_timeless(outcome.usage)))
+
+
+def _timeless_turn(turn: Turn) -> Turn:
+    decision = turn.decision and replace(turn.decision, issue=0)
+    return replace(turn, decision=decision, note="" if turn.note == EQUAL_CHUNK else turn.note)
 
 
 def _timeless(usage: Usage) -> Usage:

@@ -44,7 +44,7 @@ CLAIMS = tuple(
          "Every mode on the real stream at rate 0.4", "./scripts/bench calibration",
          "recorded scores of one pair on 100 questions; what other decisions would have led to is not replayed"),
         ("And in a live run?", "against", "Methods side by side: embedded pair", "./scripts/bench against",
-         "by question: each has few decisions, coins at the nominal rate would err by about 0.06"),
+         "by question: each has few decisions: coins at the nominal rate would err as well, by less"),
         ("Would another default be better?", "ablations", "Which defaults would change", "./scripts/bench ablations",
          "the embedded pair; narrow wins are not looked for on so few problems"),
         ("What does the scheduler cost?", "graph", "CPU microseconds per rollout of 12 nodes",

@@ -326,9 +326,11 @@ def _prepare_drafter(name: str, options: LocalOptions, tokenizer: ModelTokenizer
     """All that is known of the draft model before it is loaded.
 
     :raises OptionError: its ids do not mean what the target's do.
+    :raises ZooError: it is a zoo's, and a block of it is damaged.
     """
     own = f"{name}'s drafter"
     folder = find_folder(options.drafter, own, (*TEXT_FILES, *WEIGHT_FILES))
+    check_stored(folder)
     pieces = ModelTokenizer(folder, own).pieces
     shared = min(len(pieces), len(tokenizer.pieces))
     if pieces[:shared] != tokenizer.pieces[:shared]:

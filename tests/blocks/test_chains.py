@@ -275,6 +275,9 @@ async def test_a_damaged_block_keeps_only_its_own_models_out(family: Zoo) -> Non
         with pytest.raises(ZooError, match=digest):
             await LocalEngine(family.folder("end"), options=SHARED).__aenter__()
         assert len((await engine.score(ScoreRequest((5, 6), (7, 8)))).logprobs) == 2
+    drafting = replace(SHARED, drafter=str(family.folder("end")))
+    with pytest.raises(ZooError, match=digest):
+        await LocalEngine(family.folder("base"), options=drafting).__aenter__()
 
 
 @pytest.mark.slow

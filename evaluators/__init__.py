@@ -16,9 +16,28 @@ if TYPE_CHECKING:
     from atts.evaluators.equivalence.grouping import group
     from atts.evaluators.grading import GradedRecord, GradeTally, grade, judge, reference
     from atts.evaluators.metrics.intervals import Estimate, accuracy_estimate, mean_estimate, share_estimate
-    from atts.evaluators.metrics.majority import Votes, maj_at_k, votes
-    from atts.evaluators.metrics.paired import Comparison, McNemar, compare_runs, mcnemar, problems_needed
-    from atts.evaluators.metrics.rates import Counts, avg_at_n, count, g_pass_at_k, pass_at_k, pass_hat_k, rate
+    from atts.evaluators.metrics.paired import (
+        Comparison,
+        ConfidenceSequence,
+        McNemar,
+        Sequential,
+        compare_in_order,
+        compare_runs,
+        mcnemar,
+        problems_needed,
+    )
+    from atts.evaluators.metrics.rates import (
+        Counts,
+        Votes,
+        avg_at_n,
+        count,
+        g_pass_at_k,
+        maj_at_k,
+        pass_at_k,
+        pass_hat_k,
+        rate,
+        votes,
+    )
     from atts.evaluators.metrics.scorecard import (
         Coverage,
         Samples,
@@ -30,7 +49,6 @@ if TYPE_CHECKING:
         score,
         status_of,
     )
-    from atts.evaluators.metrics.sequential import ConfidenceSequence, Sequential, compare_in_order
     from atts.evaluators.verdict import Limits, Status, Verdict
 
 _NAMES = {
@@ -46,11 +64,10 @@ _NAMES = {
     "equivalence.grouping": "group",
     "grading": "GradeTally GradedRecord grade judge reference",
     "metrics.intervals": "Estimate accuracy_estimate mean_estimate share_estimate",
-    "metrics.majority": "Votes maj_at_k votes",
-    "metrics.paired": "Comparison McNemar compare_runs mcnemar problems_needed",
-    "metrics.rates": "Counts avg_at_n count g_pass_at_k pass_at_k pass_hat_k rate",
+    "metrics.paired": "Comparison ConfidenceSequence McNemar Sequential compare_in_order compare_runs mcnemar "
+    "problems_needed",
+    "metrics.rates": "Counts Votes avg_at_n count g_pass_at_k maj_at_k pass_at_k pass_hat_k rate votes",
     "metrics.scorecard": "Coverage SampleStatus Samples Scorecard answer_classes coverage samples_of score status_of",
-    "metrics.sequential": "ConfidenceSequence Sequential compare_in_order",
     "verdict": "Limits Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

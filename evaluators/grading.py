@@ -1,7 +1,5 @@
 """Grading of records: a reference beside an answer or a reasoning text, one verdict each, and their tally."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Verdicts of comparisons, the limits that bound them, and how their parts give up."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

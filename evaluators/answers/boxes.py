@@ -1,7 +1,5 @@
 """Scanner for \\boxed and \\fbox: balanced braces, cut boxes told apart."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

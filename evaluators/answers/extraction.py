@@ -1,7 +1,5 @@
 """Extraction of the final answer from a reasoning text."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Extraction of answers that are stated, not boxed: after a mark, in a last sentence, or as a last number."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ A problem's level is its number of steps: 2, 3, 4, 5-6, 7-8 for levels 1 to 5. T
 problem belongs to the split that a hash of its operations names, whatever its wording.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Column mapping: rows of any naming become problems, or an error names the missing column."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +51,7 @@ class Columns:
     distractors: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, mapping: Mapping[str, str]) -> Columns:
+    def of(cls, mapping: Mapping[str, str]) -> "Columns":
         """From a plain mapping such as {"text": "Question"}; raises OptionError for a field that does not exist."""
         known = [field.name for field in fields(cls) if field.name != "distractors"]
         for name in mapping:

@@ -1,7 +1,5 @@
 """Hugging Face cache: files of a dataset, fetched once where the network may be used."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

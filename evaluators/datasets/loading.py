@@ -1,7 +1,5 @@
 """Dataset loader: a known benchmark, the hub or a file, with a digest of exactly which problems they are."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -264,7 +262,7 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
 
 
 @lru_cache(maxsize=16)
-def _generated(split: Split, count: int, seed: int, levels: tuple[int, ...]) -> tuple[Problem, ...]:
+def _generated(split: "Split", count: int, seed: int, levels: tuple[int, ...]) -> tuple[Problem, ...]:
     """The first exercises of a seed: a millisecond each, so that a process makes them once."""
     from atts.evaluators.datasets import arithmetic
 

@@ -1,7 +1,5 @@
 """Row readers for JSONL, JSON, CSV and Parquet files that name the line which is wrong."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import importlib

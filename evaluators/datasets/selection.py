@@ -1,7 +1,5 @@
 """Selection of problems: slices, samples and filters, the same ones for the same words."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Catalogue of known benchmarks: where each lives, how its columns read, what is odd about it."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Interval-like arithmetic: numbers with a running error bound, in a private context of each thread."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 from fractions import Fraction

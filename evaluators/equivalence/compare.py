@@ -1,7 +1,5 @@
 """Comparer of two parsed answers, part by part, by the written policy."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import suppress
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Powers, roots and functions of rational numbers, exact where their values are rational and of bounded size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from fractions import Fraction

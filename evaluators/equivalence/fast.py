@@ -1,7 +1,5 @@
 """Verdict on two answer texts, in bounded time: by their spelling, then by their trees."""
 
-from __future__ import annotations
-
 from itertools import product
 
 from atts.core import AnswerKind, Grading

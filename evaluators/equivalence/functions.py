@@ -1,7 +1,5 @@
 """Real and complex functions by name, each with the derivative its error grows by."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

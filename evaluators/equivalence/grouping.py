@@ -1,7 +1,5 @@
 """Grouping of answers into classes of equal ones for voting, independent of their order."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Sort keys of answers: strong ones imply equality, loose ones suggest it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from fractions import Fraction
 from typing import Any

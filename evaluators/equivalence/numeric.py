@@ -1,7 +1,5 @@
 """Evaluation of a tree: exact in rational numbers, else to high precision with a running error bound."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import operator

@@ -1,7 +1,5 @@
 """Points at which two expressions are compared: mixed in sign and size, around every constant and branch of both."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Equality of two expressions: exact where rational, else by evaluation at seeded points."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

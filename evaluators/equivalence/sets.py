@@ -1,7 +1,5 @@
 """Sets of real numbers that answers describe, as their ends in order: intervals, inequalities, unions, set-builders."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction

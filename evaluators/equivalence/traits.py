@@ -1,7 +1,5 @@
 """Traits of one parsed answer: its members, its letter, its sign, its digits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Alternative views of a parsed answer: named values, both signs, labels, matrices worked out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce

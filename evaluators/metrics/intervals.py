@@ -1,7 +1,5 @@
 """Interval estimates clustered by problem: samples of one problem are not independent."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -60,7 +58,7 @@ class Estimate:
             return missing
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]" + (f" ({self.doubt})" if self.unscored else "")
 
-    def beside(self, best: Estimate, unscored: int) -> Estimate:
+    def beside(self, best: "Estimate", unscored: int) -> "Estimate":
         """This estimate, which counts so many unscored as wrong, with the one that counts them right."""
         return replace(self, unscored=unscored, if_right=(best.value, best.low, best.high)) if unscored else self
 
@@ -73,20 +71,14 @@ class Estimate:
 def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> Estimate:
     """The mean of one value per problem, each in [0, 1], with Wilson's interval over problems like these.
 
-    Its effective n is that of the problems with half a problem all right and half a one all wrong added: near 0 and 1
-    the problems seen spread too little, and Student's t and the bootstrap end too early (`scripts/bench statistics`;
-    tests/evaluators/test_intervals.py repeats the edges). A NaN among the values makes the estimate undefined.
+    A NaN among the values makes the estimate undefined.
     """
     array = np.asarray(values, dtype=np.float64)
     check_level(level)
     if undefined := int(np.isnan(array).sum()) or array.size == 0:
         note = f"undefined for {undefined} of {array.size} problems" if array.size else "no problems"
         return undefined_estimate(array.size, n_samples, level, note)
-    mean = float(array.mean())
-    n = effective_n(*_with_both_ends(array), array.size, n_samples)
-    estimated = n_samples > array.size > 1  # then n is a guess from the problems' spread: t, not the normal
-    low, high = wilson_interval(mean, n, reach(array.size - 1 if estimated else math.inf, level))
-    return Estimate(mean, low, high, array.size, n_samples, "wilson", level=level)
+    return _clustered(array, np.ones(array.size), (array.size, n_samples), level)
 
 
 def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
@@ -103,32 +95,33 @@ def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
 def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) -> Estimate:
     """The share counted of all there were, a pair (counted, of) being a problem's; Wilson, clustered by problem.
 
-    A problem with more of them weighs more, unlike in `mean_estimate`. The interval is that of so many independent
-    ones as would make a ratio of totals vary as much as its residuals do between problems.
+    A problem with more of them weighs more, unlike in `mean_estimate`.
 
     >>> print(share_estimate([(3, 10), (1, 5), (0, 0)]))
     0.267 [0.001, 0.990] (95 % wilson, 2 problems, 15 samples)
     """
     check_level(level)
     table = np.asarray([pair for pair in counts if pair[1]], dtype=np.float64).reshape(-1, 2)
-    problems, total = len(table), int(table[:, 1].sum())
-    if not total:
-        return undefined_estimate(problems, total, level, "nothing to count")
-    share = float(table[:, 0].sum() / total)
-    usual = total / problems
-    moderate = (float(table[:, 0].sum()) + usual / 2) / (total + usual)  # half a problem counted whole, half a one not
-    residuals = table[:, 0] - moderate * table[:, 1]
-    variance = (float((residuals**2).sum()) + usual**2 * ((1 - moderate) ** 2 + moderate**2) / 2) / total**2
-    n = effective_n(moderate, variance, 1, total) if 0 < share < 1 and problems > 1 else problems
-    low, high = wilson_interval(share, n, reach(problems - 1 if total > problems > 1 else math.inf, level))
-    return Estimate(share, low, high, problems, total, "wilson", level=level)
+    if not len(table):
+        return undefined_estimate(0, 0, level, "nothing to count")
+    return _clustered(table[:, 0], table[:, 1], (1, int(table[:, 1].sum())), level)
 
 
-def _with_both_ends(values: Floats) -> tuple[float, float]:
-    """The mean and its variance were there half a problem more that is all right, and half a one that is all wrong."""
-    mean = (float(values.sum()) + 0.5) / (values.size + 1)
-    squares = float(((values - mean) ** 2).sum()) + ((1 - mean) ** 2 + mean**2) / 2
-    return mean, squares / values.size**2
+def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: float) -> Estimate:
+    """A ratio of totals over problems, with Wilson's interval at its effective n.
+
+    That is how many independent draws would vary as much as the problems' residuals do with half a problem all right
+    and half a one all wrong added: near 0 and 1 the problems seen spread too little, and Student's t and the bootstrap
+    end too early (`scripts/bench statistics`; tests/evaluators/test_intervals.py repeats the edges).
+    """
+    problems, total, usual, samples = len(of), float(of.sum()), float(of.mean()), range_of_n[1]
+    value = float(right.sum()) / total
+    moderate = (float(right.sum()) + usual / 2) / (total + usual)
+    squares = float(((right - moderate * of) ** 2).sum()) + usual**2 * ((1 - moderate) ** 2 + moderate**2) / 2
+    n = effective_n(moderate, squares / total**2, *range_of_n) if 0 < value < 1 and problems > 1 else problems
+    estimated = samples > problems > 1  # then n is a guess from the problems' spread: t, not the normal
+    low, high = wilson_interval(value, n, reach(problems - 1 if estimated else math.inf, level))
+    return Estimate(value, low, high, problems, samples, "wilson", level=level)
 
 
 def effective_n(mean: float, variance: float, units: int, samples: int) -> float:

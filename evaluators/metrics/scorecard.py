@@ -1,7 +1,5 @@
 """Scorecard of a run: every rate with its interval, beside what it left uncounted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +7,18 @@ from typing import Literal, Protocol, get_args
 
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import Estimate, Floats
-from atts.evaluators.metrics.majority import Label, maj_at_k, votes
-from atts.evaluators.metrics.rates import Counts, avg_at_n, count, g_pass_at_k, pass_at_k, pass_hat_k, rate
+from atts.evaluators.metrics.rates import (
+    Counts,
+    Label,
+    avg_at_n,
+    count,
+    g_pass_at_k,
+    maj_at_k,
+    pass_at_k,
+    pass_hat_k,
+    rate,
+    votes,
+)
 
 SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
 """What became of a sample: graded; cut at a limit; ended with no answer; the grader cannot tell, or took too long."""

@@ -1,7 +1,5 @@
 """Wilson's score interval, in plain floats: commands that only grade load no statistics."""
 
-from __future__ import annotations
-
 import math
 
 NORMAL_95 = 1.959963984540054  # standard deviations to either side that hold 95 %

@@ -1,7 +1,5 @@
 """Parser of atoms: numbers, variables, functions, fractions, roots, matrices, sums."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Normalisation of unicode, spacing and wrappers to one plain LaTeX spelling, in linear time."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +69,9 @@ def cleaned(text: str, limits: Limits) -> str:
     return text
 
 
+Step = tuple[list[str], bool, re.Pattern[str], str | Callable[[re.Match[str]], str]]
+
+
 def _rewritten(text: str, steps: Sequence[Step]) -> str:
     for marks, is_without, pattern, put in steps:
         if not marks or any(mark in text for mark in marks) != is_without:
@@ -121,7 +122,6 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
     "without_spaces": lambda found: found[0].replace(" ", ""),
     "without_thin_spaces": lambda found: found[0].replace(r"\,", ""),
 }
-Step = tuple[list[str], bool, re.Pattern[str], str | Callable[[re.Match[str]], str]]
 
 
 def _steps(name: str) -> list[Step]:

@@ -1,7 +1,5 @@
 """Recursive-descent parser of answers: lists, relations, expressions; bounded in depth, linear in length."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from atts.evaluators.syntax import vocabulary

@@ -1,7 +1,5 @@
 """Lexer of cleaned text: decides which letters are words, functions, units or variables."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple

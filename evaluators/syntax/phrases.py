@@ -1,7 +1,5 @@
 """Phrases around a value: neutral words are passed over, units and counts bind to it, any other word makes it text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 

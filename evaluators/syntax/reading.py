@@ -1,7 +1,5 @@
 """Readings of an answer text: the trees it may be parsed as, cached for the next comparison."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction

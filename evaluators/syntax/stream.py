@@ -1,7 +1,5 @@
 """Token stream that the parser reads from, and what its parts may ask of the whole."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 from atts.evaluators.syntax.lexer import END, Token

@@ -1,7 +1,5 @@
 """Expression tree that every answer is parsed into."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -47,11 +45,11 @@ class Node:
     """One vertex: what it is, its children, and its name or value where it has one."""
 
     kind: Kind
-    args: tuple[Node, ...] = ()
+    args: tuple["Node", ...] = ()
     text: str = ""
     value: Fraction | None = None
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> Iterator["Node"]:
         """This node and all below it; iterative, so depth does not matter."""
         stack: list[Node] = [self]
         while stack:

@@ -1,7 +1,5 @@
 """Units of answers: what a phrase after a value measures or counts, as powers of base units and a scale."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from fractions import Fraction

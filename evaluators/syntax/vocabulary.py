@@ -1,7 +1,5 @@
 """Vocabulary of answers: number words, separators, neutral words, and phrases that have one meaning."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from string import ascii_lowercase

@@ -1,7 +1,5 @@
 """Word lists and tables of spellings, read from data files."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path

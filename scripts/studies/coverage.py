@@ -12,9 +12,8 @@ from scipy import stats
 from atts.analysis.ratios import ratio_interval
 from atts.calibration.metrics import Floats
 from atts.evaluators.metrics.intervals import mean_estimate
-from atts.evaluators.metrics.majority import Votes, maj_at_k
 from atts.evaluators.metrics.paired import difference_estimate
-from atts.evaluators.metrics.rates import pass_at_k
+from atts.evaluators.metrics.rates import Votes, maj_at_k, pass_at_k
 from scripts.studies.harness import Options, Row, Table
 
 Ends = tuple[float, float]

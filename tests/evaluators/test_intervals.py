@@ -18,8 +18,7 @@ from atts.evaluators.metrics.intervals import (
     mean_estimate,
     share_estimate,
 )
-from atts.evaluators.metrics.majority import Votes, maj_at_k
-from atts.evaluators.metrics.rates import pass_at_k
+from atts.evaluators.metrics.rates import Votes, maj_at_k, pass_at_k
 from atts.evaluators.metrics.wilson import wilson_interval
 
 Counted = NDArray[np.int64]

@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from atts.errors import OptionError
-from atts.evaluators.metrics.majority import Votes, maj_at_k, votes
 from atts.evaluators.metrics.rates import (
+    Votes,
     avg_at_n,
     count,
     g_pass_at_k,
+    maj_at_k,
     pass_at_k,
     pass_hat_k,
     rate,
+    votes,
 )
 
 FEW = settings(max_examples=120, deadline=None)

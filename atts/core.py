@@ -297,7 +297,20 @@ class Turn:
     discarded: tuple[Chunk, ...] = ()
     score: float | None = None
     decision: Decision | None = None
-    note: str = ""  # why a score is missing, what failed, what was forced
+    note: str = ""  # why a score is missing, what failed, what stays; for people, nothing reads it
+    scored_tokens: int = 0  # the target was asked about; none where the score is that of an equal sibling's chunk
+    is_forced: bool = False  # the chunk's words were put in: no model wrote them
+
+    @property
+    def is_recalled(self) -> bool:
+        """Whether its score is that of an equal sibling's chunk, and nothing was asked."""
+        return self.score is not None and not self.scored_tokens
+
+    @property
+    def remark(self) -> str:
+        """What people are told of it: its note, whether its words were put in, and why no score was asked for."""
+        recalled = "scored as an equal chunk after an equal beginning was" if self.is_recalled else ""
+        return "; ".join(filter(None, (self.note, "budget forcing" if self.is_forced else "", recalled)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,15 +389,3 @@ class Outcome:
         """The winner's share of all votes; 0 without any."""
         total = math.fsum(self.votes.values())
         return max(self.votes.values()) / total if total else 0.0
-
-
-def is_censored(answer: object, finish: object) -> bool:
-    """Whether a rollout was stopped before it could answer: by a settled vote, the run's end, or the loss of an engine.
-
-    What it would have answered is unknown. To count it as wrong would make the better method look worse, so it is left
-    out of rates of single rollouts.
-
-    >>> is_censored(None, "settled"), is_censored(None, "tokens"), is_censored("7", "settled")
-    (True, False, False)
-    """
-    return answer is None and finish in ("settled", "cancelled", "failed")

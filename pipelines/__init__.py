@@ -1,7 +1,6 @@
 """Ways to spend tokens on one problem, against the engine protocol."""
 
 from atts.core import Features
-from atts.pipelines.builder import FORCING
 from atts.pipelines.calls import AdmittedEngine, Stage, check_completion, check_scores
 from atts.pipelines.capabilities import check_engines, needed_logprobs
 from atts.pipelines.chunks import prompt_of
@@ -24,7 +23,6 @@ from atts.pipelines.gates import (
 from atts.pipelines.pace import DraftPace
 from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
 from atts.pipelines.scores import ScoreRule, evidence
-from atts.pipelines.siblings import EQUAL_CHUNK
 from atts.pipelines.solve import solve
 from atts.pipelines.votes import Ballot, Grouper, Tally, VoteKind, ballot, cannot_change, settled_probability, tally
 from atts.pipelines.wrappers import (
@@ -40,8 +38,6 @@ from atts.pipelines.wrappers import (
 )
 
 __all__ = [
-    "EQUAL_CHUNK",
-    "FORCING",
     "SMALL",
     "AdmittedEngine",
     "Answers",

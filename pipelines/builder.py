@@ -33,8 +33,6 @@ from atts.seeds import Seed
 
 Scope = RolloutScope[Rollout]
 ROLES: tuple[Role, ...] = ("draft", "target")
-FORCING = "budget forcing"
-"""The note of a turn whose words no model wrote."""
 _NOTHING = Usage()
 
 
@@ -48,6 +46,7 @@ class Proposal:
     score: float | None = None
     flaw: str = ""  # why there is no score although one was asked for
     doubt: int = 0  # the token that the target doubts first; 0 also where that is not asked or not known
+    is_recalled: bool = False  # the score is that of an equal sibling's chunk
     begun: Beginning | None = None  # what the target would write in its place; no gate sees it
 
 
@@ -98,6 +97,7 @@ class RolloutBuilder:
         """Take a rollout up as it stands."""
         self.rollout = self.siblings.rollouts[rollout.sample] = rollout
         self.turn = len(rollout.turns)
+        self._charged = rollout.usage.scored_tokens  # up to this turn
         self.text = rollout.text
         self._ids: dict[Role, TokenIds] = {"draft": rollout.ids("draft"), "target": rollout.ids("target")}
         self.place = self.siblings.place(chunk for turn in rollout.turns for chunk in turn.chunks)
@@ -110,6 +110,7 @@ class RolloutBuilder:
         self.rollout = Rollout(rollout.problem, rollout.sample, rollout.prompt, (*rollout.turns, turn), usage=usage)
         self.siblings.rollouts[rollout.sample] = self.rollout
         self.turn += 1
+        self._charged = self.rollout.usage.scored_tokens
         self.place = self.siblings.place(turn.chunks, self.place)
         for chunk in turn.chunks:
             self.text += chunk.text
@@ -217,7 +218,8 @@ class RolloutBuilder:
         saved: int = 0,
     ) -> None:
         """Close the turn with these chunks, and the rollout if that was its end; `saved` of what is discarded stays."""
-        turn = Turn(self.turn, tuple(chunks), tuple(discarded), score, decision, note)
+        asked = self.rollout.usage.scored_tokens - self._charged
+        turn = Turn(self.turn, tuple(chunks), tuple(discarded), score, decision, note, scored_tokens=asked)
         wasted = sum([chunk.tokens for chunk in discarded]) - saved
         self._grow(turn, Usage(wasted_tokens=wasted) if wasted else _NOTHING)
         self._conclude()
@@ -226,7 +228,8 @@ class RolloutBuilder:
         """Go on from a sibling's rollout up to and with this turn; its turns replace those reported before."""
         here = other.turns[self.turn]
         note = f"sample {self.rollout.sample} adopted the line of sample {other.sample}"
-        turn = Turn(self.turn, here.chunks, (*here.discarded, discarded), score, decision, note)
+        asked = self.rollout.usage.scored_tokens - self._charged
+        turn = Turn(self.turn, here.chunks, (*here.discarded, discarded), score, decision, note, scored_tokens=asked)
         usage = self.rollout.usage + Usage(wasted_tokens=discarded.tokens)
         self._set(replace(self.rollout, turns=(*other.turns[: self.turn], turn), usage=usage))
         for each in self.rollout.turns:
@@ -319,7 +322,7 @@ class RolloutBuilder:
         self._earlier = answer or self._earlier
         words = forced(self.policy.wait_text, self.policy.drafter, self.context.draft, self.context.target)
         self._asked_again_at = len(self.text) + len(words.text)
-        self._grow(Turn(self.turn, (words,), note=FORCING))
+        self._grow(Turn(self.turn, (words,), is_forced=True))
 
     def spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
         """Count what a model wrote, not yet part of any turn."""

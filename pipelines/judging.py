@@ -19,7 +19,7 @@ from atts.errors import (
 from atts.pipelines.builder import Proposal, RolloutBuilder, rollout_name
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.scores import evidence, first_doubt, score_of
-from atts.pipelines.siblings import EQUAL_CHUNK, Heard
+from atts.pipelines.siblings import Heard
 from atts.tasks import collect
 
 Round = Mapping[int, tuple[Features, float]]
@@ -40,7 +40,7 @@ class ChunkJudge:
         decision, proposal = await self._decide(builder, proposal, known)
         self.judged.append((known, decision))
         self._gate.observe(decision, decision.action == "escalate")
-        if decision.escalate and proposal.flaw == EQUAL_CHUNK and builder.draws:
+        if decision.escalate and proposal.is_recalled and builder.draws:
             return decision, await _drawn_beside(builder, proposal)
         return decision, proposal
 
@@ -52,7 +52,7 @@ class ChunkJudge:
         if not proposal.chunk.target_ids:
             return _forced(known, "the draft wrote nothing"), proposal
         proposal = await heard(builder, proposal)
-        if proposal.score is None or proposal.flaw not in ("", EQUAL_CHUNK):
+        if proposal.score is None or proposal.flaw:
             return _forced(known, f"not scored: {proposal.flaw}"), replace(proposal, score=None)
         try:
             return self._gate.decide(known, proposal.score), proposal
@@ -110,7 +110,7 @@ async def heard(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
             has_asked = builder.recorded(_request(builder, chunk)) is not None
             known = None if has_asked else known or _recalled(builder, chunk, builder.recorded)
         if known:
-            return replace(proposal, score=known.score, doubt=known.doubt, flaw=EQUAL_CHUNK)
+            return replace(proposal, score=known.score, doubt=known.doubt, is_recalled=True)
         proposal = await scored(builder, proposal)
         if proposal.score is not None and not proposal.flaw:
             siblings.heard[place] = Heard(proposal.score, proposal.doubt)
@@ -142,7 +142,7 @@ def _request(builder: RolloutBuilder, chunk: Chunk) -> ScoreRequest:
 
 async def _drawn_beside(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """A recalled proposal that goes, read after all: for what the target draws in its place meanwhile."""
-    return replace(proposal, begun=(await scored(builder, proposal)).begun, flaw="")
+    return replace(proposal, begun=(await scored(builder, proposal)).begun)
 
 
 async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:

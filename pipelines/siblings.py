@@ -12,9 +12,6 @@ import anyio
 from atts.core import Chunk, Rollout, TokenIds
 from atts.pipelines.votes import Grouper, classes
 
-EQUAL_CHUNK = "scored as an equal chunk after an equal beginning was"
-"""The note of a turn for whose score nothing was asked."""
-
 
 @dataclass(frozen=True, slots=True)
 class Heard:

@@ -11,14 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from atts.analysis.turns import drafted_chunk, scored_chunk
-from atts.core import Chunk, Decision, Outcome, Rollout, Turn, TurnKey, Usage, is_censored
+from atts.analysis.turns import drafted_chunk, was_cut_short
+from atts.core import Chunk, Decision, Outcome, Rollout, Turn, TurnKey, Usage
 from atts.errors import CalibrationInputError
-from atts.journal import Decided
+from atts.journal import Decided, is_censored
 from atts.pipelines import Features, Gate, Grouper, Policy, RoundGate, Tally, ballot, evidence, tally
-
-CUT_SHORT = "cut short"
-"""The note of a turn that was judged and not carried out, because its rollout was stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +153,7 @@ def _cut(outcome: Outcome, policy: Policy) -> list[Rollout]:
 
 def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
     """Whether the record ends before an answer or the policy's last turn."""
-    whole = sum(turn.note != CUT_SHORT for turn in rollout.turns)
+    whole = sum(not was_cut_short(turn) for turn in rollout.turns)
     return is_censored(rollout.answer, rollout.finish) and (policy.turns is None or whole < policy.turns)
 
 
@@ -194,7 +191,7 @@ def _spent(turns: Sequence[Turn]) -> Usage:
     return Usage(
         draft_tokens=drafted - sum(_counted_twice(turn) for turn in turns),
         target_tokens=sum(chunk.tokens for chunk in chunks if chunk.author == "target"),
-        scored_tokens=sum(len(chunk.target_ids) for chunk in map(scored_chunk, turns) if chunk),
+        scored_tokens=sum(turn.scored_tokens for turn in turns),
     )
 
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atts.core import is_censored
 from atts.errors import DatasetError
 from atts.evaluators import json_lines
 from atts.files import read_ordinary
-from atts.journal import FinishedProblem, check_exists, open_run
+from atts.journal import FinishedProblem, check_exists, is_censored, open_run
 
 _NAMES = ("problem", "id", "problem_id")
 _WORDS = {"correct": 1.0, "wrong": 0.0, "unscored": 0.0, "equal": 1.0, "different": 0.0}

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Literal
 
 from atts.analysis.doubly_robust import LoggedRollout, LoggedTurn, Valued, doubly_robust
-from atts.analysis.policy_replay import CUT_SHORT, Replayed, ReplayedRollout, replay_policy
+from atts.analysis.policy_replay import Replayed, ReplayedRollout, replay_policy
+from atts.analysis.turns import was_cut_short
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
 from atts.errors import JournalError, OptionError
 from atts.evaluators import Estimate, accuracy_estimate, group, judge, share_estimate
@@ -143,7 +144,7 @@ def _with_cut_turns(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Out
         cut = decided.get((rollout.problem, rollout.sample, len(rollout.turns)))
         if cut is not None and cut.decision.score is not None:
             nothing = Chunk("draft", "", (), (), "length")
-            turn = Turn(len(rollout.turns), (), (nothing,), cut.decision.score, cut.decision, CUT_SHORT)
+            turn = Turn(len(rollout.turns), (), (nothing,), cut.decision.score, cut.decision)
             rollout = replace(rollout, turns=(*rollout.turns, turn))
         rollouts.append(rollout)
     return replace(outcome, rollouts=tuple(rollouts))
@@ -235,7 +236,7 @@ def _turn(one: LoggedTurn) -> int:
 def _with_takeovers(recorded: _Recorded, tokens: int | None, more: int) -> int | None:
     """The target's tokens with so many takeovers more, each as long as those of the record on average."""
     rollouts = [rollout for outcome in recorded.outcomes for rollout in outcome.rollouts]
-    decisions = [turn.decision for rollout in rollouts for turn in rollout.turns if turn.note != CUT_SHORT]
+    decisions = [turn.decision for rollout in rollouts for turn in rollout.turns if not was_cut_short(turn)]
     takeovers = sum(decision is not None and decision.escalate for decision in decisions)
     if tokens is None or not takeovers:
         return None

@@ -1,9 +1,8 @@
-"""What one recorded turn took: tokens by model, and the chunk that was scored."""
+"""What one recorded turn took: tokens by model, and the chunk that was judged."""
 
 from __future__ import annotations
 
 from atts.core import Chunk, Role, Turn
-from atts.pipelines import EQUAL_CHUNK, FORCING
 
 
 def tokens_written(turn: Turn, author: Role) -> int:
@@ -17,8 +16,8 @@ def is_written(turn: Turn, chunk: Chunk) -> bool:
     if chunk.logprobs:
         return True
     wholes = [whole for whole in turn.discarded if whole is not chunk and whole.author == chunk.author]
-    return turn.note != FORCING and not any(
-        whole.target_ids[: len(chunk.target_ids)] == chunk.target_ids for whole in wholes
+    return not (
+        turn.is_forced or any(whole.target_ids[: len(chunk.target_ids)] == chunk.target_ids for whole in wholes)
     )
 
 
@@ -27,6 +26,6 @@ def drafted_chunk(turn: Turn) -> Chunk | None:
     return next((chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == "draft"), None)
 
 
-def scored_chunk(turn: Turn) -> Chunk | None:
-    """The draft's chunk that the target was asked to score; None where none was, or an equal one had been."""
-    return None if turn.score is None or turn.note == EQUAL_CHUNK else drafted_chunk(turn)
+def was_cut_short(turn: Turn) -> bool:
+    """Whether it was judged and not carried out, because its rollout was stopped."""
+    return bool(turn.discarded) and not turn.chunks

@@ -180,8 +180,9 @@ def _line(event: Notice) -> dict[str, Any] | None:
         said = {name: getattr(decision, name) for name in ("sample", "turn", "score", "p", "rate", "why")}
         return {"type": "rejected" if decision.escalate else "accepted", **said}
     if isinstance(event, TurnFinished):
-        text = "".join(chunk.text for chunk in event.turn.chunks)
-        return {"type": "turn", "sample": event.sample, "turn": event.turn.index, "text": text, "note": event.turn.note}
+        turn = event.turn
+        text = "".join(chunk.text for chunk in turn.chunks)
+        return {"type": "turn", "sample": event.sample, "turn": turn.index, "text": text, "note": turn.remark}
     if isinstance(event, RolloutFinished):
         return {"type": "rollout", "sample": event.sample, "finish": event.finish, "answer": event.answer}
     return None

@@ -25,7 +25,7 @@ from atts.journal.events import (
     Warned,
 )
 from atts.journal.files import is_held, locked
-from atts.journal.finished import FinishedProblem, FinishedSample
+from atts.journal.finished import FinishedProblem, FinishedSample, is_censored
 from atts.journal.lines import LineWriter, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, save_manifest
 from atts.journal.replies import REPLIES, SharedReplies, SharedReply, reply_key, run_number
@@ -94,6 +94,7 @@ __all__ = [
     "Warned",
     "check_directory",
     "dataset_digest",
+    "is_censored",
     "is_held",
     "judged",
     "load_manifest",

@@ -20,9 +20,10 @@ from atts.core import Completion, Decision, Finish, Problem, Prompt, Role, Score
 from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 from atts.speculated import Speculated
 
-SCHEMA = 3
+SCHEMA = 4
 """Raised with every change that an older version could not read; what older ones wrote is read.
 
+4: turns say how many tokens were scored in them, and which were forced (their notes said so).
 3: a line's checksum goes on from that of the line before; the manifest has a checksum of its own.
 2: decisions bear an origin; a call's line holds its span, a decision's what was done with it, which is true or false
 (schema 1 wrote lines of their own, and "yes" or "no").

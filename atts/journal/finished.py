@@ -7,11 +7,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from atts.core import Finish, Outcome, Rollout, Usage, is_censored
+from atts.core import Finish, Outcome, Rollout, Usage
 from atts.journal.events import Graded, OutcomeStatus, VerdictStatus
 
 SampleVerdict = VerdictStatus | Literal["spared", "lost"]
 """What a rollout is worth. "spared": it was stopped before it could answer; "lost": it failed. Neither is wrong."""
+
+
+def is_censored(answer: object, finish: object) -> bool:
+    """Whether a rollout was stopped before it could answer: by a settled vote, the run's end, or the loss of an engine.
+
+    What it would have answered is unknown. To count it as wrong would make the better method look worse, so it is left
+    out of rates of single rollouts.
+
+    >>> is_censored(None, "settled"), is_censored(None, "tokens"), is_censored("7", "settled")
+    (True, False, False)
+    """
+    return answer is None and finish in ("settled", "cancelled", "failed")
 
 
 @dataclass(frozen=True, slots=True)

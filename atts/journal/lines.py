@@ -27,7 +27,7 @@ from atts.errors import JournalCorrupt, JournalVersion
 from atts.files import open_ordinary, storage
 from atts.journal.codec import TAG_FIELD, dataclass_form
 from atts.journal.events import KINDS, SCHEMA, Decided, Entry, Event, Observed, Sampled, Scored, SessionOpened
-from atts.journal.migration import ORIGINS, with_origin
+from atts.journal.migration import TURN_FACTS, completed
 from atts.journal.texts import Texts
 from atts.spans import CallSpan
 
@@ -188,8 +188,8 @@ class JournalReader:
             self.session, self._schema = event.session, event.schema
         elif self.number == 0:
             raise ValueError("the first line opens no session")
-        if self._schema < ORIGINS:
-            event = with_origin(event)
+        if self._schema < TURN_FACTS:
+            event = completed(event, self._schema)
         return Entry(self.number, self.session, found.at, found.wall, event)
 
     def _parse(self, line: bytes) -> Any:

@@ -1,30 +1,48 @@
-"""Events of journals that an earlier schema wrote, completed by what this one adds."""
+"""Events of journals that an earlier schema wrote, completed by what later ones add."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from atts.core import Decision, Origin
+from atts.core import Decision, Origin, Turn
 from atts.journal.events import Decided, Event, Observed, TurnFinished
 
 ORIGINS = 2
 """The schema since which a decision says what it rests on."""
+TURN_FACTS = 4
+"""The schema since which a turn says how many tokens were scored in it, and whether its words were forced."""
+_EQUAL_CHUNK = "scored as an equal chunk after an equal beginning was"
+_FORCING = "budget forcing"
 
 
-def with_origin(event: Event) -> Event:
-    """The event, its decision with the origin that its words tell of.
+def completed(event: Event, schema: int) -> Event:
+    """The event as the newest schema would have it.
 
-    >>> with_origin(Observed(Decision("escalate", 0.2, "p", why="forced: not scored"), True)).decision.origin
+    >>> completed(Observed(Decision("escalate", 0.2, "p", why="forced: not scored"), True), 1).decision.origin
     'forced'
     """
+    if isinstance(event, TurnFinished):
+        event = replace(event, turn=_with_facts(event.turn))
+    return _with_origin(event) if schema < ORIGINS else event
+
+
+def _with_facts(turn: Turn) -> Turn:
+    """The turn with what its note tells of, or its chunks: the first that the draft wrote was scored."""
+    if turn.note in (_EQUAL_CHUNK, _FORCING):
+        return replace(turn, note="", is_forced=turn.note == _FORCING)
+    drafted = next((chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == "draft"), None)
+    return turn if turn.score is None or drafted is None else replace(turn, scored_tokens=len(drafted.target_ids))
+
+
+def _with_origin(event: Event) -> Event:
     if isinstance(event, Decided | Observed):
-        return replace(event, decision=decision_with_origin(event.decision))
+        return replace(event, decision=_decision_with_origin(event.decision))
     if isinstance(event, TurnFinished) and event.turn.decision is not None:
-        return replace(event, turn=replace(event.turn, decision=decision_with_origin(event.turn.decision)))
+        return replace(event, turn=replace(event.turn, decision=_decision_with_origin(event.turn.decision)))
     return event
 
 
-def decision_with_origin(decision: Decision) -> Decision:
+def _decision_with_origin(decision: Decision) -> Decision:
     """The decision of an older journal, with the origin that its words tell of."""
     origin = _origin(decision.why)
     return decision if origin == decision.origin else replace(decision, origin=origin)

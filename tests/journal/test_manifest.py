@@ -131,7 +131,7 @@ def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
         (tmp_path / "m").write_text(harmed)
         with pytest.raises(JournalCorrupt, match="checksum"):
             load_manifest(tmp_path / "m")
-    old = re.sub(r',\s*"checksum": "\w+"', "", text.replace('"schema": 3', '"schema": 2'))
+    old = re.sub(r',\s*"checksum": "\w+"', "", text.replace(f'"schema": {SCHEMA}', '"schema": 2'))
     (tmp_path / "m").write_text(old)
     assert load_manifest(tmp_path / "m") == Manifest(seed=3, schema=2)
     (tmp_path / "m").write_text(old.replace('"seed": 3', '"seed": "three"'))

@@ -1,10 +1,11 @@
 """Lines of earlier schemas are completed where they are read."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from atts.core import Decision, Turn
+from atts.core import Chunk, Decision, Turn
 from atts.journal import SCHEMA, Decided, Event, LineWriter, Observed, SessionOpened, TurnFinished, read_entries
 
 WORDS = {
@@ -53,3 +54,28 @@ def test_decisions_of_this_schema_are_taken_at_their_word(tmp_path: Path) -> Non
     decision = Decision("accept", 0.2, "p", why="forced by a rule of mine")
     [_, entry] = read_entries(journal(tmp_path / "journal", SCHEMA, [Decided(decision)]))
     assert entry.event == Decided(decision)
+
+
+@pytest.mark.parametrize(
+    ("note", "asked", "is_forced", "left"),
+    [
+        ("", 3, False, ""),
+        ("2 of 3 tokens stay", 3, False, "2 of 3 tokens stay"),
+        ("scored as an equal chunk after an equal beginning was", 0, False, ""),
+        ("budget forcing", 0, True, ""),
+    ],
+)
+def test_turns_of_earlier_schemas_get_the_facts_their_notes_tell_of(
+    note: str, asked: int, is_forced: bool, left: str, tmp_path: Path
+) -> None:
+    """How many tokens were scored, and whether the words were put in; what is said of the turn stays the same."""
+    chunks = Chunk("target", "b", (4,), (4,), "end"), Chunk("draft", "a", (1, 2), (1, 2, 3), "end")
+    turn = Turn(0, chunks, score=None if is_forced else 1.5, note=note)
+    for schema in (1, 2, 3):
+        [_, entry] = read_entries(journal(tmp_path / "journal", schema, [TurnFinished("p", 0, turn)]))
+        assert isinstance(entry.event, TurnFinished)
+        found = entry.event.turn
+        assert (found.scored_tokens, found.is_forced, found.note, found.remark) == (asked, is_forced, left, note)
+    new = replace(turn, scored_tokens=1, is_forced=not is_forced)
+    [_, entry] = read_entries(journal(tmp_path / "journal", SCHEMA, [TurnFinished("p", 0, new)]))
+    assert entry.event == TurnFinished("p", 0, new)

@@ -13,7 +13,8 @@ import pytest
 from atts.analysis import replay_policy
 from atts.core import Outcome, Rollout, Sampling, ScoreRequest, Scores, TokenIds, Turn
 from atts.graph import RetryPolicy
-from atts.pipelines import EQUAL_CHUNK, Answers, Policy, ThresholdGate
+from atts.pipelines import Answers, Policy, ThresholdGate
+from atts.pipelines.policy import Takeover
 from atts.pipelines.scores import resolved, score_of
 from atts.testing import Latency, ScriptedEngine, run_virtual
 
@@ -54,7 +55,7 @@ def test_the_target_is_asked_about_one_of_equal_chunks(attempt: Solve, latency: 
     assert set(target.asked.values()) == {1}
     judged = [turn for _, turn in turns(outcomes) if turn.decision]
     assert all(turn.score is not None for turn in judged)
-    recalled = sum(turn.note == EQUAL_CHUNK for turn in judged)
+    recalled = sum(turn.is_recalled for turn in judged)
     assert recalled == len(judged) - target.asked.total() > 0
     scored = sum(len(suffix) for _, suffix in target.asked)
     assert scored == sum(line.usage.scored_tokens for line in lines(outcomes))
@@ -63,7 +64,7 @@ def test_the_target_is_asked_about_one_of_equal_chunks(attempt: Solve, latency: 
 def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
     """Each is what the target says when it is asked about that very chunk after that very beginning."""
     found = turns(attempt(POLICY, KEEP, target=Heedful()))
-    recalled = [(line, turn) for line, turn in found if turn.note == EQUAL_CHUNK]
+    recalled = [(line, turn) for line, turn in found if turn.is_recalled]
     assert len(recalled) > 5
 
     async def alone(line: Rollout, turn: Turn) -> float:
@@ -95,7 +96,7 @@ def test_what_goes_is_read_where_the_target_draws_meanwhile(attempt: Solve) -> N
     assert all(line.usage.drawn_tokens > 0 for line in lines(drawn))
     assert set(drawing.asked.values()) == {6}
     assert set(plain.asked.values()) == {1}
-    assert all(turn.note == "" for _, turn in turns(drawn))
+    assert not any(turn.is_recalled for _, turn in turns(drawn))
 
 
 def test_a_replay_counts_what_was_asked(attempt: Solve, answers: Answers) -> None:
@@ -103,5 +104,16 @@ def test_a_replay_counts_what_was_asked(attempt: Solve, answers: Answers) -> Non
     outcomes = attempt(GREEDY, KEEP, target=Heedful())
     again = replay_policy(outcomes, KEEP, replace(GREEDY, turns=1), answers.group)
     first = [line.turns[0] for line in lines(outcomes)]
-    asked = sum(len(turn.chunks[0].target_ids) for turn in first if turn.note != EQUAL_CHUNK)
+    asked = sum(len(turn.chunks[0].target_ids) for turn in first if not turn.is_recalled)
     assert sum(line.scored_tokens for problem in again.problems for line in problem.rollouts) == asked > 0
+
+
+@pytest.mark.parametrize("takeover", ["continue", "replace", "repair", "resample", "retry"])
+def test_turns_say_what_was_scored_in_them(attempt: Solve, takeover: Takeover) -> None:
+    """Whatever became of the chunk: of recalled ones nothing, of further attempts each; in sum what was charged."""
+    policy = replace(POLICY, takeover=takeover, sampling=Sampling(temperature=0.7))
+    outcomes = attempt(policy, ThresholdGate(1.8), target=Heedful())
+    found = turns(outcomes)
+    assert any(turn.is_recalled for _, turn in found)
+    for line in lines(outcomes):
+        assert sum(turn.scored_tokens for turn in line.turns) == line.usage.scored_tokens

@@ -207,7 +207,7 @@ def test_budget_forcing_makes_a_rollout_go_on(attempt: Solve) -> None:
     """After its first answer the rollout is told to wait; the answer it had is the answer if no other comes."""
     plain = lines(attempt(POLICY, FixedGate("accept")))
     forced = lines(attempt(replace(POLICY, waits=1, turns=30), FixedGate("accept")))
-    waited = [r for r in forced if any(t.note == "budget forcing" for t in r.turns)]
+    waited = [r for r in forced if any(t.is_forced for t in r.turns)]
     assert waited
     assert all("Wait" in r.text for r in waited)
     assert sum(len(r.turns) for r in forced) > sum(len(r.turns) for r in plain)

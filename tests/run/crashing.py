@@ -49,7 +49,7 @@ from atts.journal import (
     read_entries,
     read_outcomes,
 )
-from atts.pipelines import EQUAL_CHUNK, Answers, Chunking, Policy, ThresholdGate
+from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import Plan, RunOptions, evaluate
 from atts.testing import Latency, ScriptedEngine, toy_answer, toy_groups, toy_problems
 
@@ -389,7 +389,7 @@ def essence(outcome: Outcome) -> str:
 
 def _timeless_turn(turn: Turn) -> Turn:
     decision = turn.decision and replace(turn.decision, issue=0)
-    return replace(turn, decision=decision, note="" if turn.note == EQUAL_CHUNK else turn.note)
+    return replace(turn, decision=decision, scored_tokens=0)
 
 
 def _timeless(usage: Usage) -> Usage:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from atts.analysis.turns import scored_chunk, tokens_written
+from atts.analysis.turns import tokens_written
 from atts.core import Outcome, Turn, TurnKey, Usage
 from atts.errors import UsageError
 from atts.evaluators import answer_classes, group
@@ -137,7 +137,7 @@ def _costs(problem: str, sample: int, turns: Sequence[Turn], seconds: Mapping[Tu
         TurnCost(
             tokens_written(turn, "draft"),
             tokens_written(turn, "target"),
-            scored_tokens=len(chunk.target_ids) if (chunk := scored_chunk(turn)) else 0,
+            scored_tokens=turn.scored_tokens,
             seconds=seconds.get((problem, sample, turn.index), 0.0),
         )
         for turn in turns

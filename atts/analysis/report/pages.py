@@ -103,7 +103,7 @@ def _turn(turn: Turn, limit: int) -> dict[str, Any]:
         "action": decision.action if decision else None,
         "level": decision.level if decision else None,
         "why": decision.why if decision else "",
-        "note": turn.note,
+        "note": turn.remark,
         "chunks": list(_chunks(turn, limit)),
     }
 

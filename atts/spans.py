@@ -11,6 +11,8 @@ ProblemStatus = Literal["done", "failed", "cancelled"]
 
 RELEASE = "release"
 """The stage of the span that ends each rollout admitted together: it waited for all siblings' last calls."""
+HOLD = "hold"
+"""The stage of the span of a wait for what a sibling holds: it had asked about an equal chunk."""
 
 # Not frozen: a frozen dataclass of this width takes five times as long to make, and one is made for every engine call.
 

@@ -104,7 +104,7 @@ async def heard(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     if builder.policy.verification == "rating":
         return await scored(builder, proposal)
     place = siblings.place((chunk,), builder.place)
-    async with siblings.asking[place]:
+    async with builder.scope.hold(siblings.asking[place], builder.turn):
         known = siblings.heard.get(place)
         if builder.recorded:
             has_asked = builder.recorded(_request(builder, chunk)) is not None

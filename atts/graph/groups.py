@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
@@ -12,7 +13,7 @@ import anyio
 from atts.errors import OptionError
 from atts.graph.admission import Run
 from atts.graph.calls import Caller
-from atts.spans import RELEASE, CallSpan, RolloutSpan, RolloutStatus
+from atts.spans import HOLD, RELEASE, CallSpan, RolloutSpan, RolloutStatus
 from atts.tasks import TaskGroup
 
 T = TypeVar("T")
@@ -72,12 +73,33 @@ class RolloutScope(Caller, Generic[T]):
         self._ready = since
         return current.values
 
+    @asynccontextmanager
+    async def hold(self, lock: anyio.Lock, turn: int) -> AsyncGenerator[None]:
+        """Hold what one of the siblings may hold at a time; the wait for it is a node of its own."""
+        if lock.locked():
+            since = self._ledger.now()
+            try:
+                await lock.acquire()
+            finally:
+                until = self._ledger.now()
+                self.waited += until - since
+                self._note_wait(HOLD, turn, since, until, self.frontier)
+        else:
+            await lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
     def note_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
-        """Tell, as a node without compute, how long this finished rollout kept its place for its siblings."""
+        """Tell how long this finished rollout kept its place for its siblings."""
+        self._note_wait(RELEASE, -1, ended if self._ready is None else self._ready, released, after)
+
+    def _note_wait(self, stage: str, turn: int, since: float, until: float, after: tuple[int, ...]) -> None:
+        """Tell, as a node without compute, of a wait for siblings."""
         ledger = self._ledger
         ledger.last_id = node = ledger.last_id + 1
-        ready = ended if self._ready is None else self._ready
-        who, times = (node, RELEASE, "", self.problem, self.sample, -1), (ready, released, released, released)
+        who, times = (node, stage, "", self.problem, self.sample, turn), (since, until, until, until)
         ledger.emit(CallSpan(*who, *times, after, self.attempt))
 
 

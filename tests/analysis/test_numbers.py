@@ -38,6 +38,7 @@ from atts.journal import (
     read_entries,
 )
 from atts.jsonable import jsonable
+from atts.spans import HOLD
 from atts.testing import toy_problems
 
 
@@ -75,7 +76,9 @@ def test_every_number_is_the_journal_s(run: Path) -> None:
     right = sum(row.verdict == "correct" for row in report.problems)
     assert report.accuracy[0].estimate.value == right / len(report.problems)
     assert report.timing is not None
-    assert (report.timing.sibling_seconds, report.timing.sibling_edges) == (0.0, 0)
+    held_up = sum(event.wait for event in events if isinstance(event, CallSpan) and event.stage == HOLD)
+    assert report.timing.sibling_seconds == pytest.approx(held_up)
+    assert report.timing.sibling_edges == 0
     assert "of 12 problems" in report.verdict.line
 
 

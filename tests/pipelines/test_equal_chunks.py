@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 from atts.analysis import replay_policy
 from atts.core import Outcome, Rollout, Sampling, ScoreRequest, Scores, TokenIds, Turn
-from atts.graph import RetryPolicy
+from atts.graph import CallSpan, RetryPolicy, measure
 from atts.pipelines import Answers, Policy, ThresholdGate
 from atts.pipelines.policy import Takeover
 from atts.pipelines.scores import resolved, score_of
+from atts.spans import HOLD, RolloutSpan
 from atts.testing import Latency, ScriptedEngine, run_virtual
 
 Solve = Callable[..., list[Outcome]]
@@ -117,3 +119,17 @@ def test_turns_say_what_was_scored_in_them(attempt: Solve, takeover: Takeover) -
     assert any(turn.is_recalled for _, turn in found)
     for line in lines(outcomes):
         assert sum(turn.scored_tokens for turn in line.turns) == line.usage.scored_tokens
+
+
+@pytest.mark.parametrize("latency", [0.0, 2.0])
+def test_waiting_for_a_siblings_score_counts_as_that(attempt: Solve, latency: float) -> None:
+    """Five of six rollouts that write the same wait for the answer that the first asked for, turn by turn."""
+    events: list[Any] = []
+    [outcome] = attempt(GREEDY, KEEP, target=Heedful(latency=latency), problems=1, events=events)
+    recalled = [turn for line in outcome.rollouts for turn in line.turns if turn.is_recalled]
+    waits = [event for event in events if isinstance(event, CallSpan) and event.stage == HOLD]
+    assert measure(event for event in events if isinstance(event, CallSpan)).sibling_seconds == latency * len(recalled)
+    assert Counter(wait.turn for wait in waits) == Counter(turn.index for turn in recalled)
+    assert all(wait.wait == latency and wait.queue == wait.compute == 0.0 for wait in waits)
+    waited = sum(event.waited for event in events if isinstance(event, RolloutSpan))
+    assert waited == latency * len(recalled)

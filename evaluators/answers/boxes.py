@@ -6,7 +6,7 @@ from dataclasses import dataclass
 _START = re.compile(r"\\{0,2}(?:boxed|fbox|framebox)(?![a-zA-Z])")
 _INNER = re.compile(r"\\{1,2}(?:boxed|fbox|framebox)(?=\s*\{)")
 _BARE = re.compile(r"\s*([^\s{}$\\.,;:!?)]+|\\[a-zA-Z]+)")
-_OPENING = re.compile(r"\s*\{")
+OPENING = re.compile(r"\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -19,6 +19,18 @@ class Box:
     end: int
 
 
+def closing(text: str, at: int) -> int | None:
+    """Where the brace that is open at this place has been closed; None when it never is."""
+    depth = 1
+    while depth:
+        mark = _BRACE.search(text, at)
+        if mark is None:
+            return None
+        at = mark.end()
+        depth += (mark[0] == "{") - (mark[0] == "}")
+    return at
+
+
 def boxes(text: str) -> tuple[list[Box], int | None]:
     """The boxes of a text, and where one begins that is never closed; a box that contains boxes counts once."""
     found: list[Box] = []
@@ -27,19 +39,16 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
         at = start.end()
         if not start[0].startswith("\\") and start.start() > 0 and text[start.start() - 1].isalpha():  # "unboxed"
             continue
-        brace = _OPENING.match(text, at)
+        brace = OPENING.match(text, at)
         if brace is None:
             if bare := _BARE.match(text, at):
                 found.append(Box(bare[1], start.start(), bare.end()))
                 at = bare.end()
             continue
-        depth, at = 1, brace.end()
-        while depth:
-            mark = _BRACE.search(text, at)
-            if mark is None:
-                return found, start.start()
-            at = mark.end()
-            depth += (mark[0] == "{") - (mark[0] == "}")
+        end = closing(text, brace.end())
+        if end is None:
+            return found, start.start()
+        at = end
         found.append(Box(text[brace.end() : at - 1], start.start(), at))
     return found, None
 

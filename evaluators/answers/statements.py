@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from atts.core import AnswerKind
-from atts.evaluators.syntax.words import Tables
+from atts.evaluators.syntax.vocabulary import Tables
 
 _DATA = Tables("answers.toml")
 _TAIL = 4_000  # characters at the end that are looked at for a statement

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from atts.core import Problem
 from atts.errors import OptionError
-from atts.evaluators.syntax.words import Tables
+from atts.evaluators.syntax.vocabulary import Tables
 
 __all__ = ["LEVELS", "LIMIT", "Exercise", "Operation", "Split", "Step", "exercises", "problems", "split_of", "stream"]
 

@@ -4,7 +4,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 
-from atts.evaluators.syntax.words import Tables, spelled, table
+from atts.evaluators.syntax.vocabulary import Tables, spelled, table
 from atts.evaluators.verdict import Limits, TooLarge
 
 _SIGNS = spelled(table("signs", dict[str, str]))
@@ -63,7 +63,7 @@ def cleaned(text: str, limits: Limits) -> str:
         text = re.sub(r"\\\$(?=\s*\S)", r"\\usd ", text)
     if text.count("$") % 2:
         text = re.sub(r"(?<!\\)\$(?=\s*\d)", r"\\usd ", text, count=1)
-    text = unwrapped(_rewritten(ascii_maths(text), _STEPS))
+    text = _rewritten(unwrapped(_rewritten(ascii_maths(text), _STEPS)), _LAST)
     if len(text) > limits.characters:
         raise TooLarge(f"{len(text)} characters")
     return text
@@ -134,7 +134,8 @@ def _steps(name: str) -> list[Step]:
 
 
 _REWRITES = Tables("rewrites.toml")
-_LINES, _STEPS = _steps("lines"), _steps("steps")
+_LINES, _STEPS, _LAST = _steps("lines"), _steps("steps"), _steps("last")
+FORMS = {name: re.compile(form) for name, form in _REWRITES.table("forms", dict[str, str]).items()}
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d)")
 _PAIR = re.compile(r"(?<=[(\[])\s*-?[1-9]\d{0,2},\d{3}\s*(?=[)\]])")
 

@@ -1,14 +1,12 @@
 """Recursive-descent parser of answers: lists, relations, expressions; bounded in depth, linear in length."""
 
-from fractions import Fraction
-
 from atts.evaluators.syntax import vocabulary
-from atts.evaluators.syntax.atoms import atom, called
-from atts.evaluators.syntax.phrases import joined, phrase_after, phrase_before, stated_property
-from atts.evaluators.syntax.stream import STARTS, Grammar
+from atts.evaluators.syntax.atoms import Atoms
+from atts.evaluators.syntax.phrases import stated_property
+from atts.evaluators.syntax.stream import STARTS
 from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, Node, function, negated, number, quotient
 from atts.evaluators.syntax.units import measure
-from atts.evaluators.verdict import Malformed, NotMaths, TooLarge
+from atts.evaluators.verdict import Malformed, NotMaths
 
 RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":=",
                        "notin", "subset", "subseteq", "supset", "supseteq", "mid"})  # fmt: skip
@@ -19,7 +17,7 @@ _CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",)}
 _BLOCKS = frozenset({"rfloor", "rceil"})
 
 
-class Parser(Grammar):
+class Parser(Atoms):
     """Recursive descent over a token list; every method consumes what it reads."""
 
     # -- lists and relations ---------------------------------------------------------------
@@ -47,10 +45,9 @@ class Parser(Grammar):
             if item.kind == "mul" and condition.kind == "relation":  # its condition in brackets
                 found.append(Node("mul", tuple(value)) if len(value) > 1 else value[0])
                 item = condition
-            whole = joined(self, found[-1], link, item) if found else None
+            whole = self.joined(found[-1], link, item) if found else None
             found[-1 if whole else len(found) :] = [whole or item]
-            if len(found) > self.limits.items:
-                raise TooLarge(f"more than {self.limits.items} items")
+            self.within(len(found), f"more than {self.limits.items} items")
             if not self.is_kind("sep"):
                 break
         if not found:
@@ -69,8 +66,8 @@ class Parser(Grammar):
             if sign == "&":
                 continue
             signs.append(_SPELLED.get(sign, sign))
-            while self.is_op("&", "="):
-                self.take()
+            while self.took("&", "="):
+                pass
             if sign == "mid" and self.in_set:
                 self.at -= 1
                 signs.pop()
@@ -82,10 +79,8 @@ class Parser(Grammar):
 
     def side(self) -> Node:
         """One side of a relation: sets joined by union signs, or an expression with its unit."""
-        left = self.quantity()
-        parts = [left]
-        while self.is_op("cup", "cap", "setminus", "wedge", "vee"):
-            sign = self.take().text
+        parts = [self.quantity()]
+        while sign := self.took("cup", "cap", "setminus", "wedge", "vee"):
             if sign in ("cup", "vee"):
                 parts.append(self.quantity())
             elif sign == "setminus":
@@ -96,10 +91,10 @@ class Parser(Grammar):
 
     def quantity(self) -> Node:
         """An expression, then perhaps its unit or a remark."""
-        if self.is_op(":") and not self.in_set:
-            self.take()
+        if not self.in_set:
+            self.took(":")
         if self.here.kind == "word":
-            label = phrase_before(self)
+            label = self.phrase_before()
             if label is not None:
                 return label
         outer, self.currencies = self.currencies, set()
@@ -109,7 +104,7 @@ class Parser(Grammar):
         if self.currencies:
             node = self.priced(node)
         self.currencies = outer
-        return phrase_after(self, node) if self.is_kind("word", "open", "unit", "currency", "op") else node
+        return self.phrase_after(node) if self.is_kind("word", "open", "unit", "currency", "op") else node
 
     def priced(self, node: Node) -> Node:
         """An amount whose currency sign stood before it; what follows may be its rate, as in $8 per hour."""
@@ -130,8 +125,7 @@ class Parser(Grammar):
 
     def ratio(self, first: Node) -> Node:
         parts = [first]
-        while self.is_op(":") and self.ahead().kind in STARTS:
-            self.take()
+        while self.ahead().kind in STARTS and self.took(":"):
             parts.append(self.expression())
         if self.is_op(":"):
             raise Malformed("a ratio without its second part")
@@ -143,36 +137,28 @@ class Parser(Grammar):
         """Terms joined by + and -."""
         self.deeper()
         terms = [self.signed_term()]
-        while self.is_op("+", "-", "pm", "mp"):
-            sign = self.take().text
+        while sign := self.took("+", "-", "pm", "mp"):
             terms.append(_with_sign(sign, self.signed_term()))
-            if len(terms) > self.limits.items:
-                raise TooLarge("too many terms")
+            self.within(len(terms), "too many terms")
         self.depth -= 1
         return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
 
     def signed_term(self) -> Node:
-        flips = 0
         signs: list[str] = []
-        while self.is_op("+", "-", "pm", "mp"):
-            sign = self.take().text
-            flips += sign == "-"
-            if sign in ("pm", "mp"):
-                signs.append(sign)
+        while sign := self.took("+", "-", "pm", "mp"):
+            signs.append(sign)
         node = self.term()
         for sign in signs:
-            node = _with_sign(sign, node)
-        return negated(node) if flips % 2 else node
+            node = _with_sign(sign, node) if sign in ("pm", "mp") else node
+        return negated(node) if signs.count("-") % 2 else node
 
     def term(self) -> Node:
         """Factors joined by multiplication and division signs, or by nothing."""
         factors = [self.factor()]
         while True:
-            token = self.here
-            if token.kind == "op" and token.text == "*":
-                self.take()
+            if self.took("*"):
                 factors.append(self.signed_factor())
-            elif token.kind == "op" and token.text == "/":
+            elif self.is_op("/"):
                 if self.currencies and self.ahead().kind == "word" and measure(self.ahead().text):
                     break  # $9/hour
                 self.take()
@@ -181,8 +167,7 @@ class Parser(Grammar):
                 factors[-1:] = self.beside(factors[-1])
             else:
                 break
-            if len(factors) > self.limits.items:
-                raise TooLarge("too many factors")
+            self.within(len(factors), "too many factors")
         return factors[0] if len(factors) == 1 else Node("mul", tuple(factors))
 
     def starts_factor(self) -> bool:
@@ -230,30 +215,25 @@ class Parser(Grammar):
         return quotient(number(int(top.text), top.text), number(int(bottom.text), bottom.text))
 
     def signed_factor(self) -> Node:
-        flips = 0
-        while self.is_op("+", "-"):
-            flips += self.take().text == "-"
-        if self.is_op("pm", "mp"):
-            return _with_sign(self.take().text, self.factor())
+        is_negated = self.is_negated()
+        if sign := self.took("pm", "mp"):
+            return _with_sign(sign, self.factor())
         node = self.factor()
-        return negated(node) if flips % 2 else node
+        return negated(node) if is_negated else node
 
     def factor(self) -> Node:
         """An atom with everything raised, lowered or put after it."""
         self.deeper()
-        node = atom(self)
+        node = self.atom()
         while self.here.kind == "op":
             text = self.here.text
             if text in ("^", "**"):
                 node = self.raised(node)
             elif text == "!":
                 node = self.factorial(node)
-            elif text == "%":
+            elif text in ("%", "degree", "circ"):
                 self.take()
-                node = Node("percent", (node,))
-            elif text in ("degree", "circ"):
-                self.take()
-                node = Node("degree", (node,))
+                node = Node("percent" if text == "%" else "degree", (node,))
             elif text == "'" and node.kind in ("degree", "number"):
                 raise NotMaths("minutes of arc")
             elif text == "_":
@@ -265,8 +245,7 @@ class Parser(Grammar):
 
     def factorial(self, node: Node) -> Node:
         count = 0
-        while self.is_op("!"):
-            self.take()
+        while self.took("!"):
             count += 1
         if count == 2:
             return function("double_factorial", node)
@@ -279,20 +258,18 @@ class Parser(Grammar):
     def raised(self, base: Node) -> Node:
         """The base with what stands after ^: an exponent, a degree sign, a prime, or the end of an ordinal."""
         self.take()
-        braced = self.here.kind == "open" and self.here.text == "{"
-        end = self.at + 1
-        while braced and end < len(self.tokens) and end < self.at + 4 and self.tokens[end].kind != "close":
-            end += 1
-        inside = self.tokens[self.at + 1 : end] if braced else [self.here]
-        mark = "".join(token.text for token in inside).lower()
-        closed = not braced or (end < len(self.tokens) and self.tokens[end].text == "}")
-        if mark not in _MARKS or not closed:
+        mark, length = self.here.text.lower(), 1
+        if self.here.text == "{":
+            inside = [token.text.lower() for token in self.tokens[self.at + 1 : self.at + 5]]
+            length = inside.index("}") + 2 if "}" in inside else 0
+            mark = "".join(inside[: length - 2]) if length else ""
+        if mark not in _MARKS:
             return Node("pow", (base, self.exponent()))
-        self.at = end + 1 if braced else self.at + 1
+        self.at += length
         if mark in ("circ", "degree"):
             return Node("degree", (base,))
         if mark[0] in "'*" and base.kind == "symbol":
-            return called(self, f"{base.text}{mark}")
+            return self.called(f"{base.text}{mark}")
         if base.kind != "number" and mark != "'":
             raise NotMaths(f"the mark {mark}")
         return base
@@ -300,29 +277,28 @@ class Parser(Grammar):
     def exponent(self) -> Node:
         """What stands after ^: a signed atom with its own exponents, so that towers group to the right."""
         self.deeper()
-        flips = 0
-        while self.is_op("+", "-"):
-            flips += self.take().text == "-"
-        node = _with_sign(self.take().text, atom(self)) if self.is_op("pm", "mp") else atom(self)
+        is_negated = self.is_negated()
+        sign = self.took("pm", "mp")
+        node = _with_sign(sign, self.atom())
         if self.is_op("^", "**"):
             node = self.raised(node)
         elif self.is_op("!"):
             node = self.factorial(node)
         self.depth -= 1
-        return negated(node) if flips % 2 else node
+        return negated(node) if is_negated else node
 
     def lowered(self, node: Node) -> Node:
         """A subscript: the base of a numeral, or part of a variable's name."""
         self.take()
         name = self.subscript()
         if node.kind in ("number", "huge"):
-            base = int(name) if name.isdigit() and len(name) < 3 else vocabulary.BASES.get(name.lower())
+            base = vocabulary.base(name)
             if base is None or not 2 <= base <= 36:
                 raise NotMaths(f"the base {name!r}")
-            return Node("based", text=node.text, value=Fraction(base))
+            return Node("based", text=node.text, value=base)
         if node.kind in ("symbol", "call"):
             return Node(node.kind, node.args, f"{node.text}_{name}")
-        if node.kind == "add" or node.kind == "mul":
+        if node.kind in ("add", "mul"):
             raise NotMaths("a subscript on an expression")
         return node
 
@@ -340,8 +316,7 @@ class Parser(Grammar):
             raise Malformed("empty brackets")
         outer, self.in_set = self.in_set, opening == "\\{"
         inside = self.braced_operator(self.items())
-        if self.in_set and self.is_op("mid", ":"):
-            self.take()
+        if self.in_set and self.took("mid", ":"):
             inside = Node("builder", (inside, self.items()))
         self.in_set = outer
         token = self.take()
@@ -363,13 +338,9 @@ class Parser(Grammar):
 
     def braced_operator(self, inside: Node) -> Node:
         """{a \\over b} and {n \\choose k}."""
-        if self.is_op("over"):
-            self.take()
+        if self.took("over"):
             return quotient(inside, self.relation())
-        if self.is_op("choose"):
-            self.take()
-            return function("binom", inside, self.relation())
-        return inside
+        return function("binom", inside, self.relation()) if self.took("choose") else inside
 
 
 def _union(parts: list[Node]) -> Node:

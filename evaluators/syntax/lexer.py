@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from atts.evaluators.answers.boxes import OPENING, closing
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.units import is_symbol, unit_at
-from atts.evaluators.syntax.words import spelled, table, words
+from atts.evaluators.syntax.vocabulary import spelled, table, words
 from atts.evaluators.verdict import Limits, Malformed, NotMaths, TooLarge
 
 TokenKind = Literal[
@@ -25,20 +26,11 @@ class Token(NamedTuple):
 END = Token("end", "")
 
 _TOKEN = re.compile(
-    r"(?P<based>(?:[0-9A-F]{2,40}|[0-9a-f]{2,40}(?=\s*_\s*\{?\s*16))\s*_\s*(?:\{\s*1[1-6]\s*\}|1[1-6](?!\d)))"
-    r"|(?P<number>\d+\.(?=\s*[-+*/^)\]}=])|(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,6}(?![\d.]))?)"
-    r"|\\(?P<command>[a-zA-Z]+)\s*\*?"
-    r"|(?P<escaped>\\.)"
-    r"|(?P<letters>[a-zA-Z]+)"
-    r"|(?P<op>\*\*|<=|>=|=<|=>|!=|==|<>|->|:=|[-+*/^_=<>!%|:&'\"])"
-    r"|(?P<open>[({\[])|(?P<close>[)}\]])|(?P<sep>[,;])"
-    r"|(?P<blank>\s+)|(?P<other>.)",
-    re.DOTALL,
+    "|".join(f"(?P<{name}>{form})" for name, form in table("tokens", dict[str, str]).items()), re.DOTALL
 )
-
 FUNCTIONS = words("functions")
 _ALIASES = spelled(table("function_names", dict[str, str]))
-_TEXT, _UPRIGHT, _BLANK = words("text_macros"), words("upright"), words("blank")
+_TEXT, _UPRIGHT, _BLANK, _SEPARATORS = (words(name) for name in ("text_macros", "upright", "blank", "separators"))
 _COMMANDS: dict[str, tuple[TokenKind, str]] = {
     **{name: ("symbol", name.removeprefix("var")) for name in words("letters")},
     **{name: ("function", _ALIASES.get(name, name)) for name in FUNCTIONS | _ALIASES.keys()},
@@ -53,7 +45,7 @@ _VALUE_AHEAD = re.compile(r"\s*[\d.(]|\s*\\(?:d?frac|sqrt|pi)")
 _LIKE_NUMBERS = frozenset({"pi", "infty", "!", "%", "degree", "circ"}) | vocabulary.LARGE.keys()
 _NEXT_WORD = re.compile(r"\s+([a-z]{3,})\b")
 _WORDS_OF_TWO = words("words_of_two")
-_SIGN_WORDS = {"minus": "-", "negative": "-", "plus": "+"}
+_SIGN_WORDS, _LEADING = spelled(table("sign_words", dict[str, str])), {"minus": "-", "negative": "-", "plus": "+"}
 _ESCAPES = table("escapes", dict[str, tuple[TokenKind, str]])
 _PLAIN = table("plain", dict[str, tuple[TokenKind, str]])
 
@@ -93,7 +85,7 @@ class _Lexer:
             elif kind in ("command", "letters") and (end := self.unit(text, found.start(), mode)):
                 position = end
             elif kind == "command":
-                position = self.command(piece, text, position, depth)
+                position = self.command(piece.strip("\\* "), text, position, depth)
             elif kind == "escaped":
                 self.escaped(piece)
             elif kind == "letters":
@@ -175,13 +167,11 @@ class _Lexer:
         content, position = _group(text, position)
         self.add("command", f"{name}:{content.strip()}")
         if name == "begin" and content.strip() in ("array", "tabular"):
-            position = _group(text, position)[1] if text[position:].lstrip().startswith("{") else position
+            position = _group(text, position)[1] if OPENING.match(text, position) else position
         return position
 
     def text_macro(self, name: str, text: str, position: int, depth: int) -> int:
-        while position < len(text) and text[position] == " ":
-            position += 1
-        if position >= len(text) or text[position] != "{":
+        if not OPENING.match(text, position):
             return position  # \rm 5, \bf x: the switch is dropped
         content, after = _group(text, position)
         inside = content.strip()
@@ -195,8 +185,10 @@ class _Lexer:
 
     def letters(self, run: str, mode: Literal["maths", "text"], ahead: str = "") -> None:
         lower = run.lower()
-        if lower in vocabulary.SEPARATORS:
+        if lower in _SEPARATORS:
             self.add("sep", lower)
+        elif lower in _SIGN_WORDS:
+            self.add("op", _SIGN_WORDS[lower])
         elif lower in ("since", "because"):
             self.has_ended = bool(self.tokens)
         elif (
@@ -207,18 +199,12 @@ class _Lexer:
             self.add("word", lower)
         elif lower == "to" and self.after("number") and (not ahead.strip() or _VALUE_AHEAD.match(ahead)):
             self.add("op", ":")
-        elif lower in ("is", "equals"):
-            self.add("op", "=")
-        elif lower in _SIGN_WORDS and _VALUE_AHEAD.match(ahead):
-            self.add("op", _SIGN_WORDS[lower])
+        elif lower in _LEADING and _VALUE_AHEAD.match(ahead):
+            self.add("op", _LEADING[lower])
         elif run in _PLAIN:
             self.add(*_PLAIN[run])
         elif len(run) > 1 and (run in FUNCTIONS or run in _ALIASES) and run.lower() not in ("re", "im", "det", "arg"):
             self.add("function", _ALIASES.get(run, run))
-        elif lower in vocabulary.PERCENT and len(run) > 1:
-            self.add("op", "%")
-        elif lower in vocabulary.DEGREES:
-            self.add("op", "degree")
         elif len(run) == 1:
             self.add("word" if mode == "text" and run == "a" and self.after("word") else "symbol", run)
         elif mode == "text" or self._is_word(run):
@@ -254,23 +240,13 @@ class _Lexer:
 
 def _group(text: str, position: int) -> tuple[str, int]:
     """What stands between the brace at or after `position` and its partner, and where that ends."""
-    while position < len(text) and text[position] == " ":
-        position += 1
-    if position >= len(text) or text[position] != "{":
+    opening = OPENING.match(text, position)
+    if opening is None:
         raise Malformed("a macro without its argument")
-    depth, index = 0, position
-    while index < len(text):
-        char = text[index]
-        if char == "\\":
-            index += 1
-        elif char == "{":
-            depth += 1
-        elif char == "}":
-            depth -= 1
-            if depth == 0:
-                return text[position + 1 : index], index + 1
-        index += 1
-    raise Malformed("a brace that is never closed")
+    end = closing(text, opening.end())
+    if end is None:
+        raise Malformed("a brace that is never closed")
+    return text[opening.end() : end - 1], end
 
 
 def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:

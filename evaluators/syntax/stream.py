@@ -1,6 +1,6 @@
 """Token stream that the parser reads from, and what its parts may ask of the whole."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from atts.evaluators.syntax.lexer import END, Token
 from atts.evaluators.syntax.tree import Node
@@ -11,7 +11,21 @@ STARTS = frozenset({"number", "symbol", "command", "function", "open"})
 
 
 class Stream:
-    """A token list and a place in it; counts nesting against the limits."""
+    """A token list and a place in it; counts nesting against the limits.
+
+    What is declared first is the grammar's: each reads, and passes over, what it names.
+    """
+
+    items: Callable[[], Node]  # relations between separators
+    quantity: Callable[[], Node]  # an expression and its unit
+    expression: Callable[[], Node]  # terms joined by + and -
+    term: Callable[[], Node]  # factors multiplied and divided
+    factor: Callable[[], Node]  # an atom with its exponents, subscripts and marks
+    exponent: Callable[[], Node]  # what stands after ^
+    lowered: Callable[[Node], Node]  # the node with the subscript that follows it
+    bracketed: Callable[[], Node]  # a bracket and what it holds
+    starts_factor: Callable[[], bool]  # whether a factor begins here
+    remark: Callable[[], bool]  # whether a bracket here holds words
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         self.tokens = paired_bars(tokens)
@@ -43,6 +57,17 @@ class Stream:
         token = self.here
         return token.kind == "op" and token.text in texts
 
+    def took(self, *texts: str) -> str:
+        """Which of these signs was next, passed over; empty for none."""
+        return self.take().text if self.is_op(*texts) else ""
+
+    def is_negated(self) -> bool:
+        """Whether the plus and minus signs here, passed over, come to a minus."""
+        flips = 0
+        while sign := self.took("+", "-"):
+            flips += sign == "-"
+        return flips % 2 == 1
+
     def is_kind(self, *kinds: str) -> bool:
         """Whether a token of one of these kinds is next."""
         return self.here.kind in kinds
@@ -59,59 +84,36 @@ class Stream:
         if self.depth > self.limits.depth:
             raise TooLarge(f"nested deeper than {self.limits.depth}")
 
+    def within(self, count: int, what: str) -> None:
+        """Raises TooLarge for more of something than a list may hold."""
+        if count > self.limits.items:
+            raise TooLarge(what)
+
     def subscript(self) -> str:
         """The text of a subscript, braces dropped."""
-        if self.here.kind != "open":
-            token = self.take()
-            if token.kind in ("end", "close", "sep"):
-                raise Malformed("a subscript without its text")
+        token, level, parts = self.take(), 1, list[str]()
+        if token.kind in ("end", "close", "sep"):
+            raise Malformed("a subscript without its text")
+        if token.kind != "open":
             return token.text
-        self.take()
-        level, parts = 1, list[str]()
-        while level:
+        while True:
             token = self.take()
             if token.kind == "end":
                 raise Malformed("a subscript that is never closed")
             level += (token.kind == "open") - (token.kind == "close")
-            if level:
-                parts.append(token.text)
-        return "".join(parts)
-
-
-class Grammar(Stream, ABC):
-    """What atoms and phrases ask of the grammar that holds them; each call consumes what it reads."""
-
-    @abstractmethod
-    def items(self) -> Node: ...  # relations between separators
-    @abstractmethod
-    def quantity(self) -> Node: ...  # an expression and its unit
-    @abstractmethod
-    def expression(self) -> Node: ...  # terms joined by + and -
-    @abstractmethod
-    def term(self) -> Node: ...  # factors multiplied and divided
-    @abstractmethod
-    def factor(self) -> Node: ...  # an atom with its exponents, subscripts and marks
-    @abstractmethod
-    def exponent(self) -> Node: ...  # what stands after ^
-    @abstractmethod
-    def lowered(self, node: Node) -> Node: ...  # the node with the subscript that follows it
-    @abstractmethod
-    def bracketed(self) -> Node: ...  # a bracket and what it holds
-    @abstractmethod
-    def starts_factor(self) -> bool: ...  # whether a factor begins here
-    @abstractmethod
-    def remark(self) -> bool: ...  # whether a bracket here holds words
+            if not level:
+                return "".join(parts)
+            parts.append(token.text)
 
 
 def _parts_a_set(tokens: list[Token], index: int) -> bool:
     """Whether a bar stands alone in its braces, as in {x | x > 0}."""
-    before = next((at for at in range(index - 1, max(index - 40, -1), -1) if tokens[at].text in ("\\{", "\\}")), None)
-    after = next(
-        (at for at in range(index + 1, min(index + 200, len(tokens))) if tokens[at].text in ("\\{", "\\}")), None
-    )
-    if before is None or after is None or tokens[before].text != "\\{":
+    near = range(max(index - 39, 0), min(index + 200, len(tokens)))
+    braces = [at for at in near if tokens[at].text in ("\\{", "\\}")]
+    before, after = [at for at in braces if at < index], [at for at in braces if at > index]
+    if not before or not after or tokens[before[-1]].text != "\\{":
         return False
-    return sum(token.text == "|" for token in tokens[before:after]) % 2 == 1
+    return sum(token.text == "|" for token in tokens[before[-1] : after[0]]) % 2 == 1
 
 
 def paired_bars(tokens: list[Token]) -> list[Token]:
@@ -122,21 +124,20 @@ def paired_bars(tokens: list[Token]) -> list[Token]:
     if not any(token.text == "|" for token in tokens):
         return tokens
     result: list[Token] = []
-    is_open = 0
+    is_open, was_bar = 0, False
     for index, token in enumerate(tokens):
-        if token.text != "|" or token.kind != "op":
+        before, follower = result[-1] if result else END, tokens[index + 1] if index + 1 < len(tokens) else END
+        is_bar = token.text == "|" and token.kind == "op"
+        if not is_bar:
             result.append(token)
-            continue
-        if not is_open and _parts_a_set(tokens, index):
+        elif not is_open and _parts_a_set(tokens, index):
             result.append(token._replace(text="mid"))
-            continue
-        before = result[-1] if result else END
-        follower = tokens[index + 1] if index + 1 < len(tokens) else END
-        after_value = before.kind in ("number", "symbol", "close") or before.text in ("!", "pi", "'")
-        was_bar = index > 0 and tokens[index - 1].text == "|" and tokens[index - 1].kind == "op"
-        opens = not after_value or not is_open or (was_bar and before.kind == "close" and follower.kind in STARTS)
-        is_open += 1 if opens else -1
-        result.append(Token("open" if opens else "close", "|", token.tight))
+        else:
+            after_value = before.kind in ("number", "symbol", "close") or before.text in ("!", "pi", "'")
+            opens = not after_value or not is_open or (was_bar and before.kind == "close" and follower.kind in STARTS)
+            is_open += 1 if opens else -1
+            result.append(Token("open" if opens else "close", "|", token.tight))
+        was_bar = is_bar
     if is_open:
         raise NotMaths("bars that do not pair")
     return result

@@ -64,8 +64,11 @@ THREE = Node("number", text="3", value=Fraction(3))
 MINUS_ONE = Node("number", text="-1", value=Fraction(-1))
 INFINITY = Node("constant", text="inf")
 EMPTY_SET = Node("set")
+PI = Node("constant", text="pi")
 OTHERWISE = Node("word", text="otherwise")
 REALS = Node("tuple", (Node("mul", (MINUS_ONE, INFINITY)), INFINITY), "()")
+SIGNS = {"pi": PI, "infty": INFINITY, "emptyset": EMPTY_SET, "ldots": Node("symbol", text="…")}
+"""What commands without arguments are."""
 
 
 def number(value: Fraction | int, text: str = "") -> Node:

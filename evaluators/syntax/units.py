@@ -5,17 +5,16 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 
-from atts.evaluators.syntax.words import Tables, spelled
+from atts.evaluators.syntax.vocabulary import Tables, spelled
 
 _DATA = Tables("units.toml")
-_COUNTERS, _FILLERS, _NOUNS = _DATA.words("counters"), _DATA.words("fillers"), _DATA.words("nouns")
-_NO_COUNTS = _DATA.words("no_counts")
-TAILS = _DATA.words("tails")
+_COUNTERS, _FILLERS, _NOUNS, _NO_COUNTS, TAILS, _LINKS = (
+    _DATA.words(name) for name in ("counters", "fillers", "nouns", "no_counts", "tails", "links")
+)
 _POWERS = _DATA.table("powers", dict[str, int])
 _SPELLED_OUT = _DATA.table("spelled_out", dict[str, str])
-_LINKS = frozenset({"per", "a", "an", "each", "every"})
-_GLUE = frozenset({"of", "the"})
-_DIVIDERS = frozenset({"per", "/"})
+_UNWEIGHED = _LINKS | _FILLERS
+_BESIDE, _NEVER_FIRST = _UNWEIGHED | _POWERS.keys() | {"u"}, _LINKS | {"squared", "cubed"}
 
 Dimension = tuple[tuple[str, int], ...]
 Measure = tuple[Dimension, Fraction]
@@ -60,15 +59,11 @@ def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
 _SYMBOLS, _NAMES = _catalogue()
 _IRREGULAR = _DATA.table("irregular", dict[str, str])
 _PLURAL = re.compile(r"[A-Za-z][a-z]{2,}(?<![sui])(?<!th)s")
-_ENDINGS = (("ies", "y"), ("es", ""), ("s", ""))
 
 
-def _singulars(word: str) -> Iterator[str]:
-    yield word
-    yield _IRREGULAR.get(word, word)
-    for ending, instead in _ENDINGS:
-        if word.endswith(ending) and len(word) > len(ending) + 1:
-            yield word.removesuffix(ending) + instead
+def _singulars(word: str) -> list[str]:
+    found = [re.sub(f"(?<=..){ending}$", instead, word) for ending, instead in (("ies", "y"), ("es", ""), ("s", ""))]
+    return [word, _IRREGULAR.get(word, word), *found]
 
 
 @lru_cache(maxsize=2048)
@@ -99,7 +94,7 @@ def measure(unit: str) -> Measure | None:
     parts: list[tuple[Measure, int]] = []
     sign, power = 1, 1
     for word in _words(unit):
-        if word in _DIVIDERS:
+        if word in ("per", "/"):
             sign = -1
         elif word[0] == "^":
             if not parts:
@@ -108,7 +103,7 @@ def measure(unit: str) -> Measure | None:
             parts.append((last, size * int(word[1:])))
         elif word in _POWERS:
             power = _POWERS[word]
-        elif word not in _LINKS | _GLUE | _FILLERS:
+        elif word not in _UNWEIGHED:
             found = entry(word)
             if found is None:
                 return None
@@ -155,30 +150,19 @@ def unit_at(text: str, start: int) -> tuple[str, int] | None:
             word = _GREEK.get(step["word"], step["word"])
             if said and (said[-1] == "u" or (word == "ohm" and said[-1] in "kMmG")):
                 word = said.pop() + word
-            if word == "in" and (held or _LETTER.match(text, position)):  # the preposition
-                return found
-            if (
-                word in _LINKS | _GLUE | _POWERS.keys() | {"per"}
-                or word in _FILLERS
-                or word == "u"
-                or (word in "kMmG" and _OHM.match(text, position))
-            ):
-                if word in _LINKS | _GLUE | {"per"} and not said:
-                    return found
-                said.append(word)
-                continue
-            if (word not in _SPELLED_OUT and entry(word) is None) or word.lower() in ("am", "pm"):
-                return found
-            if word in ("squared", "cubed") and not said:
+            is_beside = word in _BESIDE or (word in "kMmG" and _OHM.match(text, position) is not None)
+            is_unit = word.lower() not in ("am", "pm") and (word in _SPELLED_OUT or entry(word) is not None)
+            is_preposition = word == "in" and (held or _LETTER.match(text, position))
+            if is_preposition or not (is_beside or is_unit) or (not said and word in _NEVER_FIRST):
                 return found
             said.append(word)
+            if is_beside:
+                continue
             held = True
-        elif step["power"]:
-            if not said or not held:
-                return found
-            said.append("^" + step["power"].replace(" ", ""))
-        elif not said:
+        elif not said or (step["power"] and not held):
             return found
+        elif step["power"]:
+            said.append("^" + step["power"].replace(" ", ""))
         else:
             said += ["/"] if step["divide"] else []
             held = False

@@ -1,23 +1,64 @@
-"""Vocabulary of answers: number words, separators, neutral words, and phrases that have one meaning."""
+"""Vocabulary of answers, read from data files: number words, neutral words, and phrases that have one meaning."""
 
 import re
+import tomllib
+from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 from string import ascii_lowercase
+from typing import TypeVar
 
-from atts.evaluators.syntax.words import spelled, table, words
+import msgspec
 
-SEPARATORS, PERCENT, DEGREES = words("separators"), words("percent"), words("degrees")
+_Kind = TypeVar("_Kind")
+
+
+class Tables:
+    """One data file."""
+
+    def __init__(self, name: str | Path) -> None:
+        """Read a file beside this module, or at a path of its own."""
+        self._entries = tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
+
+    def words(self, name: str) -> frozenset[str]:
+        """A list of words as a set."""
+        return frozenset(self._entries[name].split())
+
+    def lines(self, name: str) -> list[str]:
+        """A text as its lines that are not blank."""
+        return [line for line in str(self._entries[name]).split("\n") if line]
+
+    def table(self, name: str, kind: type[_Kind]) -> _Kind:
+        """An entry as a value of this type."""
+        return msgspec.convert(self._entries[name], kind)
+
+
+_WORDS = Tables("words.toml")
+words, table = _WORDS.words, _WORDS.table
+
+
+def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
+    """What each spelling means, from a table of the spellings of each meaning.
+
+    >>> spelled({"<=": "le leq"})
+    {'le': '<=', 'leq': '<='}
+    """
+    return {spelling: meaning for meaning, spellings in meanings.items() for spelling in spellings.split()}
+
+
 NEGATIONS = words("negations")
 """Words after which what precedes them is no longer simply the answer."""
 
-LARGE, BASES = table("large", dict[str, int]), table("bases", dict[str, int])
+LARGE, _BASES = table("large", dict[str, int]), table("bases", dict[str, int])
 _SMALL = {word: value for value, word in enumerate(table("small", str).split())}
 _VALUES = _SMALL | {word: 20 + 10 * index for index, word in enumerate(table("tens", str).split())}
-SHARES = {share: int(count) for share, count in spelled(table("shares", dict[str, str])).items()}
+_NAMED = spelled(table("shares", dict[str, str])).items()
+SHARES = {form: int(count) for share, count in _NAMED for form in (share, f"{share}s")}
 """Parts of a whole by name: a third is one in three."""
-NEUTRAL, LABELS, APPROXIMATE = words("neutral"), words("labels"), words("approximate")
+NEUTRAL, LABELS, APPROXIMATE = words("neutral"), words("labels"), words("rough") | words("alike")
 ATTACHED = words("attached")
 """Letters that, right after a number and last in an answer, are its unit and not a product of variables."""
+SETS = table("sets", dict[str, str])
 MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[str, str]).items()}
 
 
@@ -34,8 +75,7 @@ def number_in_words(text: str) -> Fraction | None:
     found = [word for word in re.findall(r"[a-z]+", text.lower()) if word != "and"]
     sign = -1 if found[:1] in (["minus"], ["negative"]) else 1
     found = found[sign < 0 :]
-    share = SHARES.get(found[-1].removesuffix("s") if found[-1:] != ["halves"] else "half", 0) if found else 0
-    if share:
+    if share := SHARES.get(found[-1], 0) if found else 0:
         found = found[:-1] if found[:-1] not in ([], ["a"], ["an"]) else ["one"]
     if not found or len(found) > 12 or not all(word in _VALUES or word in LARGE for word in found):
         return None
@@ -48,6 +88,12 @@ def number_in_words(text: str) -> Fraction | None:
         else:
             total, current = total + max(current, 1) * LARGE[word], 0
     return Fraction(sign * (total + current), share or 1)
+
+
+def base(name: str) -> Fraction | None:
+    """The base of a numeral by its digits or its name."""
+    value = int(name) if name.isdigit() and len(name) < 3 else _BASES.get(name.lower())
+    return None if value is None else Fraction(value)
 
 
 def meaning(phrase: str) -> str:

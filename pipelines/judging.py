@@ -19,7 +19,7 @@ from atts.errors import (
 from atts.pipelines.builder import Proposal, RolloutBuilder, rollout_name
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.scores import evidence, first_doubt, score_of
-from atts.pipelines.siblings import Heard
+from atts.pipelines.siblings import KnownScore
 from atts.tasks import collect
 
 Round = Mapping[int, tuple[Features, float]]
@@ -51,7 +51,7 @@ class ChunkJudge:
         known = replace(known, issue=decision.issue)
         if not proposal.chunk.target_ids:
             return _forced(known, "the draft wrote nothing"), proposal
-        proposal = await heard(builder, proposal)
+        proposal = await scored_once(builder, proposal)
         if proposal.score is None or proposal.flaw:
             return _forced(known, f"not scored: {proposal.flaw}"), replace(proposal, score=None)
         try:
@@ -94,7 +94,7 @@ def make_judge(gate: Gate | RoundGate) -> Judge:
     return RoundJudge(gate) if isinstance(gate, RoundGate) else ChunkJudge(gate)
 
 
-async def heard(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
+async def scored_once(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """The proposal with its score: that of an equal chunk after an equal beginning, or the target is asked.
 
     Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter than asking. Who asked
@@ -105,7 +105,7 @@ async def heard(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
         return await scored(builder, proposal)
     place = siblings.place((chunk,), builder.place)
     async with builder.scope.hold(siblings.asking[place], builder.turn):
-        known = siblings.heard.get(place)
+        known = siblings.scores.get(place)
         if builder.recorded:
             has_asked = builder.recorded(_request(builder, chunk)) is not None
             known = None if has_asked else known or _recalled(builder, chunk, builder.recorded)
@@ -113,17 +113,19 @@ async def heard(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
             return replace(proposal, score=known.score, doubt=known.doubt, is_recalled=True)
         proposal = await scored(builder, proposal)
         if proposal.score is not None and not proposal.flaw:
-            siblings.heard[place] = Heard(proposal.score, proposal.doubt)
+            siblings.scores[place] = KnownScore(proposal.score, proposal.doubt)
     return proposal
 
 
-def _recalled(builder: RolloutBuilder, chunk: Chunk, recorded: Callable[[ScoreRequest], Scores | None]) -> Heard | None:
+def _recalled(
+    builder: RolloutBuilder, chunk: Chunk, recorded: Callable[[ScoreRequest], Scores | None]
+) -> KnownScore | None:
     """What an earlier session recorded for the sibling that asked."""
     request = _request(builder, chunk)
     for sample in range(builder.policy.samples):
         scores = recorded(_asked_by(sample, builder, request))
         if scores and not math.isnan(score := score_of(builder.score, scores.logprobs, chunk)):
-            return Heard(score, first_doubt(scores.logprobs, chunk.logprobs) if builder.finds_doubt else 0)
+            return KnownScore(score, first_doubt(scores.logprobs, chunk.logprobs) if builder.finds_doubt else 0)
     return None
 
 
@@ -201,7 +203,7 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
         answered=answered,
         agreement=share,
         agrees=agrees,
-        is_scored=builder.siblings.place((chunk,), builder.place) in builder.siblings.heard,
+        is_scored=builder.siblings.place((chunk,), builder.place) in builder.siblings.scores,
         text=chunk.text,
     )
 

@@ -14,7 +14,7 @@ from atts.pipelines.votes import Grouper, classes
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class KnownScore:
     """What the target said of a chunk; it would say the same of an equal one that begins as this one does."""
 
     score: float
@@ -32,7 +32,7 @@ class Siblings:
         self.rollouts: dict[int, Rollout] = {}
         self.claimed: set[tuple[int, int]] = set()  # (sample, turn): forked from already
         self._places: dict[tuple[int, TokenIds], int] = {}
-        self.heard: dict[int, Heard] = {}  # by place, of the chunk that leads there
+        self.scores: dict[int, KnownScore] = {}  # by place, of the chunk that leads there
         self.asking: defaultdict[int, anyio.Lock] = defaultdict(
             partial(anyio.Lock, fast_acquire=True)
         )  # held by who asks

@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 from atts.core import SampleRequest, TokenIds
 from atts.errors import EngineError
 from atts.local.exits import MIRRORED, Ear, Exits, Told
-from atts.local.messages import FailureReply, WorkerConfig, write
+from atts.local.messages import GONE, WorkerConfig, first_answer, write
 from atts.local.scheduler import Scheduler
 from atts.processes import python_command
 from atts.speculation import NOTHING, Ask, OverlapStats, Proposer, TokenProposal, standing
@@ -173,17 +173,12 @@ class DrafterProcess(Proposer):
 
 
 def _load(process: subprocess.Popen[bytes], setup: DraftSetup) -> None:
-    assert process.stdin is not None, "asked for a pipe"
-    assert process.stdout is not None, "asked for a pipe"
     try:
-        write(process.stdin, setup)
-        ready = pickle.load(process.stdout)
-    except (EOFError, OSError, pickle.UnpicklingError) as error:
+        first_answer(process, setup, setup.config.name)
+    except GONE as error:
         raise EngineError(
             setup.config.name, "its drafter's process died while loading", "Write beside=thread"
         ) from error
-    if isinstance(ready, FailureReply):
-        raise ready.error(setup.config.name)
 
 
 def _pass_on(orders: SimpleQueue[DraftStep | Told | None], stream: IO[bytes]) -> None:
@@ -197,7 +192,7 @@ def _read(stream: IO[bytes], answers: SimpleQueue[Drafted]) -> None:
         try:
             while True:
                 answers.put(pickle.load(stream))
-        except (EOFError, OSError, pickle.UnpicklingError):
+        except GONE:
             answers.put(Drafted({}, OverlapStats(), "the drafter's process has ended"))
 
 

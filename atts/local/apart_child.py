@@ -17,7 +17,7 @@ from atts.local.ahead import AheadDrafter
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.apart import Drafted, DraftedLine, DraftSetup, DraftStep
 from atts.local.exits import Ear, Told
-from atts.local.messages import FailureReply, write
+from atts.local.messages import GONE, FailureReply, write
 from atts.local.sequence import Sequence, new_sequence
 from atts.local.transport import InlineTransport
 from atts.processes import end_with
@@ -125,7 +125,7 @@ def main() -> int:
     set_threads(setup.config)
     write(answers, "ready")
     gc.freeze()  # what is loaded stays, and need not be looked through for garbage
-    with suppress(EOFError, OSError, pickle.UnpicklingError):  # cut off: the parent is gone
+    with suppress(*GONE):  # cut off: the parent is gone
         _serve(orders, answers, Drafting(drafter, rows, transport, exits))
     return 0
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, thread_time
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from atts.local.options import MOST_PROPOSED, OVERLAPPED
 from atts.local.padding import PaddedModel, padding_weights
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
-from atts.local.schemes import SchemeDrafting
+from atts.local.scheme_drafting import SchemeDrafting
 from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
 from atts.local.streams import StreamHeads
@@ -81,56 +82,84 @@ def build_loop(
         return loop, replace(ready, trouble=" ".join(filter(None, (ready.trouble, trouble))))
 
 
+class _Models(NamedTuple):
+    """The target's model and cache, and what there is of a drafter's."""
+
+    target: Model
+    cache: Tensor
+    ledger: SlotLedger | None = None  # where other models come into the loop
+    drafter: Weights | None = None
+    exits: ExitModel | None = None
+    trouble: str = ""  # what a user should know of the choice of kernels
+
+    @property
+    def slots(self) -> int:
+        """Tokens that may be cached."""
+        return self.cache.shape[2] - _SPARE_SLOTS
+
+
 def _build(
     config: WorkerConfig, send: Callable[[LoopReport], None], make_model: MakeModel | None
 ) -> tuple[StepLoop, WorkerReady]:
-    device, dtype = _device(config), getattr(torch, config.options.dtype)
-    chains, trouble = _shared_kernels(config, device)
-    drafter_weights, ledger = None, None
-    exits: ExitModel | None = None
-    if chains is not None:
-        cache = allocate_cache(config, dtype, device)
-        ledger = SlotLedger(cache.shape[2] - _SPARE_SLOTS, config.model.hidden_size)
-        model: Model = ChainModel(chains, cache, _threads(config), config, ledger)
-    else:
+    device = _device(config)
+    kernels, trouble = _shared_kernels(config, device)
+    if kernels is None:
         config = replace(config, depth=0)
-        weights = load_weights(config.folder, config.model, dtype, device, config.name)
-        is_elsewhere = config.options.beside == "process"
-        drafter_weights = None if is_elsewhere else _drafter_weights(config, dtype, device)
-        cache = allocate_cache(config, dtype, device)
-        inner, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
-        padded = _padded(config, inner, cache)
-        exits = _with_exit(config, padded, inner, weights) if config.options.speculate == "mirror" else None
-        model = exits or padded
-    kv_tokens = cache.shape[2] - _SPARE_SLOTS
-    options = config.options
+        models = _models(config, device, make_model)
+    else:
+        models = _shared_models(config, device, kernels)
+    options, model = config.options, config.model
     limits = SchedulerConfig(
-        kv_tokens,
+        models.slots,
         options.max_batch,
         options.chunk_tokens,
-        config.model.context_length,
-        config.model.long_after,
-        rope_rows(config.model, cache.shape[2]),
+        model.context_length,
+        model.long_after,
+        rope_rows(model, models.cache.shape[2]),
     )
-    tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * config.model.vocabulary))))
-    token_table = TokenTable(config.pieces, frozenset(config.model.end_ids))
-    scheduler = Scheduler(limits, tree, ledger)
-    speculation = None
-    if options.speculates or (config.proposer is not None and options.k != 0):
-        lengths: Lengths = GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
-        if config.proposer:
-            proposer = config.proposer()
-        elif _may_learn(config, device):
-            ahead = ahead_drafter(config, scheduler, ThreadTransport(), None, slots=kv_tokens, weights=drafter_weights)
-            lengths = proposer = SchemeDrafting(_proposer("auto", ahead.serial()), ahead, lengths, _K_AHEAD)
-        else:
-            drafter = _drafter(config, drafter_weights, cache, scheduler, exits) if config.drafter else None
-            proposer = _proposer(options.speculate or "auto", drafter)
-        clock = thread_time if device.type == "cpu" else perf_counter
-        vocabulary = config.model.vocabulary
-        speculation = Speculation(proposer, lengths, scheduler, clock, vocabulary=vocabulary, table=token_table)
-    loop = StepLoop(model, scheduler, token_table, send, speculation)
-    return loop, WorkerReady(kv_tokens, model.device_name, trouble, isinstance(model, ChainModel))
+    tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * model.vocabulary))))
+    scheduler = Scheduler(limits, tree, models.ledger)
+    table = TokenTable(config.pieces, frozenset(model.end_ids))
+    is_speculating = options.speculates or (config.proposer is not None and options.k != 0)
+    speculation = _speculation(config, models, scheduler, table) if is_speculating else None
+    loop = StepLoop(models.target, scheduler, table, send, speculation)
+    told = models.trouble or trouble
+    return loop, WorkerReady(models.slots, models.target.device_name, told, kernels is not None)
+
+
+def _shared_models(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL) -> _Models:
+    """A model of a zoo, which others may join."""
+    cache = allocate_cache(config, getattr(torch, config.options.dtype), device)
+    ledger = SlotLedger(cache.shape[2] - _SPARE_SLOTS, config.model.hidden_size)
+    return _Models(ChainModel(kernels, cache, _threads(config), config, ledger), cache, ledger)
+
+
+def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | None) -> _Models:
+    """A model on its own, its padding beside it."""
+    dtype = getattr(torch, config.options.dtype)
+    weights = load_weights(config.folder, config.model, dtype, device, config.name)
+    drafter = None if config.options.beside == "process" else _drafter_weights(config, dtype, device)
+    cache = allocate_cache(config, dtype, device)
+    inner, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
+    target = _padded(config, inner, cache)
+    exits = _with_exit(config, target, inner, weights) if config.options.speculate == "mirror" else None
+    return _Models(exits or target, cache, None, drafter, exits, trouble)
+
+
+def _speculation(config: WorkerConfig, models: _Models, scheduler: Scheduler, table: TokenTable) -> Speculation:
+    """What proposes to the target, and how much."""
+    options, device = config.options, models.cache.device
+    lengths: Lengths = GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
+    if config.proposer:
+        proposer = config.proposer()
+    elif _may_learn(config, device):
+        transport = ThreadTransport()
+        ahead = ahead_drafter(config, scheduler, transport, None, slots=models.slots, weights=models.drafter)
+        lengths = proposer = SchemeDrafting(_proposer("auto", ahead.serial()), ahead, lengths, _K_AHEAD)
+    else:
+        proposer = _proposer(options.speculate or "auto", _drafter(config, models, scheduler))
+    clock = thread_time if device.type == "cpu" else perf_counter
+    return Speculation(proposer, lengths, scheduler, clock, vocabulary=config.model.vocabulary, table=table)
 
 
 def _may_learn(config: WorkerConfig, device: torch.device) -> bool:
@@ -158,23 +187,22 @@ def _with_exit(config: WorkerConfig, model: TappedModel, inner: Model, weights: 
     return ExitModel(model, inner, adapter, config.model.norm_eps)
 
 
-def _drafter(
-    config: WorkerConfig, weights: Weights | None, cache: Tensor, scheduler: Scheduler, exits: ExitModel | None
-) -> Proposer:
-    """The draft model, with a cache of as many slots as the target's."""
-    assert config.drafter is not None, "there is one"
-    options, slots = config.options, cache.shape[2] - _SPARE_SLOTS
+def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> Proposer | None:
+    """The draft model, with a cache of as many slots as the target's; None where none is named."""
+    if config.drafter is None:
+        return None
+    options, cache, weights, exits = config.options, models.cache, models.drafter, models.exits
     if options.speculate in OVERLAPPED and options.beside == "process":
         rows, width = scheduler.table.shape
-        return DrafterProcess(DraftSetup(config, slots, rows, width, exits is not None), scheduler, exits)
+        return DrafterProcess(DraftSetup(config, models.slots, rows, width, exits is not None), scheduler, exits)
     if options.speculate in OVERLAPPED:
         if cache.device.type != "cpu":
             problem = f"speculate={options.speculate} drafts in a thread beside the target, which is for a CPU"
             raise UnsupportedByEngine(config.name, problem, "Write speculate=draft, beside=process or device=cpu")
-        return ahead_drafter(config, scheduler, ThreadTransport(), exits, slots=slots, weights=weights)
-    own = replace(config.drafter, options=replace(options, kv_tokens=slots))
+        return ahead_drafter(config, scheduler, ThreadTransport(), exits, slots=models.slots, weights=weights)
+    own = replace(config.drafter, options=replace(options, kv_tokens=models.slots))
     assert weights is not None, "they were loaded"
-    own_cache = allocate_cache(own, cache.dtype, cache.device, least=slots)
+    own_cache = allocate_cache(own, cache.dtype, cache.device, least=models.slots)
     if options.fuzzy > 1:
         grouped = TorchModel(own.model, weights, own_cache)
         return FuzzyDrafter(grouped, own.model, scheduler, config.model.vocabulary, group=options.fuzzy)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import IO
 
 from atts.errors import EngineError
-from atts.local.messages import FailureReply, WorkerConfig, write
+from atts.local.messages import GONE, FailureReply, WorkerConfig, write
 from atts.local.worker import Mailbox, broken
 from atts.processes import end_with
 
@@ -49,7 +49,7 @@ def main() -> int:
 
 def _read_commands(stream: IO[bytes], mailbox: Mailbox) -> None:
     """Pass commands on, until the last."""
-    with suppress(EOFError, OSError, pickle.UnpicklingError):  # cut off: the parent is gone, and soon so are we
+    with suppress(*GONE):  # cut off: the parent is gone, and soon so are we
         while True:
             for command in pickle.load(stream):
                 mailbox.put(command)

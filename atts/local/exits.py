@@ -11,15 +11,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atts.core import Sampling
 from atts.decode import SampledTokens, SamplingBatch, batch_sampling, probabilities
-from atts.errors import ModelLoadError
 from atts.local.allocator import SlotIds
 from atts.local.batch import Model, StepBatch, Tap, TappedModel
-from atts.local.loader import Weights
+from atts.local.loader import Weights, read_trained, unusable_heads
 from atts.local.model_config import ModelConfig
 
 EXIT_FILE = "heads/exit.safetensors"
@@ -70,26 +68,21 @@ class ExitAdapter:
         file = folder / EXIT_FILE
         if not file.is_file():
             return cls.untrained(config, weights)
+        told, parts = read_trained(file, weights, name)
         try:
-            with safe_open(file, framework="pt") as handle:
-                layers = int((handle.metadata() or {})["layers"])
-                parts = {part: handle.get_tensor(part).to(weights.norm) for part in ("norm", "down", "up")}
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise _unusable(name, file, f"cannot be read ({type(error).__name__}: {error})") from error
-        rank, width = len(parts["down"]), config.hidden_size
-        shapes = [tuple(part.shape) for part in parts.values()]
+            layers, norm, down, up = int(told["layers"]), parts["norm"], parts["down"], parts["up"]
+        except (KeyError, ValueError) as error:
+            raise unusable_heads(name, file, f"cannot be read ({type(error).__name__}: {error})") from error
+        rank, width = len(down), config.hidden_size
+        shapes = [tuple(part.shape) for part in (norm, down, up)]
         if shapes != [(width,), (rank, width), (width, rank)] or not 0 < layers < config.num_layers:
-            raise _unusable(name, file, "was made for another model")
-        return cls(layers, **parts)
+            raise unusable_heads(name, file, "was made for another model")
+        return cls(layers, norm, down, up)
 
     def __call__(self, x: Tensor, eps: float) -> Tensor:
         """Rows as the output matrix takes them: [rows, hidden_size]."""
         narrow = F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), None, eps), self.down))
         return F.rms_norm(x + F.linear(narrow, self.up), (x.shape[-1],), self.norm, eps)
-
-
-def _unusable(name: str, file: Path, problem: str) -> ModelLoadError:
-    return ModelLoadError(name, f"{file} {problem}", "Remove it, or train it anew with scripts/train heads")
 
 
 class ExitModel:

@@ -208,6 +208,23 @@ def head_order(config: ModelConfig) -> Tensor:
     return torch.cat([turning, staying.view(2, half - turned)], dim=1).flatten()
 
 
+def read_trained(file: Path, weights: Weights, name: str) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """What `scripts/train heads` wrote for a model of these weights: what is said of the tensors, and the tensors.
+
+    :raises ModelLoadError: the file is damaged.
+    """
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return handle.metadata() or {}, {part: handle.get_tensor(part).to(weights.norm) for part in handle.keys()}
+    except (SafetensorError, OSError) as error:
+        raise unusable_heads(name, file, f"cannot be read ({type(error).__name__}: {error})") from error
+
+
+def unusable_heads(name: str, file: Path, problem: str) -> ModelLoadError:
+    """The refusal of such a file."""
+    return ModelLoadError(name, f"{file} {problem}", "Remove it, or train it anew with scripts/train heads")
+
+
 class _TensorReader:
     """Reads tensors by name from the safetensors files of one folder, checked for shape."""
 

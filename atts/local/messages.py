@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from atts.core import Beginning, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineCounters
@@ -206,6 +207,25 @@ class LoopReport:
 
     replies: tuple[Reply, ...]
     stats: LoopStats | None  # None when the loop is gone
+
+
+GONE = (EOFError, OSError, pickle.UnpicklingError)
+"""What reading from a process or writing to it raises when it is gone."""
+
+
+def first_answer(process: subprocess.Popen[bytes], config: object, name: str) -> Any:
+    """What a process says once it has loaded what its configuration names.
+
+    :raises EngineError: it could not be loaded.
+    :raises EOFError: the process is gone, as it is where another of `GONE` is raised.
+    """
+    assert process.stdin is not None, "asked for a pipe"
+    assert process.stdout is not None, "asked for a pipe"
+    write(process.stdin, config)
+    answer = pickle.load(process.stdout)
+    if isinstance(answer, FailureReply):
+        raise answer.error(name)
+    return answer
 
 
 def write(stream: IO[bytes], value: object) -> None:

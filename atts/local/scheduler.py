@@ -5,18 +5,18 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import PrefillChunk, StepPlan
-from atts.local.ledger import Kin, SlotLedger
+from atts.local.ledger import SlotLedger
+from atts.local.lending import WORTH_WAITING, Lending, Loan
 from atts.local.prefix import PrefixMatch, PrefixNode, PrefixTree
 from atts.local.sequence import Sequence
 
 _SLOT_RUN = 32  # slots taken at a time while decoding: neighbours in memory are read faster, and calls are few
-_WORTH_WAITING = 8  # tokens a sibling must be about to share before a request waits for it
 _HEADROOM = 16  # slots kept free per running sequence when another is admitted
 CacheAction = Literal["keep", "drop"]
 
@@ -33,13 +33,6 @@ class SchedulerConfig:
     rope_rows: int = 0  # where those begin in the tables of angles
 
 
-class _Loan(NamedTuple):
-    kin: Kin
-    found: PrefixMatch  # in the relative's part of the tree
-    stop: int
-    gain: int
-
-
 class Scheduler:
     """Oldest first, whatever the kind; decoding never waits for prefills, which are cut into chunks.
 
@@ -47,7 +40,8 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, ledger: SlotLedger | None = None) -> None:
-        self._config, self.tree, self._ledger = config, tree, ledger
+        self._config, self.tree = config, tree
+        self._lending = None if ledger is None else Lending(tree, ledger)
         self.allocator: SlotAllocator = ledger or SlotAllocator(config.kv_tokens)
         self._chunk_tokens = config.chunk_tokens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
@@ -70,9 +64,9 @@ class Scheduler:
     @property
     def num_locked(self) -> int:
         """Slots that running sequences read or write: all others are free or can be made so."""
-        if self._ledger is None or not self._running:
+        if self._lending is None or not self._running:
             return max(0, self.allocator.num_used - self.tree.num_evictable)
-        return self._ledger.num_apart(np.concatenate([self.table[s.row, : s.capacity] for s in self._running]))
+        return self._lending.ledger.num_apart(np.concatenate([self.table[s.row, : s.capacity] for s in self._running]))
 
     def sequence(self, request_id: int) -> Sequence:
         """An unfinished request."""
@@ -166,8 +160,8 @@ class Scheduler:
         row, node, shared = self.table[sequence.row], sequence.node, sequence.num_shared
         assert node is not None, "a running sequence holds a lock"
         computed = sequence.num_computed
-        if self._ledger is not None:
-            self._unite(sequence, max(shared, node.depth))
+        if self._lending is not None:
+            self._lending.unite(sequence, row, max(shared, node.depth))
         found = self.tree.insert(tuple(sequence.ids[node.depth : computed]), row[node.depth : computed], node)
         self.tree.lock(found.node, node)
         known = node.depth + found.length
@@ -187,13 +181,13 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             found = self._known(sequence)
-            lent = self._lent(sequence, self._start(sequence, found)) if self._ledger else None
-            if self._should_wait(sequence, max(found.length, lent.stop if lent else 0)):
+            loan = self._lending.best(sequence, self._start(sequence, found)) if self._lending else None
+            if self._should_wait(sequence, max(found.length, loan.stop if loan else 0)):
                 deferred.append(sequence)
             elif not self._try_admit(sequence, found):
                 break
-            elif lent is not None:
-                self._borrow(sequence, lent)
+            elif loan is not None:
+                self._borrow(sequence, loan)
             heapq.heappop(self._waiting)
         for sequence in deferred:
             heapq.heappush(self._waiting, (sequence.order, sequence))
@@ -251,55 +245,23 @@ class Scheduler:
         free = self.allocator.num_free
         if free >= count or free + self.tree.num_evictable < count:
             return free >= count
-        return self._ledger is None or self.allocator.num_slots - self.num_locked >= count
+        return self._lending is None or self.allocator.num_slots - self.num_locked >= count
 
-    def _lent(self, sequence: Sequence, known: int) -> _Loan | None:
-        """The relative whose keys and values spare a waiting request the most; what is fed apart is long enough.
-
-        A few rows alone attend by other kernels, and would not say to the bit what they say among many.
-        """
-        assert self._ledger is not None, "only models of one loop are related"
-        best, ids = None, tuple(sequence.ids)
-        for kin in self._ledger.kin.get(sequence.chain, ()):
-            found = self.tree.match(ids, len(ids), self.tree.root(sequence.kind_of(kin.chain)))
-            stop = known + self._ledger.reach(kin, found.slots[known:])
-            if stop < len(ids):
-                stop = min(stop, len(ids) - _WORTH_WAITING)
-            gain = (stop - known) * kin.unit
-            if stop >= known + _WORTH_WAITING and (best is None or gain > best.gain):
-                best = _Loan(kin, found, stop, gain)
-        return best
-
-    def _borrow(self, sequence: Sequence, lent: _Loan) -> None:
-        """Hold a relative's slots of the layers that are the same, beside own ones of the others."""
-        assert self._ledger is not None, "only models of one loop are related"
-        start = sequence.capacity
-        self.tree.lock(lent.found.node)
-        self._evict_until_free(lent.stop - start)
-        stop = min(lent.stop, start + self.allocator.num_free)
-        self.tree.unlock(lent.found.node)
-        if stop < start + _WORTH_WAITING:
-            return
-        self.table[sequence.row, start:stop] = self._ledger.borrow(lent.kin, lent.found.slots[start:stop])
-        sequence.capacity = sequence.borrowed = stop
-        sequence.unit = lent.kin.unit
-
-    def _unite(self, sequence: Sequence, start: int) -> None:
-        """Hold what relatives have computed of the same tokens instead of what this one has, from a position on."""
-        assert self._ledger is not None, "only models of one loop are related"
-        ids = tuple(sequence.ids[: sequence.num_computed])
-        start = max(start, self.tree.match(ids, len(ids), self.tree.root(sequence.kind)).length)
-        for kin in self._ledger.kin.get(sequence.chain, ()):
-            found = self.tree.match(ids, len(ids), self.tree.root(sequence.kind_of(kin.chain)))
-            self._ledger.exchange(kin, self.table[sequence.row, start : found.length], found.slots[start:])
+    def _borrow(self, sequence: Sequence, loan: Loan) -> None:
+        """Make room for a loan, and hold it."""
+        self.tree.lock(loan.found.node)
+        self._evict_until_free(loan.stop - sequence.capacity)
+        self.tree.unlock(loan.found.node)
+        loan.grant(sequence, self.table[sequence.row], self.allocator.num_free)
 
     def _should_wait(self, sequence: Sequence, known: int) -> bool:
         """Whether a running prefill, be it a relative's, is about to compute a good part of this request's ids."""
-        wanted = known + _WORTH_WAITING
+        wanted = known + WORTH_WAITING
         if wanted > min(len(sequence.ids), sequence.first_scored):
             return False
-        kin = self._ledger.kin.get(sequence.chain, ()) if self._ledger else ()
-        kinds = {sequence.kind, *(sequence.kind_of(other.chain) for other in kin)}
+        kinds = {sequence.kind}
+        if self._lending is not None:
+            kinds.update(kind for _, kind in self._lending.kinds(sequence))
         start, prefilled = sequence.ids[:wanted], [s for s in self._running if s.kind in kinds]
         return any(s.ids[:wanted] == start for s in prefilled if not s.is_decoding and s.num_computed < len(s.ids))
 

@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from atts.errors import ModelLoadError
-from atts.local.loader import Weights
+from atts.local.loader import Weights, read_trained, unusable_heads
 from atts.local.model_config import ModelConfig
 
 STREAM_FILE = "heads/streams.safetensors"
@@ -40,22 +38,16 @@ class StreamHeads:
 
         :raises ModelLoadError: their file is damaged, or of another model.
         """
-        file, found = folder / STREAM_FILE, list[StreamHead]()
+        file = folder / STREAM_FILE
         if not file.is_file():
             return None
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for at in range(len(handle.keys()) // 2):
-                    parts = (handle.get_tensor(f"{part}.{at}").to(weights.norm) for part in ("down", "up"))
-                    found.append(StreamHead(*parts))
-        except (SafetensorError, OSError) as error:
-            problem = f"{file} cannot be read ({type(error).__name__}: {error})"
-            raise ModelLoadError(name, problem, "Remove it, or train it anew with scripts/train heads") from error
-        width = config.hidden_size
-        for at, (down, up) in enumerate(found):
-            if down.shape != (up.shape[1], width * (2 + at)) or len(up) != width:
-                problem = f"{file} was made for another model"
-                raise ModelLoadError(name, problem, "Remove it, or train it anew with scripts/train heads")
+        _, parts = read_trained(file, weights, name)
+        width, found = config.hidden_size, list[StreamHead]()
+        for at in range(len(parts) // 2):
+            down, up = parts.get(f"down.{at}"), parts.get(f"up.{at}")
+            if down is None or up is None or down.shape != (up.shape[1], width * (2 + at)) or len(up) != width:
+                raise unusable_heads(name, file, "was made for another model")
+            found.append(StreamHead(down, up))
         return cls(weights.embedding, found)
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> Tensor:

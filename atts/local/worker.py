@@ -14,7 +14,17 @@ from typing import IO, Protocol
 
 from atts.errors import EngineError
 from atts.importing import import_lock
-from atts.local.messages import Close, Command, FailureReply, LoopReport, WorkerConfig, WorkerReady, write
+from atts.local.messages import (
+    GONE,
+    Close,
+    Command,
+    FailureReply,
+    LoopReport,
+    WorkerConfig,
+    WorkerReady,
+    first_answer,
+    write,
+)
 from atts.local.options import WorkerKind
 from atts.processes import python_command
 
@@ -104,18 +114,13 @@ class ProcessWorker:
         """
         process = self._process
         assert process is not None, "opened once, before it is closed"
-        assert process.stdin is not None, "asked for a pipe"
-        assert process.stdout is not None, "asked for a pipe"
         try:
-            write(process.stdin, config)
-            answer = pickle.load(process.stdout)
-        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            answer = first_answer(process, config, config.name)
+        except GONE as error:
             _kill(process)
             self._end(process)
             problem = f"its process died while loading with {_farewell(process.returncode, self._last_words)}"
             raise EngineError(config.name, problem) from error
-        if isinstance(answer, FailureReply):
-            raise answer.error(config.name)
         assert isinstance(answer, WorkerReady), "a child that has its configuration is ready or has failed"
         self._start(threading.Thread(target=_write_commands, args=(self._outbox, process.stdin), daemon=True))
         reader = _read_reports, (process, deliver, self._last_words)

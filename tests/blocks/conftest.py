@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from atts.blocks import Zoo
 from tests.local.conftest import make_model as make_model
 
 Make = Callable[..., Path]
 Tune = Callable[..., Path]
+Words = Mapping[str, Sequence[str]]
+MakeZoo = Callable[[Words, Words], Zoo]
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -52,5 +55,22 @@ def tune(base: Path, tmp_path: Path) -> Tune:
             said = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(said | config))
         return folder
+
+    return make
+
+
+@pytest.fixture
+def make_zoo(base: Path, tune: Tune, tmp_path: Path) -> MakeZoo:
+    """A zoo of the base, of models that are tuned where these words say, and of adapters of what those say."""
+    from .test_adapters import save_adapter
+
+    def make(tuned: Words, adapted: Words) -> Zoo:
+        zoo = Zoo(tmp_path / "zoo")
+        zoo.add("base", base)
+        for name, words in tuned.items():
+            zoo.add(name, tune(name, *words))
+        for seed, (name, words) in enumerate(adapted.items(), 1):
+            zoo.add(name, save_adapter(tmp_path / name, base, *words, seed=seed))
+        return zoo
 
     return make

@@ -29,8 +29,8 @@ from atts.tokenizing import ModelTokenizer
 from tests.local.speculating import Script
 from tests.local.test_engine import loop_process
 
-from .conftest import Tune
-from .test_adapters import asked, save_adapter
+from .conftest import MakeZoo, Tune
+from .test_adapters import asked
 from .test_zoo import damaged
 
 Make = Callable[..., Path]
@@ -39,17 +39,11 @@ SHARED = replace(OPTIONS, worker="thread")
 
 
 @pytest.fixture
-def family(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
+def family(make_zoo: MakeZoo) -> Zoo:
     """A base, two adapters of it, and three that are tuned at their end, in their middle, and in their head."""
-    zoo = Zoo(tmp_path / "zoo")
-    zoo.add("base", base)
-    zoo.add("end", tune("end", "layers.2."))
-    zoo.add("middle", tune("middle", "layers.1.mlp"))
-    zoo.add("head", tune("head", "lm_head", "model.norm"))
-    zoo.add("narrow", save_adapter(tmp_path / "narrow", base, "q_proj", "v_proj", seed=1))
     wide = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    zoo.add("wide", save_adapter(tmp_path / "wide", base, *wide, seed=2))
-    return zoo
+    tuned = {"end": ("layers.2.",), "middle": ("layers.1.mlp",), "head": ("lm_head", "model.norm")}
+    return make_zoo(tuned, {"narrow": ("q_proj", "v_proj"), "wide": wide})
 
 
 def config_of(zoo: Zoo, name: str, *, shares: bool = True) -> WorkerConfig:

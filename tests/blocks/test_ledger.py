@@ -24,8 +24,7 @@ from atts.local.messages import AddChain, Cancel, LoopReport, Reply, SampleReply
 from atts.local.prefix import PrefixNode
 from atts.seeds import Seed
 
-from .conftest import Tune
-from .test_adapters import save_adapter
+from .conftest import MakeZoo, Tune
 from .test_chains import OPTIONS, config_of
 
 NAMES = ("base", "end", "late", "head", "shallow", "outputs")
@@ -45,15 +44,11 @@ def shallow(folder: Path, layers: int) -> Path:
 
 
 @pytest.fixture
-def relatives(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
+def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
     """Models that part late: in the last layer, by an adapter of it, in the head, after two layers, in what attends."""
-    zoo = Zoo(tmp_path / "zoo")
-    zoo.add("base", base)
-    zoo.add("end", tune("end", "layers.2.mlp"))
-    zoo.add("late", save_adapter(tmp_path / "late", base, "layers.2.self_attn.q_proj", "layers.2.mlp", seed=1))
-    zoo.add("head", tune("head", "lm_head", "model.norm"))
+    tuned = {"end": ("layers.2.mlp",), "head": ("lm_head", "model.norm"), "outputs": ("layers.1.self_attn.o_proj",)}
+    zoo = make_zoo(tuned, {"late": ("layers.2.self_attn.q_proj", "layers.2.mlp")})
     zoo.add("shallow", shallow(tune("shallow", "lm_head"), 2))
-    zoo.add("outputs", tune("outputs", "layers.1.self_attn.o_proj"))
     return zoo
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,8 +18,7 @@ from atts.local.ledger import Lineage, SlotLedger
 from atts.local.messages import AddChain, FailureReply, LoopReport, Reply, SampleReply, Submit
 from atts.seeds import Seed
 
-from .conftest import Tune
-from .test_adapters import save_adapter
+from .conftest import MakeZoo
 from .test_chains import OPTIONS, config_of
 from .test_ledger import said
 
@@ -30,15 +28,10 @@ OTHERS = tuple(random.Random(2).choices(range(3, 300), k=60))
 
 
 @pytest.fixture
-def relatives(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
+def relatives(make_zoo: MakeZoo) -> Zoo:
     """Models that part from their base in each way that moves what is kept, and where."""
-    zoo = Zoo(tmp_path / "zoo")
-    zoo.add("base", base)
-    zoo.add("end", tune("end", "layers.2."))
-    zoo.add("forward", tune("forward", "layers.1.mlp"))
-    zoo.add("asks", save_adapter(tmp_path / "asks", base, "layers.1.self_attn.q_proj", seed=1))
-    zoo.add("head", tune("head", "lm_head", "model.norm"))
-    return zoo
+    tuned = {"end": ("layers.2.",), "forward": ("layers.1.mlp",), "head": ("lm_head", "model.norm")}
+    return make_zoo(tuned, {"asks": ("layers.1.self_attn.q_proj",)})
 
 
 class Loop:

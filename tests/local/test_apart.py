@@ -119,7 +119,7 @@ def test_nothing_is_left_of_a_process_whose_start_broke(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("atts.local.apart.subprocess.Popen", kept)
-    monkeypatch.setattr("atts.local.apart.write", broken)
+    monkeypatch.setattr("atts.local.messages.write", broken)
     with pytest.raises(KeyboardInterrupt):
         run(make_model("llama"), [requests(1)], None, 4, near, speculate="pearl", beside="process")
     assert [process.poll() is not None for process in started] == [True]

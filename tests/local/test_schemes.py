@@ -10,7 +10,7 @@ import pytest
 
 from atts.core import Sampling
 from atts.local.ahead import _PATIENCE, AheadDrafter  # pyright: ignore[reportPrivateUsage]
-from atts.local.schemes import SchemeDrafting
+from atts.local.scheme_drafting import SchemeDrafting
 from atts.local.transport import InlineTransport, ThreadTransport
 from tests.local.speculating import Make, counts, requests, run, same
 
@@ -48,7 +48,7 @@ def test_schemes_that_change_change_no_token(
 
     monkeypatch.setattr("atts.local.build.ThreadTransport", transport)
     monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
-    monkeypatch.setattr("atts.local.schemes.SchemeControl", Changing)
+    monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
     monkeypatch.setattr(AheadDrafter, "begin_anew", seen)
     plain = run(folder, [orders])
     done = run(folder, [orders], None, None, near, speculate="auto")
@@ -86,7 +86,7 @@ def test_a_drafter_that_does_not_end_is_left(make_model: Make, near: Path, monke
 
     monkeypatch.setattr("atts.local.build.ThreadTransport", Stuck)
     monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
-    monkeypatch.setattr("atts.local.schemes.SchemeControl", Changing)
+    monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
     folder, orders = make_model("llama"), requests(2, 40, HOT)
     done = run(folder, [orders], None, None, near, speculate="auto")
     assert same(run(folder, [orders]), done)
@@ -104,7 +104,7 @@ def test_a_late_job_makes_no_other_scheme_late(make_model: Make, near: Path, mon
 
     monkeypatch.setattr("atts.local.build.ThreadTransport", Late)
     monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
-    monkeypatch.setattr("atts.local.schemes.SchemeControl", Changing)
+    monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
     run(make_model("llama"), [requests(2, 40, HOT)], None, None, near, speculate="auto")
     first = [then for before, then in pairwise(waits) if before == _PATIENCE]
     assert 0.0 in waits, "some were late"

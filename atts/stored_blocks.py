@@ -44,6 +44,31 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """What a model says otherwise with other blocks at some places, measured on what it wrote to some problems."""
+
+    model: str
+    weights: str  # its digest, as its engine's spec names it
+    stands: dict[str, str]  # by place, whose block stands there: MODEL/PLACE
+    problems: str  # what was measured on
+    count: int  # problems
+    tokens: int  # that the model wrote to them, greedily
+    nats: float  # mean divergence at these, from the model's law to that of the changed chain
+    flips: float  # the share of them at which another token is the likeliest
+    accuracy: tuple[float, float]  # the model's, and the changed chain's
+    change: tuple[float, float]  # the difference's interval at 95 %
+
+    def __str__(self) -> str:
+        """In one line, for people."""
+        before, after = self.accuracy
+        return (
+            f"{self.nats:.4g} nats a token, {self.flips:.2%} of {self.tokens:,} greedy tokens flip; accuracy "
+            f"{before:.3f} to {after:.3f}, {after - before:+.3f} [{self.change[0]:+.3f}, {self.change[1]:+.3f}] "
+            f"(n = {self.count}, {self.problems})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StoredModel:
     """What a zoo knows of one model; its configuration and tokenizer lie beside, as they were added."""
 
@@ -55,6 +80,7 @@ class StoredModel:
     marks: tuple[str, str]  # the digests of its weights that an engine's spec names
     files: tuple[StoredFile, ...]
     blocks: tuple[StoredBlock, ...]
+    loss: Loss | None = None  # of a chain that stands in for another model's
 
     @property
     def digests(self) -> frozenset[str]:

@@ -18,15 +18,18 @@ from atts.api.pairs import Pair, find_pair, known_pairs
 from atts.api.placement import CARDS, Placement, place
 from atts.api.recorded import certify, compare, merge, plan, replay, report, trace
 from atts.api.setup import Setup, answers_for, load_problems
+from atts.api.standing_in import ComparedBlocks, MeasuredPair, compare_blocks
 from atts.api.sweeping import Sweep, SweepEnd, SweepPoint, plan_sweep, run_sweep, sweep, sweep_sync
 
 __all__ = [
     "CARDS",
     "Check",
+    "ComparedBlocks",
     "Configuration",
     "Diagnosis",
     "DryRun",
     "Job",
+    "MeasuredPair",
     "Pair",
     "Placement",
     "RATE_OF_FILES",
@@ -47,6 +50,7 @@ __all__ = [
     "calibrator_of",
     "certify",
     "compare",
+    "compare_blocks",
     "config_keys",
     "configure",
     "diagnose",

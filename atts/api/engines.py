@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,12 @@ from atts.engine import Engine
 from atts.errors import OptionError
 
 if TYPE_CHECKING:
+    from atts.blocks import Zoo
     from atts.local import LocalOptions
     from atts.remote import RayOptions
 
 T = TypeVar("T")
+_log = logging.getLogger("atts.engines")
 
 SCHEMES = (
     *("embedded", "hf", "zoo", "scripted"),
@@ -36,7 +39,8 @@ def build_engine(
 ) -> Engine:
     """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder", or one you made.
 
-    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`).
+    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=.01", what `atts zoo compare`
+    kept to stand in for it within so many nats a token: what that loses is logged as a warning.
     Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
     "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs with commas
     between them are replicas of one engine (`docs/servers.md`). Settings follow a question mark:
@@ -74,7 +78,9 @@ def build_engine(
 
         model = str(path("target" if (model or role) == "target" else "draft"))
     if scheme == "zoo":
-        model = _zoo_folder(model)
+        model, settings, loss = _zoo_model(model, settings)
+        if loss:
+            _log.warning("%s: %s", name, loss)
     found, lent = _local_options(settings, options), _drafter_model(lent) if lent else ""
     return LocalEngine(model, name=role, options=found, chat=chat, lent="" if lent == model else lent)
 
@@ -142,10 +148,10 @@ def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
 
     if not (isinstance(draft, str) and isinstance(target, str)):
         return False
-    (one, _, settings), (other, _, others) = draft.partition("?"), target.partition("?")
-    if settings != others or not all(words.startswith("zoo:") for words in (one, other)):
+    if not all(words.startswith("zoo:") for words in (draft, target)):
         return False
-    return share_blocks(Path(_zoo_folder(one[4:])), Path(_zoo_folder(other[4:])))
+    one, other = (_zoo_model(words[4:].partition("?")[0], words.partition("?")[2]) for words in (draft, target))
+    return one[1] == other[1] and share_blocks(Path(one[0]), Path(other[0]))
 
 
 def _drafter_words(engine: str | Engine) -> tuple[str, str]:
@@ -212,12 +218,32 @@ def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:
     return options
 
 
-def _zoo_folder(words: str) -> str:
-    """The folder of a zoo's model, named by the zoo's directory and its own name."""
+def _zoo_model(words: str, settings: str) -> tuple[str, str, str]:
+    """The folder of a zoo's model, or of what `lossy` lets stand in for it; the other settings; and what is lost."""
+    zoo, name = _zoo(words)
+    found = dict(parse_qsl(settings, keep_blank_values=True))
+    bound, model = found.pop("lossy", None), zoo.model(name)
+    if bound is None:
+        if model.loss:
+            advice = (
+                f"write zoo:DIR/{model.loss.model}?lossy=NATS, {model.loss.nats:.3g} or more, or take it as a drafter"
+            )
+            raise OptionError("engine", f"{name!r} stands in for {model.loss.model!r}, at a loss: {advice}")
+        return str(zoo.folder(name)), settings, ""
+    try:
+        kept = zoo.within(name, float(bound))
+    except ValueError:
+        raise OptionError("lossy", f"{bound!r} is no number of nats a token, as .01") from None
+    stands = ", ".join(f"{other} as {place}" for place, other in kept.loss.stands.items()) if kept.loss else ""
+    return str(zoo.folder(kept.name)), urlencode(found), f"{kept.name} stands in ({stands}): {kept.loss}"
+
+
+def _zoo(words: str) -> tuple[Zoo, str]:
+    """A zoo by its directory, and the model's own name."""
     from atts.blocks import Zoo
 
     directory, _, name = words.rstrip("/").rpartition("/")
-    return str(Zoo(Path(directory or ".").expanduser()).folder(name))
+    return Zoo(Path(directory or ".").expanduser()), name
 
 
 def _drafter_model(words: str) -> str:
@@ -228,7 +254,8 @@ def _drafter_model(words: str) -> str:
 
         return str(path("target" if model == "target" else "draft"))
     if scheme == "zoo" and model:
-        return _zoo_folder(model)
+        zoo, name = _zoo(model)
+        return str(zoo.folder(name))
     if scheme != "hf" or not model or "?" in model:
         known = "embedded:draft, hf:OWNER/NAME, hf:./FOLDER or zoo:DIR/NAME"
         raise OptionError("drafter", f"{words!r} names no draft model; write {known}, without settings")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,12 +12,24 @@ from atts.errors import ModelLoadError, OptionError
 from atts.files import open_ordinary, storage, write_atomic
 from atts.local import Family, check_model, check_weights
 from atts.model_folder import WEIGHT_FILES, read_object, weight_files
-from atts.stored_blocks import MANIFEST, check_stored, tensor_files
+from atts.stored_blocks import MANIFEST, StoredModel, check_stored, tensor_files
 
 _OTHER_WEIGHTS = (*WEIGHT_FILES, "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 """Weights in forms that no local engine reads: they stay where they are."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _INDEX = ".safetensors.index.json"
 """What says in which of several files a weight is."""
+
+
+def check_name(name: str, taken: Collection[str] = ()) -> None:
+    """See that a model can be called so.
+
+    :raises OptionError: it cannot, or another is.
+    """
+    if not _NAME.fullmatch(name):
+        raise OptionError("NAME", f"{name!r} can be no model's name; use letters, digits, '.', '_' and '-'")
+    if name in taken:
+        raise OptionError("NAME", f"{name!r} is taken; take another, or remove that model first (atts zoo remove)")
 
 
 def checked(folder: Path, name: str) -> Family:
@@ -32,14 +45,15 @@ def checked(folder: Path, name: str) -> Family:
 def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
     """Write a model to a new folder: weights and other files that `folder` lacks are those of a zoo's model, `base`.
 
+    A folder without weights makes the base's first layers before its head, as many as its configuration says.
+
     :raises OptionError: the base is an adapter's model.
     :raises ModelLoadError: the folder's weights are damaged.
     :raises ZooError: the base's are.
     """
     stored = check_stored(base)
     assert stored is not None, "a model of a zoo has a manifest"
-    if stored.base:
-        raise OptionError("--base", f"{stored.name!r} is an adapter's model itself; name its base, {stored.base!r}")
+    unadapted(stored, "--base")
     layers = read_object(folder / "config.json", name).get("num_hidden_layers")
     whole.mkdir()
     side = [*side_files(base), *side_files(folder)]
@@ -50,11 +64,22 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
             found = WeightFile(path, stack).tensors
             theirs |= {outer: found[inner] for outer, inner in (names or {key: key for key in found}).items()}
         try:
-            own = [WeightFile(path, stack) for path in weight_files(folder, name)]
+            has_weights = any(path.match(kind) for path in folder.iterdir() for kind in _OTHER_WEIGHTS)
+            own = [WeightFile(path, stack) for path in weight_files(folder, name)] if has_weights else []
         except (ValueError, LookupError, TypeError) as error:
             raise ModelLoadError(name, f"the weights in {folder} are damaged ({error})", "Download it again") from error
         block = completed(own, theirs, layers if isinstance(layers, int) else len(theirs))
         write_atomic(whole / "model.safetensors", block.parts)
+
+
+def unadapted(model: StoredModel, option: str) -> StoredModel:
+    """The model, where it has no adapter.
+
+    :raises OptionError: it has one.
+    """
+    if model.base:
+        raise OptionError(option, f"{model.name!r} is an adapter's model itself; name its base, {model.base!r}")
+    return model
 
 
 def side_files(folder: Path) -> list[Path]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,8 @@ from secrets import token_hex
 
 import msgspec
 
-from atts.blocks.folders import bytes_of, checked, complete, copy_files, side_files
+from atts.blocks.equivalence import Likeness, changed, fitting, likenesses
+from atts.blocks.folders import bytes_of, check_name, checked, complete, copy_files, side_files, unadapted
 from atts.blocks.sharing import ZooContents, contents
 from atts.blocks.splitting import Block, WeightFile, joined, split, whole_block
 from atts.errors import OptionError, ZooError
@@ -28,17 +28,18 @@ from atts.stored_blocks import (
     MARK,
     MODELS,
     SCHEMA,
+    Loss,
     StoredModel,
     block_path,
     check_schema,
     check_stored,
+    content_digest,
     file_digest,
     read_stored,
 )
 
 _LOCK = "lock"
 _ADAPTER_FILE = "adapter_model.safetensors"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _COMPLETED = ".completed"
 """Where a model is written of which a folder holds only a part, as long as it is added."""
 
@@ -72,13 +73,19 @@ class Zoo:
             raise ZooError(self.directory, f"it holds no model {name!r}", f"It holds {', '.join(known) or 'none'}")
         return self._models / name
 
+    def model(self, name: str) -> StoredModel:
+        """A model's manifest.
+
+        :raises ZooError: there is no such model, or its manifest is damaged.
+        """
+        return read_stored(self.folder(name))
+
     def show(self) -> ZooContents:
         """Who shares what, and the bytes of it, of those models whose manifests can be read.
 
         :raises ZooError: it is no zoo, or one of a newer version.
         """
-        found = [self._read(name) for name in self.names()]
-        return contents(str(self.directory), [model for model in found if model is not None], self._size())
+        return contents(str(self.directory), self._known(), self._size())
 
     def damage(self) -> list[str]:
         """What is damaged, a line for each model, every block compared with its digest.
@@ -107,8 +114,6 @@ class Zoo:
         :raises ZooError: this is no zoo, or a newer one.
         :raises StorageError: the disk refuses; nothing has changed.
         """
-        if not _NAME.fullmatch(name):
-            raise OptionError("NAME", f"{name!r} can be no model's name; use letters, digits, '.', '_' and '-'")
         if not folder.is_dir():
             raise OptionError("FOLDER", f"{folder} is no folder; name one with a model's configuration and weights")
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
@@ -135,7 +140,7 @@ class Zoo:
                 blocks = split(mapped, family)
                 marks = weights_marks(files)
             ours = {block.stored.digest for block in blocks}
-            sharers = [other for other in map(self._read, self.names()) if other and ours & other.digests]
+            sharers = [other for other in self._known() if ours & other.digests]
             side = side_files(folder)
             model = StoredModel(
                 name=name,
@@ -183,12 +188,9 @@ class Zoo:
     def _base_of(self, folder: Path, base: str, name: str) -> StoredModel:
         """The model that an adapter was trained on."""
         if base:
-            found = read_stored(self.folder(base))
-            if found.base:
-                raise OptionError("--base", f"{base!r} is an adapter's model itself; name its base, {found.base!r}")
-            return found
+            return unadapted(self.model(base), "--base")
         said = str(read_object(folder / ADAPTER_CONFIG, name).get("base_model_name_or_path") or "")
-        known = [model for model in map(self._read, self.names()) if model and not model.base]
+        known = [model for model in self._known() if not model.base]
         places = {said, str((folder / said).resolve()), str(Path(said).expanduser().resolve())} if said else set[str]()
         for model in known:
             if model.source in places or model.name == said:
@@ -230,10 +232,7 @@ class Zoo:
                 temporary.mkdir(parents=True)
                 home = folder / ADAPTER if model.base else folder
                 copy_files([path for path in home.iterdir() if path.is_file() and path.name != MANIFEST], temporary)
-                tensors = dict[str, memoryview]()
-                for block in () if model.is_whole else model.blocks:
-                    stored = WeightFile(block_path(self.directory, block.digest), stack).tensors
-                    tensors |= {outer: stored[inner].data for outer, inner in block.tensors.items()}
+                tensors = {} if model.is_whole else self._tensors(model, stack)
                 for file in () if model.is_whole else model.files:
                     path = temporary / file.name
                     write_atomic(path, joined(file, tensors))
@@ -244,6 +243,55 @@ class Zoo:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
+    def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[Likeness]:
+        """For each block of a model those of its shape that are nearest by parameters; models that are whole are cut.
+
+        `most` at each place, at most so many lengths of the model's own block `apart`.
+
+        :raises OptionError: it is an adapter's model.
+        :raises ZooError: there is no such model, or its manifest is damaged.
+        """
+        unadapted(self.model(name), "NAME")
+        with self._changing():
+            for model in self._known():
+                self._separate(model)
+        return likenesses(self.directory, self.model(name), self._known(), (most, apart))
+
+    def keep(self, name: str, model: StoredModel, digests: Mapping[str, str], loss: Loss) -> StoredModel:
+        """Store a model with other blocks of the zoo at some places, and what that was measured to lose.
+
+        :raises OptionError: the name cannot be one, or is taken.
+        :raises StorageError: the disk refuses; nothing has changed.
+        """
+        with self._adding(name), ExitStack() as stack:
+            made = replace(changed(model, digests), name=name, loss=loss)
+            with storage(self.directory):
+                tensors = self._tensors(made, stack)
+                digest = {file.name: content_digest(*joined(file, tensors)) for file in made.files}
+            made = replace(made, files=tuple(replace(file, digest=digest[file.name]) for file in made.files))
+            self._put(made, side_files(self.folder(model.name)))
+            return made
+
+    def within(self, name: str, bound: float) -> StoredModel:
+        """What was kept for a model and diverges from it by at most so many nats a token: of these what does most.
+
+        :raises OptionError: nothing was.
+        :raises ZooError: there is no such model, or its manifest is damaged.
+        """
+        return fitting(self.model(name), self._known(), bound, f"atts zoo compare {name} --zoo {self.directory}")
+
+    def _known(self) -> list[StoredModel]:
+        """The models whose manifests can be read."""
+        return [model for model in map(self._read, self.names()) if model is not None]
+
+    def _tensors(self, model: StoredModel, stack: ExitStack) -> dict[str, memoryview]:
+        """Every tensor of a cut model, by its name in the model's files."""
+        found = dict[str, memoryview]()
+        for block in model.blocks:
+            stored = WeightFile(block_path(self.directory, block.digest), stack).tensors
+            found |= {outer: stored[inner].data for outer, inner in block.tensors.items()}
+        return found
+
     @property
     def _models(self) -> Path:
         return self.directory / MODELS
@@ -251,10 +299,9 @@ class Zoo:
     @contextmanager
     def _adding(self, name: str) -> Generator[None, None, None]:
         """Alone among the processes that change this zoo, which has no model of this name."""
+        check_name(name)
         with self._changing(create=True):
-            if name in self.names():
-                advice = f"take another, or remove it first: atts zoo remove {name} --zoo {self.directory}"
-                raise OptionError("NAME", f"{name!r} is taken; {advice}")
+            check_name(name, self.names())
             yield
 
     @contextmanager

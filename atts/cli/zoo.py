@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atts.cli.options import Json
-from atts.cli.output import print_result
+from atts.cli.output import print_json, print_result
 from atts.cli.terminal import say
 from atts.errors import CheckFailed
 
 if TYPE_CHECKING:
+    from atts.api import MeasuredPair
     from atts.blocks import SharedPart, ZooContents
 
 app = typer.Typer(no_args_is_help=True)
@@ -107,6 +108,52 @@ def show(
         say(picture)
     if check and (damage := Zoo(zoo).damage()):
         raise CheckFailed("\n".join(damage))
+
+
+@app.command()
+def compare(
+    name: Name,
+    zoo: Directory,
+    problems: Annotated[
+        str, typer.Option(help="What the model is asked: a dataset's name or file, as for atts eval.")
+    ] = "arithmetic[:30]",
+    most: Annotated[int, typer.Option(help="Blocks to measure at each place, the nearest by parameters.", min=1)] = 1,
+    apart: Annotated[
+        float, typer.Option(help="Most distance of their parameters, in lengths of the model's block; unrelated: 1.4.")
+    ] = 1.0,
+    lossy: Annotated[float, typer.Option(help="Divergence that is kept at most, in nats a token.", min=0)] = 0.01,
+    keep: Annotated[
+        str | None,
+        typer.Option(help="Keep the model with all such blocks under this name.", metavar="NAME"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Put other blocks of the same shape into a model's chain, one at a time, and say what each changes.
+
+    With --keep those that diverge little are put in together, and measured again: ?lossy= opens that model.
+
+    Example: atts zoo compare tuned --zoo zoo --lossy .01 --keep lean
+    """
+    from atts.api import compare_blocks
+
+    tell = None if as_json else lambda pair: say(_compared(pair))
+    found = compare_blocks(zoo, name, problems, most=most, apart=apart, lossy=lossy, keep=keep, tell=tell)
+    if as_json:
+        print_json(found)
+    elif not found.pairs:
+        say(f"no other block of the shape of one of {name}'s is nearer than {apart:g}; give a larger --apart")
+    elif found.kept is not None:
+        say(f"{keep} has {len(found.kept.stands)} of them: {found.kept}")
+        say(f"Its engine's name: zoo:{zoo}/{name}?lossy={lossy:g}")
+    if keep is not None and found.kept is None:
+        raise CheckFailed(f"nothing is kept: no block was measured to diverge by {lossy:g} nats a token or less")
+
+
+def _compared(pair: MeasuredPair) -> str:
+    near = pair.likeness
+    return (
+        f"{near.place} by {near.other}: parameters {near.distance:.3f} apart, cosine {near.cosine:.3f}\n  {pair.loss}"
+    )
 
 
 def written(found: ZooContents) -> Iterator[str]:

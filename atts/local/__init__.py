@@ -2,8 +2,19 @@
 
 from atts.local.checking import check_adapter, check_model, check_weights
 from atts.local.engine import LocalEngine
+from atts.local.laws import Divergence, divergence
 from atts.local.messages import LoopStats
 from atts.local.model_config import Family
 from atts.local.options import LocalOptions
 
-__all__ = ["Family", "LocalEngine", "LocalOptions", "LoopStats", "check_adapter", "check_model", "check_weights"]
+__all__ = [
+    "Divergence",
+    "Family",
+    "LocalEngine",
+    "LocalOptions",
+    "LoopStats",
+    "check_adapter",
+    "check_model",
+    "check_weights",
+    "divergence",
+]

@@ -399,6 +399,8 @@ CASES = [
     Case("removal of no model", "zoo remove a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case("export of no model", "zoo export a out --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case("export onto a folder", "zoo export a zoo --zoo zoo", USAGE, ("zoo is there",), a_zoo),
+    Case("comparison of no model", "zoo compare a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
+    Case("loss of no zoo", f"eval {RUN} --target zoo:nope/a?lossy=.1", ENGINE, ("nope", "no zoo")),
     Case("engine of no zoo", f"eval {RUN} --target zoo:nope/a", ENGINE, ("nope", "no zoo")),
     Case("engine of no model of a zoo", f"eval {RUN} --target zoo:zoo/a", ENGINE, ("'a'", "none"), a_zoo),
     Case("engine of a zoo alone", f"eval {RUN} --target zoo:", USAGE, ("zoo:DIR/NAME",)),

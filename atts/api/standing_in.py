@@ -1,0 +1,141 @@
+"""Chains of a zoo's model with other blocks at some places, measured beside the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from atts.api.evaluation import evaluate_sync
+from atts.api.setup import Setup, load_problems
+from atts.blocks import Likeness, Zoo, check_name, stand_in
+from atts.core import Problem, Sampling, TokenIds
+from atts.evaluators import compare_runs
+from atts.local import LocalEngine, LocalOptions, divergence
+from atts.pipelines import Policy
+from atts.run import RunResult
+from atts.stored_blocks import Loss, StoredModel
+
+_POLICY = Policy(samples=1, sampling=Sampling(0.0), early_stop="none")
+_ROOM = 2
+"""How many times the model's longest text a changed chain may write before it is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPair:
+    """A block that is like one of a model's, and what the model loses with it."""
+
+    likeness: Likeness
+    loss: Loss
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedBlocks:
+    """Blocks that could stand in for a model's, each alone, and what was kept of them together."""
+
+    model: str
+    pairs: tuple[MeasuredPair, ...]
+    kept: Loss | None
+
+
+def compare_blocks(
+    zoo: Path,
+    name: str,
+    problems: str = "arithmetic[:30]",
+    *,
+    most: int = 1,
+    apart: float = 1.0,
+    lossy: float = 0.01,
+    keep: str | None = None,
+    tell: Callable[[MeasuredPair], None] | None = None,
+) -> ComparedBlocks:
+    """Put other blocks of the same shape into the chain of a zoo's model, one at a time, and measure what each changes.
+
+    At each place the nearest by parameters are tried, `most` of them, no more than so many lengths of the model's own
+    block `apart`: unrelated blocks are 1.4. The law is compared at what the model writes to
+    `problems`, greedily; so are its answers. With `keep`, as many blocks as together diverge by no more than `lossy`
+    nats a token are kept under that name, which then is what "zoo:DIR/NAME?lossy=..." opens.
+
+    :raises OptionError: an adapter's model, or a name that is taken.
+    :raises DatasetError: the problems cannot be read.
+    :raises ZooError: there is no such model.
+    :raises EngineError: it cannot be opened.
+    """
+    store = Zoo(zoo)
+    if keep is not None:
+        check_name(keep, store.names())
+    near = store.likenesses(name, most, apart)
+    own, found = _Own.of(store, store.model(name), problems), list[MeasuredPair]()
+    for likeness in near:
+        found.append(MeasuredPair(likeness, own.loss([likeness])))
+        if tell is not None:
+            tell(found[-1])
+    chosen = own.within(found, lossy) if keep is not None else None
+    if keep is not None and chosen is not None:
+        store.keep(keep, own.model, {one.place: one.digest for one in chosen[0]}, chosen[1])
+    return ComparedBlocks(name, tuple(found), chosen and chosen[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A model and its own greedy answers to some problems: what changed chains are measured beside."""
+
+    zoo: Zoo
+    model: StoredModel
+    words: str  # what the problems are called
+    problems: tuple[Problem, ...]
+    texts: tuple[tuple[TokenIds, int], ...]  # its answers behind their prompts, and how long these are
+    right: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, zoo: Zoo, model: StoredModel, words: str) -> _Own:
+        problems = load_problems(words)
+        with stand_in(zoo.directory, model, {}) as folder:
+            solved = _solved(folder, problems, _POLICY)
+        lines = [outcome.rollouts[0] for outcome in solved.outcomes()]
+        texts = tuple((line.ids("draft"), len(line.prompt.ids("draft"))) for line in lines)
+        return cls(zoo, model, words, problems, texts, _right(solved, problems))
+
+    def loss(self, chosen: Sequence[Likeness]) -> Loss:
+        """What the chain loses that has these blocks instead."""
+        longest = max(len(ids) - given for ids, given in self.texts)
+        policy = replace(_POLICY, max_tokens=_ROOM * longest)
+        with stand_in(self.zoo.directory, self.model, {one.place: one.digest for one in chosen}) as folder:
+            apart = divergence(self.zoo.folder(self.model.name), folder, self.texts)
+            right = _right(_solved(folder, self.problems, policy), self.problems)
+        compared = compare_runs(self.right, right)
+        return Loss(
+            model=self.model.name,
+            weights=self.model.marks[1],
+            stands={one.place: one.other for one in chosen},
+            problems=self.words,
+            count=len(self.problems),
+            tokens=apart.tokens,
+            nats=apart.nats,
+            flips=apart.flips,
+            accuracy=(compared.first, compared.second),
+            change=(max(-1.0, compared.difference.low), min(1.0, compared.difference.high)),
+        )
+
+    def within(self, found: Sequence[MeasuredPair], bound: float) -> tuple[list[Likeness], Loss] | None:
+        """The best at each place that is within the bound alone, less those that do most until all together are."""
+        best = dict[str, Likeness]()
+        for pair in sorted(found, key=lambda pair: pair.loss.nats):
+            if pair.loss.nats <= bound:
+                best.setdefault(pair.likeness.place, pair.likeness)
+        chosen = list(best.values())
+        while chosen:
+            if (loss := self.loss(chosen)).nats <= bound:
+                return chosen, loss
+            chosen.pop()
+        return None
+
+
+def _solved(folder: Path, problems: Sequence[Problem], policy: Policy) -> RunResult:
+    engine = LocalEngine(folder, options=LocalOptions(worker="thread", device="cpu"), chat=True)
+    return evaluate_sync(problems, Setup(draft=engine, target=engine, method="draft-only", policy=policy))
+
+
+def _right(result: RunResult, problems: Sequence[Problem]) -> tuple[bool, ...]:
+    found = {problem.problem: problem.is_correct for problem in result.problems}
+    return tuple(found.get(problem.id, False) for problem in problems)

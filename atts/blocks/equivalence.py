@@ -1,0 +1,110 @@
+"""Blocks of one shape that may stand in for each other: how near their parameters are, and chains with some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import copytree
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from atts.errors import OptionError
+from atts.importing import import_lock
+from atts.stored_blocks import BLOCKS, MANIFEST, MARK, MODELS, SCHEMA, StoredModel, block_path, content_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KINDS = ("embedding", "attention", "mlp", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """A block of a model, and another of its shape that is not equal to it."""
+
+    place: str
+    digest: str  # of the other
+    other: str  # whose that is: MODEL/PLACE
+    distance: float  # between their parameters, in lengths of the model's own
+    cosine: float
+
+
+def likenesses(
+    zoo: Path, model: StoredModel, models: Sequence[StoredModel], limits: tuple[int, float]
+) -> list[Likeness]:
+    """For each block of a model the nearest of its shape by parameters, so many and so far at most; nearest first.
+
+    The model's own blocks are in memory at once, as float32, and of the others one after the other.
+    """
+    own = {block.digest: _read(zoo, block.digest) for block in model.blocks if _kind(block.place) in _KINDS}
+    others = {block.digest: (known.name, block.place) for known in (*models, model) for block in known.blocks}
+    found = list[Likeness]()
+    for digest, (name, place) in others.items():
+        alike = [mine for mine in model.blocks if mine.digest != digest and _kind(mine.place) == _kind(place)]
+        shape, theirs = _read(zoo, digest) if alike and _kind(place) in _KINDS else ("", None)
+        for mine in alike:
+            if theirs is not None and own[mine.digest][0] == shape:
+                both = _nearness(own[mine.digest][1], theirs)
+                found.append(Likeness(mine.place, digest, f"{name}/{place}", *both))
+    most, apart = limits
+    near = sorted((one for one in found if one.distance <= apart), key=lambda one: one.distance)
+    return [one for at, one in enumerate(near) if sum(one.place == other.place for other in near[:at]) < most]
+
+
+def _kind(place: str) -> str:
+    return place.rpartition(".")[2]
+
+
+def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
+    """How a block's tensors are called and shaped, and its numbers in a row."""
+    with import_lock:
+        import torch
+        from safetensors.torch import load_file
+    tensors = sorted(load_file(block_path(zoo, digest)).items())
+    shape = str([(name, tensor.dtype, tensor.shape) for name, tensor in tensors])
+    return shape, torch.cat([tensor.float().flatten() for _, tensor in tensors])
+
+
+def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """Distance in lengths of the first, and cosine."""
+    length, other = float(mine.norm()), float(theirs.norm())
+    cosine = float(mine @ theirs) / (length * other) if length and other else 0.0
+    return float((mine - theirs).norm()) / length if length else float("inf"), cosine
+
+
+def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
+    """A cut model's manifest with other blocks at some places; its marks say so."""
+    blocks = tuple(replace(block, digest=digests.get(block.place, block.digest)) for block in model.blocks)
+    mark = content_digest(*(block.digest.encode() for block in blocks))
+    return replace(model, marks=(mark[:8], mark[:32]), blocks=blocks)
+
+
+def fitting(model: StoredModel, models: Sequence[StoredModel], bound: float, advice: str) -> StoredModel:
+    """What was kept for a model and diverges from it by at most so many nats a token: of these what diverges most.
+
+    :raises OptionError: nothing was.
+    """
+    own = model.name, model.marks[1]
+    kept = {one.loss.nats: one for one in models if one.loss and (one.loss.model, one.loss.weights) == own}
+    fits = [nats for nats in kept if nats <= bound]
+    if not fits:
+        known = ", ".join(f"{one.name} diverges by {nats:.3g}" for nats, one in kept.items()) or "nothing was kept yet"
+        problem = f"no stand-in for {model.name!r} within {bound:g} nats a token ({known})"
+        raise OptionError("lossy", f"{problem}; make one: {advice} --lossy {bound:g} --keep NAME")
+    return kept[max(fits)]
+
+
+@contextmanager
+def stand_in(zoo: Path, model: StoredModel, digests: Mapping[str, str]) -> Generator[Path, None, None]:
+    """A folder of a cut model with other blocks of its zoo at some places, beside the zoo and gone afterwards."""
+    with TemporaryDirectory() as scratch:
+        home = Path(scratch) / MODELS / model.name
+        copytree(zoo / MODELS / model.name, home)
+        (home / MANIFEST).write_bytes(msgspec.json.encode(changed(model, digests)))
+        (Path(scratch) / BLOCKS).symlink_to((zoo / BLOCKS).resolve())
+        (Path(scratch) / MARK).write_bytes(msgspec.json.encode({"schema": SCHEMA}))
+        yield home

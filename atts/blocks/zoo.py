@@ -114,6 +114,7 @@ class Zoo:
         :raises ZooError: this is no zoo, or a newer one.
         :raises StorageError: the disk refuses; nothing has changed.
         """
+        check_name(name)
         if not folder.is_dir():
             raise OptionError("FOLDER", f"{folder} is no folder; name one with a model's configuration and weights")
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
@@ -299,7 +300,6 @@ class Zoo:
     @contextmanager
     def _adding(self, name: str) -> Generator[None, None, None]:
         """Alone among the processes that change this zoo, which has no model of this name."""
-        check_name(name)
         with self._changing(create=True):
             check_name(name, self.names())
             yield

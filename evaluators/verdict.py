@@ -84,10 +84,6 @@ class TooLarge(Undecided):
     """A cap of `Limits` would be passed."""
 
 
-class Enormous(TooLarge):
-    """A number too large for anyone to compute with: unscored."""
-
-
 class Undefined(Exception):
     """The expression has no value (division by zero, logarithm of zero)."""
 

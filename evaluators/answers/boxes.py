@@ -3,11 +3,13 @@
 import re
 from dataclasses import dataclass
 
-_START = re.compile(r"\\{0,2}(?:boxed|fbox|framebox)(?![a-zA-Z])")
-_INNER = re.compile(r"\\{1,2}(?:boxed|fbox|framebox)(?=\s*\{)")
-_BARE = re.compile(r"\s*([^\s{}$\\.,;:!?)]+|\\[a-zA-Z]+)")
-OPENING = re.compile(r"\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+from atts.evaluators.syntax.vocabulary import Tables
+
+_DATA = Tables("answers.toml")
+PATTERNS = _DATA.patterns()
+"""Regular expressions that answers are found by."""
+OPENING, _BRACE = re.compile(r"\s*\{"), re.compile(r"\\.|[{}]", re.DOTALL)
+_PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,13 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
     """The boxes of a text, and where one begins that is never closed; a box that contains boxes counts once."""
     found: list[Box] = []
     at = 0
-    while (start := _START.search(text, at)) is not None:
+    while (start := PATTERNS["box"].search(text, at)) is not None:
         at = start.end()
         if not start[0].startswith("\\") and start.start() > 0 and text[start.start() - 1].isalpha():  # "unboxed"
             continue
         brace = OPENING.match(text, at)
         if brace is None:
-            if bare := _BARE.match(text, at):
+            if bare := PATTERNS["bare"].match(text, at):
                 found.append(Box(bare[1], start.start(), bare.end()))
                 at = bare.end()
             continue
@@ -62,30 +64,15 @@ def inner(content: str) -> str:
             content = found[0].content
         else:
             break
-    return _INNER.sub("", content).strip()
-
-
-_PLACEHOLDERS = frozenset(
-    ["", "...", "\\ldots", "\\dots", "\\cdots", "…", "?", "answer", "your answer", "final answer", "\\text{answer}",
-     "\\text{your answer}", "\\text{final answer}", "your final answer", "x.xx"]
-)  # fmt: skip
-_GAP_NOISE = re.compile(r"\\(?:text|textbf|mathrm|mbox|quad|qquad)(?![a-zA-Z])|\\[()\[\],;: ]|[${}\s~]+|\*\*")
-_GAP = re.compile(
-    r"(?:[^\s,;]+\s+){0,4}?(?:[,;]|and|or|&)(?:\s*(?:and|or|so|also))?(?:\s*[A-Za-z]\w{0,4}\s*=)?", re.IGNORECASE
-)
-
-
-def is_placeholder(content: str) -> bool:
-    """Whether a box only shows where the answer is to go."""
-    return content.lower() in _PLACEHOLDERS
+    return PATTERNS["box_in_box"].sub("", content).strip()
 
 
 def joins(gap: str) -> bool:
     """Whether the text between two boxes says that both belong to one answer, as a comma or "and" does."""
     if len(gap) > 80:
         return False
-    plain = " ".join(_GAP_NOISE.sub(" ", gap).split())
-    return bool(_GAP.fullmatch(plain))
+    plain = " ".join(PATTERNS["gap_noise"].sub(" ", gap).split())
+    return bool(PATTERNS["gap"].fullmatch(plain))
 
 
 def last_group(found: list[Box], text: str) -> list[str]:
@@ -94,7 +81,7 @@ def last_group(found: list[Box], text: str) -> list[str]:
     begins = 0
     for box in reversed(found):
         content = inner(box.content) if "box" in box.content else box.content.strip()
-        if is_placeholder(content):
+        if content.lower() in _PLACEHOLDERS:
             continue
         if group and not joins(text[box.end : begins]):
             break

@@ -1,20 +1,15 @@
 """Extraction of the final answer from a reasoning text."""
 
-import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from atts.core import AnswerKind
 from atts.errors import OptionError
-from atts.evaluators.answers.boxes import boxes, last_group
-from atts.evaluators.answers.statements import TURN, marked, overruled, stated, trailing_number, turn_end
+from atts.evaluators.answers.boxes import PATTERNS, boxes, last_group
+from atts.evaluators.answers.statements import marked, overruled, stated, trailing_number, turn_end
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
-_FALLBACKS = ("none", "statement", "number")
-_KINDS = ("math", "choice", "text")
-# the beginning of \boxed or \fbox, and then nothing
-_CUT_NAME = re.compile(r"\\(?:b(?:o(?:x(?:ed?)?)?)?|f(?:b(?:ox?)?)?)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +36,16 @@ def extract(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "state
 
 def extraction(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "statement") -> Extraction:
     """As extract, with the rule that found the answer: boxes first, then marks, then what `fallback` allows."""
-    if kind not in _KINDS:
-        raise OptionError(f"kind {kind}", "is not a kind of answer", _KINDS)
-    if fallback not in _FALLBACKS:
-        raise OptionError(f"fallback {fallback}", "is not one", _FALLBACKS)
-    text = text[: turn_end(text)] if TURN.search(text) else text
+    if kind not in get_args(AnswerKind):
+        raise OptionError(f"kind {kind}", "is not a kind of answer", get_args(AnswerKind))
+    if fallback not in get_args(Fallback):
+        raise OptionError(f"fallback {fallback}", "is not one", get_args(Fallback))
+    text = text[: turn_end(text)]
     found, open_at = boxes(text)
     if group := last_group(found, text):
         final = overruled(text[found[-1].end :], kind)
         return Extraction(", ".join(group), "box") if final is None else Extraction(final, "marker")
-    whole = _CUT_NAME.sub("", text) if open_at is None else text[:open_at]
+    whole = PATTERNS["cut_box"].sub("", text) if open_at is None else text[:open_at]
     if (said := marked(whole, kind)) is not None:
         return Extraction(said, "marker")
     if len(whole) < len(text):

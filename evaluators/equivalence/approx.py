@@ -1,13 +1,14 @@
-"""Interval-like arithmetic: numbers with a running error bound, in a private context of each thread."""
+"""Arithmetic and functions of numbers with a running error bound, in a private context of each thread."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import mpmath
 
-from atts.evaluators.verdict import Enormous, Undecided, Undefined
+from atts.evaluators.verdict import TooLarge, Undecided, Undefined
 
 Number = Any  # an mpf or mpc of the thread's context; mpmath has no types
 NOTHING = -(10**9)  # the magnitude of zero
@@ -46,6 +47,16 @@ class Approx:
     def magnitude(self) -> int:
         """The exponent m with |value| < 2**m, at most two too large."""
         return magnitude(self.value)
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether it has an imaginary part."""
+        return hasattr(self.value, "_mpc_") and bool(self.value.imag)
+
+    @property
+    def is_negative(self) -> bool:
+        """Whether it is a negative real number, or close to one."""
+        return not self.is_complex and bool(self.value.real < 0)
 
     @property
     def may_vanish(self) -> bool:
@@ -108,7 +119,7 @@ class Arithmetic:
             return self.zero_power(base, power)
         if power.denominator == 1 and abs(power) < 1 << 16:
             value = base.value ** int(power)
-        elif power.denominator % 2 and power.denominator < 1 << 16 and is_negative(base.value):
+        elif power.denominator % 2 and power.denominator < 1 << 16 and base.is_negative:
             flips = -1 if power.numerator % 2 else 1
             value = flips * self.mp.power(-base.value, self.mp.mpf(power.numerator) / power.denominator)
         else:
@@ -128,12 +139,12 @@ class Arithmetic:
 
     def affordable(self, base: Approx, power: Fraction) -> None:
         if abs(power) * max(abs(base.magnitude), 1) > MAX_MAGNITUDE:
-            raise Enormous("a power of enormous size")
+            raise TooLarge("a power of enormous size")
 
     def exp(self, item: Approx) -> Approx:
         """e to the item."""
         if item.magnitude > 22:
-            raise Enormous("an exponential of enormous size")
+            raise TooLarge("an exponential of enormous size")
         value = self.mp.exp(item.value)
         return self.rounded(value, magnitude(value) + max(item.error, item.magnitude - self.bits) + 2)
 
@@ -166,9 +177,54 @@ class Arithmetic:
         return self.rounded(self.mp.arg(item.value), item.error - item.magnitude + 3)
 
 
-def is_complex(value: Number) -> bool:
-    return hasattr(value, "_mpc_") and bool(value.imag)
+def _smooth(name: str, slope: Callable[[Any, Number], Number]) -> Callable[[Arithmetic, Approx], Approx]:
+    """A function of mpmath with the derivative its error grows by."""
+
+    def rule(arithmetic: Arithmetic, item: Approx) -> Approx:
+        if item.magnitude > 100:
+            raise TooLarge("a function of a huge number")
+        try:
+            value = getattr(arithmetic.mp, name)(item.value)
+            growth = magnitude(slope(arithmetic.mp, item.value))
+        except (ValueError, ZeroDivisionError) as error:
+            raise Undefined(f"{name}: {error}") from error
+        if growth > arithmetic.bits // 2:
+            raise Undefined(f"a pole of {name}")
+        noise = max(item.error, item.magnitude - arithmetic.bits)
+        return arithmetic.rounded(value, noise + max(growth, 0) + 3)
+
+    return rule
 
 
-def is_negative(value: Number) -> bool:
-    return not is_complex(value) and bool(value.real < 0)
+def _root_slope(sign: int, one: int) -> Callable[[Any, Number], Number]:
+    def slope(mp: Any, x: Number) -> Number:
+        inside = abs(one + sign * x * x)
+        return 1 / mp.sqrt(inside) if magnitude(inside) > -mp.prec // 2 else mp.mpf(1)
+
+    return slope
+
+
+_SLOPES: dict[str, Callable[[Any, Number], Number]] = {
+    "sin cos": lambda mp, x: mp.cosh(mp.im(x)),
+    "tan sec": lambda mp, x: 1 / mp.cos(x) ** 2,
+    "cot csc": lambda mp, x: 1 / mp.sin(x) ** 2,
+    "sinh cosh": lambda mp, x: mp.cosh(mp.re(x)),
+    "coth csch": lambda mp, x: 1 / mp.sinh(x) ** 2,
+    "tanh sech arctan arccot": lambda mp, x: mp.mpf(1),
+    "erf": lambda mp, x: mp.mpf(2),
+    "arcsec arccsc": lambda mp, x: mp.mpf(4),
+    "arcsin arccos": _root_slope(-1, 1),
+    "arcsinh": _root_slope(1, 1),
+    "arccosh": _root_slope(1, -1),
+    "arctanh": lambda mp, x: 1 / (1 - x * x),
+}
+FUNCTIONS: dict[str, Callable[[Arithmetic, Approx], Approx]] = {
+    "ln": Arithmetic.ln,
+    "log": Arithmetic.log,
+    "abs": Arithmetic.abs,
+    "sign": Arithmetic.sign,
+    "re": Arithmetic.real,
+    "im": Arithmetic.imaginary,
+    "arg": Arithmetic.argument,
+    **{name: _smooth(name.replace("arc", "a"), slope) for names, slope in _SLOPES.items() for name in names.split()},
+}

@@ -6,25 +6,33 @@ import operator
 import time
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from typing import TypeGuard
 
-from atts.evaluators.equivalence.approx import (
-    MAX_MAGNITUDE,
-    NOTHING,
-    Approx,
-    Arithmetic,
-    is_complex,
-    is_negative,
-    magnitude,
-)
+from atts.evaluators.equivalence.approx import FUNCTIONS, MAX_MAGNITUDE, NOTHING, Approx, Arithmetic, magnitude
 from atts.evaluators.equivalence.exact import FUNCTIONS as EXACT
 from atts.evaluators.equivalence.exact import NotRational, digits_in_base, rational_power
-from atts.evaluators.equivalence.functions import FUNCTIONS
 from atts.evaluators.syntax.tree import OTHERWISE, Node, minus, number, variables
-from atts.evaluators.verdict import Enormous, Limits, Outside, TooLarge, Undecided, Undefined
+from atts.evaluators.verdict import Limits, Outside, TooLarge, Undecided, Undefined
 
 Value = Fraction | Approx
 Environment = Mapping[str, Fraction]
 _EMPTY: Environment = {}
+
+
+class Clock:
+    """Processor time for one pair from the first look on; looked at seldom: that costs as much as many a comparison."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.seconds = seconds
+        self.end: float | None = None
+        self.ticks = 0
+
+    def look(self) -> None:
+        """Raise TooLarge when the time is over."""
+        now = time.thread_time()
+        self.end = now + self.seconds if self.end is None else self.end
+        if now > self.end:
+            raise TooLarge("evaluation takes too long")
 
 
 def exact(node: Node, limits: Limits, env: Environment = _EMPTY) -> Fraction:
@@ -32,7 +40,7 @@ def exact(node: Node, limits: Limits, env: Environment = _EMPTY) -> Fraction:
 
     Raises NotRational when rationals do not suffice, Undefined for a division by zero, TooLarge past a cap.
     """
-    value = Evaluator(0, limits, env, math.inf).value(node)
+    value = Evaluator(0, limits, env).value(node)
     assert isinstance(value, Fraction)
     return value
 
@@ -43,26 +51,34 @@ class Evaluator(Arithmetic):
     At a precision of no bits what is not rational raises NotRational. Raises Undecided where there is no number.
     """
 
-    def __init__(self, bits: int, limits: Limits, env: Environment, deadline: float) -> None:
+    def __init__(self, bits: int, limits: Limits, env: Environment = _EMPTY, clock: Clock | None = None) -> None:
         super().__init__(bits)
         self.limits = limits
         self.env = env
-        self.deadline = deadline
+        self.clock = clock
         self.steps = 0
 
     def value(self, node: Node) -> Value:
         """The value of a tree, with its error bound where it is not exact."""
         self.steps += 1
-        if self.steps > self.limits.steps or (self.steps % 64 == 0 and time.thread_time() > self.deadline):
+        if self.steps > self.limits.steps:
             raise TooLarge("evaluation takes too long")
+        if self.clock:
+            self.clock.ticks += 1
+            if not self.clock.ticks % 128:
+                self.clock.look()
         rule = _RULES.get(node.kind)
         if rule is None:
-            raise Undecided(f"no number for a {node.kind}") if self.bits else NotRational(node.kind)
+            raise self.lacking(f"no number for a {node.kind}")
         try:
             result = rule(self, node)
             return result if node.kind in _SMALL and isinstance(result, Fraction) else self.checked(result)
         except (ZeroDivisionError, ValueError) as error:  # mpmath's own words for a pole
             raise Undefined(f"no value: {error}") from error
+
+    def lacking(self, why: str) -> Exception:
+        """The error for what has no number: at a precision, or in rational numbers."""
+        return Undecided(why) if self.bits else NotRational(why)
 
     def checked(self, result: Value) -> Value:
         if isinstance(result, Fraction):
@@ -70,7 +86,7 @@ class Evaluator(Arithmetic):
         if not self.mp.isfinite(result.value):
             raise Undefined("not finite")
         if abs(result.magnitude) > MAX_MAGNITUDE and result.magnitude != NOTHING:
-            raise Enormous("a number of enormous size")
+            raise TooLarge("a number of enormous size")
         self.has_left_reals |= hasattr(result.value, "_mpc_")
         return result
 
@@ -95,7 +111,7 @@ class Evaluator(Arithmetic):
     def symbol(self, node: Node) -> Value:
         bound = self.env.get(node.text)
         if bound is None:
-            raise Undecided(f"no value for {node.text}") if self.bits else NotRational(node.text)
+            raise self.lacking(f"no value for {node.text}")
         return bound
 
     def constant(self, node: Node) -> Value:
@@ -144,8 +160,7 @@ class Evaluator(Arithmetic):
     def pow(self, node: Node) -> Value:
         base, exponent = node.args
         power, left = self.value(exponent), self.value(base)
-        is_whole = isinstance(power, Fraction) and power.denominator == 1
-        if not is_whole and variables(exponent) and _is_negative(left):
+        if not _is_whole(power) and variables(exponent) and _is_negative(left):
             raise Undefined("a varying power of a negative number")
         return self.power(left, power)
 
@@ -184,17 +199,13 @@ class Evaluator(Arithmetic):
 
     def sum(self, node: Node) -> Value:
         body, variable, lower, upper = node.args
-        first, last = self.value(lower), self.value(upper)
-        if (
-            not isinstance(first, Fraction)
-            or not isinstance(last, Fraction)
-            or {first.denominator, last.denominator} != {1}
-        ):
-            raise Undecided("bounds of a sum") if self.bits else NotRational("bounds of a sum")
+        first, last = (int(bound) if _is_whole(bound := self.value(end)) else None for end in (lower, upper))
+        if first is None or last is None:
+            raise self.lacking("bounds of a sum")
         if last - first >= self.limits.terms:
             raise TooLarge(f"more than {self.limits.terms} terms")
         total, outer = Fraction(int(node.text == "prod")), self.env
-        for index in range(int(first), int(last) + 1):
+        for index in range(first, last + 1):
             self.env = {**outer, variable.text: Fraction(index)}
             term = self.value(body)
             if not isinstance(term, Fraction):
@@ -239,7 +250,7 @@ class Evaluator(Arithmetic):
         gap = self.value(minus(left, right))
         if isinstance(gap, Fraction):
             return gap
-        if gap.may_vanish or is_complex(gap.value):
+        if gap.may_vanish or gap.is_complex:
             raise Undecided("a condition too close to call")
         return Fraction(1 if gap.value.real > 0 else -1)
 
@@ -278,7 +289,7 @@ class Evaluator(Arithmetic):
         return rule(self, near[0])
 
     def stepped(self, name: str, item: Approx) -> Approx:
-        if is_complex(item.value):
+        if item.is_complex:
             raise Undecided("a step of a complex number")
         nearest = self.mp.nint(item.value)
         if magnitude(nearest - item.value) <= item.error + 8:
@@ -288,8 +299,12 @@ class Evaluator(Arithmetic):
         return Approx((self.mp.floor if name == "floor" else self.mp.ceil)(item.value), NOTHING)
 
 
+def _is_whole(value: Value) -> TypeGuard[Fraction]:
+    return isinstance(value, Fraction) and value.denominator == 1
+
+
 def _is_negative(value: Value) -> bool:
-    return value < 0 if isinstance(value, Fraction) else is_negative(value.value) and not value.may_vanish
+    return value < 0 if isinstance(value, Fraction) else value.is_negative and not value.may_vanish
 
 
 _SMALL = frozenset({"number", "symbol", "add", "mul"})  # exact values are bounded where they are made
@@ -297,9 +312,5 @@ _PERCENT, _DEGREE = number(Fraction(1, 100)), number(Fraction(1, 180))
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
     "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_RULES: dict[str, Callable[[Evaluator, Node], Value]] = {
-    "number": Evaluator.number, "symbol": Evaluator.symbol, "constant": Evaluator.constant, "add": Evaluator.add,
-    "mul": Evaluator.mul, "pow": Evaluator.pow, "root": Evaluator.root, "percent": Evaluator.percent,
-    "degree": Evaluator.degree, "based": Evaluator.based, "cases": Evaluator.cases, "call": Evaluator.call,
-    "func": Evaluator.func, "sum": Evaluator.sum,
-}  # fmt: skip
+_KINDS = "number symbol constant add mul pow root percent degree based cases call func sum".split()
+_RULES: dict[str, Callable[[Evaluator, Node], Value]] = {kind: getattr(Evaluator, kind) for kind in _KINDS}

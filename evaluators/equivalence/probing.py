@@ -1,6 +1,5 @@
 """Equality of two expressions: exact where rational, else by evaluation at seeded points."""
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fractions import Fraction
@@ -9,7 +8,7 @@ from typing import Any
 from mpmath.libmp import to_str
 
 from atts.evaluators.equivalence.approx import NOTHING, Approx, magnitude
-from atts.evaluators.equivalence.numeric import Evaluator, Value
+from atts.evaluators.equivalence.numeric import Clock, Evaluator, Value
 from atts.evaluators.equivalence.points import points
 from atts.evaluators.equivalence.views import substituted
 from atts.evaluators.syntax.tree import Node, canonical, number, variables
@@ -28,7 +27,7 @@ class Prober:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.deadline = time.thread_time() + limits.milliseconds / 1000
+        self.clock = Clock(limits.milliseconds / 1000)
         self.is_of_reals = False  # whether what is compared has variables and speaks of no complex numbers
         self.apart = 0  # points at which one side alone has a value
 
@@ -41,7 +40,7 @@ class Prober:
 
     def measured(self, node: Node, env: Mapping[str, Fraction], bits: int) -> tuple[Value, int, bool]:
         """The value, the bits between its largest and smallest magnitude, and whether a part of it is unreal."""
-        evaluator = Evaluator(bits, self.limits, env, self.deadline)
+        evaluator = Evaluator(bits, self.limits, env, self.clock)
         value = evaluator.value(node)
         return value, 0 if isinstance(value, Fraction) else evaluator.spread, evaluator.has_left_reals
 
@@ -89,7 +88,7 @@ class Prober:
                 if self.is_defined(left, env) != self.is_defined(right, env):
                     yield True, False, False
             except (Undefined, TooLarge):
-                self.check_time()
+                self.clock.look()
             else:
                 yield found
 
@@ -100,11 +99,6 @@ class Prober:
         except Undefined:
             return False
         return True
-
-    def check_time(self) -> None:
-        """Raise TooLarge when the time for this pair is over."""
-        if time.thread_time() > self.deadline:
-            raise TooLarge("probing takes too long")
 
     def compare_at(
         self, left: Node, right: Node, env: Mapping[str, Fraction], sure: bool = False
@@ -145,9 +139,7 @@ class Prober:
         return True
 
     def approximate(self, value: Value, bits: int) -> Approx:
-        if isinstance(value, Approx):
-            return value
-        return Evaluator(bits, self.limits, {}, self.deadline).rational(value)
+        return Evaluator(bits, self.limits).approximate(value)
 
     def proportional(self, left: Node, right: Node) -> Value | None:
         """The constant c with right = c * left at every point, or None when there is none.
@@ -159,14 +151,18 @@ class Prober:
             try:
                 one, two = self.value(left, env), self.value(right, env)
             except (Undefined, TooLarge):
-                self.check_time()
+                self.clock.look()
                 continue
             if is_zero(one) or is_zero(two):
                 is_one_zero = is_one_zero or is_zero(one) != is_zero(two)
                 continue
             here = {name: number(value) for name, value in env.items()}
-            scaled = (Node("mul", (side, substituted(by, here))) for side, by in ((left, right), (right, left)))
-            return self.divide(two, one) if self.equal(*scaled) else None
+            ratio = self.divide(two, one)
+            if isinstance(ratio, Fraction):
+                scaled = Node("mul", (number(ratio), left)), right
+            else:
+                scaled = Node("mul", (left, substituted(right, here))), Node("mul", (right, substituted(left, here)))
+            return ratio if self.equal(*scaled) else None
         if is_one_zero:
             return None
         raise Undecided("too few points where both have a value")
@@ -177,9 +173,8 @@ class Prober:
             raise Undefined("a division by zero")
         if isinstance(top, Fraction) and isinstance(bottom, Fraction):
             return top / bottom
-        evaluator = Evaluator(_BITS, self.limits, {}, self.deadline)
-        one, two = self.approximate(top, _BITS), self.approximate(bottom, _BITS)
-        return evaluator.times(one, evaluator.inverse(two))
+        evaluator = Evaluator(_BITS, self.limits)
+        return evaluator.times(evaluator.approximate(top), evaluator.inverse(evaluator.approximate(bottom)))
 
     def constants(self, node: Node) -> Value:
         """The value of a tree without variables; raises Undecided when it has some."""

@@ -135,7 +135,7 @@ def _steps(name: str) -> list[Step]:
 
 _REWRITES = Tables("rewrites.toml")
 _LINES, _STEPS, _LAST = _steps("lines"), _steps("steps"), _steps("last")
-FORMS = {name: re.compile(form) for name, form in _REWRITES.table("forms", dict[str, str]).items()}
+FORMS = _REWRITES.patterns("forms")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d)")
 _PAIR = re.compile(r"(?<=[(\[])\s*-?[1-9]\d{0,2},\d{3}\s*(?=[)\]])")
 

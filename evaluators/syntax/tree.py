@@ -1,6 +1,6 @@
 """Expression tree that every answer is parsed into."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -49,13 +49,13 @@ class Node:
     text: str = ""
     value: Fraction | None = None
 
-    def walk(self) -> Iterator["Node"]:
+    def walk(self) -> list["Node"]:
         """This node and all below it; iterative, so depth does not matter."""
-        stack: list[Node] = [self]
+        found, stack = list[Node](), [self]
         while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.args)
+            found.append(node := stack.pop())
+            stack += node.args
+        return found
 
 
 ONE = Node("number", text="1", value=Fraction(1))
@@ -111,8 +111,9 @@ def grid(rows: Iterable[Iterable[Node]]) -> Node:
 
 def variables(node: Node) -> frozenset[str]:
     """Names of the free variables, those bound by a sum or product left out."""
-    bound = {each.args[1].text for each in node.walk() if each.kind == "sum"}
-    return frozenset(each.text for each in node.walk() if each.kind == "symbol") - bound
+    inside = node.walk()
+    bound = {each.args[1].text for each in inside if each.kind == "sum"}
+    return frozenset(each.text for each in inside if each.kind == "symbol") - bound
 
 
 def canonical(node: Node) -> Node:

@@ -24,9 +24,17 @@ class Tables:
         """A list of words as a set."""
         return frozenset(self._entries[name].split())
 
-    def lines(self, name: str) -> list[str]:
-        """A text as its lines that are not blank."""
-        return [line for line in str(self._entries[name]).split("\n") if line]
+    def patterns(self, part: str = "") -> dict[str, re.Pattern[str]]:
+        """The regular expressions of the file, or of a part: alternatives a line each, one in «» put in where named."""
+        forms = {
+            name: form for name, form in (self._entries[part] if part else self._entries).items() if form == str(form)
+        }
+
+        def written(name: str) -> str:
+            lines = [line for line in forms[name].split("\n") if line]
+            return re.sub(r"«(\w+)»", lambda found: written(found[1]), "|".join(lines))
+
+        return {name: re.compile(written(name)) for name in forms}
 
     def table(self, name: str, kind: type[_Kind]) -> _Kind:
         """An entry as a value of this type."""

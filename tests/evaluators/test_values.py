@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from atts.evaluators import equivalent
 from atts.evaluators.equivalence.approx import Approx
 from atts.evaluators.equivalence.exact import NotRational
 from atts.evaluators.equivalence.numeric import Evaluator, exact
@@ -91,7 +91,7 @@ TERMS = st.recursive(
 
 def approximation(node: Node, bits: int) -> Approx:
     """The value at this precision, with its bound."""
-    evaluator = Evaluator(bits, LIMITS, {}, math.inf)
+    evaluator = Evaluator(bits, LIMITS)
     return evaluator.approximate(evaluator.value(node))
 
 
@@ -130,3 +130,9 @@ def test_threads_do_not_disturb_each_other() -> None:
         found = list(pool.map(work, range(60)))
     stop.set()
     assert all(str(value) == str(expected) for value in found)
+
+
+def test_many_short_evaluations_are_one_long_one() -> None:
+    """The time of a pair is counted over all its points, however short each of them is."""
+    gold, answer = r"a\cdot|b|-|b|a", r"\ln(1+10^{-600})-\ln(1+10^{-600})"
+    assert equivalent(gold, answer, limits=Limits(milliseconds=0)).rule == "limits"

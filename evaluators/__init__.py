@@ -8,10 +8,18 @@ if TYPE_CHECKING:
     from atts.evaluators.datasets.arithmetic import Exercise, exercises
     from atts.evaluators.datasets.columns import Columns
     from atts.evaluators.datasets.hub import cached_snapshot
-    from atts.evaluators.datasets.loading import Dataset, LoadOptions, digest, load_dataset, overlap
+    from atts.evaluators.datasets.loading import (
+        BENCHMARKS,
+        Benchmark,
+        Dataset,
+        LoadOptions,
+        digest,
+        find_benchmark,
+        load_dataset,
+        overlap,
+    )
     from atts.evaluators.datasets.rows import json_lines
     from atts.evaluators.datasets.selection import Selection, select
-    from atts.evaluators.datasets.sources import BENCHMARKS, Benchmark, find_benchmark
     from atts.evaluators.equivalence.fast import equivalent
     from atts.evaluators.equivalence.grouping import group
     from atts.evaluators.grading import GradedRecord, GradeTally, grade, judge, reference
@@ -56,10 +64,9 @@ _NAMES = {
     "datasets.arithmetic": "Exercise exercises",
     "datasets.columns": "Columns",
     "datasets.hub": "cached_snapshot",
-    "datasets.loading": "Dataset LoadOptions digest load_dataset overlap",
+    "datasets.loading": "BENCHMARKS Benchmark Dataset LoadOptions digest find_benchmark load_dataset overlap",
     "datasets.rows": "json_lines",
     "datasets.selection": "Selection select",
-    "datasets.sources": "BENCHMARKS Benchmark find_benchmark",
     "equivalence.fast": "equivalent",
     "equivalence.grouping": "group",
     "grading": "GradeTally GradedRecord grade judge reference",

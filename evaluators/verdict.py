@@ -43,6 +43,9 @@ class Limits:
     milliseconds: int = 400  # of probing one pair
 
 
+LIMITS = Limits()
+
+
 def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
     """The policy with these fields as given, None as it is; raises OptionError for a value that is none.
 

@@ -3,31 +3,24 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import blake2b
+from pathlib import Path
 from typing import Literal, cast
 
 from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.datasets.rows import RowTable
+from atts.evaluators.syntax.vocabulary import Tables
 from atts.evaluators.verdict import STRICT, changed
 
 AnswerForm = Literal["plain", "integer", "final"]
 """How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####" of a solution."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-ALIASES = {
-    "text": "problem question text prompt input query",
-    "answer": "answer final_answer expected_answer gold target ground_truth correct_answer label",
-    "id": "id unique_id problem_id question_id record_id uid problem_idx",
-    "level": "level difficulty",
-    "subject": "subject type category subfield domain problem_type",
-    "choices": "choices options",
-    "context": "",
-    "unit": "",
-    "tolerance": "",
-}
+LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
+ALIASES = LISTED.table("columns", dict[str, str])
 """The usual names of each field's column."""
 
 
@@ -53,10 +46,8 @@ class Columns:
     @classmethod
     def of(cls, mapping: Mapping[str, str]) -> "Columns":
         """From a plain mapping such as {"text": "Question"}; raises OptionError for a field that does not exist."""
-        known = [field.name for field in fields(cls) if field.name != "distractors"]
-        for name in mapping:
-            if name not in known:
-                raise OptionError("columns", f"there is no field {name!r}", known)
+        if unknown := [name for name in mapping if name not in ALIASES]:
+            raise OptionError("columns", f"there is no field {unknown[0]!r}", [*ALIASES])
         return cls(**mapping, distractors=())
 
 
@@ -155,7 +146,7 @@ class Reader:
         """Names the row; says what the row does hold."""
         held = ", ".join(name for name, value in self.table.rows[index].items() if cell(value).strip())
         advice = f"That row fills {held or 'no column'}; map columns with --column text=NAME --column answer=NAME"
-        return DatasetError(self.table.source, f"{_place(self.table, index)} {problem}", advice)
+        return DatasetError(self.table.source, f"{self.table.place(index)} {problem}", advice)
 
 
 def problems_of(table: RowTable, columns: Columns, reading: ColumnReading) -> tuple[list[Problem], list[str]]:
@@ -172,18 +163,20 @@ def problems_of(table: RowTable, columns: Columns, reading: ColumnReading) -> tu
 
 def find_columns(table: RowTable, asked: Columns, answers: Literal["required", "optional"] = "required") -> Columns:
     """The columns to read: those asked for, checked, and for the rest the usual names that are there."""
-    there = table.columns
-    for name in (*_named(asked).values(), *asked.distractors):
-        if name not in there:
+    named = {field: cast(str, getattr(asked, field)) for field in ALIASES}
+    for name in filter(None, (*named.values(), *asked.distractors)):
+        if name not in table.columns:
             raise _missing(table, f"column {name!r} is not there", name)
-    found = {field: _named(asked).get(field) or _guess(field, there) for field in ALIASES}
-    if not found["text"]:
+    lower = {name.lower().replace(" ", "_"): name for name in reversed(table.columns)}
+    for field, aliases in ALIASES.items():
+        named[field] = named[field] or next((lower[alias] for alias in aliases.split() if alias in lower), "")
+    if not named["text"]:
         advice = "Say which one with --column text=NAME"
         raise _missing(table, "no column holds the problem's text", "problem", advice)
-    if not found["answer"] and answers == "required":
+    if not named["answer"] and answers == "required":
         advice = "Say which one with --column answer=NAME, or take problems without one with --answers optional"
         raise _missing(table, "no column holds the reference answer", "answer", advice)
-    return Columns(**found, distractors=asked.distractors)
+    return Columns(**named, distractors=asked.distractors)
 
 
 def cell(value: object) -> str:
@@ -210,25 +203,11 @@ def letter_order(seed: int, name: str, count: int) -> tuple[int, ...]:
     return tuple(sorted(range(count), key=draw))
 
 
-def _named(columns: Columns) -> dict[str, str]:
-    return {field: name for field in ALIASES if (name := cast(str, getattr(columns, field)))}
-
-
-def _guess(field: str, there: Sequence[str]) -> str:
-    lower = {name.lower().replace(" ", "_"): name for name in reversed(there)}
-    return next((lower[alias] for alias in ALIASES[field].split() if alias in lower), "")
-
-
 def _missing(table: RowTable, problem: str, wanted: str, advice: str = "") -> DatasetError:
     there = {name.lower(): name for name in reversed(table.columns)}
     near = get_close_matches(wanted.lower(), there, n=1, cutoff=0.6)
     hint = f"; did you mean {there[near[0]]!r}?" if near else ""
     return DatasetError(table.source, problem, f"Columns found: {', '.join(table.columns)}{hint} {advice}".rstrip())
-
-
-def _place(table: RowTable, index: int) -> str:
-    """Where the row stands, for a message that names the source already."""
-    return table.places[index].removeprefix(f"{table.source}: ")
 
 
 def _identity(raw: str, index: int, prefix: str) -> str:
@@ -283,14 +262,10 @@ def _unit(text: str) -> str:
 
 
 def _refuse_duplicates(table: RowTable, problems: Sequence[Problem]) -> None:
-    first: dict[str, int] = {}
-    for index, problem in enumerate(problems):
-        if problem.id in first:
-            places = " and ".join(_place(table, at) for at in (first[problem.id], index))
-            repeats = sum(count > 1 for count in Counter(p.id for p in problems).values())
-            detail = f"{places} have the same id {problem.id!r} ({repeats} ids are not unique)"
-            raise DatasetError(table.source, detail, "Map another column to 'id', or drop the repeated rows")
-        first[problem.id] = index
+    if repeated := [name for name, count in Counter(problem.id for problem in problems).items() if count > 1]:
+        places = [table.place(index) for index, problem in enumerate(problems) if problem.id == repeated[0]]
+        detail = f"{' and '.join(places[:2])} have the same id {repeated[0]!r} ({len(repeated)} ids are not unique)"
+        raise DatasetError(table.source, detail, "Map another column to 'id', or drop the repeated rows")
 
 
 def _notes(table: RowTable, problems: Sequence[Problem], columns: Columns) -> list[str]:

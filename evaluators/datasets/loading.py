@@ -1,25 +1,72 @@
-"""Dataset loader: a known benchmark, the hub or a file, with a digest of exactly which problems they are."""
+"""Dataset loader: a benchmark of the catalogue, the hub or a file, with a digest of exactly which problems they are."""
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
-from atts.core import AnswerKind, Problem
+from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
-from atts.evaluators.datasets import hub
-from atts.evaluators.datasets.columns import ColumnReading, Columns, cell, problems_of
+from atts.evaluators.datasets import arithmetic, hub
+from atts.evaluators.datasets.columns import LISTED, AnswerForm, ColumnReading, Columns, cell, problems_of
 from atts.evaluators.datasets.rows import RowTable, kind_of, read_table
 from atts.evaluators.datasets.selection import Selection, select, split_slice
-from atts.evaluators.datasets.sources import BENCHMARKS, Benchmark, HubSource, find_benchmark, find_hub_source, unknown
 from atts.evaluators.verdict import STRICT, changed
 
-if TYPE_CHECKING:
-    from atts.evaluators.datasets.arithmetic import Split
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """One copy of a benchmark on the hub: its files in reading order, its columns, its quirks in words."""
+
+    repo: str
+    files: tuple[str, ...]
+    columns: Columns
+    keep: tuple[str, str] | None = None  # only rows whose column contains this text
+    quirk: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A benchmark by name; the first of `hubs` that is cached is read, else the first is fetched."""
+
+    name: str
+    title: str
+    size: int
+    kind: AnswerKind = "math"
+    form: AnswerForm = "plain"
+    grading: Grading = Grading()
+    aliases: tuple[str, ...] = ()
+    sample: tuple[int, int] | None = None  # count and seed of the subset this name stands for
+    hubs: tuple[HubSource, ...] = ()
+    prefix: str = ""  # what ids start with, when it is not the name
+    note: str = ""
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {it.name: it for it in LISTED.table("benchmark", tuple[Benchmark, ...])}
+
+
+def find_benchmark(name: str) -> Benchmark | None:
+    """The benchmark of that name or alias, whatever its case, hyphens or underscores; None when there is none.
+
+    >>> [found.name for text in ("MATH-500", "aime_2025") if (found := find_benchmark(text))]
+    ['math500', 'aime25']
+    """
+    key = _bare(name)
+    return next((it for it in BENCHMARKS.values() if key in (_bare(it.name), *it.aliases)), None)
+
+
+def find_hub_source(repo: str) -> tuple[Benchmark, HubSource] | None:
+    """The benchmark and copy a hub dataset is known as."""
+    return next(((it, hub) for it in BENCHMARKS.values() for hub in it.hubs if hub.repo.lower() == repo.lower()), None)
+
+
+def _bare(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,29 +177,26 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
     if benchmark and options.file:
         return _file(options.file, options, benchmark)
     if benchmark:
-        return _benchmark(benchmark, options)
+        there = (it for it in benchmark.hubs if hub.cached_snapshot(it.repo, options.revision, it.files, options.cache))
+        return _copy(benchmark, next(there, benchmark.hubs[0]), options)
     repo = re.fullmatch(r"(?:hub:)?([\w.-]+/[\w.-]+?)(?:@([\w.\-/]+))?", name)
     path = Path(name)
     if kind_of(path) and not name.startswith("hub:"):
         return _file(path, options, None)
     if repo and (name.startswith("hub:") or not path.exists()):
-        return _hub(repo[1], replace(options, revision=repo[2] or options.revision))
+        benchmark, copy = find_hub_source(repo[1]) or (None, HubSource(repo[1], hub.DATA, Columns()))
+        return _copy(benchmark, copy, replace(options, revision=repo[2] or options.revision))
     if path.exists():
         return _file(path, options, None)  # says which kinds of file are read
-    raise unknown(name)
+    near = get_close_matches(name.lower(), BENCHMARKS, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise OptionError("dataset", f"there is no benchmark or file {name!r}{hint}", [*BENCHMARKS])
 
 
-def _benchmark(benchmark: Benchmark, options: LoadOptions) -> Dataset:
-    """From the first copy on this machine, else from the first copy there is."""
-    for copy in benchmark.hubs:
-        if hub.cached_snapshot(copy.repo, options.revision, copy.files, options.cache):
-            return _copy(benchmark, copy, options)
-    return _copy(benchmark, benchmark.hubs[0], options)
-
-
-def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Dataset:
+def _copy(benchmark: Benchmark | None, copy: HubSource, options: LoadOptions) -> Dataset:
     here = hub.snapshot(copy.repo, options.revision, copy.files, options.cache, options.network)
-    table = read_table(here.files(copy.files), copy.repo)
+    files = here.files(copy.files) if benchmark else hub.split_files(here, options.split, options.config)
+    table = read_table(files, copy.repo)
     if copy.keep:
         table = _keep(table, *copy.keep)
     asked = _columns(options)
@@ -164,17 +208,8 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
 def _still_there(columns: Columns, table: RowTable) -> tuple[Columns, list[str]]:
     """Without the side columns that the copy has lost since: problems can do without them, not without a text."""
     sides = {field: getattr(columns, field) for field in ("id", "level", "subject", "context", "unit", "tolerance")}
-    gone = [name for name in sides.values() if name and name not in table.columns]
-    kept = {field: "" if name in gone else name for field, name in sides.items()}
-    return replace(columns, **kept, distractors=columns.distractors), gone
-
-
-def _hub(repo: str, options: LoadOptions) -> Dataset:
-    if known := find_hub_source(repo):
-        return _copy(*known, options)
-    here = hub.snapshot(repo, options.revision, hub.DATA, options.cache, options.network)
-    table = read_table(hub.split_files(here, options.split, options.config), repo)
-    return _dataset(None, table, _columns(options), options, f"hub:{repo}", here.commit)
+    gone = {field: name for field, name in sides.items() if name and name not in table.columns}
+    return replace(columns, **dict.fromkeys(gone, ""), distractors=columns.distractors), [*gone.values()]
 
 
 def _file(path: Path, options: LoadOptions, benchmark: Benchmark | None) -> Dataset:
@@ -244,7 +279,7 @@ def _columns(options: LoadOptions) -> Columns:
 
 def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
     """Generated, so that `selection` says how many, which seed and which levels instead of picking from a file."""
-    split = cast("Split", options.split)  # the generator refuses any other
+    split = cast(arithmetic.Split, options.split)  # the generator refuses any other
     count = selection.sample or BENCHMARKS["arithmetic"].size
     levels = selection.levels or (1, 2, 3, 4, 5)
     revision = f"{split}, {count} problems, seed {selection.seed}, levels {','.join(map(str, levels))}"
@@ -262,8 +297,6 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
 
 
 @lru_cache(maxsize=16)
-def _generated(split: "Split", count: int, seed: int, levels: tuple[int, ...]) -> tuple[Problem, ...]:
+def _generated(split: arithmetic.Split, count: int, seed: int, levels: tuple[int, ...]) -> tuple[Problem, ...]:
     """The first exercises of a seed: a millisecond each, so that a process makes them once."""
-    from atts.evaluators.datasets import arithmetic
-
     return tuple(arithmetic.problems(split, count, seed=seed, levels=levels))

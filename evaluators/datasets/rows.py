@@ -30,6 +30,10 @@ class RowTable:
     places: tuple[str, ...]
     digest: str  # sha256 of the files' bytes, in order
 
+    def place(self, index: int) -> str:
+        """Where a row stands, for a message that names the source already."""
+        return self.places[index].removeprefix(f"{self.source}: ")
+
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column of any row, in order of first appearance."""
@@ -45,9 +49,10 @@ def read_table(paths: Sequence[Path], source: str) -> RowTable:
     for path in paths:
         data = _bytes(path, source)
         digest.update(data)
-        for place, row in _parse(path, data, source):
-            rows.append(row)
-            places.append(f"{source}: {place}" if path.name in source else f"{source}: {path.name} {place}")
+        word = "row" if kind_of(path) in (".json", ".parquet") else "line"
+        for number, row in _parse(path, data, source):
+            rows.append(_row(row, f"{path.name} {word} {number}", source))
+            places.append(f"{source}: {'' if path.name in source else f'{path.name} '}{word} {number}")
     if not rows:
         raise DatasetError(source, "it holds no rows", "Check that this is the file you meant")
     return RowTable(source, tuple(rows), tuple(places), digest.hexdigest())
@@ -98,21 +103,21 @@ def _too_large(path: Path, source: str) -> DatasetError:
     return DatasetError(source, problem, "Split it, or filter it before")
 
 
-def _parse(path: Path, data: bytes, source: str) -> Iterator[tuple[str, Row]]:
-    kind = kind_of(path)
-    if kind == ".parquet":
-        yield from _parquet(path, data, source)
-    elif kind in (".jsonl", ".ndjson"):
-        lines = _text(path, data, source).split("\n")  # not splitlines: U+2028 may stand inside a string
-        for number, row in json_lines(lines, source, f"{path.name} "):
-            yield f"line {number}", row
-    elif kind == ".json":
-        yield from _json_list(_text(path, data, source), path, source)
-    elif kind in (".csv", ".tsv"):
-        yield from _csv(_text(path, data, source), path, "\t" if kind == ".tsv" else ",", source)
-    else:
-        known = ", ".join(SUFFIXES)
-        raise DatasetError(source, f"{path.name} is not a kind of file that is read", f"Known: {known}, each also .gz")
+def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]:
+    """What is in each place that should hold a row, by the number of that place."""
+    match kind_of(path):
+        case ".parquet":
+            return enumerate(_parquet(path, data, source), 1)
+        case ".jsonl" | ".ndjson":
+            lines = _text(path, data, source).split("\n")  # not splitlines: U+2028 may stand inside a string
+            return json_lines(lines, source, f"{path.name} ")
+        case ".json":
+            return enumerate(_json_list(_text(path, data, source), path, source), 1)
+        case ".csv" | ".tsv" as kind:
+            return _csv(_text(path, data, source), path, "\t" if kind == ".tsv" else ",", source)
+        case _:
+            problem = f"{path.name} is not a kind of file that is read"
+            raise DatasetError(source, problem, f"Known: {', '.join(SUFFIXES)}, each also .gz")
 
 
 def _text(path: Path, data: bytes, source: str) -> str:
@@ -124,7 +129,7 @@ def _text(path: Path, data: bytes, source: str) -> str:
         raise DatasetError(source, problem, "Convert it, for example: iconv -f latin1 -t utf-8") from None
 
 
-def _json_list(text: str, path: Path, source: str) -> Iterator[tuple[str, Row]]:
+def _json_list(text: str, path: Path, source: str) -> list[object]:
     try:
         value = from_json(text)
     except ValueError as error:
@@ -134,8 +139,7 @@ def _json_list(text: str, path: Path, source: str) -> Iterator[tuple[str, Row]]:
         value = lists[0] if len(lists) == 1 else value
     if not isinstance(value, list):
         raise DatasetError(source, f"{path.name} holds no list of rows", "Use a list of objects, or JSON Lines")
-    for number, row in enumerate(cast(list[object], value), 1):
-        yield f"row {number}", _row(row, f"{path.name} row {number}", source)
+    return cast(list[object], value)
 
 
 def _row(value: object, place: str, source: str) -> Row:
@@ -144,19 +148,19 @@ def _row(value: object, place: str, source: str) -> Row:
     return cast(dict[str, object], value)
 
 
-def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[str, Row]]:
+def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[int, Row]]:
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         for row in reader:
             if None in row:  # where DictReader puts what no header names
                 problem = f"{path.name} line {reader.line_num} has more fields than the header's {len(row) - 1}"
                 raise DatasetError(source, problem, "Quote fields that contain the delimiter")
-            yield f"line {reader.line_num}", dict(row)
+            yield reader.line_num, dict(row)
     except csv.Error as error:
         raise DatasetError(source, f"{path.name} line {reader.line_num}: {error}", "Check its quoting") from None
 
 
-def _parquet(path: Path, data: bytes, source: str) -> Iterator[tuple[str, Row]]:
+def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     try:  # by name: pyarrow is optional and ships no types
         pyarrow = importlib.import_module("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
@@ -173,8 +177,7 @@ def _parquet(path: Path, data: bytes, source: str) -> Iterator[tuple[str, Row]]:
             rows += batch.to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DatasetError(source, f"{path.name} is not a Parquet file ({error})", "Fetch it again") from None
-    for number, row in enumerate(rows, 1):
-        yield f"row {number}", row
+    return rows
 
 
 def _batch(metadata: Any) -> int:

@@ -50,16 +50,11 @@ def _rational_root(base: Fraction, index: int) -> Fraction:
 
 def _integer_root(value: int, index: int) -> int:
     """The exact integer root; raises NotRational when there is none."""
-    if value < 2:
-        return value
-    if index == 2:
+    if index == 2 or value < 2:
         root = math.isqrt(value)
     else:
         root = 1 << -(-value.bit_length() // index)
-        while True:  # Newton from above
-            better = ((index - 1) * root + value // root ** (index - 1)) // index
-            if better >= root:
-                break
+        while (better := ((index - 1) * root + value // root ** (index - 1)) // index) < root:  # Newton from above
             root = better
     if root**index != value:
         raise NotRational("an irrational root")
@@ -90,21 +85,18 @@ def _double_factorial(args: list[Fraction], limits: Limits) -> Fraction:
 
 def _binom(args: list[Fraction], limits: Limits) -> Fraction:
     n, k = args
-    if k.denominator != 1 or k < 0 or (n.denominator == 1 and 0 <= n < k):
-        if k.denominator != 1 or n.denominator != 1:
-            raise NotRational("a generalised binomial")
+    is_whole = n.denominator == 1
+    if k.denominator != 1 or (k < 0 and not is_whole):
+        raise NotRational("a generalised binomial")
+    if k < 0 or (is_whole and 0 <= n < k):
         return Fraction(0)
-    if n.denominator == 1 and n >= 0:
+    if is_whole and n >= 0:
         if min(k, n - k) * n.numerator.bit_length() > limits.bits:
             raise TooLarge("a binomial past the bit cap")
         return Fraction(math.comb(int(n), int(k)))
     if k > 200:
         raise TooLarge("a generalised binomial")
     return math.prod((n - i for i in range(int(k))), start=Fraction(1)) / math.factorial(int(k))
-
-
-def _gcd(args: list[Fraction], limits: Limits) -> Fraction:
-    return Fraction(math.gcd(*map(_whole, args)))
 
 
 def _lcm(args: list[Fraction], limits: Limits) -> Fraction:
@@ -139,7 +131,7 @@ FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
     "ceil": lambda args, limits: Fraction(math.ceil(args[0])),
     "max": lambda args, limits: max(args),
     "min": lambda args, limits: min(args),
-    "gcd": _gcd,
+    "gcd": lambda args, limits: Fraction(math.gcd(*map(_whole, args))),
     "lcm": _lcm,
     "sign": lambda args, limits: Fraction((args[0] > 0) - (args[0] < 0)),
     "re": lambda args, limits: args[0],

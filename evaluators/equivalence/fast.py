@@ -1,6 +1,7 @@
 """Verdict on two answer texts, in bounded time: by their spelling, then by their trees."""
 
 from itertools import product
+from typing import get_args
 
 from atts.core import AnswerKind, Grading
 from atts.errors import OptionError
@@ -9,25 +10,13 @@ from atts.evaluators.equivalence.traits import held_to
 from atts.evaluators.syntax.cleaning import spaceless
 from atts.evaluators.syntax.reading import Reading, read
 from atts.evaluators.syntax.vocabulary import squashed
-from atts.evaluators.verdict import (
-    STRICT,
-    Limits,
-    Malformed,
-    Prose,
-    TooLarge,
-    Undecided,
-    Undefined,
-    UnknownWords,
-    Verdict,
-)
+from atts.evaluators.verdict import LIMITS, STRICT, Limits, Malformed, Prose, TooLarge, Undecided, Undefined, Verdict
 
-_DEFAULT = Limits()
 _PHRASE = 4  # words
-_KINDS = ("math", "choice", "text")
 
 
 def equivalent(
-    gold: str, answer: str, kind: AnswerKind = "math", *, limits: Limits = _DEFAULT, grading: Grading = STRICT
+    gold: str, answer: str, kind: AnswerKind = "math", *, limits: Limits = LIMITS, grading: Grading = STRICT
 ) -> Verdict:
     """Whether `answer` is the reference answer `gold`; symmetric, thread-safe, bounded in time and memory.
 
@@ -39,8 +28,8 @@ def equivalent(
     >>> equivalent("12", "21").status
     'different'
     """
-    if kind not in _KINDS:
-        raise OptionError(f"kind {kind}", "is not a kind of answer", _KINDS)
+    if kind not in get_args(AnswerKind):
+        raise OptionError(f"kind {kind}", "is not a kind of answer", get_args(AnswerKind))
     if not gold.strip():
         return Verdict("unscored", "no reference")
     if not answer.strip():
@@ -50,17 +39,16 @@ def equivalent(
     if spaceless(gold) == spaceless(answer):
         return Verdict("equal", "same text")
     one, two = read(gold, limits), read(answer, limits)
-    decided = _by_text(one, two, kind)
-    if decided is not None:
-        return decided
-    try:
-        return _by_trees(one, two, limits, grading)
-    except Undecided as error:
-        return Verdict("unscored", "limits" if isinstance(error, TooLarge) else "undecided", str(error))
+    return _by_text(one, two, kind) or _by_trees(one, two, limits, grading)
 
 
 def _verdict(same: bool, rule: str) -> Verdict:
     return Verdict("equal" if same else "different", rule)
+
+
+def _unscored(error: Undecided | Undefined) -> Verdict:
+    detail = f"no value: {error}" if isinstance(error, Undefined) else str(error)
+    return Verdict("unscored", "limits" if isinstance(error, TooLarge) else "undecided", detail)
 
 
 def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
@@ -78,30 +66,20 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
 
 
 def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> Verdict:
-    """Equal when any pair of readings is, else what the first pair says.
-
-    Raises Undecided when a side cannot be read or the comparison of the first readings does not settle it.
-    """
-    if not one.trees or not two.trees:
-        return _unread(one, two)
-    first: Verdict | Undecided | None = None
+    """Equal when any pair of readings is, else what the first pair says."""
+    first: Verdict | None = None
     for gold, answer in product(one.trees, two.trees):
         comparison = Comparer(limits, held_to(grading, gold), brackets="free" if first is None else "strict")
         try:
-            if comparison.same(gold, answer):
-                return Verdict("equal", comparison.rule)
-            found: Verdict | Undecided = Verdict("different", comparison.rule)
-        except Undefined as error:
-            found = Undecided(f"no value: {error}")
-        except Undecided as error:
-            found = error
+            found = _verdict(comparison.same(gold, answer), comparison.rule)
+        except (Undecided, Undefined) as error:
+            found = _unscored(error)
         except RecursionError:  # little of the stack was left to us
-            found = TooLarge("too deep for the stack at hand")
+            found = _unscored(TooLarge("too deep for the stack at hand"))
+        if found.is_equal:
+            return found
         first = first or found
-    assert first is not None
-    if isinstance(first, Undecided):
-        raise first
-    return first
+    return first or _unread(one, two)
 
 
 def _unread(one: Reading, two: Reading) -> Verdict:
@@ -112,13 +90,9 @@ def _unread(one: Reading, two: Reading) -> Verdict:
     assert problem is not None
     if isinstance(problem, Malformed):
         return Verdict("different", "malformed", str(problem))
-    if isinstance(problem, Prose) and not isinstance(problem, UnknownWords) and readable.trees:
+    if type(problem) is Prose and readable.trees:
         return Verdict("different", "prose", str(problem))
-    if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and _are_short(one, two):
+    are_short = all(len(reading.squashed.split()) <= _PHRASE for reading in (one, two))  # names and dates, no sentences
+    if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and are_short:
         return Verdict("different", "text")
-    raise problem
-
-
-def _are_short(*readings: Reading) -> bool:
-    """Whether these are names and dates rather than sentences that could say one thing in two ways."""
-    return all(len(reading.squashed.split()) <= _PHRASE for reading in readings)
+    return _unscored(problem)

@@ -21,13 +21,12 @@ from atts.evaluators.syntax.reading import Reading, read
 from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
 from atts.evaluators.syntax.units import measure
 from atts.evaluators.syntax.vocabulary import squashed
-from atts.evaluators.verdict import Limits, Undecided, Undefined
+from atts.evaluators.verdict import LIMITS, Limits, Undecided, Undefined
 
-_DEFAULT = Limits()
 _CROWD = 48  # answers under one loose key past which each is compared with the first few only
 
 
-def group(answers: Sequence[str | None], kind: AnswerKind = "math", *, limits: Limits = _DEFAULT) -> list[int]:
+def group(answers: Sequence[str | None], kind: AnswerKind = "math", *, limits: Limits = LIMITS) -> list[int]:
     """The class of each answer, numbered by first appearance; -1 for None and for empty answers, which abstain.
 
     Two answers in one class are equal under `equivalent`; equal ones share a class unless that would join answers

@@ -1,5 +1,6 @@
 """Traits of one parsed answer: its members, its letter, its sign, its digits."""
 
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
@@ -66,10 +67,9 @@ def infinity(node: Node) -> int:
 
 def same_numeral(gold: Node, answer: Node) -> bool:
     if gold.kind == answer.kind:
-        try:
+        with suppress(Undefined):
             return digits_in_base(gold) == digits_in_base(answer)
-        except Undefined:
-            return gold.text == answer.text and gold.value == answer.value
+        return gold.text == answer.text and gold.value == answer.value
     numeral, other = (gold, answer) if gold.kind == "based" else (answer, gold)
     return other.kind == "number" and other.text == numeral.text
 
@@ -78,11 +78,8 @@ def progression(node: Node) -> Node | None:
     """8k+3, k perhaps said to be an integer, as the class of 3 modulo 8; None for what is no such class."""
     value, *said = node.args if node.kind == "list" else (node,)
     names = variables(value)
-    if (
-        len(names) != 1
-        or has(value, "relation", "func", "call")
-        or any(each.text != "in" or each.args[1].text != "mathbb:Z" for each in said)
-    ):
+    are_whole = all(each.text == "in" and each.args[1].text == "mathbb:Z" for each in said)
+    if len(names) != 1 or has(value, "relation", "func", "call") or not are_whole:
         return None
     try:
         first, second, third = (exact(value, Limits(), {name: Fraction(at) for name in names}) for at in range(3))
@@ -94,8 +91,7 @@ def progression(node: Node) -> Node | None:
 
 def clock(node: Node) -> str | None:
     """The time of day, in 24 hours, when a node is one."""
-    is_time = node.kind == "clock" or (node.kind == "ratio" and is_clock(node))
-    return (node.text or ":".join(arg.text for arg in node.args)).lstrip("0") if is_time else None
+    return (node.text or ":".join(arg.text for arg in node.args)).lstrip("0") if is_clock(node) else None
 
 
 def mark(node: Node) -> str:
@@ -115,8 +111,10 @@ def counts_apart(nodes: tuple[Node, ...]) -> bool:
 
 
 def is_clock(node: Node) -> bool:
-    parts = [arg.text for arg in node.args]
-    return len(parts) > 1 and len(parts[0]) <= 2 and all(len(part) == 2 and part.isdigit() for part in parts[1:])
+    """Whether a node is a time of day, or a ratio that could be one."""
+    hours, *rest = [arg.text for arg in node.args] if node.kind == "ratio" else [""]
+    is_clock = rest and len(hours) <= 2 and all(len(part) == 2 and part.isdigit() for part in rest)
+    return node.kind == "clock" or bool(is_clock)
 
 
 def decimal_digits(node: Node) -> int:
@@ -133,11 +131,7 @@ def is_decimal(node: Node) -> bool:
 
 def terminates(value: Fraction) -> bool:
     """Whether the decimal expansion of a fraction ends."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
+    return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
 def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
@@ -152,18 +146,12 @@ def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
         return False
     if isinstance(value, Fraction) and terminates(value):
         return False
-    unit = Fraction(10) ** -len(decimal.text.partition(".")[2])
     assert decimal.value is not None
-    return _within(prober, value, decimal.value - unit, decimal.value + unit)
-
-
-def _within(prober: Prober, value: Value, low: Fraction, high: Fraction) -> bool:
-    if isinstance(value, Fraction):
-        return low < value < high
-    if hasattr(value.value, "_mpc_"):
-        return False
-    bounds = [prober.approximate(each, 200).value for each in (low, high)]
-    return bool(bounds[0] < value.value < bounds[1])
+    unit = Fraction(10) ** -len(decimal.text.partition(".")[2])
+    low, middle, high = (
+        prober.approximate(each, 200).value for each in (decimal.value - unit, value, decimal.value + unit)
+    )
+    return not hasattr(middle, "_mpc_") and bool(low < middle < high)
 
 
 def held_to(grading: Grading, gold: Node) -> Grading:

@@ -116,12 +116,9 @@ def labelled(node: Node) -> dict[Node, Node] | None:
     if node.kind == "list" and node.text != "or":
         found = [named(arg) for arg in node.args]
         names = [each.name for each in found if each.name is not None]
-        is_set = any(arg.text == "in" for arg in node.args)
-        return (
-            None
-            if is_set or len({*names}) < len(found)
-            else {name: each.value for name, each in zip(names, found, strict=True)}
-        )
+        if len({*names}) < len(found) or any(arg.text == "in" for arg in node.args):
+            return None
+        return {name: each.value for name, each in zip(names, found, strict=True)}
     one = named(node)
     if one.name is None or one.name.kind != "tuple" or one.value.kind != "tuple":
         return None
@@ -149,11 +146,7 @@ def matrix(node: Node) -> Node | None:
     """
     if node.kind == "matrix":
         return node
-    if (
-        node.kind == "tuple"
-        and node.text == "[]"
-        and all(arg.kind == "tuple" and arg.text == "[]" for arg in node.args)
-    ):
+    if all((each.kind, each.text) == ("tuple", "[]") for each in (node, *node.args)):
         return grid(arg.args for arg in node.args) if len({len(arg.args) for arg in node.args}) == 1 else None
     if not has(node, "matrix") or node.kind in ("func", "list", "set", "tuple", "relation"):
         return None

@@ -15,9 +15,8 @@ from atts.errors import DatasetError
 from atts.evaluators import judge
 from atts.evaluators.datasets import arithmetic
 from atts.evaluators.datasets.columns import Columns
-from atts.evaluators.datasets.loading import Dataset, LoadOptions, load_dataset, overlap
+from atts.evaluators.datasets.loading import BENCHMARKS, Dataset, LoadOptions, load_dataset, overlap
 from atts.evaluators.datasets.selection import Selection
-from atts.evaluators.datasets.sources import BENCHMARKS
 
 FILES = {
     "math500": "math500",

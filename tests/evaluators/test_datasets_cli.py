@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from atts.evaluators.datasets.sources import BENCHMARKS
+from atts.evaluators.datasets.loading import BENCHMARKS
 
 
 @pytest.fixture

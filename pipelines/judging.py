@@ -104,7 +104,8 @@ async def scored_once(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     if builder.policy.verification == "rating":
         return await scored(builder, proposal)
     place = siblings.place((chunk,), builder.place)
-    async with builder.scope.hold(siblings.asking[place], builder.turn):
+    lock = siblings.asking[place]
+    async with builder.scope.hold(lock, builder.turn) if lock.locked() else lock:
         known = siblings.scores.get(place)
         if builder.recorded:
             has_asked = builder.recorded(_request(builder, chunk)) is not None

@@ -20,59 +20,67 @@ if TYPE_CHECKING:
     from atts.run import RunResult, Shard
 
 
+File = Annotated[str | None, typer.Option(help="Read the benchmark from this file, not from the hub.")]
+Columns = Annotated[list[str] | None, typer.Option(help="FIELD=COLUMN of a file, such as text=Question; repeatable.")]
+References = Annotated[
+    str | None,
+    typer.Option(
+        "--answers", "--references", help="optional: problems without a reference will do.", show_default="required"
+    ),
+]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        help="Run directory; the same command goes on there.", show_default="one below runs/", metavar="DIRECTORY"
+    ),
+]
+ReportFormat = Annotated[
+    str | None, typer.Option(help="Written at the end: html, markdown, json or none.", show_default="html")
+]
+Part = Annotated[
+    str | None,
+    typer.Option(help="Part 2/3: every third problem from the second on; `atts merge` joins.", metavar="I/N"),
+]
+Abstain = Annotated[
+    str | None,
+    typer.Option(help="Answer only where wrong at most RISK of the time, by --labelled.", metavar="RISK@PROBABILITY"),
+]
+Labelled = Annotated[str | None, typer.Option(help="A graded run of the same settings, for --abstain.", metavar="RUN")]
+Against = Annotated[
+    str | None, typer.Option(help="An earlier run to be told apart from, with --stop-when.", metavar="RUN")
+]
+StopWhen = Annotated[
+    str | None,
+    typer.Option(
+        help="decided: once the difference in accuracy is; decided=2: also once it is within 2 points.",
+        metavar="decided[=POINTS]",
+    ),
+]
+DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")]
+Json = Annotated[bool, typer.Option("--json", help="One object per problem, then a summary.")]
+
+
 @options.with_setup(before="limit")
 def evaluate(
     context: typer.Context,
     dataset: options.DatasetName = None,
     limit: options.Limit = None,
-    file: Annotated[str | None, typer.Option(help="Read the benchmark from this file, not from the hub.")] = None,
-    column: Annotated[
-        list[str] | None, typer.Option(help="FIELD=COLUMN of a file, such as text=Question; repeatable.")
-    ] = None,
-    references: Annotated[
-        str | None,
-        typer.Option(
-            "--answers", "--references", help="optional: problems without a reference will do.", show_default="required"
-        ),
-    ] = None,
+    file: File = None,
+    column: Columns = None,
+    references: References = None,
     seed: options.Seed = None,
     rollouts: options.Rollouts = None,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            help="Run directory; the same command goes on there.", show_default="one below runs/", metavar="DIRECTORY"
-        ),
-    ] = None,
-    report: Annotated[
-        str | None, typer.Option(help="Written at the end: html, markdown, json or none.", show_default="html")
-    ] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option(help="Part 2/3: every third problem from the second on; `atts merge` joins.", metavar="I/N"),
-    ] = None,
-    abstain: Annotated[
-        str | None,
-        typer.Option(
-            help="Answer only where wrong at most RISK of the time, by --labelled.", metavar="RISK@PROBABILITY"
-        ),
-    ] = None,
-    labelled: Annotated[
-        str | None, typer.Option(help="A graded run of the same settings, for --abstain.", metavar="RUN")
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="An earlier run to be told apart from, with --stop-when.", metavar="RUN")
-    ] = None,
-    stop_when: Annotated[
-        str | None,
-        typer.Option(
-            help="decided: once the difference in accuracy is; decided=2: also once it is within 2 points.",
-            metavar="decided[=POINTS]",
-        ),
-    ] = None,
+    out: Out = None,
+    report: ReportFormat = None,
+    shard: Part = None,
+    abstain: Abstain = None,
+    labelled: Labelled = None,
+    against: Against = None,
+    stop_when: StopWhen = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object per problem, then a summary.")] = False,
+    dry_run: DryRunFlag = False,
+    as_json: Json = False,
 ) -> None:
     """Evaluate a method on a dataset: the main job.
 

@@ -21,33 +21,39 @@ if TYPE_CHECKING:
     from atts.run import Listener
 
 
+Over = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A key and its values: rate=.1,.2,.4, or a JSON list; every choice of them is run; repeatable.",
+        metavar="KEY=VALUE,VALUE",
+        show_default="rate=.1,.2,.4",
+    ),
+]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        help="Directory of the set; the same command goes on there.",
+        show_default="one below runs/",
+        metavar="DIRECTORY",
+    ),
+]
+DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="List the runs; run nothing.")]
+Json = Annotated[bool, typer.Option("--json", help="One object per run, then a summary.")]
+
+
 @options.with_setup(before="limit")
 def sweep(
     context: typer.Context,
     dataset: options.DatasetName = None,
-    over: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A key and its values: rate=.1,.2,.4, or a JSON list; every choice of them is run; repeatable.",
-            metavar="KEY=VALUE,VALUE",
-            show_default="rate=.1,.2,.4",
-        ),
-    ] = None,
+    over: Over = None,
     limit: options.Limit = None,
     seed: options.Seed = None,
     rollouts: options.Rollouts = None,
-    out: Annotated[
-        str | None,
-        typer.Option(
-            help="Directory of the set; the same command goes on there.",
-            show_default="one below runs/",
-            metavar="DIRECTORY",
-        ),
-    ] = None,
+    out: Out = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs; run nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object per run, then a summary.")] = False,
+    dry_run: DryRunFlag = False,
+    as_json: Json = False,
 ) -> None:
     """Evaluate under every choice of some settings, and draw accuracy against tokens, seconds and samples.
 
@@ -59,7 +65,7 @@ def sweep(
 
     Example: atts sweep math500 --pair r1-1.5b/r1-70b --over max_tokens=4000,8000,16000 --dry-run
     """
-    from atts.api import plan_sweep, run_sweep
+    from atts.api import plan_sweep
 
     given = {name: str(value) if name == "out" else value for name, value in context.params.items()}
     planned = plan_sweep(axes(over or ["rate=.1,.2,.4"]), _flags(given), pairs or (), file=config)
@@ -68,6 +74,16 @@ def sweep(
     if dry_run:
         say("\n".join(_planned(planned, as_json)))
         return
+    end = _run(planned)
+    say("\n".join(_objects(end) if as_json else _lines(end)))
+    if end.last is not None:
+        tell(f"atts: {end.last.status}: {end.last.why}; the same command goes on from here")
+    raise typer.Exit(end.exit_code)
+
+
+def _run(planned: Sweep) -> SweepEnd:
+    """Every run in turn, each with its progress."""
+    from atts.api import run_sweep
 
     @asynccontextmanager
     async def watch(point: SweepPoint, number: int) -> AsyncGenerator[Sequence[Listener]]:
@@ -82,11 +98,7 @@ def sweep(
     async def main() -> SweepEnd:
         return await run_sweep(planned, watch)
 
-    end = run_async(main)
-    say("\n".join(_objects(end) if as_json else _lines(end)))
-    if end.last is not None:
-        tell(f"atts: {end.last.status}: {end.last.why}; the same command goes on from here")
-    raise typer.Exit(end.exit_code)
+    return run_async(main)
 
 
 def axes(said: Sequence[str]) -> dict[str, list[object]]:

@@ -8,10 +8,12 @@ from typing import TypeVar, TypeVarTuple, Unpack
 import anyio
 
 from atts.graph.ledger import Ledger
-from atts.spans import CallSpan, CallStatus
+from atts.graph.limits import Pool
+from atts.spans import CallSpan
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
+_UNKNOWN = -1.0  # of times: it has not come yet
 
 
 class Caller:
@@ -54,56 +56,52 @@ class Caller:
         """
         if self._declared is not None:
             self._declared.set()
-        engine = engine or stage
-        ledger = self._ledger
+        ledger, engine = self._ledger, engine or stage
         now, policy = ledger.now, ledger.policy
         pool = ledger.pools.get(engine) or ledger.pool(engine)
         attempt = 0
         while True:
             ledger.last_id = node = ledger.last_id + 1
-            who, after = (node, stage, engine, self.problem, self.sample, turn), self.frontier
-            started = queued = now()
-            ended = -1.0  # unknown
-            ready, self._ready = self._ready, None
-            ready = queued if ready is None else ready
-            status: CallStatus = "done"
-            is_kept = False
-            is_held = pool.take_nowait(tokens)
+            queued = now()
+            ready, self._ready = queued if self._ready is None else self._ready, None
+            who, times = (node, stage, engine, self.problem, self.sample, turn), (ready, queued, queued, _UNKNOWN)
+            span = CallSpan(*who, *times, self.frontier, attempt, "done", tokens)
+            is_held, is_kept = pool.take_nowait(tokens), False
             try:
                 if not is_held:
-                    started = -1.0
                     await pool.take(tokens, priority)
-                    is_held = True
-                    started = now()
+                    is_held, span.started = True, now()
                 result = await function(*args)
                 if keep is not None:
-                    ended = now()
-                    is_kept = True
-                    times = (ready, queued, started, ended)
-                    await keep(CallSpan(*who, *times, after, attempt, status, tokens), result)
+                    is_kept, span.ended = True, now()
+                    await keep(span, result)
                 return result
             except Exception as error:
-                status = "failed"
+                span.status = "failed"
                 if is_kept or not policy.retries(error, attempt, policy.calls):
                     raise
             except BaseException:
-                status = "cancelled"
+                span.status = "cancelled"
                 raise
             finally:
-                ended = now() if ended < 0 else ended
-                if is_held:
-                    pool.give(tokens)
-                    pool.busy_seconds += ended - started
-                else:
-                    started = ended
-                pool.queue_seconds += started - queued
-                ledger.nodes += 1
-                if status != "cancelled":
-                    # in straight-line code nothing else finished meanwhile, and this call is all the next one waits for
-                    is_straight = self.frontier is after
-                    self.frontier = (node,) if is_straight else (*[n for n in self.frontier if n not in after], node)
-                if ledger.sink is not None and not is_kept:
-                    times = (ready, queued, started, ended)
-                    ledger.sink(CallSpan(*who, *times, after, attempt, status, tokens))
+                self._close(span, pool, is_held, is_kept)
             await anyio.sleep(policy.delay(attempt, node))
             attempt += 1
+
+    def _close(self, span: CallSpan, pool: Pool, is_held: bool, is_kept: bool) -> None:
+        """Give the slot of a call back, count what it took, and tell of it unless it was kept."""
+        ledger = self._ledger
+        ended = span.ended = ledger.now() if span.ended == _UNKNOWN else span.ended
+        if is_held:
+            pool.give(span.tokens)
+            pool.busy_seconds += ended - span.started
+        else:
+            span.started = ended
+        pool.queue_seconds += span.started - span.queued
+        ledger.nodes += 1
+        if span.status != "cancelled":
+            # in straight-line code nothing else finished meanwhile, and this call is all the next one waits for
+            before, after = self.frontier, span.after
+            self.frontier = (span.node,) if before is after else (*[n for n in before if n not in after], span.node)
+        if ledger.sink is not None and not is_kept:
+            ledger.sink(span)

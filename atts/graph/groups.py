@@ -75,17 +75,14 @@ class RolloutScope(Caller, Generic[T]):
 
     @asynccontextmanager
     async def hold(self, lock: anyio.Lock, turn: int) -> AsyncGenerator[None]:
-        """Hold what one of the siblings may hold at a time; the wait for it is a node of its own."""
-        if lock.locked():
-            since = self._ledger.now()
-            try:
-                await lock.acquire()
-            finally:
-                until = self._ledger.now()
-                self.waited += until - since
-                self._note_wait(HOLD, turn, since, until, self.frontier)
-        else:
+        """Hold what one of the siblings may hold at a time and another does; the wait for it is a node of its own."""
+        since = self._ledger.now()
+        try:
             await lock.acquire()
+        finally:
+            until = self._ledger.now()
+            self.waited += until - since
+            self._note_wait(HOLD, turn, since, until, self.frontier)
         try:
             yield
         finally:

@@ -40,7 +40,7 @@ class ChunkJudge:
         decision, proposal = await self._decide(builder, proposal, known)
         self.judged.append((known, decision))
         self._gate.observe(decision, decision.action == "escalate")
-        if decision.escalate and proposal.is_recalled and builder.draws:
+        if proposal.is_recalled and builder.draws and decision.escalate:
             return decision, await _drawn_beside(builder, proposal)
         return decision, proposal
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 from urllib.parse import parse_qsl, urlencode
 
 from atts.api.keys import keys_of
@@ -30,6 +30,7 @@ SCHEMES = (
 Speculate = Literal["auto", "draft", "suffix", "pearl", "ssd", "mirror", "off"]
 _SERVERS = SCHEMES[4:-1]
 _LOCAL = SCHEMES[:3]
+_MOST_REPLICAS = 64
 _WRITTEN = "{}:http://HOST:PORT/MODEL"
 _MODELS = {"hf": "hf:OWNER/NAME or hf:./FOLDER", "zoo": "zoo:DIR/NAME"}
 
@@ -40,7 +41,8 @@ def build_engine(
     """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder", or one you made.
 
     "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=.01", what `atts zoo compare`
-    kept to stand in for it within so many nats a token: what that loses is logged as a warning.
+    kept to stand in for it within so many nats a token: what that loses is logged as a warning. With "?replicas=2" as
+    many processes hold the model.
     Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
     "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs with commas
     between them are replicas of one engine (`docs/servers.md`). Settings follow a question mark:
@@ -77,12 +79,19 @@ def build_engine(
         from atts.models import path
 
         model = str(path("target" if (model or role) == "target" else "draft"))
+    count = 1
     if scheme == "zoo":
-        model, settings, loss = _zoo_model(model, settings)
-        if loss:
-            _log.warning("%s: %s", name, loss)
+        zoo = _zoo_model(model, settings)
+        model, settings, count = zoo.folder, zoo.settings, zoo.replicas
+        if zoo.loss:
+            _log.warning("%s: %s", name, zoo.loss)
     found, lent = _local_options(settings, options), _drafter_model(lent) if lent else ""
-    return LocalEngine(model, name=role, options=found, chat=chat, lent="" if lent == model else lent)
+    make = partial(LocalEngine, model, name=role, options=found, chat=chat, lent="" if lent == model else lent)
+    if count == 1:
+        return make()
+    from atts.blocks import replicated
+
+    return replicated([make(replica=number) for number in range(count)], role)
 
 
 def build_engines(draft: str | Engine, target: str | Engine, speculate: Speculate = "auto") -> tuple[Engine, Engine]:
@@ -151,7 +160,8 @@ def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
     if not all(words.startswith("zoo:") for words in (draft, target)):
         return False
     one, other = (_zoo_model(words[4:].partition("?")[0], words.partition("?")[2]) for words in (draft, target))
-    return one[1] == other[1] and share_blocks(Path(one[0]), Path(other[0]))
+    alike = (one.settings, one.replicas) == (other.settings, other.replicas)
+    return alike and share_blocks(Path(one.folder), Path(other.folder))
 
 
 def _drafter_words(engine: str | Engine) -> tuple[str, str]:
@@ -218,24 +228,36 @@ def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:
     return options
 
 
-def _zoo_model(words: str, settings: str) -> tuple[str, str, str]:
-    """The folder of a zoo's model, or of what `lossy` lets stand in for it; the other settings; and what is lost."""
+class _ZooModel(NamedTuple):
+    """What the words for a zoo's model say."""
+
+    folder: str  # the model's, or that of what stands in for it
+    settings: str  # of local engines
+    loss: str  # what is lost, for people
+    replicas: int
+
+
+def _zoo_model(words: str, settings: str) -> _ZooModel:
     zoo, name = _zoo(words)
-    found = dict(parse_qsl(settings, keep_blank_values=True))
-    bound, model = found.pop("lossy", None), zoo.model(name)
+    said = dict(parse_qsl(settings, keep_blank_values=True))
+    bound, count, model = said.pop("lossy", None), said.pop("replicas", "1"), zoo.model(name)
+    if not count.isdecimal() or not 1 <= int(count) <= _MOST_REPLICAS:
+        raise OptionError("replicas", f"{count!r} is no number of processes from 1 to {_MOST_REPLICAS}")
+    found = _ZooModel(str(zoo.folder(name)), urlencode(said), "", int(count))
     if bound is None:
         if model.loss:
             advice = (
                 f"write zoo:DIR/{model.loss.model}?lossy=NATS, {model.loss.nats:.3g} or more, or take it as a drafter"
             )
             raise OptionError("engine", f"{name!r} stands in for {model.loss.model!r}, at a loss: {advice}")
-        return str(zoo.folder(name)), settings, ""
+        return found
     try:
         kept = zoo.within(name, float(bound))
     except ValueError:
         raise OptionError("lossy", f"{bound!r} is no number of nats a token, as .01") from None
     stands = ", ".join(f"{other} as {place}" for place, other in kept.loss.stands.items()) if kept.loss else ""
-    return str(zoo.folder(kept.name)), urlencode(found), f"{kept.name} stands in ({stands}): {kept.loss}"
+    loss = f"{kept.name} stands in ({stands}): {kept.loss}"
+    return found._replace(folder=str(zoo.folder(kept.name)), loss=loss)
 
 
 def _zoo(words: str) -> tuple[Zoo, str]:

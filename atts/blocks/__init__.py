@@ -8,7 +8,8 @@ zoo.export("base", Path("copy"))          # every file as it was added
 
 from atts.blocks.equivalence import Likeness, stand_in
 from atts.blocks.folders import check_name
+from atts.blocks.replicas import replicated
 from atts.blocks.sharing import SharedPart, ZooContents, written_places
 from atts.blocks.zoo import Zoo
 
-__all__ = ["Likeness", "SharedPart", "Zoo", "ZooContents", "check_name", "stand_in", "written_places"]
+__all__ = ["Likeness", "SharedPart", "Zoo", "ZooContents", "check_name", "replicated", "stand_in", "written_places"]

@@ -62,6 +62,7 @@ class LocalEngine:
         chat: bool = False,
         proposer: type[Proposer] | None = None,
         lent: str = "",
+        replica: int = 0,
     ) -> None:
         """`model` is a folder or a hub id; nothing is loaded before the engine is entered.
 
@@ -69,6 +70,7 @@ class LocalEngine:
         that is `lent` is the drafter where the options say nothing against it, its tokenizer is this model's, and both
         fit into the memory of a CPU; on a GPU it would take cache from this model, and options must name it.
         With `chat`, a model without a chat template is refused at once, or when its files are there to be looked at.
+        Engines of one zoo share a step loop where their `replica` is the same.
 
         :raises OptionError: an option is unknown or impossible.
         :raises UnsupportedByEngine: the folder holds no chat template.
@@ -77,7 +79,7 @@ class LocalEngine:
         self._name = name or Path(self.model).name
         self._options = options or LocalOptions()
         self._options.check()
-        self._is_chat, self._proposer, self._lent = chat, proposer, lent
+        self._is_chat, self._proposer, self._lent, self._replica = chat, proposer, lent, replica
         if chat and (folder := Path(self.model).expanduser()).is_dir():
             require_template(folder, self._name)
         self._opened: _OpenEngine | None = None
@@ -132,6 +134,21 @@ class LocalEngine:
         return self._require().kv_tokens
 
     @property
+    def in_loop(self) -> int:
+        """Requests in its step loop now, with those of other engines that share it."""
+        return self._require().in_loop
+
+    async def recheck(self) -> None:
+        """Open it if it never was, and anew where its step loop has ended; see `atts.remote.pool.Replica`.
+
+        :raises EngineError: it cannot be opened.
+        """
+        if self._opened is not None and self._opened.end is not None:
+            await self.__aexit__(None, None, None)
+        if self._opened is None:
+            await self.__aenter__()
+
+    @property
     def kernel(self) -> str:
         """What computes the steps."""
         return self._require().kernel
@@ -173,7 +190,7 @@ class LocalEngine:
         drafts = options.speculates or self._proposer or (self._lent and options.takes_lent)
         is_plain = not (drafts or options.pad) and options.kernel != "torch"
         if is_plain and (folder / MANIFEST).is_file():
-            return SharedWorker(folder.resolve().parent.parent)
+            return SharedWorker(folder.resolve().parent.parent, self._replica)
         return new_worker(options.worker)
 
     def _require(self) -> _OpenEngine:
@@ -201,7 +218,7 @@ class _OpenEngine:
         self._name, self._worker = name, worker
         self._request_ids = count(1)
         self._waiters: dict[int, _Waiter] = {}
-        self._end: FailureReply | None = None  # why nothing more will come
+        self.end: FailureReply | None = None  # why nothing more will come
         self._requests = 0
         self._soon = soon()
         self.loop_stats = LoopStats()
@@ -225,8 +242,8 @@ class _OpenEngine:
             check_sample(request, self.spec) if isinstance(request, SampleRequest) else check_score(request, self.spec)
         except ContextOverflow as error:
             raise self._explained(error) from None
-        if self._end is not None:
-            raise self._end.error(self._name)
+        if self.end is not None:
+            raise self.end.error(self._name)
         request_id = next(self._request_ids)
         waiter = self._waiters[request_id] = _Waiter(anyio.Event())
         self._requests += 1
@@ -255,6 +272,11 @@ class _OpenEngine:
         """Counters so far, in the terms every engine shares."""
         return replace(self.loop_stats.snapshot(), requests=self._requests, in_flight=len(self._waiters))
 
+    @property
+    def in_loop(self) -> int:
+        """Requests in the step loop, of whichever engine."""
+        return self._worker.in_loop if isinstance(self._worker, SharedWorker) else len(self._waiters)
+
     async def close(self) -> None:
         """End the worker; calls that still wait are told."""
         await anyio.to_thread.run_sync(self._worker.close)
@@ -272,7 +294,7 @@ class _OpenEngine:
         for reply in report.replies:
             if reply.request_id == 0:
                 assert isinstance(reply, FailureReply), "only an end concerns all requests"
-                self._end = self._end or reply
+                self.end = self.end or reply
                 waiters = list(self._waiters.values())
             else:
                 waiters = [self._waiters[reply.request_id]] if reply.request_id in self._waiters else []

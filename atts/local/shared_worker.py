@@ -29,12 +29,13 @@ from atts.stored_blocks import MODELS
 class SharedWorker:
     """One engine's part in a loop; the first to open starts it, the last to close ends it.
 
-    Engines share a loop where they have the same zoo, options, tokenizer and shape but for the number of layers, and
-    native kernels compute them; else each has one of its own. Steps, busy time and cache are counted for all of them.
+    Engines share a loop where they have the same zoo, options, tokenizer, replica and shape but for the number of
+    layers, and native kernels compute them; else each has one of its own. Steps, busy time and cache are counted for
+    all of them.
     """
 
-    def __init__(self, zoo: Path) -> None:
-        self._zoo = zoo
+    def __init__(self, zoo: Path, replica: int = 0) -> None:
+        self._zoo, self._replica = zoo, replica
         self._host: _Host | None = None
         self._own: LoopWorker | None = None  # where no loop can be shared
         self._chain = 0
@@ -51,7 +52,7 @@ class SharedWorker:
         """
         self._deliver, config = deliver, replace(config, depth=self._depth(config))
         with _HOSTS_LOCK:
-            key = self._zoo, config.depth, _shape(config)
+            key = self._zoo, self._replica, config.depth, _shape(config)
             host = _HOSTS.get(key)
             if host is None:
                 try:
@@ -110,6 +111,12 @@ class SharedWorker:
                     host.worker.send(Cancel(number))
             case _:
                 raise AssertionError("an engine samples, scores and cancels")  # and leaves by `close`
+
+    @property
+    def in_loop(self) -> int:
+        """Requests in the loop, of whichever engine."""
+        members = [self] if self._host is None else list(self._host.members)
+        return sum(len(member._sent) for member in members)
 
     def close(self) -> None:
         """Leave the loop; closing twice is fine."""
@@ -212,7 +219,7 @@ class _Host:
             member.hear(report, mine.get(member, set()))
 
 
-_HOSTS: dict[tuple[Path, int, object], _Host] = {}
+_HOSTS: dict[tuple[Path, int, int, object], _Host] = {}
 _HOSTS_LOCK = threading.Lock()
 
 

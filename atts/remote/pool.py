@@ -58,6 +58,10 @@ class ReplicaLoad:
     reason: str = ""
 
 
+Prefer = Callable[[Sequence[ReplicaLoad], SampleRequest | ScoreRequest], int]
+"""Which of the replicas that are up a request goes to."""
+
+
 @dataclass(slots=True)
 class _Member:
     """One replica and what is known of its health."""
@@ -74,22 +78,29 @@ class _Member:
     checks: int = 0  # after which it was up
     reason: str = ""
 
+    @property
+    def load(self) -> ReplicaLoad:
+        """What it has done and has to do."""
+        return ReplicaLoad(self.name, self.state, self.in_flight, self.requests, self.failures, self.reason)
+
 
 class ReplicaPool:
     """Engines that are alike, as one engine.
 
     A rollout goes where its name sends it, so that its prefix is cached there, unless that replica is down or has far
-    more to do than the others. A replica that is lost is left alone for a while, then checked by one request while the
-    others go elsewhere; the requests it lost are asked again elsewhere, from the ids they carry. One that comes back
-    as another engine is never used again.
+    more to do than the others; or each request where `prefer` says. A replica that is lost is left alone for a while,
+    then checked by one request while the others go elsewhere; the requests it lost are asked again elsewhere, from the
+    ids they carry. One that comes back as another engine is never used again.
 
     :raises OptionError: no replica.
     """
 
-    def __init__(self, replicas: Sequence[tuple[str, Replica]], *, name: str = "pool") -> None:
+    def __init__(
+        self, replicas: Sequence[tuple[str, Replica]], *, name: str = "pool", prefer: Prefer | None = None
+    ) -> None:
         if not replicas:
             raise OptionError("replicas", "a pool needs at least one")
-        self._name = name
+        self._name, self._prefer = name, prefer
         self._members = [_Member(label, engine) for label, engine in replicas]
         self._stack = AsyncExitStack()
         self._state: EngineState = "new"
@@ -113,15 +124,15 @@ class ReplicaPool:
 
     def load(self) -> tuple[ReplicaLoad, ...]:
         """Per-replica load, in the order given."""
-        return tuple(ReplicaLoad(m.name, m.state, m.in_flight, m.requests, m.failures, m.reason) for m in self._members)
+        return tuple(member.load for member in self._members)
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids somewhere; see `atts.engine.Engine`."""
-        return await self._anywhere(request.rollout, lambda engine: engine.sample(request))
+        return await self._anywhere(request, lambda engine: engine.sample(request))
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score the suffix somewhere; see `atts.engine.Engine`."""
-        return await self._anywhere(request.rollout, lambda engine: engine.score(request))
+        return await self._anywhere(request, lambda engine: engine.score(request))
 
     async def comes_back(self) -> bool:
         """Wait until one replica is up again, where all are lost; see `atts.engine.Returning`."""
@@ -164,13 +175,13 @@ class ReplicaPool:
         await self._stack.aclose()
         return None
 
-    async def _anywhere(self, rollout: str, call: Callable[[Engine], Awaitable[T]]) -> T:
+    async def _anywhere(self, request: SampleRequest | ScoreRequest, call: Callable[[Engine], Awaitable[T]]) -> T:
         """Ask the best replica, then, if it is lost, each of the others once."""
         if self._state != "open":
             raise not_open(self._name, self._state)
         tried: set[str] = set()
         last: EngineError | None = None
-        while (member := await self._pick(rollout, tried)) is not None:
+        while (member := await self._pick(request, tried)) is not None:
             tried.add(member.name)
             try:
                 return await self._at(member, call)
@@ -223,15 +234,17 @@ class ReplicaPool:
             wait = backoff(member.in_a_row, _BACK_SECONDS, longest=_LONGEST_SECONDS, salt=self._members.index(member))
             member.state, member.retry_at = "down", self._clock() + wait
 
-    async def _pick(self, rollout: str, tried: set[str]) -> _Member | None:
-        """The replica for this rollout; one that may be up again is checked on the way. None: there is none."""
+    async def _pick(self, request: SampleRequest | ScoreRequest, tried: set[str]) -> _Member | None:
+        """The replica for this request; one that may be up again is checked on the way. None: there is none."""
         for member in self._members:
             if self._is_due(member) and member.name not in tried:
                 await self._check(member)
         free = [member for member in self._members if member.state == "up" and member.name not in tried]
         if not free:
             return None
-        least = min(free, key=lambda member: member.in_flight)
+        if self._prefer is not None:
+            return free[self._prefer([member.load for member in free], request)]
+        least, rollout = min(free, key=lambda member: member.in_flight), request.rollout
         if not rollout:
             return least
         home = max(free, key=lambda member: _weight(member.name, rollout))

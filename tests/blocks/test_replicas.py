@@ -1,0 +1,166 @@
+"""Several processes that hold a zoo's models: requests go where they cost least, and none is lost with a process."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import anyio
+import pytest
+
+from atts.api import build_engine
+from atts.blocks import Zoo, replicated
+from atts.blocks.replicas import Dispatch
+from atts.core import Completion, SampleRequest, Sampling, ScoreRequest
+from atts.engine import EngineStats
+from atts.errors import OptionError
+from atts.local import LocalEngine, LocalOptions, shared_worker
+from atts.remote import ReplicaLoad, ReplicaPool
+from atts.seeds import Seed
+from atts.tasks import collect
+from atts.testing import check_engine
+
+from .conftest import Tune
+from .test_chains import SHARED
+
+
+@pytest.fixture
+def zoo(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
+    """Two models that share all but their heads."""
+    found = Zoo(tmp_path / "zoo")
+    found.add("base", base)
+    found.add("other", tune("other", "lm_head"))
+    return found
+
+
+def pool_of(zoo: Zoo, name: str, count: int = 2, options: LocalOptions = SHARED) -> ReplicaPool:
+    """A model's replicas as one engine."""
+    return replicated([LocalEngine(zoo.folder(name), options=options, replica=at) for at in range(count)], name)
+
+
+def asks(count: int, tokens: int = 12) -> list[SampleRequest]:
+    """Prompts of rollouts of their own."""
+    law = Sampling(0.9)
+    return [
+        SampleRequest((at + 5, 6, 7), tokens, law, rollout=f"p{at}/0", seed=Seed(at, "p", 0, 0, "target", 0))
+        for at in range(count)
+    ]
+
+
+@pytest.mark.anyio
+async def test_replicas_say_what_one_says(zoo: Zoo) -> None:
+    """Each has a loop of its own, which the zoo's other models share; work is divided."""
+    async with LocalEngine(zoo.folder("base"), options=SHARED) as one:
+        wanted = await collect([partial(one.sample, ask) for ask in asks(8)])
+        async with pool_of(zoo, "base") as pool, pool_of(zoo, "other") as other:
+            assert len(shared_worker._HOSTS) == 2
+            found = await collect([partial(pool.sample, ask) for ask in asks(8)])
+            assert [done.ids for done in found] == [done.ids for done in wanted]
+            assert [load.requests for load in pool.load()] == [4, 4]
+            assert other.stats().requests == 0
+            done = await other.sample(asks(1)[0])
+            assert done.ids != wanted[0].ids
+            assert pool.spec.fingerprint() == one.spec.fingerprint()
+    assert shared_worker._HOSTS == {}
+
+
+class Loop:
+    """A replica as the dispatch sees it."""
+
+    def __init__(self, in_loop: int, stats: EngineStats) -> None:
+        self.in_loop, self.stats = in_loop, lambda: stats
+
+
+def dispatch_of(*in_loop: int, seconds: float = 10.0) -> tuple[Dispatch, list[ReplicaLoad]]:
+    """Of replicas with so many requests in their loops, where ten took so long and a hundred tokens each."""
+    stats = EngineStats(requests=10, sampled_tokens=400, prefilled_tokens=600, busy_seconds=seconds)
+    loops = [Loop(count, stats) for count in in_loop]
+    loads = [ReplicaLoad(str(at), "up", 0, 0, 0) for at in range(len(loops))]
+    return Dispatch(cast("list[LocalEngine]", loops)), loads
+
+
+def turn(tokens: int, rollout: str = "p/0") -> ScoreRequest:
+    """A rollout that has come so far."""
+    return ScoreRequest(tuple(range(tokens - 4)), (1, 2, 3, 4), rollout)
+
+
+def test_a_request_goes_where_it_costs_least() -> None:
+    """A rollout stays where it is cached, until more is waited for there than it takes to compute it anew."""
+    dispatch, loads = dispatch_of(0, 0)
+    assert dispatch.choose(loads, turn(300)) == 0
+    for waiting, home in ((0, 0), (2, 0), (4, 1)):  # a request takes a second, a token ten milliseconds
+        assert _with(dispatch, waiting, 0).choose(loads, turn(320)) == home
+    assert dispatch.choose(loads[1:], turn(340)) == 0  # of the one that is left
+    fresh, loads = dispatch_of(3, 1, 2)
+    assert fresh.choose(loads, turn(50, "")) == 1
+    assert fresh.choose(loads, turn(50, "alone")) == 1
+    assert fresh.choose(loads, turn(50, "other")) == 1  # names without a problem have nothing in common
+    assert set(fresh._cached) == {("1", "alone"), ("1", "other")}
+
+
+def _with(dispatch: Dispatch, *in_loop: int) -> Dispatch:
+    """The same, what it knows of caches included, with other loads."""
+    found, _ = dispatch_of(*in_loop)
+    found._cached.update({key: tokens for key, tokens in dispatch._cached.items() if key[0] == "0"})
+    return found
+
+
+def test_siblings_go_where_their_prompt_is() -> None:
+    """As long as the prompt is much of what there is to compute; nothing is known of others."""
+    dispatch, loads = dispatch_of(0, 1, 0)
+    assert dispatch.choose(loads[2:], turn(200, "p/0")) == 0
+    assert dispatch.choose(loads, turn(200, "p/1")) == 2
+    assert dispatch.choose(loads, turn(200, "q/1")) == 0
+
+
+@pytest.mark.anyio
+async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
+    """They are asked again at the other; it is started anew for those to come."""
+    from tests.local.test_engine import loop_process
+
+    options, longer = replace(SHARED, worker="process"), asks(6, 60)
+    async with LocalEngine(zoo.folder("base"), options=SHARED) as one:
+        wanted = await collect([partial(one.sample, ask) for ask in longer])
+    async with pool_of(zoo, "base", options=options) as pool:
+
+        async def kill() -> Completion | None:
+            """Once all were sent: tasks are begun in order."""
+            assert all(load.in_flight for load in pool.load())
+            os.kill(loop_process(), signal.SIGKILL)
+            return None
+
+        calls: list[Callable[[], Awaitable[Completion | None]]] = [*(partial(pool.sample, ask) for ask in longer), kill]
+        found = (await collect(calls))[:-1]
+        assert [done and done.ids for done in found] == [done.ids for done in wanted]
+        assert sum(load.failures > 0 for load in pool.load()) <= 1
+        with anyio.fail_after(60):
+            while not all(load.state == "up" for load in pool.load()):
+                await pool.sample(longer[0])
+                await anyio.sleep(0.1)
+        assert [(await pool.sample(ask)).ids for ask in longer] == [done.ids for done in wanted]
+
+
+def test_words_name_replicas(zoo: Zoo) -> None:
+    """A number of processes from 1 on, for models of zoos."""
+    words = f"zoo:{zoo.directory}/base"
+    assert isinstance(build_engine(f"{words}?replicas=1", "target"), LocalEngine)
+    pool = build_engine(f"{words}?replicas=3&threads=1", "target")
+    assert isinstance(pool, ReplicaPool)
+    assert len(pool.load()) == 3
+    for count in ("0", "-1", "two", "65", ""):
+        with pytest.raises(OptionError, match="replicas"):
+            build_engine(f"{words}?replicas={count}", "target")
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_replicas_keep_every_promise(zoo: Zoo) -> None:
+    """The conformance suite."""
+    await check_engine(lambda: pool_of(zoo, "other", options=replace(SHARED, kv_tokens=8192)))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from atts.api import build_engine
@@ -131,7 +132,8 @@ async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
     async with pool_of(zoo, "base", options=options) as pool:
 
         async def kill() -> Completion | None:
-            """Once all were sent: tasks are begun in order."""
+            """Once all were sent, which every task does as it begins."""
+            await anyio.lowlevel.checkpoint()
             assert all(load.in_flight for load in pool.load())
             os.kill(loop_process(), signal.SIGKILL)
             return None

@@ -27,9 +27,14 @@ class SchemeDrafting(Proposer, Lengths):
         self._scheme = self._asked = 0  # of this step, and of the last one in which something was proposed
         self._began = 0.0
 
+    def rests(self, plan: StepPlan) -> bool:
+        """As long as nothing pays that is drafted before a step."""
+        self._scheme = self._control.current
+        return self._scheme == 0 and self._lengths.rests(plan)
+
     def choose(self, plan: StepPlan) -> Many[int]:
         """The first scheme's lengths; the others end with the target's step."""
-        self._began, self._scheme = perf_counter(), self._control.current
+        self._began = perf_counter()
         return (self._fixed if self._scheme else self._lengths).choose(plan)
 
     def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> Forecast | None:

@@ -31,6 +31,10 @@ from atts.speculation import (
 class Lengths(Protocol):
     """Decides how many tokens are proposed for each decoding sequence in a step; it may see all but the tokens."""
 
+    def rests(self, plan: StepPlan) -> bool:
+        """Whether the step is as it would be without speculation: nothing is chosen, and nothing observed."""
+        ...
+
     def choose(self, plan: StepPlan) -> Many[int]:
         """The most tokens to propose for each of `plan.decoding`; 0: none."""
         ...
@@ -59,6 +63,10 @@ class FixedLength:
 
     tokens: int
 
+    def rests(self, plan: StepPlan) -> bool:
+        """Never."""
+        return False
+
     def choose(self, plan: StepPlan) -> list[int]:
         """That many each."""
         return [self.tokens] * len(plan.decoding)
@@ -73,6 +81,10 @@ class GoodputLengths:
     def __init__(self, most: int, tokens_by_ratio: int) -> None:
         self._control, self._by_ratio = GoodputControl(most), tokens_by_ratio
         self._shape = StepShape((), 0, 0.0)  # of the step that lengths were chosen for last
+
+    def rests(self, plan: StepPlan) -> bool:
+        """As long as nothing pays."""
+        return not any(map(is_ratio, plan.decoding)) and self._control.rests(len(plan.decoding))
 
     def choose(self, plan: StepPlan) -> Many[int]:
         """As many as pay, by what is known of times and of what stood."""
@@ -122,19 +134,23 @@ class Speculation:
         self._guessed = dict[int, int]()  # tokens proposed at first
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
+        self._is_timed = False  # this step
         self._known = set[int]()  # request ids that proposers were asked about
         self._stats = SpeculationStats()
 
     def propose(self, plan: StepPlan) -> None:
         """Add to the plan what may follow each decoding sequence's newest token, as far as there are slots for it."""
-        self._began, self._proposing = self._clock(), 0.0
+        self._is_timed = False
         self._rounds.clear()
         self._asked.clear()
         self._forget_finished()
         if self._stats.trouble or not plan.decoding:
             return
+        self._stats.choices += len(plan.decoding)
+        if self._lengths.rests(plan):
+            return
+        self._is_timed, self._began, self._proposing = True, self._clock(), 0.0
         lengths = self._lengths.choose(plan)
-        self._stats.choices += len(lengths)
         if not any(lengths):
             return
         self._stats.chosen += sum(lengths)
@@ -181,7 +197,7 @@ class Speculation:
         for each in self._rounds:
             if each.proposed:
                 self._stats.add(each.proposed, each.stood)
-        if plan.decoding and not self._stats.trouble:
+        if self._is_timed and not self._stats.trouble:
             seconds = self._clock() - self._began
             forecast = self._lengths.observed(plan, self._rounds, (self._proposing, seconds - self._proposing))
             if forecast is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Condition = tuple[bool, int]  # whether given text is fed in the same step, and how long contexts or how many texts are
+Condition = tuple[int, ...]  # whether given text is fed in the same step, how many sequences, how long they are
 
 _KEPT = 9  # newest times of a cell, of which the median counts: load and hiccups of the machine pass
 _ENOUGH = 2  # times that make a cell measured
@@ -18,9 +18,9 @@ _STALE = 8  # times added before a curve is drawn anew
 _EXACT = 16  # rows up to which each number has a cell of its own; beyond, four cells an octave
 
 
-def condition(*, is_mixed: bool, context: float) -> Condition:
-    """Under which one curve holds: contexts are told apart by factors of four."""
-    return is_mixed, int(context).bit_length() // 2
+def condition(*, is_mixed: bool, context: float, sequences: int) -> Condition:
+    """Under which one curve holds: contexts are told apart by factors of four, numbers of sequences by two."""
+    return is_mixed, sequences.bit_length(), int(context).bit_length() // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,10 @@ class StepCosts:
         return self._curves[where]
 
     def _nearest(self, where: Condition) -> Condition | None:
-        return min(self._cells, key=lambda other: (other[0] != where[0], abs(other[1] - where[1])), default=None)
+        def distance(other: Condition) -> tuple[bool, int]:
+            return other[0] != where[0], sum([abs(one - two) for one, two in zip(other[1:], where[1:], strict=True)])
+
+        return min(self._cells, key=distance, default=None)
 
     def _like(self, where: Condition) -> dict[int, _Cell]:
         """Cells of a condition that is new: those of the nearest one, soon outvoted by times of its own."""

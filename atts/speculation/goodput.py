@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil, exp, log
+from math import exp, log
 from typing import NamedTuple
 
 import numpy as np
@@ -13,16 +13,21 @@ from numpy.typing import NDArray
 from atts.speculation.costs import Condition, StepCosts, condition
 from atts.speculation.survival import Outcome, Survival
 
-_MARGIN = 0.015  # gain below which everything stays as it is
-_DOUBT, _DOUBT_OF_ONE = 0.01, 0.001  # gain that proposals must promise beside none, at least and a sequence
-_SURPRISE_WEIGHT = 1 / 8  # of one step
-_FORGETTING = 0.97  # what is kept of surprises from one decision without proposals to the next
+_MARGIN = 0.01  # gain below which everything stays as it is
+_DOUBT, _DOUBT_OF_ONE = 0.005, 0.001  # gain that proposals must promise beside none, at least and a sequence
+_SURPRISE_WEIGHT, _MOST_SURPRISE = 1 / 8, 0.3  # of one step
+_FORGETTING = 0.8  # what a rest leaves of surprises
+_FADED = 1.0  # tests of each place that what stood before a rest counts for
 _PERIODS = 8, 64  # steps between two decisions: after one that changed something, at most
-_LEARNING = 4  # steps between two tries of what was never measured
-_HOPE = 0.75  # of the time that a length is thought to take, what it may turn out to take
-_EXPLORING = 0.01  # share of time that later tries may lose
-_RAREST_TRY = 400  # steps
-_TRIED_WHEN_OFF = (1, 2, 1, 4)
+_LOOKS = 3  # steps that are timed before anything is tried
+_HOPE = 0.5  # of the time that proposals are thought to take where it was never measured, what it may turn out to be
+_SHARE = 0.01  # of the time, what trials may lose
+_ADVANCE = 16  # steps without proposals whose time first trials of a length may lose ahead
+_LOSING = 12  # the same, for proposals that were thought to pay
+_HICCUP = 5  # the same, what one step counts for at most
+_RESTS = 64, 4096  # steps for which nothing is looked at: at first, at most
+_LENGTHS = 8, 4, 2, 1, 16  # tried for all sequences in advance; others beside lengths that pay
+_FEW = 4  # tokens tried for few sequences
 _NEW = -1  # stands for a sequence of which nothing is known
 
 
@@ -41,7 +46,7 @@ class StepShape(NamedTuple):
     @property
     def condition(self) -> Condition:
         """Which curve of step times holds."""
-        return condition(is_mixed=self.others > 0, context=self.context)
+        return condition(is_mixed=self.others > 0, context=self.context, sequences=len(self.keys))
 
 
 class Forecast(NamedTuple):
@@ -55,7 +60,6 @@ class Forecast(NamedTuple):
 class _Verdict:
     """What was decided for the steps of one kind: those that feed other tokens beside, or the others."""
 
-    steps: int = 0  # of this kind, so far
     until: int = 0  # the step of the next decision
     period: int = _PERIODS[0]
     count: int = 0  # sequences it was made for
@@ -63,10 +67,40 @@ class _Verdict:
     rate: float = 0.0  # tokens a second, expected
     keys: Sequence[int] = ()
     lengths: list[int] = field(default_factory=list[int])
-    wanted: int | None = None  # a length whose step time is not known and might be worth it
-    tries: int = 0
-    next_try: int = 0
-    is_trying: bool = False  # in the step that was chosen last
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Some steps with other lengths than those decided."""
+
+    length: int
+    left: int  # steps
+    keys: frozenset[int] | None = None  # whom tokens are proposed for; None: all
+    lost: float = 0.0  # seconds, beside what was decided
+
+    def lengths(self, keys: Sequence[int]) -> list[int]:
+        return [self.length if self.keys is None or key in self.keys else 0 for key in keys]
+
+
+@dataclass(slots=True)
+class _Load:
+    """What holds where about as many sequences decode."""
+
+    verdicts: tuple[_Verdict, _Verdict] = field(default_factory=lambda: (_Verdict(), _Verdict()))
+    steps: int = 0
+    trial: _Trial | None = None
+    next_plain: int = 0  # the step of the next trial without proposals
+    lost: float = 0.0  # seconds, by steps with proposals beside such without
+    surprise: float = 0.0  # log of seconds over those expected, with proposals
+    resting: int = 0  # steps that are left of a rest
+    rested: int = 0
+    rounds: int = 0  # of all loads, when it began to rest
+    rest: int = _RESTS[0]  # the next one
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is proposed in steps of either kind."""
+        return not any(verdict.mean for verdict in self.verdicts)
 
 
 class GoodputControl:
@@ -74,134 +108,200 @@ class GoodputControl:
 
     Tokens compete by the probability that they stand. Every total is compared, for the goodput need not be
     unimodal: where the step time has a cliff, stopping at the first fall would stay before it. A decision holds for
-    several steps, for it takes as long as a good part of a small model's step; between two, a step costs look-ups.
+    several steps, for it takes as long as a good part of a small model's step; while nothing is proposed, it rests.
+
+    What trials lose is taken from an account that a small share of the time goes into.
     """
 
     def __init__(self, most: int, costs: StepCosts | None = None) -> None:
         """`costs` may know step times already."""
         self._most, self._survival = most, Survival(most)
         self._costs, self._proposing = costs or StepCosts(), StepCosts()
-        self._verdicts = _Verdict(), _Verdict()
+        self._loads: dict[int, _Load] = {}
         self._standing: dict[int, list[float]] = {}  # expected tokens by length
-        self._asked = set[int]()  # sequences that tokens were proposed for in the last step
-        self._surprise: dict[tuple[bool, Condition], float] = {}  # log of seconds over those expected, with proposals
+        self._wanted = self._asked = set[int]()  # sequences that tokens are wanted for in this step, and were before
+        self._total = 0  # tokens wanted in this step
+        self._coverage = 1.0  # of those wanted, what proposers have
+        self._asks = 0
+        self._rounds = 0  # verified so far
+        self._is_stale = True  # what is known of what stands
+        self._balance = 0.0  # seconds that trials may lose
+
+    def rests(self, sequences: int) -> bool:
+        """Whether a step of so many sequences is one of those for which nothing is chosen or observed."""
+        load = self._loads.get(sequences.bit_length())
+        if load is None or load.resting == 0:
+            return False
+        load.resting -= 1
+        return True
 
     def choose(self, step: StepShape) -> list[int]:
         """The most tokens to propose for each sequence."""
-        verdict, count = self._verdicts[step.others > 0], len(step.keys)
-        verdict.steps += 1
-        if verdict.steps >= verdict.until or not 0.75 * count <= verdict.count <= 1.25 * count:
-            self._decide(verdict, step)
-        elif verdict.keys != step.keys:
-            _hand_on(verdict, step.keys)
-        verdict.is_trying = verdict.steps >= verdict.next_try
-        return self._try(verdict, count) if verdict.is_trying else verdict.lengths
+        count = len(step.keys)
+        load = self._loads.setdefault(count.bit_length(), _Load())
+        verdict = load.verdicts[step.others > 0]
+        load.steps += 1
+        if load.trial is None:
+            has_changed = verdict.mean > 0 and not 0.75 * count <= verdict.count <= 1.25 * count
+            if load.rested:
+                self._wake(load, step)
+            elif load.steps >= verdict.until or has_changed:
+                self._decide(load, verdict, step)
+            elif verdict.keys != step.keys:
+                _hand_on(verdict, step.keys)
+        lengths = load.trial.lengths(step.keys) if load.trial else verdict.lengths
+        self._total, self._asked = sum(lengths), self._wanted
+        self._wanted = {key for key, length in zip(step.keys, lengths, strict=True) if length}
+        return lengths
 
     def observed(
         self, step: StepShape, rounds: Sequence[Outcome], rows: int, seconds: tuple[float, float]
     ) -> Forecast | None:
         """Learn from a step that fed so many rows; what was expected of it, None where nothing could be."""
         forecast = self._forecast(step, rounds, rows)
-        if rounds:
-            self._learn(rounds, seconds[0])
-        elif self._asked:
-            self._asked = set()
+        # where most were not asked for in the last step, a drafter had to catch up with them
+        is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
+        self._learn(rounds, seconds[0], is_steady)
         self._costs.add(step.condition, rows, seconds[1])
-        verdict = self._verdicts[step.others > 0]
-        if forecast is not None and not verdict.is_trying:
-            self._compare((bool(rounds), _among(len(step.keys))), log(sum(seconds) / forecast.seconds))
-        if verdict.is_trying and forecast is not None and verdict.wanted is None:
-            lost = sum(seconds) * verdict.rate - forecast.tokens  # in tokens that would have been written meanwhile
-            wait = min(_RAREST_TRY, ceil(lost / (_EXPLORING * step.rows * (1 + verdict.mean))))
-            verdict.next_try = verdict.steps + max(_PERIODS[0], wait)
+        load, plain = self._loads[len(step.keys).bit_length()], self._plain(step)
+        self._balance = min(self._balance + _SHARE * sum(seconds), _LOSING * plain)
+        written = step.rows + sum([stood for _, _, stood in rounds])
+        if load.trial is not None:
+            rate = load.verdicts[step.others > 0].rate or step.rows / plain
+            self._charge(load, load.trial, min(sum(seconds) - written / rate, _HICCUP * plain))
+        elif self._total:
+            if forecast is not None and is_steady:
+                surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, log(sum(seconds) / forecast.seconds)))
+                load.surprise += _SURPRISE_WEIGHT * (surprise - load.surprise)
+            lost = min(sum(seconds) - written * plain / step.rows, _HICCUP * plain)
+            load.lost = max(load.lost + lost, -_LOSING * plain)
+            if load.lost > _LOSING * plain:
+                self._give_up(load, step)
         return forecast
 
-    def _learn(self, rounds: Sequence[Outcome], seconds: float) -> None:
+    def _learn(self, rounds: Sequence[Outcome], seconds: float, is_steady: bool) -> None:
         self._survival.add(rounds)
-        asked = {key for key, _, _ in rounds}
-        if 4 * len(asked & self._asked) >= 3 * len(asked):  # else a drafter began, and had to catch up with most
-            self._proposing.add(_among(len(rounds)), sum([proposed for _, proposed, _ in rounds]), seconds)
-        self._asked = asked
+        self._rounds += len(rounds)
+        if self._total:
+            self._asks = min(16, self._asks + 1)
+            self._coverage += (sum([proposed for _, proposed, _ in rounds]) / self._total - self._coverage) / self._asks
+            if is_steady:
+                self._proposing.add(_among(len(self._wanted)), self._total, seconds)
 
-    def _compare(self, kind: tuple[bool, Condition], surprise: float) -> None:
-        before = self._surprise.get(kind, 0.0)
-        self._surprise[kind] = before + _SURPRISE_WEIGHT * (max(-1.0, min(1.0, surprise)) - before)
+    def _charge(self, load: _Load, trial: _Trial, lost: float) -> None:
+        """A step of a trial lost so much; after the last one it is decided anew."""
+        trial.lost, trial.left = trial.lost + lost, trial.left - 1
+        if not trial.left:
+            self._balance -= max(0.0, trial.lost)
+            load.trial = None
+            for verdict in load.verdicts:
+                verdict.until = load.steps
 
-    def _doubt(self, sequences: int, is_proposing: bool) -> float:
+    def _give_up(self, load: _Load, step: StepShape) -> None:
+        """What was thought to pay does not."""
+        self._balance, load.lost = self._balance - load.lost / 2, 0.0
+        for verdict in load.verdicts:
+            verdict.mean, verdict.keys, verdict.lengths = 0.0, step.keys, [0] * len(step.keys)
+        self._rest(load, step)
+
+    def _rest(self, load: _Load, step: StepShape) -> None:
+        """Look at nothing until the account allows for more, and twice as long each time that nothing pays."""
+        due = -self._balance / (_SHARE * self._plain(step))
+        load.resting = load.rested = int(max(load.rest, min(_RESTS[1], due)))
+        load.rest, load.rounds = min(_RESTS[1], load.rest * (1 if self._is_stale else 2)), self._rounds
+
+    def _wake(self, load: _Load, step: StepShape) -> None:
+        """Steps are timed anew before anything is tried."""
+        self._balance += _SHARE * load.rested * self._plain(step)
+        if load.rounds == self._rounds:
+            self._survival.fade(_FADED)
+            self._is_stale = True
+        load.rested, load.surprise = 0, _FORGETTING * load.surprise
+        for verdict in load.verdicts:
+            verdict.keys, verdict.lengths, verdict.until = step.keys, [0] * len(step.keys), load.steps + _LOOKS
+
+    def _plain(self, step: StepShape) -> float:
+        """Seconds of a step without proposals."""
+        curve = self._costs.curve(step.condition)
+        assert curve is not None, "a step was timed"
+        return curve.one(step.rows)
+
+    def _doubt(self, load: _Load, sequences: int) -> float:
         """By how much steps with proposals, drafters that catch up included, took longer than their parts promise."""
-        among = _among(sequences)
-        if not is_proposing and (True, among) in self._surprise:
-            self._surprise[True, among] *= _FORGETTING
-        surprise = self._surprise.get((True, among), 0.0) - self._surprise.get((False, among), 0.0)
-        return (1 + max(_DOUBT, _DOUBT_OF_ONE * sequences)) * exp(max(0.0, surprise))
+        return (1 + max(_DOUBT, _DOUBT_OF_ONE * sequences)) * exp(max(0.0, load.surprise))
 
-    def _decide(self, verdict: _Verdict, step: StepShape) -> None:
+    def _decide(self, load: _Load, verdict: _Verdict, step: StepShape) -> None:
         count = len(step.keys)
         self._survival.keep(step.keys)
         standing = self._survival.standing([*step.keys, _NEW])
         self._standing = dict(zip([*step.keys, _NEW], standing.cumsum(axis=1).tolist(), strict=True))
         chances = standing[:-1].ravel()
         order = np.argsort(-chances, kind="stable")  # level by level, for no place is likelier than the one before
-        tokens = step.rows + np.concatenate([[0.0], np.cumsum(chances[order])])
-        before, chosen = round(verdict.mean * count), self._best_total(verdict, step, tokens)
+        tokens = step.rows + self._coverage * np.concatenate([[0.0], np.cumsum(chances[order])])
+        before = round(verdict.mean * count)
+        chosen, wanted = self._best_total(load, verdict, step, tokens)
+        chosen = 0 if self._is_stale else chosen
         verdict.period = min(2 * verdict.period, _PERIODS[1]) if chosen == before else _PERIODS[0]
-        verdict.until, verdict.count, verdict.mean = verdict.steps + verdict.period, count, chosen / count
+        verdict.until, verdict.count, verdict.mean = load.steps + verdict.period, count, chosen / count
         verdict.keys = step.keys
         verdict.lengths = np.bincount(order[:chosen] // self._most, minlength=count).tolist()
+        self._next(load, verdict, step, wanted)
 
-    def _best_total(self, verdict: _Verdict, step: StepShape, tokens: NDArray[np.float64]) -> int:
-        """How many tokens to propose in all, where `tokens` are expected from a step with 0, 1, 2... of them."""
+    def _next(self, load: _Load, verdict: _Verdict, step: StepShape, wanted: int | None) -> None:
+        """Begin a trial, or a rest, where it is time for one."""
+        is_fit = step.others == 0 or load.verdicts[0].count == 0  # steps that feed other tokens too tell less
+        if not verdict.rate:
+            verdict.until = load.steps + _LOOKS
+        elif self._is_stale and self._balance >= 0:
+            newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]  # with whom there is least to catch up
+            load.trial, self._is_stale = _Trial(min(_FEW, self._most), 4, frozenset(newest)), False
+        elif wanted is not None and is_fit and not self._is_stale and self._balance > -_ADVANCE * self._plain(step):
+            load.trial = _Trial(wanted, 3)
+        elif verdict.mean and self._balance >= 0 and load.steps >= load.next_plain:
+            load.trial, load.next_plain = _Trial(0, 2), load.steps + _PERIODS[1]
+        elif load.is_off:
+            self._rest(load, step)
+
+    def _best_total(
+        self, load: _Load, verdict: _Verdict, step: StepShape, tokens: NDArray[np.float64]
+    ) -> tuple[int, int | None]:
+        """How many tokens to propose in all, where `tokens` are expected from a step with 0, 1, 2... of them.
+
+        And a length to be tried for all: its time is not known, and it would pay if it took as little as it may.
+        """
         curve, proposing = self._costs.curve(step.condition), self._proposing.curve(_among(len(step.keys)))
         if curve is None:
-            verdict.wanted = 0
-            return 0
+            return 0, None
         totals = np.arange(len(tokens), dtype=np.float64)
-        seconds = curve.at(step.rows + totals)
-        lower = np.maximum(curve.least(step.rows + totals), _HOPE * seconds)
+        fed = step.rows + self._coverage * totals
+        seconds = curve.at(fed)
+        lower = np.maximum(curve.least(fed), seconds[0] + _HOPE * (seconds - seconds[0]))
         if proposing is None:  # it was never timed: it is tried, not chosen
             seconds[1:] = np.inf
         else:
             spent = proposing.at(totals[1:])
             seconds[1:] += spent
             lower[1:] += np.maximum(proposing.least(totals[1:]), _HOPE * spent)
-        seconds[1:] *= self._doubt(len(step.keys), verdict.mean > 0)
+        seconds[1:] *= self._doubt(load, len(step.keys))
         goodput = tokens / seconds
         best, current = int(goodput.argmax()), min(round(verdict.mean * len(step.keys)), len(tokens) - 1)
         if goodput[best] < (1 + _MARGIN) * goodput[current]:
             best = current
         verdict.rate = float(goodput[best])
-        verdict.wanted = self._unknown(step, tokens > (1 + _MARGIN) * verdict.rate * lower)
-        return best
+        near = range(int(verdict.mean / 2) + 1, int(2 * verdict.mean) + 1) if self._balance >= 0 else ()
+        lengths = [k for k in (*_LENGTHS, *near) if k <= self._most]
+        return best, None if proposing is None else self._promising(step, lengths, tokens / lower / verdict.rate)
 
-    def _unknown(self, step: StepShape, may_pay: NDArray[np.bool_]) -> int | None:
-        """The shortest length that was never measured and would pay if it took as little as it may."""
+    def _promising(self, step: StepShape, lengths: Sequence[int], gains: NDArray[np.float64]) -> int | None:
+        """Of these, the length that was never measured and would gain the most."""
         count, among = len(step.keys), _among(len(step.keys))
 
-        def is_measured(length: int) -> bool:
-            return self._costs.is_measured(step.condition, step.rows + length * count) and (
-                length == 0 or self._proposing.is_measured(among, length * count)
-            )
+        def is_measured(total: int) -> bool:
+            rows = step.rows + round(self._coverage * total)
+            return self._costs.is_measured(step.condition, rows) and self._proposing.is_measured(among, total)
 
-        lengths = (k for k in range(self._most + 1) if (k == 0 or may_pay[k * count]) and not is_measured(k))
-        return next(lengths, None)
-
-    def _try(self, verdict: _Verdict, count: int) -> list[int]:
-        """Other lengths for once: what was never measured, else what keeps survival and times up to date."""
-        verdict.tries += 1
-        if verdict.wanted is None:
-            return self._varied(verdict, count)
-        again = verdict.tries % 2 == 1  # for in the first step a drafter may have to catch up
-        verdict.next_try = verdict.steps + (1 if again else _LEARNING)
-        verdict.until = verdict.steps + (2 if again else 1)
-        return [verdict.wanted] * count
-
-    def _varied(self, verdict: _Verdict, count: int) -> list[int]:
-        if any(verdict.lengths):
-            more = [min(self._most, length + 1) for length in verdict.lengths]
-            return [0] * count if verdict.tries % 2 else more
-        length = min(self._most, _TRIED_WHEN_OFF[verdict.tries % len(_TRIED_WHEN_OFF)])
-        few = count // 8 + 1
-        return [length if (place + verdict.tries * few) % count < few else 0 for place in range(count)]
+        open_ones = [k for k in lengths if gains[k * count] > 1 + _MARGIN and not is_measured(k * count)]
+        return max(open_ones, key=lambda k: float(gains[k * count]), default=None)
 
     def _forecast(self, step: StepShape, rounds: Sequence[Outcome], rows: int) -> Forecast | None:
         """Of a step that feeds so many rows, with proposals of these lengths."""
@@ -209,11 +309,11 @@ class GoodputControl:
         if curve is None:
             return None
         seconds = curve.one(rows)
-        if rounds:
-            proposing = self._proposing.curve(_among(len(rounds)))
+        if self._total:
+            proposing = self._proposing.curve(_among(len(self._wanted)))
             if proposing is None:
                 return None
-            seconds += proposing.one(sum([proposed for _, proposed, _ in rounds]))
+            seconds += proposing.one(self._total)
             unknown = self._standing.get(_NEW, [])
             tokens += sum([self._standing.get(key, unknown)[proposed - 1] for key, proposed, _ in rounds])
         return Forecast(tokens, seconds)
@@ -221,7 +321,7 @@ class GoodputControl:
 
 def _among(sequences: int) -> Condition:
     """Under which one curve of proposing times holds: numbers of sequences are told apart by factors of two."""
-    return False, sequences.bit_length()
+    return condition(is_mixed=False, context=0, sequences=sequences)
 
 
 def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:

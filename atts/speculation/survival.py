@@ -50,6 +50,11 @@ class Survival:
         if len(self._own) > 64 + 2 * len(keys):
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
+    def fade(self, most: float) -> None:
+        """What was seen of a place long ago weighs no more than so many tests, and nothing of one sequence."""
+        self._count()
+        self._pool, self._own = self._pool * most / np.maximum(self._pool[0], most), {}
+
     def _count(self) -> None:
         if not self._new:
             return

@@ -106,6 +106,10 @@ class AnyLength:
         """Below nothing is nothing."""
         self._most, self._least, self._random = most, least, random.Random(most)
 
+    def rests(self, plan: StepPlan) -> bool:
+        """Never."""
+        return False
+
     def choose(self, plan: StepPlan) -> list[int]:
         """From the least to the most there may be."""
         return [max(0, self._random.randint(self._least, self._most)) for _ in plan.decoding]

@@ -41,6 +41,10 @@ class Machine:
             self._keys = [key for key in self._keys if self._random.random() > self.ends][:sequences]
             self._keys += [next(self._new) for _ in range(sequences - len(self._keys))]
             shape = StepShape(self._keys, others, 200.0)
+            if self.control.rests(sequences):
+                self.begun = 0
+                yield [0] * sequences
+                continue
             lengths = self.control.choose(shape)
             assert len(lengths) == sequences
             assert all(0 <= length <= MOST for length in lengths)
@@ -109,7 +113,7 @@ def test_on_random_tables_it_is_near_the_best_fixed_length_and_never_behind_plai
         random = np.random.default_rng((sequences, seed))
         acceptance = float(random.choice([0.1, 0.4, 0.6, 0.8, 0.95]))
         machine = Machine(random_table(seed, sequences * (MOST + 1)), float(random.exponential(5e-5)), seed)
-        machine.rate(400, sequences, acceptance)
+        machine.rate(2000, sequences, acceptance)
         reached = machine.rate(400, sequences, acceptance)
         fixed = [machine.fixed(length, sequences, acceptance) for length in range(MOST + 1)]
         best_lengths.add(int(np.argmax(fixed)))
@@ -224,7 +228,7 @@ def test_survival_is_not_biased_by_places_that_were_never_tested() -> None:
 
 def test_step_times_rise_between_and_beyond_what_was_measured() -> None:
     """One outlier changes nothing; a new condition begins with the times of the nearest."""
-    costs, where = StepCosts(), condition(is_mixed=False, context=100)
+    costs, where = StepCosts(), condition(is_mixed=False, context=100, sequences=1)
     assert costs.curve(where) is None
     for rows, seconds in ((1, 1.0), (4, 2.0), (8, 1.8), (16, 4.0)):
         for each in (seconds, seconds, 50.0, seconds):
@@ -237,7 +241,7 @@ def test_step_times_rise_between_and_beyond_what_was_measured() -> None:
     assert found[7] == pytest.approx(1.9)
     assert found[31] >= 7.0, "beyond the last cell it is not cheaper than before it"
     assert curve.least(np.array([3.0, 15.0])).tolist() == [1.0, pytest.approx(1.9)]
-    longer = condition(is_mixed=False, context=5000)
+    longer = condition(is_mixed=False, context=5000, sequences=1)
     costs.add(longer, 1, 3.0)
     near = costs.curve(longer)
     assert near is not None

@@ -1,0 +1,99 @@
+"""What choosing lengths costs beside plain decoding and beside the best fixed length, learning included.
+
+On a machine that is like a small model on one core: texts end and others begin, a drafter that was not asked for a
+while catches up with all it missed, and looking at a step takes as long as a good part of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from atts.speculation import GoodputControl, StepShape
+
+MOST = 16
+DRAFTS = {"embedded": (0.985, 0.985), "weaker": (0.84, 0.7), "weak": (0.67, 0.67), "useless": (0.2, 0.2)}
+"""How likely a proposal's first two tokens stand, and how likely the others do."""
+
+
+@dataclass(slots=True)
+class Text:
+    """One that is being written."""
+
+    key: int
+    ids: int
+    end: int
+    drafted: int = 0
+
+
+class Machine:
+    """Writes texts, with lengths that are chosen or fixed."""
+
+    looking = 4e-5  # seconds that it takes to choose and to observe
+
+    def __init__(self, lengths: GoodputControl | int, draft: str, seed: int = 0) -> None:
+        self._lengths, self._stands, self._random = lengths, DRAFTS[draft], np.random.default_rng(seed)
+        self._texts: list[Text] = []
+        self._begun = 0
+
+    def rate(self, steps: int, sequences: int) -> float:
+        """Tokens a second over so many steps."""
+        each = [self._step(sequences) for _ in range(steps)]
+        return sum(tokens for tokens, _ in each) / sum(seconds for _, seconds in each)
+
+    def _step(self, sequences: int) -> tuple[int, float]:
+        self._renew(sequences)
+        if isinstance(self._lengths, int):
+            return self._written([self._lengths] * sequences)[:2]
+        if self._lengths.rests(sequences):
+            return self._written([0] * sequences)[:2]
+        shape = StepShape([text.key for text in self._texts], 0, float(np.mean([text.ids for text in self._texts])))
+        lengths = self._lengths.choose(shape)
+        tokens, seconds, parts, rounds = self._written(lengths)
+        self._lengths.observed(shape, rounds, sequences + sum(lengths), parts)
+        return tokens, seconds + self.looking
+
+    def _renew(self, sequences: int) -> None:
+        self._texts = [text for text in self._texts if text.ids < text.end]
+        while len(self._texts) < sequences:
+            self._begun += 1
+            self._texts.append(Text(self._begun, 60, 120 + int(self._random.integers(80))))
+
+    def _written(self, lengths: list[int]) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
+        """Tokens, seconds, those of proposing and of the step, and what stood."""
+        proposing, tokens, rounds = 1.5e-4 * any(lengths), 0, list[tuple[int, int, int]]()
+        for text, length in zip(self._texts, lengths, strict=True):
+            stood = 0
+            if length:
+                missed = text.ids - text.drafted
+                proposing += 1.8e-5 * length + (missed > 3) * (1e-4 + 6e-6 * missed)
+                stood = min(self._stood(length), text.end - text.ids - 1)
+                rounds.append((text.key, length, stood))
+                text.drafted = text.ids + stood
+            text.ids, tokens = text.ids + 1 + stood, tokens + 1 + stood
+        rows = len(lengths) + sum(lengths)
+        step = 1e-3 * (0.12 + 0.17 * min(rows, 16) + 0.11 * max(0, rows - 16))
+        parts = self._noisy(proposing), self._noisy(step)
+        return tokens, sum(parts), parts, rounds
+
+    def _stood(self, length: int) -> int:
+        stands = self._random.random(length) < [self._stands[place > 1] for place in range(length)]
+        return length if stands.all() else int(stands.argmin())
+
+    def _noisy(self, seconds: float) -> float:
+        """A tenth more now and then, and in one step of fifty half as much again."""
+        return seconds * (1 + 0.05 * self._random.exponential() * (10 if self._random.random() < 0.02 else 1))
+
+
+@pytest.mark.parametrize("sequences", [1, 4, 16, 64])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_little_is_lost_beside_the_best_length(draft: str, sequences: int) -> None:
+    """At least .97 of plain decoding from the first step on; later near the best fixed length."""
+    fixed = {k: Machine(k, draft).rate(400, sequences) for k in (0, 2, 4, 8, 12)}
+    machine = Machine(GoodputControl(MOST), draft)
+    assert machine.rate(1200, sequences) >= 0.97 * fixed[0]
+    later = machine.rate(1200, sequences)
+    assert later >= 0.97 * fixed[0]
+    assert later >= 0.95 * max(fixed.values())

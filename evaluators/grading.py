@@ -30,14 +30,8 @@ class GradedRecord:
 
     def as_json(self) -> dict[str, object]:
         """The record as one line of output."""
-        return {
-            "type": "verdict",
-            "index": self.index,
-            "id": self.id,
-            **asdict(self.verdict),
-            "answer": self.answer,
-            "found_by": self.found_by,
-        }
+        told = {"type": "verdict", "index": self.index, "id": self.id, **asdict(self.verdict)}
+        return {**told, "answer": self.answer, "found_by": self.found_by}
 
 
 def grade(
@@ -88,16 +82,17 @@ class GradeTally:
     def as_json(self) -> dict[str, object]:
         """The tally as one line of output; accuracy counts what is unscored as not right."""
         n = sum(self.status.values())
-        found: dict[str, object] = {
-            "type": "summary",
-            "n": n,
-            **{name: self.status[name] for name in ("equal", "different", "unscored")},
-            "accuracy": self.status["equal"] / n if n else None,
-            "interval": wilson_interval(self.status["equal"] / n, n) if n else None,
+        share = self.status["equal"] / n if n else None
+        interval = None if share is None else wilson_interval(share, n)
+        found: dict[str, object] = {"type": "summary", "n": n}
+        found |= {name: self.status[name] for name in ("equal", "different", "unscored")}
+        found |= {
+            "accuracy": share,
+            "interval": interval,
             "no_answer": self.rules["no answer"],
             "cut": self.rules["cut"],
-            "rules": dict(sorted(self.rules.items())),
         }
+        found["rules"] = dict(sorted(self.rules.items()))
         if self.agreed:
             found["expected"] = {name: self.agreed[name] for name in ("of", "right", "false_equal")}
         return found

@@ -134,24 +134,15 @@ def problems(split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1
     >>> [(p.level, p.answer is not None) for p in problems("test", 2, seed=1, levels=(1, 5))]
     [(1, True), (5, True)]
     """
+    name = f"arithmetic-{split}-{seed}"
     return [
-        Problem(
-            id=f"arithmetic-{split}-{seed}-{index}",
-            text=exercise.text,
-            answer=str(exercise.answer),
-            level=exercise.level,
-            subject=exercise.kind,
-            source="arithmetic",
-        )
-        for index, exercise in enumerate(exercises(split, count, seed, levels))
+        Problem(f"{name}-{index}", it.text, str(it.answer), level=it.level, subject=it.kind, source="arithmetic")
+        for index, it in enumerate(exercises(split, count, seed, levels))
     ]
 
 
 def exercises(split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)) -> list[Exercise]:
-    """The same problems with their worked solutions, in the same order.
-
-    :raises OptionError: an unknown split, an unknown level or a negative count.
-    """
+    """The same problems with their worked solutions, in the same order."""
     if count < 0:
         raise OptionError("count", f"{count} is negative")
     found: list[Exercise] = []
@@ -228,8 +219,7 @@ def _expression(random: Random, count: int) -> Exercise:
     operations = _chain(random, count)
     written = str(operations[0].left)
     for index, item in enumerate(operations):
-        inner = f"({written})" if index else written
-        written = f"{inner} {item.operator} {item.right}"
+        written = f"({written}) {item.operator} {item.right}" if index else f"{written} {item.operator} {item.right}"
     text = random.choice(("Compute {}.", "What is {}?")).format(written)
     steps = (Step(random.choice(_OPENERS) if index else "", item) for index, item in enumerate(operations))
     return Exercise("expression", text, tuple(steps))
@@ -237,23 +227,21 @@ def _expression(random: Random, count: int) -> Exercise:
 
 def _variables(random: Random, count: int) -> Exercise:
     """ "Let a = 24. Let b = a * 3. Let c = b - a. ..."."""
-    values = [random.randint(2, 99)]
-    told = [f"Let a = {values[0]}."]
-    steps: list[Step] = []
+    values, names = [random.randint(2, 99)], "abcdefghi"
+    told, steps = [f"Let a = {values[0]}."], list[Step]()
     for index in range(count):
-        name, last = "abcdefghi"[index + 1], "abcdefghi"[index]
         item = _next_operation(random, values[-1])
         right = str(item.right)
         earlier = [place for place in range(index) if 2 <= values[place] <= LIMIT - values[-1]]
         if earlier and random.random() < 0.4:
             place = random.choice(earlier)
             operator: Operator = "-" if values[place] < values[-1] and random.random() < 0.5 else "+"
-            item, right = Operation(values[-1], operator, values[place]), "abcdefghi"[place]
-        formula = f"{name} = {last} {item.operator} {right}"
+            item, right = Operation(values[-1], operator, values[place]), names[place]
+        formula = f"{names[index + 1]} = {names[index]} {item.operator} {right}"
         told.append(f"Let {formula}.")
         steps.append(Step(f"{formula} = ", item))
         values.append(item.value)
-    return Exercise("variables", f"{' '.join(told)} What is {'abcdefghi'[count]}?", tuple(steps))
+    return Exercise("variables", f"{' '.join(told)} What is {names[count]}?", tuple(steps))
 
 
 def _story(random: Random, count: int) -> Exercise | None:
@@ -323,14 +311,12 @@ def _shopping(random: Random, count: int) -> Exercise | None:
     total = sum(bill.value for bill in bills)
     if total >= LIMIT:
         return None
-    prices = _listed([f"a {good} costs {bill.right}" for good, bill in zip(goods, bills, strict=True)])
-    bought = _listed([f"{bill.left} {good}s" for good, bill in zip(goods, bills, strict=True)])
-    steps = [
-        Step(f"A {good} costs {bill.right}, so {bill.left} {good}s cost ", bill)
-        for good, bill in zip(goods, bills, strict=True)
-    ]
+    sold = list(zip(goods, bills, strict=True))
+    prices = _listed([f"a {good} costs {bill.right}" for good, bill in sold])
+    bought = _listed([f"{bill.left} {good}s" for good, bill in sold])
+    steps = [Step(f"A {good} costs {bill.right}, so {bill.left} {good}s cost ", bill) for good, bill in sold]
     paid = bills[0].value
-    for good, bill in zip(goods[1:], bills[1:], strict=True):
+    for good, bill in sold[1:]:
         steps.append(Step(f"With the {good}s: ", Operation(paid, "+", bill.value)))
         paid += bill.value
     text = f"{prices[0].upper()}{prices[1:]}. {name} buys {bought}."

@@ -75,7 +75,8 @@ def _fetch(repo: str, revision: str, patterns: Sequence[str], cache: Path | None
         problem = f"the hub has no revision {revision!r} of it"
         raise DatasetError(repo, problem, "Name a branch, tag or commit") from None
     except (OSError, EntryNotFoundError, HfHubHTTPError, ValueError) as error:
-        raise _absent(repo, revision, f"it could not be fetched ({_first_line(error)})") from error
+        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise _absent(repo, revision, f"it could not be fetched ({said})") from error
     if not here.files(patterns):
         raise DatasetError(repo, f"revision {here.commit} has no files {', '.join(patterns)}", "Its layout has changed")
     return here
@@ -112,11 +113,6 @@ def _complete(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 def _absent(repo: str, revision: str, problem: str) -> DatasetError:
     at = "" if revision == "main" else f" --revision {revision}"
-    advice = (
-        f"On a machine with network run: hf download --repo-type dataset {repo}{at}; or name a file of it with --file"
-    )
+    run = f"hf download --repo-type dataset {repo}{at}"
+    advice = f"On a machine with network run: {run}; or name a file of it with --file"
     return DatasetError(f"{repo}@{revision}", problem, advice)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -367,18 +367,10 @@ class Comparer:
             if self.prober.equal(gold, answer):
                 return self.ruled("value", True)
         except Undefined as error:
-            if self.has_value(gold) != self.has_value(answer):
+            if self.prober.is_defined(gold, {}) != self.prober.is_defined(answer, {}):
                 return self.ruled("undefined", False)
             raise Undecided(f"no value: {error}") from error
         if traits.is_near(self.prober, gold, answer, self.grading):
             return self.ruled("tolerance", True)
         is_rounded = traits.rounds(self.prober, gold, answer)
         return self.ruled("rounding" if is_rounded else "value", is_rounded)
-
-    def has_value(self, node: Node) -> bool:
-        """Whether a constant has a value; raises Undecided when that cannot be told."""
-        try:
-            self.prober.constants(node)
-        except Undefined:
-            return False
-        return True

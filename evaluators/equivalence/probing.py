@@ -92,6 +92,13 @@ class Prober:
             else:
                 yield found
 
+    def known(self, node: Node) -> Value | None:
+        """The value of a tree, None where it has none, or none that can be told."""
+        try:
+            return self.constants(node)
+        except (Undecided, Undefined):
+            return None
+
     def is_defined(self, node: Node, env: Mapping[str, Fraction]) -> bool:
         """Whether an expression has a value at a point."""
         try:

@@ -11,7 +11,7 @@ from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.views import is_name, named, signs_expanded
 from atts.evaluators.syntax.tree import Node, has, number, variables
 from atts.evaluators.syntax.units import Dimension, is_generic, measure
-from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
+from atts.evaluators.verdict import Limits, TooLarge, Undefined
 
 ROUNDED_DIGITS = 5  # significant digits from which a decimal may stand for a value it only rounds
 
@@ -138,13 +138,8 @@ def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
     """Whether one is a decimal of enough digits and the other a value that no decimal of its kind can be."""
     decimal, other = (gold, answer) if decimal_digits(gold) else (answer, gold)
     digits = decimal_digits(decimal)
-    if digits < ROUNDED_DIGITS or decimal_digits(other) or variables(other):
-        return False
-    try:
-        value = prober.constants(other)
-    except (Undecided, Undefined):
-        return False
-    if isinstance(value, Fraction) and terminates(value):
+    value = None if digits < ROUNDED_DIGITS or decimal_digits(other) else prober.known(other)
+    if value is None or (isinstance(value, Fraction) and terminates(value)):
         return False
     assert decimal.value is not None
     unit = Fraction(10) ** -len(decimal.text.partition(".")[2])
@@ -162,13 +157,11 @@ def held_to(grading: Grading, gold: Node) -> Grading:
 
 def is_near(prober: Prober, gold: Node, answer: Node, grading: Grading) -> bool:
     """Whether two numbers are no further apart than the policy tolerates, as in math.isclose."""
-    if not (grading.relative or grading.absolute) or variables(gold) or variables(answer):
+    values = [prober.known(node) if grading.relative or grading.absolute else None for node in (gold, answer)]
+    one, two = (None if value is None else prober.approximate(value, 200).value for value in values)
+    if one is None or two is None:
         return False
-    try:
-        values = [prober.approximate(prober.constants(node), 200).value for node in (gold, answer)]
-    except (Undecided, Undefined):
-        return False
-    gap, size = abs(values[0] - values[1]), max(map(abs, values))
+    gap, size = abs(one - two), max(abs(one), abs(two))
     return bool(gap <= max(grading.absolute, size * grading.relative) * (1 + 1e-12))
 
 

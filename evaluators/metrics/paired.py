@@ -78,17 +78,9 @@ def compare_runs(
     seen = estimate.value
     needed = problems_needed(spread, seen) if spread > 0 and seen != 0 and not math.isnan(seen) else None
     better, worse = int((delta > 0).sum()), int((delta < 0).sum())
-    tied = delta.size - better - worse
-    return Comparison(
-        float(a.mean()),
-        float(b.mean()),
-        estimate,
-        sign_flip_p(delta, seed=seed),
-        better=better,
-        worse=worse,
-        tied=tied,
-        problems_needed=needed,
-    )
+    told = {"better": better, "worse": worse, "tied": delta.size - better - worse}
+    p_value = sign_flip_p(delta, seed=seed)
+    return Comparison(float(a.mean()), float(b.mean()), estimate, p_value, **told, problems_needed=needed)
 
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
@@ -202,13 +194,9 @@ class Sequential:
 
     def __str__(self) -> str:
         interval = f"difference in [{self.low:+.3f}, {self.high:+.3f}] ({self.level * 100:g} % after every problem)"
-        said = {
-            "better": f"better, decided after {self.problems:,} problems",
-            "worse": f"worse, decided after {self.problems:,} problems",
-            "alike": f"within {self.points:g} points, decided after {self.problems:,} problems",
-            "undecided": f"undecided after {self.problems:,} problems",
-        }
-        return f"{said[self.settled]}; {interval}"
+        said = {"alike": f"within {self.points:g} points, decided", "undecided": "undecided"}
+        found = said.get(self.settled, f"{self.settled}, decided")
+        return f"{found} after {self.problems:,} problems; {interval}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, with the same in words."""

@@ -6,19 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from atts.errors import OptionError
+from atts.evaluators.metrics import rates
 from atts.evaluators.metrics.intervals import Estimate, Floats
-from atts.evaluators.metrics.rates import (
-    Counts,
-    Label,
-    avg_at_n,
-    count,
-    g_pass_at_k,
-    maj_at_k,
-    pass_at_k,
-    pass_hat_k,
-    rate,
-    votes,
-)
+from atts.evaluators.metrics.rates import Label, rate
 
 SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
 """What became of a sample: graded; cut at a limit; ended with no answer; the grader cannot tell, or took too long."""
@@ -150,12 +140,12 @@ def score(problems: Sequence[Samples], *, ks: Sequence[int] | None = None, level
     `ks` are the powers of two up to the fewest samples of a problem, and that number itself, unless told. Samples that
     could not be scored count as wrong, and the rate says what they may change.
     """
-    counts = count([held.correct for held in problems])
+    counts = rates.count([held.correct for held in problems])
     fewest = int(counts.n.min(initial=10**9)) if problems else 0
-    estimates = {"pass@1": rate(avg_at_n(counts), counts.n, level=level)}
+    estimates = {"pass@1": rate(rates.avg_at_n(counts), counts.n, level=level)}
     if unknown := sum(one is None for held in problems for one in held.correct):
-        best = count([[one is None or one for one in held.correct] for held in problems])
-        estimates["pass@1"] = estimates["pass@1"].beside(rate(avg_at_n(best), best.n, level=level), unknown)
+        best = rates.count([[one is None or one for one in held.correct] for held in problems])
+        estimates["pass@1"] = estimates["pass@1"].beside(rate(rates.avg_at_n(best), best.n, level=level), unknown)
     doubled = {1 << power for power in range(1, fewest.bit_length())}
     for k in sorted(doubled | {fewest} - {0}) if ks is None else ks:
         for name, values in _at_k(problems, counts, k).items():
@@ -163,12 +153,12 @@ def score(problems: Sequence[Samples], *, ks: Sequence[int] | None = None, level
     return Scorecard(estimates, coverage(problems))
 
 
-def _at_k(problems: Sequence[Samples], counts: Counts, k: int) -> dict[str, Floats]:
+def _at_k(problems: Sequence[Samples], counts: rates.Counts, k: int) -> dict[str, Floats]:
     named: dict[str, Floats] = {}
     if k > 1:
-        named[f"pass@{k}"] = pass_at_k(counts.n, counts.c, k)
-        named[f"pass^{k}"] = pass_hat_k(counts.n, counts.c, k)
-        named[f"G-pass@{k}(1/2)"] = g_pass_at_k(counts.n, counts.c, k, 0.5)
+        named[f"pass@{k}"] = rates.pass_at_k(counts.n, counts.c, k)
+        named[f"pass^{k}"] = rates.pass_hat_k(counts.n, counts.c, k)
+        named[f"G-pass@{k}(1/2)"] = rates.g_pass_at_k(counts.n, counts.c, k, 0.5)
     if k > 1 and problems and all(held.labels for held in problems):
-        named[f"maj@{k}"] = maj_at_k([votes(held.labels, held.correct) for held in problems], k)
+        named[f"maj@{k}"] = rates.maj_at_k([rates.votes(held.labels, held.correct) for held in problems], k)
     return named

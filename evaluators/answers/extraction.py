@@ -1,15 +1,21 @@
-"""Extraction of the final answer from a reasoning text."""
+"""Extraction of the final answer from a reasoning text: boxed, after a mark, in a last sentence, or a last number."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from atts.core import AnswerKind
 from atts.errors import OptionError
 from atts.evaluators.answers.boxes import PATTERNS, boxes, last_group
-from atts.evaluators.answers.statements import marked, overruled, stated, trailing_number, turn_end
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
+_TAIL = 4_000  # characters at the end that are looked at for a statement
+_NUMBER, _MATHS, _RUN, _STATES, _CORRECTION, _FOREIGN, _LETTER = (
+    PATTERNS[name] for name in ("number", "span", "run", "states", "correction", "foreign", "letter")
+)
+_CLOSINGS = {'"': r'(?<!\\)"', "'": "'", "[": r"\]"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +61,141 @@ def extraction(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "st
     if fallback == "number" and (said := trailing_number(text)) is not None:
         return Extraction(said, "number")
     return Extraction(None, "none")
+
+
+def turn_end(text: str) -> int:
+    """Where the next speaker's turn begins, the end of the text where none does."""
+    found = (each.start() for each in PATTERNS["turn"].finditer(text))
+    return next((start for start in found if not PATTERNS["opening"].match(text[:start])), len(text))
+
+
+def overruled(text: str, kind: AnswerKind) -> str | None:
+    """The value a text after its last box calls the final answer; None when it names none."""
+    return marked(text, kind) if PATTERNS["final"].search(text) else None
+
+
+def marked(text: str, kind: AnswerKind) -> str | None:
+    """What follows the last explicit mark such as "Answer:", "####" or a tag that has something after it."""
+    for mark in [*PATTERNS["marks"].finditer(text)][:-21:-1]:
+        said = mark[0].rstrip()
+        following = PATTERNS["closed"].split(text[mark.end() : mark.end() + _TAIL], maxsplit=1)[0]
+        if closing := _CLOSINGS.get(said[-1:]):
+            following = re.split(closing, following, maxsplit=1)[0].replace("\\\\", "\\" if said[-1] == '"' else "\\\\")
+        elif said[:1] in ("'", '"'):
+            following = re.split(r"[,}\n]", following, maxsplit=1)[0]
+        if found := _value(following.lstrip(), kind):
+            return found
+    return None
+
+
+def _value(following: str, kind: AnswerKind) -> str | None:
+    """The value at the start of what follows a mark, or in its first sentence."""
+    if kind == "choice":
+        return _choice(following[:200], first=True)
+    following = following.lstrip("*: \n")
+    run = _RUN.match(following)
+    maths = _MATHS.match(following)
+    if run or maths:
+        return _listed(run[0]) if run else _inside(maths)  # type: ignore[arg-type]  # one of them was found
+    sentence = _CORRECTION.sub("", next(_sentences(following), "").strip().strip("*").strip())
+    if not sentence:
+        return None
+    if kind == "text":
+        return sentence
+    if not _has_words(sentence):
+        return _trimmed(sentence)
+    return _stated_in(sentence) or (_trimmed(sentence) if len(sentence.split()) <= 4 and len(sentence) < 60 else None)
+
+
+def _listed(run: str) -> str:
+    """Several values, each out of its dollar signs, as one answer."""
+    items = [_MATHS.sub(_inside, found[0]) for found in PATTERNS["item"].finditer(run)]
+    return (" or " if re.search(r"\bor\b", run) and "=" in run else ", ").join(items)
+
+
+def _inside(found: re.Match[str]) -> str:
+    """What stands between the signs that set off maths."""
+    return found[0][2:-2].strip() if found[0][:2] in ("$$", "\\(", "\\[") else found[0][1:-1].strip()
+
+
+def _sentences(text: str) -> Iterator[str]:
+    at = 0
+    for end in PATTERNS["sentence_end"].finditer(text):
+        yield text[at : end.start()]
+        at = end.end()
+    yield text[at:]
+
+
+def _has_words(sentence: str) -> bool:
+    return len(PATTERNS["wordy"].findall(sentence)) > 1 or bool(_FOREIGN.search(sentence))
+
+
+def _trimmed(sentence: str) -> str:
+    sentence = sentence.strip().rstrip(".,;`").strip().lstrip("`")
+    return sentence.lstrip("$ ") if sentence.count("$") == 1 and not sentence.endswith("$") else sentence
+
+
+def _stated_in(sentence: str) -> str | None:
+    """The value or values a sentence states: what comes after its last "is" or "=", else its last ones."""
+    if _NUMBER.search(corrected := _CORRECTION.sub("", sentence)):
+        sentence = corrected
+    states = list(_STATES.finditer(sentence))
+    *_, maths = [None, *_MATHS.finditer(sentence)]
+    *_, run = [None, *_RUN.finditer(sentence)]
+    if run and not _NUMBER.search(sentence[run.end() :]) and not _MATHS.search(sentence, run.end()):
+        return _listed(run[0])
+    if maths:
+        rest = sentence[maths.end() :]
+        later = states and states[-1].start() >= maths.end() and _NUMBER.search(rest)
+        return _inside(maths) if not later else _last_number(rest)
+    bold = re.findall(r"\*\*([^*]+)\*\*", sentence)
+    return _last_number(bold[-1] if bold and _NUMBER.search(bold[-1]) else sentence)
+
+
+def _last_number(text: str) -> str | None:
+    found = _NUMBER.findall(text)
+    return _trimmed(found[-1]).lstrip("\\$").rstrip(",") if found else None
+
+
+def stated(text: str, kind: AnswerKind) -> str | None:
+    """The value the last sentence states, or a last line that is nothing but one; None otherwise."""
+    text = text[-_TAIL:].rstrip("` \n")
+    if kind == "choice":
+        return _choice(text)
+    for sentence in [each.strip() for each in _sentences(text) if each.strip(" .\n*")][:-4:-1]:
+        if PATTERNS["aside"].match(sentence):
+            continue
+        if not _has_words(sentence) and _NUMBER.search(sentence) and len(sentence) < 200:
+            return _bare(sentence.splitlines()[-1])
+        return _stated_in(sentence) if _STATES.search(sentence) or _FOREIGN.search(sentence) else None
+    return None
+
+
+def _bare(line: str) -> str | None:
+    """A line without words: its maths, its values, what its last = gives, or its last number."""
+    maths = _MATHS.search(line)
+    if run := _RUN.search(line):
+        return _listed(run[0])
+    if maths:
+        return _inside(maths)
+    value = line.rpartition("=")[2]
+    return _trimmed(value) if value.isascii() and not re.search(r"\*\*|\]", value) else _last_number(value)
+
+
+def _choice(text: str, first: bool = False) -> str | None:
+    """The letter a text settles on, letters that it rules out left aside; the one at its start where `first`."""
+    plain = " ".join(PATTERNS["typesetting"].sub(" ", text).split())
+    if len(only := plain.strip("().: ")) == 1:
+        return only.upper() if only.upper() in "ABCDEFGHIJ" else None
+    if first and (leading := PATTERNS["first_letter"].match(plain)):
+        return leading[1]
+    rest = PATTERNS["denied"].sub(" ", plain)
+    found = [*PATTERNS["settled"].finditer(rest)] or [*PATTERNS["leading_letter"].finditer(text)][:1]
+    found = found or [*_LETTER.finditer(rest)]
+    is_clear = found and (len(plain.split()) < 13 or found[0].re is not _LETTER)
+    return next(filter(None, found[-1].groups())) if is_clear else None
+
+
+def trailing_number(text: str) -> str | None:
+    """The last number anywhere near the end."""
+    return _last_number(text[-_TAIL:])

@@ -123,7 +123,8 @@ class Arithmetic:
             flips = -1 if power.numerator % 2 else 1
             value = flips * self.mp.power(-base.value, self.mp.mpf(power.numerator) / power.denominator)
         else:
-            self.affordable(base, power)
+            if abs(power) * max(abs(base.magnitude), 1) > MAX_MAGNITUDE:
+                raise TooLarge("a power of enormous size")
             value = self.mp.power(base.value, self.mp.mpf(power.numerator) / power.denominator)
         growth = abs(power.numerator).bit_length() - power.denominator.bit_length() + 2
         relative = max(base.error - base.magnitude + 2, -self.bits + max(abs(base.magnitude), 1).bit_length())
@@ -136,10 +137,6 @@ class Arithmetic:
             return self.rational(Fraction(1))
         scaled = int(power * base.error) if power < 1 else base.error
         return Approx(self.mp.mpf(0), max(scaled + 2, NOTHING))
-
-    def affordable(self, base: Approx, power: Fraction) -> None:
-        if abs(power) * max(abs(base.magnitude), 1) > MAX_MAGNITUDE:
-            raise TooLarge("a power of enormous size")
 
     def exp(self, item: Approx) -> Approx:
         """e to the item."""

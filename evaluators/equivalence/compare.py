@@ -8,7 +8,7 @@ from typing import Literal
 from atts.core import Grading
 from atts.evaluators.equivalence import traits
 from atts.evaluators.equivalence.probing import Prober
-from atts.evaluators.equivalence.sets import End, Line, is_inequality, speaks_of_reals
+from atts.evaluators.equivalence.sets import Line, is_inequality, speaks_of_reals
 from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named, substituted
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
@@ -142,7 +142,8 @@ class Comparer:
             return None
         if len(names) > 1:
             return self.ruled("interval", False)
-        verdict = len(left) == len(right) and all(map(self.same_end, left, right))
+        verdict = [end.after for end in left] == [end.after for end in right]
+        verdict = verdict and all(self.same(a.value, b.value) for a, b in zip(left, right, strict=True))
         return self.ruled("interval", verdict)
 
     def agree(self, gold: Node, answer: Node) -> bool:
@@ -151,9 +152,6 @@ class Comparer:
             return self.same(gold, answer)
         except Undecided:
             return False
-
-    def same_end(self, left: End, right: End) -> bool:
-        return left.after == right.after and self.same(left.value, right.value)
 
     # -- collections -----------------------------------------------------------------------
 

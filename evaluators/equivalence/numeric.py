@@ -11,7 +11,7 @@ from typing import TypeGuard
 from atts.evaluators.equivalence.approx import FUNCTIONS, MAX_MAGNITUDE, NOTHING, Approx, Arithmetic, magnitude
 from atts.evaluators.equivalence.exact import FUNCTIONS as EXACT
 from atts.evaluators.equivalence.exact import NotRational, digits_in_base, rational_power
-from atts.evaluators.syntax.tree import OTHERWISE, Node, minus, number, variables
+from atts.evaluators.syntax.tree import OTHERWISE, PI, Node, minus, number, variables
 from atts.evaluators.verdict import Limits, Outside, TooLarge, Undecided, Undefined
 
 Value = Fraction | Approx
@@ -188,11 +188,8 @@ class Evaluator(Arithmetic):
             raise Undefined("a root of index zero")
         return self.power(base, 1 / index)
 
-    def percent(self, node: Node) -> Value:
-        return self.value(Node("mul", (*node.args, _PERCENT)))
-
-    def degree(self, node: Node) -> Value:
-        return self.value(Node("mul", (*node.args, _DEGREE, Node("constant", text="pi"))))
+    def scaled(self, node: Node) -> Value:
+        return self.value(Node("mul", (*node.args, *_SCALES[node.kind])))
 
     def based(self, node: Node) -> Value:
         return Fraction(digits_in_base(node))
@@ -308,9 +305,10 @@ def _is_negative(value: Value) -> bool:
 
 
 _SMALL = frozenset({"number", "symbol", "add", "mul"})  # exact values are bounded where they are made
-_PERCENT, _DEGREE = number(Fraction(1, 100)), number(Fraction(1, 180))
+_SCALES = {"percent": (number(Fraction(1, 100)),), "degree": (number(Fraction(1, 180)), PI)}
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
     "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_KINDS = "number symbol constant add mul pow root percent degree based cases call func sum".split()
+_KINDS = "number symbol constant add mul pow root based cases call func sum".split()
 _RULES: dict[str, Callable[[Evaluator, Node], Value]] = {kind: getattr(Evaluator, kind) for kind in _KINDS}
+_RULES |= dict.fromkeys(_SCALES, Evaluator.scaled)

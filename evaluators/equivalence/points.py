@@ -99,16 +99,13 @@ def _switches(node: Node) -> Iterator[Node]:
             yield from each.args
             if each.text in ("max", "min"):
                 yield from (minus(one, two) for one, two in pairwise(each.args))
-        elif (each.kind == "root" or (each.kind == "pow" and not _is_whole(each.args[1]))) and variables(each.args[0]):
-            yield each.args[0]
+        elif each.kind in ("root", "pow") and variables(each.args[0]):
+            power = each.args[1].value if each.kind == "pow" else None
+            yield from () if power is not None and power.denominator == 1 else each.args[:1]
         elif each.kind == "relation":
             yield from (minus(one, two) for one, two in pairwise(each.args))
         elif each.kind == "congruence":
             yield from each.args
-
-
-def _is_whole(node: Node) -> bool:
-    return node.value is not None and node.value.denominator == 1
 
 
 def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:

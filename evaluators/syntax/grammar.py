@@ -2,8 +2,8 @@
 
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.atoms import Atoms
+from atts.evaluators.syntax.lexer import STARTS
 from atts.evaluators.syntax.phrases import stated_property
-from atts.evaluators.syntax.stream import STARTS
 from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, Node, function, negated, number, quotient
 from atts.evaluators.syntax.units import measure
 from atts.evaluators.verdict import Malformed, NotMaths

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from atts.evaluators.syntax import vocabulary
-from atts.evaluators.syntax.lexer import END, Token
-from atts.evaluators.syntax.stream import Stream
+from atts.evaluators.syntax.lexer import END, Stream, Token
 from atts.evaluators.syntax.tree import OTHERWISE, THREE, TWO, Node, number, symbol
 from atts.evaluators.syntax.units import TAILS, measure
 from atts.evaluators.syntax.vocabulary import words

@@ -6,38 +6,22 @@ from fractions import Fraction
 from typing import Literal
 
 Kind = Literal[
-    "number",  # value; text keeps how it was written
-    "huge",  # an integer literal too long to compute with; text
-    "symbol",  # text
-    "constant",  # pi, e, i, inf; text
-    "add",
-    "mul",
-    "pow",  # base, exponent
-    "root",  # radicand, index
-    "func",  # text names it, args
-    "call",  # an unknown function applied: text, args
-    "plusminus",  # one argument, both signs; text "+" or "-" says which comes first
-    "percent",
-    "degree",
-    "based",  # text: digits; value: base
-    "quantity",  # one argument; text: its unit
-    "ratio",
+    "number", "huge",  # value, text as it is written; an integer literal too long to compute with: text alone
+    "symbol", "constant", "word", "clock",  # text; constants are pi, e, i, inf; a clock tells an hour and minutes
+    "add", "mul", "pow", "root",  # base and exponent; radicand and index
+    "func", "call",  # a function known to us, or not, applied: its name and its arguments
+    "plusminus",  # both signs of one argument; text "+" or "-" says which comes first
+    "percent", "degree", "quantity",  # of one argument; a quantity's text: its unit
+    "based",  # a numeral's digits, and as value its base
     "sum",  # text: sum or prod; args: body, variable, lower, upper
-    "opaque",  # integrals, limits: kept, and not decided on; text: which; args
-    "tuple",  # text: its brackets, such as "(]"
-    "list",  # bare items; text: "and" or "or" where it is said
-    "set",
-    "union",
-    "setminus",
-    "matrix",  # args: rows, each a tuple node
+    "opaque",  # integrals, limits: kept, and not decided on; text: which
+    "tuple", "list", "set",  # a tuple's text: its brackets, such as "(]"; a list's: "and" or "or" where it is said
+    "union", "setminus", "builder",  # a builder has a member of a set and its conditions
+    "matrix",  # rows, each a tuple
     "relation",  # text: operators joined by a space; args: its sides
-    "congruence",  # a value and its modulus
-    "builder",  # a member of a set and its conditions
-    "aliases",  # one value in several forms
-    "clock",  # text: hours and minutes of a day
-    "cases",  # a value and its condition, then the next, ...
-    "word",  # text
-]
+    "ratio", "congruence",  # a congruence has a value and its modulus
+    "aliases", "cases",  # one value in several forms; a value and its condition, then the next, ...
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

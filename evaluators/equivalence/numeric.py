@@ -311,4 +311,4 @@ _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
 }  # fmt: skip
 _KINDS = "number symbol constant add mul pow root based cases call func sum".split()
 _RULES: dict[str, Callable[[Evaluator, Node], Value]] = {kind: getattr(Evaluator, kind) for kind in _KINDS}
-_RULES |= dict.fromkeys(_SCALES, Evaluator.scaled)
+_RULES.update(dict.fromkeys(_SCALES, Evaluator.scaled))

@@ -35,10 +35,11 @@ class Node:
 
     def walk(self) -> list["Node"]:
         """This node and all below it; iterative, so depth does not matter."""
-        found, stack = list[Node](), [self]
+        found = list[Node]()
+        stack: list[Node] = [self]
         while stack:
             found.append(node := stack.pop())
-            stack += node.args
+            stack.extend(node.args)
         return found
 
 

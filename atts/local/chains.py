@@ -103,13 +103,13 @@ class ChainModel:
 
         There is a table for each column of the ledger's.
         """
-        present = tuple(np.unique(batch.chains).tolist())
+        present = tuple(sorted(set(batch.chains.tolist())))
         width = self._chains[present[0]].config.model.hidden_size
         x = np.empty((len(batch.tokens), width), dtype=np.float32)
         hidden = np.empty((len(batch.logit_rows), width), dtype=np.float32)
         counts, parts = np.diff(batch.query_starts), dict[tuple[object, ...], list[_Part]]()
         positions = np.arange(len(batch.tokens)) + (batch.context_lens - batch.query_starts[1:]).repeat(counts)
-        slots = table[:, batch.table_rows.repeat(counts), positions].astype(np.int64)
+        slots = table[:, batch.table_rows.repeat(counts), positions].astype(np.int64, order="C")
         for stage in self.stages(present):
             column, is_due = self._ledger.column_of(stage.start // 2), batch.units <= stage.start
             if stage.start in self._ledger.kept:
@@ -127,6 +127,9 @@ class ChainModel:
         """Read what goes into a unit for sequences that are computed from there on; remember it of the others."""
         kept, counts = self._ledger.kept[unit], np.diff(batch.query_starts)
         passes = np.array([unit < len(self._chains[chain].units) for chain in batch.chains.tolist()])
+        if len(counts) == len(batch.tokens) and passes.all() and not batch.units.any():  # all write a token
+            kept.is_known[slots[kept.column]] = False
+            return
         begins = (batch.units == unit).repeat(counts)
         x[begins] = kept.states[slots[kept.column, begins]]
         for which, is_known in ((counts < MANY, False), (counts >= MANY, True)):
@@ -156,8 +159,11 @@ class ChainModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Their logits: [logits, vocabulary] float32."""
+        parts = self._by_head(hidden)
+        if len(parts) == 1:
+            return parts[0][0].compute_logits(hidden[:, :-1].contiguous())
         logits = torch.empty(len(hidden), self._configs[0].model.vocabulary)
-        for model, rows in self._by_head(hidden):
+        for model, rows in parts:
             logits[rows] = model.compute_logits(hidden[rows, :-1].contiguous())
         return logits
 
@@ -184,12 +190,13 @@ class ChainModel:
 
     def _by_head(self, hidden: Tensor) -> list[tuple[NativeModel, Tensor]]:
         """Rows by the head that they go to, and a model that has it."""
-        owners = hidden[:, -1].to(torch.int64)
-        heads = dict[str, list[int]]()
-        for chain in set(owners.tolist()):
+        owners, heads = hidden[:, -1].numpy().astype(np.int64), dict[str, list[int]]()
+        for chain in sorted(set(owners.tolist())):
             heads.setdefault(self._chains[chain].units[-1], []).append(chain)
-        found = [(self._chains[chains[0]].model, torch.isin(owners, torch.tensor(chains))) for chains in heads.values()]
-        return [(model, mask.nonzero().squeeze(-1)) for model, mask in found]
+        if len(heads) == 1:
+            return [(self._chains[owners[0]].model, torch.arange(len(hidden)))]
+        found = [(self._chains[chains[0]].model, np.isin(owners, chains)) for chains in heads.values()]
+        return [(model, torch.from_numpy(mask.nonzero()[0])) for model, mask in found]
 
     def _run(self, stage: Stage, group: tuple[int, ...], part: _Part, whole: tuple[SlotIds, _Floats, _Floats]) -> None:
         table, x, hidden = whole
@@ -218,6 +225,9 @@ class ChainModel:
         return [self._part(batch, group, piece) for piece in np.split(chosen, cuts[1:]) if len(piece)]
 
     def _part(self, batch: StepBatch, group: tuple[int, ...], chosen: Ints) -> _Part:
+        whole = np.arange(len(batch.logit_rows))
+        if len(group) == 1 and len(chosen) == len(batch.table_rows) and (np.diff(batch.logit_rows) > 0).all():
+            return _Part(batch, np.arange(len(batch.tokens)), whole, self._segments(batch, group), True)
         counts = np.diff(batch.query_starts)[chosen]
         starts = np.concatenate([[0], counts.cumsum()])
         rows = np.arange(starts[-1]) + (batch.query_starts[chosen] - starts[:-1]).repeat(counts)
@@ -238,8 +248,7 @@ class ChainModel:
             logit_rows=where[logits],
             chains=batch.chains[chosen],
         )
-        is_all = len(group) == 1 and len(rows) == len(batch.tokens) and bool((logits == np.arange(len(logits))).all())
-        return _Part(part, rows, logits, self._segments(part, group), is_all)
+        return _Part(part, rows, logits, self._segments(part, group), False)
 
     def _segments(self, part: StepBatch, group: Sequence[int]) -> list[Segment]:
         found = list[Segment]()

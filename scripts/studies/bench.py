@@ -37,6 +37,7 @@ STUDIES = {
     "overlap-virtual": Study("the same on virtual devices, at published costs and on recorded acceptances", 0, 60),
     "blocks": Study("a zoo's one loop beside an engine for each of four tenants"),
     "blocks-simulated": Study("blocks on 12 to 64 virtual GPUs beside a whole model for each tenant", 0, 160),
+    "blocks-memory": Study("what the processes of a family take, in one zoo and apart", 0, 60),
     "models": Study("the embedded pair: accuracy, voting, recovery, cost", 30, 150),
     "pipelines": Study("accuracy, tokens and time of every policy, in the parts that follow"),
     "pipelines-claim": Study("of these the claim alone: the policy beside the target", 20, 80),

@@ -2,8 +2,9 @@
 
 Requests arrive by a Poisson process; the clock is the processor time of the steps, so that a busy machine changes
 nothing but the noise. The four engines take turns on the core, step by step, as processes of equal rights do. The
-tenants are the embedded target, two adapters of it, and one whose last layers are tuned; their new numbers are random,
-for what a step takes does not depend on them.
+tenants are the embedded target, two adapters of its last layers, and one whose last layers are tuned; their new numbers
+are random, for what a step takes does not depend on them. Prompts are each request's own, or common to four requests
+that follow each other, of whichever tenants. `blocks-memory` reads what the engines' processes take.
 """
 
 # pyright: reportPrivateUsage=false
@@ -16,10 +17,10 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,12 +35,16 @@ from atts.local.messages import AddChain, LoopReport, SampleReply, Submit, Worke
 from atts.local.native_model import NativeModel
 from atts.models import path
 from atts.seeds import Seed
-from scripts.studies import blocks_simulated
+from scripts.studies import blocks_memory, blocks_simulated
 from scripts.studies.harness import Options, Row, Table, say
 
 TENANTS = ("base", "adapter-1", "adapter-2", "tuned")
-PROMPT, LENGTH = 40, 40  # tokens
+PROMPT, LENGTH = 80, 40  # tokens
 LOADS = (0.3, 0.7, 0.9)
+OWN = (1, 3)  # last layers that are the tenants' own, of six
+ALIKE = 4  # requests with a common prompt
+Prompts = Literal["own", "common"]
+_LAYERS = 6
 _OPTIONS = LocalOptions(device="cpu", kernel="native", kv_tokens=8192, max_batch=64, threads=1)
 
 
@@ -49,6 +54,7 @@ class Arrival(NamedTuple):
     at: float
     number: int
     tenant: int
+    prompt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,7 @@ class Served:
     waits: tuple[float, ...]
     weight_bytes: int
     kv_tokens: int  # most that were cached at once, summed over the loops
+    block_rows: int  # tokens, summed over the blocks that each passed
 
     def quantile(self, share: float) -> float:
         """Seconds within which this share was served."""
@@ -87,7 +94,7 @@ class Arm:
         """Run all requests to their end."""
         waiting, now, turn, ends = sorted(arrivals, reverse=True), 0.0, 0, dict[int, float]()
         self._finished.clear()
-        self._tokens = 0
+        self._tokens, before = 0, self._block_rows()
         while waiting or self._busy():
             while waiting and waiting[-1].at <= now:
                 self._submit(waiting.pop())
@@ -98,20 +105,29 @@ class Arm:
             now += self._step(self._loops[turn])
             ends |= {number: now for number in self._finished if number not in ends}
         waits = tuple(ends[arrival.number] - arrival.at for arrival in arrivals)
-        held = sum(loop.stats().kv_peak for loop in self._loops)
-        return Served(now, self._tokens, waits, sum(map(_weights_of, self._loops)), held)
+        held, rows = sum(loop.stats().kv_peak for loop in self._loops), self._block_rows() - before
+        return Served(now, self._tokens, waits, sum(map(_weights_of, self._loops)), held, rows)
+
+    def _block_rows(self) -> int:
+        """Counted by the zoo's loop; in an engine for one model each token that is fed passes all blocks."""
+        model: Any = self._loops[0]._model
+        if isinstance(model, ChainModel):
+            return model.unit_rows
+        stats = [loop.stats() for loop in self._loops]
+        return (2 * _LAYERS + 2) * sum(one.prefilled_tokens + one.sampled_tokens for one in stats)
 
     def _busy(self) -> list[int]:
-        return [at for at, loop in enumerate(self._loops) if loop.stats().in_flight]
+        return [at for at, loop in enumerate(self._loops) if loop._scheduler.num_unfinished]
 
     def _step(self, loop: StepLoop) -> float:
         began = time.process_time()
         loop.step()
-        loop._report()
+        if loop._replies:
+            loop._report()
         return time.process_time() - began
 
     def _submit(self, arrival: Arrival) -> None:
-        rng = random.Random(arrival.number)
+        rng = random.Random(arrival.prompt)
         ids = tuple(rng.randrange(3, 200) for _ in range(PROMPT))
         seed = Seed(arrival.number, "p", 0, 0, "target", 0)
         request = SampleRequest(ids, LENGTH, Sampling(1.0), seed=seed)
@@ -138,21 +154,23 @@ def _config(zoo: Zoo, name: str, *, shares: bool) -> WorkerConfig:
     return WorkerConfig(name, folder, config, tokenizer.pieces, _OPTIONS, shares=shares)
 
 
-def make_family(folder: Path) -> Zoo:
-    """A zoo of four tenants: the embedded target, two adapters of rank 8, and one with its last two layers changed."""
-    base, zoo = path("target"), Zoo(folder / "zoo")
+def make_family(folder: Path, own: int) -> Zoo:
+    """A zoo of four tenants: the embedded target, two adapters of rank 8, and one tuned, of so many last layers."""
+    base, zoo, tuned = path("target"), Zoo(folder / "zoo"), folder / "tuned"
     weights = load_file(base / "model.safetensors")
-    tuned = folder / "tuned"
+    last = tuple(f"model.layers.{at}." for at in range(_LAYERS - own, _LAYERS))
     shutil.copytree(base, tuned)
     torch.manual_seed(0)
-    last = ("layers.4.", "layers.5.")
     changed = {k: (w * (1 + 0.02 * torch.randn_like(w.float()))).to(w.dtype) for k, w in weights.items()}
-    tensors = {k: changed[k] if any(part in k for part in last) else w for k, w in weights.items()}
+    tensors = {k: changed[k] if k.startswith(last) else w for k, w in weights.items()}
     save_file(tensors, tuned / "model.safetensors", metadata={"format": "pt"})
     zoo.add("base", base)
     zoo.add("tuned", tuned)
+    adapted = {
+        name: w for name, w in weights.items() if name.startswith(last) and ("q_proj" in name or "v_proj" in name)
+    }
     for number in (1, 2):
-        zoo.add(f"adapter-{number}", _adapter(folder / f"adapter-{number}", weights), "base")
+        zoo.add(f"adapter-{number}", _adapter(folder / f"adapter-{number}", adapted), "base")
     return zoo
 
 
@@ -160,22 +178,22 @@ def _adapter(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     folder.mkdir()
     tensors = dict[str, torch.Tensor]()
     for name, weight in weights.items():
-        if "q_proj" in name or "v_proj" in name:
-            inner = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{inner}.lora_A.weight"] = 0.02 * torch.randn(8, weight.shape[1])
-            tensors[f"{inner}.lora_B.weight"] = 0.02 * torch.randn(weight.shape[0], 8)
+        inner = f"base_model.model.{name.removesuffix('.weight')}"
+        tensors[f"{inner}.lora_A.weight"] = 0.02 * torch.randn(8, weight.shape[1])
+        tensors[f"{inner}.lora_B.weight"] = 0.02 * torch.randn(weight.shape[0], 8)
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": "base"}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
 
-def arrive(count: int, rate: float, seed: int) -> list[Arrival]:
+def arrive(count: int, rate: float, seed: int, prompts: Prompts) -> list[Arrival]:
     """So many requests, so many a second, each of any tenant."""
     rng, now, found = random.Random(seed), 0.0, list[Arrival]()
     for number in range(1, count + 1):
         now += rng.expovariate(rate)
-        found.append(Arrival(now, number, rng.randrange(len(TENANTS))))
+        prompt = number if prompts == "own" else -(number // ALIKE)
+        found.append(Arrival(now, number, rng.randrange(len(TENANTS)), 10_000_000 * (seed + 1) + prompt))
     return found
 
 
@@ -183,32 +201,47 @@ def study(options: Options) -> list[Table]:
     """Memory, throughput with one request of each tenant, and waiting times under Poisson arrivals."""
     torch.set_num_threads(1)
     rounds, count = options.pick(5, 11, 25), options.pick(24, 120, 400)
-    with tempfile.TemporaryDirectory() as folder:
-        zoo = make_family(Path(folder))
-        disk = zoo.show()
-        one, four = Arm(zoo, shares=True), Arm(zoo, shares=False)
-        together, capacity = _at_once(one, four, rounds)
-        rows = [row for load in LOADS for row in _loaded(one, four, load, (capacity, count, options.seed))]
-    say(f"four engines serve {capacity:.1f} requests a second of processor time")
+    at_once, rows, disk_words = list[Row](), list[Row](), list[str]()
+    for own in OWN:
+        with tempfile.TemporaryDirectory() as folder:
+            zoo = make_family(Path(folder), own)
+            disk, shared = zoo.show(), 1 - own / _LAYERS
+            one, four = Arm(zoo, shares=True), Arm(zoo, shares=False)
+            together, capacity = _at_once(one, four, rounds)
+            at_once += [(shared, *row) for row in together]
+            say(f"{shared:.0%} of layers shared: four engines serve {capacity:.1f} requests a second of processor time")
+            cells = [
+                (load, prompts) for prompts in get_args(Prompts) for load in options.pick(LOADS[1:2], LOADS, LOADS)
+            ]
+            for number, (load, prompts) in enumerate(cells):
+                arrivals = arrive(count, load * capacity, options.seed + number, prompts)
+                rows += [(shared, prompts, load, *row) for row in _loaded(one, four, arrivals)]
+            disk_words.append(f"{disk.stored / 1e6:.1f} MB of disk, the folders apart {disk.apart / 1e6:.1f}")
     title = f"{PROMPT} tokens in, {LENGTH} out, {count} requests, clock: processor time of one core"
-    header = "load of four engines | arm | p50 s | p95 s | tokens/s | tokens in caches"
-    disk_words = f"The zoo takes {disk.stored / 1e6:.1f} MB of disk, the folders apart {disk.apart / 1e6:.1f}."
-    return [together, Table.of(f"Poisson arrivals of four tenants: {title}", header, rows, disk_words)]
+    header = (
+        "layers shared | prompts | load of four engines | arm | p50 s | p95 s | tokens/s | rows of blocks | in caches"
+    )
+    once = f"One and four requests of each of four tenants at once, median of {rounds} rounds"
+    return [
+        Table.of(once, "layers shared | requests of each | arm | tokens/s | to four engines | weights MB", at_once),
+        Table.of(f"Poisson arrivals of four tenants: {title}", header, rows, f"The zoos take {'; '.join(disk_words)}."),
+    ]
 
 
 def part(name: str, options: Options) -> list[Table]:
-    """The study on virtual GPUs."""
-    assert name == "simulated", "the one part"
-    return blocks_simulated.study(options)
+    """The study on virtual GPUs, or that of memory."""
+    parts = {"simulated": blocks_simulated.study, "memory": blocks_memory.study}
+    return parts[name](options)
 
 
-def _at_once(one: Arm, four: Arm, rounds: int) -> tuple[Table, float]:
+def _at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:
     """Tokens a second with one and with four requests of each tenant at once, measured in turn; weights in memory."""
     rows, capacity = list[Row](), 0.0
     for each in (1, 4):
         found = dict[str, list[Served]]()
         for number in range(rounds + 1):
-            arrivals = [Arrival(0.0, 1000 * number + at + 1, at % len(TENANTS)) for at in range(each * len(TENANTS))]
+            numbers = [1000 * number + at + 1 for at in range(each * len(TENANTS))]
+            arrivals = [Arrival(0.0, at, at % len(TENANTS), at) for at in numbers]
             for name, arm in (("zoo", one), ("four engines", four)):
                 served = arm.serve(arrivals)
                 if number:  # the first round loads weights
@@ -218,17 +251,13 @@ def _at_once(one: Arm, four: Arm, rounds: int) -> tuple[Table, float]:
             ratio, weights = speeds[name] / speeds["four engines"], all_[0].weight_bytes / 1e6
             rows.append((each, name, speeds[name], ratio, weights))
         capacity = max(capacity, statistics.median(len(s.waits) / s.seconds for s in found["four engines"]))
-    title = f"One and four requests of each of four tenants at once, median of {rounds} rounds"
-    return Table.of(title, "requests of each | arm | tokens/s | to four engines | weights MB", rows), capacity
+    return rows, capacity
 
 
-def _loaded(one: Arm, four: Arm, load: float, at: tuple[float, int, int]) -> list[Row]:
-    capacity, count, seed = at
-    arrivals = arrive(count, load * capacity, seed)
-    arms: dict[str, Callable[[Sequence[Arrival]], Served]] = {"zoo": one.serve, "four engines": four.serve}
+def _loaded(one: Arm, four: Arm, arrivals: Sequence[Arrival]) -> list[Row]:
     rows = list[Row]()
-    for name, serve in arms.items():
-        say(f"{name} at {load:.0%}")
-        found = serve(arrivals)
-        rows.append((load, name, found.quantile(0.5), found.quantile(0.95), found.tokens_per_second, found.kv_tokens))
+    for name, arm in (("zoo", one), ("four engines", four)):
+        found = arm.serve(arrivals)
+        measured = found.quantile(0.5), found.quantile(0.95), found.tokens_per_second, found.block_rows, found.kv_tokens
+        rows.append((name, *measured))
     return rows

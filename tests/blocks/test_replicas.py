@@ -121,6 +121,7 @@ def test_siblings_go_where_their_prompt_is() -> None:
     assert dispatch.choose(loads, turn(200, "q/1")) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
     """They are asked again at the other; it is started anew for those to come."""

@@ -1,0 +1,40 @@
+"""The study of a zoo's one loop: what common prompts save is counted, and what processes take is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from scripts.studies.blocks import ALIKE, TENANTS, Arm, Arrival, arrive, make_family
+from scripts.studies.blocks_memory import resident
+
+
+def test_requests_have_prompts_of_their_own_or_common_ones() -> None:
+    """At the same moments, of the same tenants."""
+    own, common = (arrive(40, 2.0, 1, prompts) for prompts in ("own", "common"))
+    assert [(one.at, one.tenant) for one in own] == [(one.at, one.tenant) for one in common]
+    assert len({one.prompt for one in own}) == 40
+    assert 40 / ALIKE <= len({one.prompt for one in common}) <= 40 / ALIKE + 1
+    assert not {one.prompt for one in own} & {one.prompt for one in arrive(40, 2.0, 2, "common")}
+
+
+def test_what_tenants_have_in_common_is_computed_once(tmp_path: Path) -> None:
+    """Rows of blocks: as many as four engines compute where prompts differ, fewer where one is asked of all."""
+    zoo = make_family(tmp_path, 1)
+    one, four = Arm(zoo, shares=True), Arm(zoo, shares=False)
+    first = [Arrival(0.0, at + 1, at, 100 + at) for at in range(len(TENANTS))]
+    again = [Arrival(0.0, at + 11, at, 200) for at in range(len(TENANTS))]
+    rows = [[arm.serve(arrivals).block_rows for arrivals in (first, again)] for arm in (one, four)]
+    assert abs(rows[0][0] / rows[1][0] - 1) < 0.05
+    assert rows[0][1] < 0.8 * rows[1][1]
+    served = one.serve([arrival._replace(number=arrival.number + 20, prompt=300) for arrival in first])
+    assert len(served.waits) == len(TENANTS)
+    assert served.weight_bytes < four.serve(first[:1]).weight_bytes / 2
+
+
+def test_a_process_takes_what_it_has_written() -> None:
+    """Its share of pages, in kilobytes: a megabyte that is written counts."""
+    before = resident(os.getpid())
+    written = bytearray(b"1" * 20_000_000)
+    assert 15_000 < resident(os.getpid()) - before < 60_000
+    assert len(written) == 20_000_000

@@ -13,27 +13,21 @@ from atts.evaluators.verdict import TooLarge, Undecided, Undefined
 Number = Any  # an mpf or mpc of the thread's context; mpmath has no types
 NOTHING = -(10**9)  # the magnitude of zero
 MAX_MAGNITUDE = 1 << 24  # bits of exponent past which a value is not computed
-_WARM_BITS = 6_500
 
 _local = threading.local()
-_warming = threading.Lock()
 
 
 def context(bits: int) -> Any:
-    """This thread's own arithmetic at `bits` of precision, its constants computed beforehand.
-
-    mpmath keeps computed constants in a cache shared by all threads and fills it without a lock; filling it once,
-    past any precision used here, is what makes evaluation safe in every thread.
-    """
+    """This thread's own arithmetic at `bits` of precision."""
     arithmetic = getattr(_local, "context", None)
     if arithmetic is None:
-        with _warming:
-            arithmetic = mpmath.MPContext()
-            arithmetic.prec = _WARM_BITS
-            _local.constants = [+each for each in (arithmetic.pi, arithmetic.e, arithmetic.ln2, arithmetic.ln10)]
-            _local.context = arithmetic
+        arithmetic = _local.context = mpmath.MPContext()
     arithmetic.prec = bits
     return arithmetic
+
+
+# mpmath's cache of constants, shared by all threads, is filled without a lock: once, here, past any precision used
+_CONSTANTS = [+getattr(context(6_500), name) for name in ("pi", "e", "ln2", "ln10")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,7 @@ class Features:
     turn: int = 0
     sample: int = 0
     issue: int | None = None  # the place in the run's order of asking for scores, as the gate's preview numbered it
-    left: float | None = None  # the share of the run's rollouts that have not ended; None where that is not known
+    left: float | None = None  # the share of the run's decisions expected to be left; None where that is not known
     attempt: int = 0
     tokens: int = 0
     draft_logprob: float = 0.0  # the draft's own, made one number by the policy's score rule

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from atts.calibration.ranks import Ranks
 from atts.calibration.state import GroupTable, Part, StateTable
 from atts.errors import CalibrationInputError
 
-_HASTE = 4.0  # what is owed is paid as if so many times fewer were left: settled votes end many rollouts at once
+SLACK = 0.0065  # of a run's decisions: paying what is owed to the last takes the target from its last, hardest chunks
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How far off the end of a run is: the decisions left, the next one included, and what may still be owed then."""
+
+    left: float = math.inf
+    slack: float = 0.0
+
+
+UNKNOWN = RunEnd()
 
 
 class Controller(Part):
@@ -21,11 +33,8 @@ class Controller(Part):
     def __init__(self, rate: float) -> None:
         self._rate = rate
 
-    def allowance(self, nonconformity: float, question: str, turn: int, left: float = math.inf) -> float:
-        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - allowance.
-
-        About so many decisions are `left`, this one included; infinite where that is not known.
-        """
+    def allowance(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
+        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - allowance."""
         return self._rate
 
     def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
@@ -42,9 +51,9 @@ class Adaptive(Controller):
     above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1 - rate) + step) / (step * T); with
     d decisions in flight between deciding and observing, (max(rate, 1 - rate) + (d + 1) step) / (step * T).
 
-    Where it is known how many decisions are left, what is owed is made up for over a quarter of them, however small the
-    step. So wherever the truth is at least that quarter, the sum of errors ends within one decision, for any sequence;
-    every decision it is short of that adds at most max(rate, 1 - rate).
+    Where it is known about how many decisions are left, what is owed beyond a slack is made up for over all of them,
+    however small the step. So where the truth is at least what is expected, the sum of errors ends within one decision
+    of the slack, for any sequence; every decision it is short of that adds at most max(rate, 1 - rate).
     """
 
     __slots__ = ("_allowances", "_by_turn", "_step")
@@ -57,11 +66,13 @@ class Adaptive(Controller):
         self._step, self._by_turn = step, by_turn
         self._allowances = StateTable(int, float)
 
-    def allowance(self, nonconformity: float, question: str, turn: int, left: float = math.inf) -> float:
+    def allowance(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
         level = self._allowances.get(turn if self._by_turn else 0, self._rate)
-        if self._by_turn or left * self._step >= _HASTE:
+        if self._by_turn:
             return level
-        return self._rate + (level - self._rate) * _HASTE / (self._step * max(_HASTE, left))
+        lead = level - self._rate
+        paced = max(0.0, abs(lead) / self._step - end.slack) / max(1.0, end.left)
+        return level if paced <= abs(lead) else self._rate + math.copysign(paced, lead)
 
     def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         group = turn if self._by_turn else 0
@@ -101,7 +112,7 @@ class Tracking(Controller):
         self._middle = self._distance = 0.0  # the first median, and the sum of all distances from it
         self._seen = 0
 
-    def allowance(self, nonconformity: float, question: str, turn: int, left: float = math.inf) -> float:
+    def allowance(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
         if not self._scale or not 0 < self._rate < 1:
             return self._rate
         lean = self._integral * self._scale * math.tanh(self._owed / 25) if self._integral else 0.0
@@ -172,7 +183,7 @@ class Feedback(Controller):
         self._owed = 0.0
         self._siblings = GroupTable(lambda: (Ranks(), Ranks()))  # kept, escalated
 
-    def allowance(self, nonconformity: float, question: str, turn: int, left: float = math.inf) -> float:
+    def allowance(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
         if not 0 < self._rate < 1:
             return self._rate
         owed = self._owed_question.get(question, 0.0)

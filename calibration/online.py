@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, ClassVar
 
+from atts.calibration.controllers import SLACK, RunEnd
 from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.guarantees import Facts, describe
 from atts.calibration.lengths import LengthStrata
@@ -108,8 +109,7 @@ class Calibrator(Part):
             self._store_length(nonconformity, length)
         self._monitor = DriftMonitor(self.stored, policy=drift)
         self._alert: DriftPolicy | None = None
-        self._widened = 0
-        self._expected = math.inf  # decisions to come, were the rollouts that have not ended like those that have
+        self._widened, self._end = 0, RunEnd()
         for event in self._monitor.events:
             self._act(event)
 
@@ -125,7 +125,7 @@ class Calibrator(Part):
     ) -> Decision:
         """What to do with a chunk of this score, from stored scores and decisions only; nothing is stored.
 
-        `left` is the share of the run's rollouts that have not ended, this one among them; None where it is not known.
+        `left` is the share of the run's decisions that is expected to be left, this one included; None where not known.
         `length` is that of the chunk, in tokens or any other unit; it counts where ranks are by length.
 
         :raises CalibrationInputError: if it is not a score of the declared domain, a turn or sample is below 0,
@@ -139,10 +139,11 @@ class Calibrator(Part):
         standing = nonconformity
         if self._strata is not None:
             standing = self._standing(nonconformity, question, turn, sample, length)
-        self._expected = math.inf if left is None or left >= 1 else self.decided * left / (1 - left)
+        expected = math.inf if left is None or left >= 1 else self.decided * left / (1 - left)
+        self._end = RunEnd(expected, SLACK * (self.decided + expected))
         place = self._pool.rank(standing, question, turn)
         p = place.p(self._theta(nonconformity, question, turn, sample))
-        allowance = self._controller.allowance(standing, question, turn, self._expected)
+        allowance = self._controller.allowance(standing, question, turn, self._end)
         if left is not None and self.mode == "aci" and allowance < 1:
             allowance *= min(1.0, place.size / _FEW)
         if self._alert:
@@ -297,7 +298,7 @@ class Calibrator(Part):
 
     def _facts(self) -> Facts:
         facts = Facts(self._nominal, self.stored, self.decided, self.escalated, self.tuning, self.events)
-        return replace(facts, left=self._expected, cap=self.cap)
+        return replace(facts, left=self._end.left, cap=self.cap)
 
     def _additions(self) -> list[str]:
         """What adds to the promise of the mode."""

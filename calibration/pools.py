@@ -44,22 +44,23 @@ class ScorePool(Part, ABC):
 class Pooled(ScorePool):
     """One pool for every question and turn."""
 
-    __slots__ = ("_live", "_stored")
+    __slots__ = ("_has_stored", "_live", "_stored")
     saved: ClassVar = {"live": "_live"}
 
     def __init__(self, remember: MemoryFactory = Window) -> None:
         self._live = remember()
-        self._stored = Window()
+        self.drop_stored()
 
     def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
         live = self._live.rank(nonconformity)
-        return live.plus(self._stored.rank(nonconformity)) if len(self._stored) else live
+        return live.plus(self._stored.rank(nonconformity)) if self._has_stored else live
 
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
         (self._live if live else self._stored).add(nonconformity)
+        self._has_stored |= not live
 
     def drop_stored(self) -> None:
-        self._stored = Window()
+        self._stored, self._has_stored = Window(), False
 
     def __len__(self) -> int:
         return len(self._live) + len(self._stored)
@@ -71,7 +72,7 @@ class Frozen(Pooled):
     __slots__ = ()
 
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
-        if not (live and len(self._stored)):
+        if not (live and self._has_stored):
             super().add(nonconformity, question, turn, live)
 
 

@@ -52,7 +52,7 @@ def replay(
 ) -> ReplayResult:
     """Decide on records {"question", "turn", "score"} one by one in arrival order, each from those before it.
 
-    "sample" is optional, "left" (the share of rollouts that have not ended) too, and "issue" (the place in the order
+    "sample" is optional, "left" (the share of decisions expected to be left) too, and "issue" (the place in the order
     of asking, from 0 without gaps) makes scores join the pools in that order instead of the order of arrival; "length"
     is needed where ranks are by length. The options are those of `Calibrator`.
 

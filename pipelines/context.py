@@ -45,11 +45,13 @@ class Silent:
         """Ignore it."""
 
 
-@dataclass(slots=True)
 class Remaining:
-    """What is left of a run: the share of its rollouts that have not ended; None where their number is not known."""
+    """What is left of a run: here of one whose size is not known."""
 
-    share: float | None = None
+    @property
+    def share(self) -> float | None:
+        """The share of the run's decisions that is expected to be left, the next one included; None if not known."""
+        return None
 
 
 EngineBinder = Callable[[Engine, Role, Caller, float], Engine]

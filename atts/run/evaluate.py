@@ -44,7 +44,7 @@ from atts.run.conditions import check_conditions
 from atts.run.forewarning import forewarnings
 from atts.run.gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
 from atts.run.plan import Plan, verdict_by
-from atts.run.recorder import EscalationCounter, Listener, ProblemRecord, Recorder, RolloutsLeft, RunBegun
+from atts.run.recorder import DecisionsLeft, EscalationCounter, Listener, ProblemRecord, Recorder, RunBegun
 from atts.run.result import Missing, RunResult, RunStatus
 from atts.run.stopping import Signals, Stop, watch_signals
 from atts.run.until import Comparing
@@ -106,7 +106,7 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, options: RunOptions 
         doubt = "" if plan.stored_under is None else check_conditions(manifest, plan.stored_under, plan.conditions)
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
         is_alone = options.beside is None or options.directory is not None  # else others ask its gate as well
-        counts = EscalationCounter(), RolloutsLeft(manifest.problems if is_alone else None, plan.policy.samples)
+        counts = EscalationCounter(), DecisionsLeft(manifest.problems if is_alone else None, plan.policy.samples)
         async with _journal(options, manifest, plan, state, *counts) as journal:
             return await _Run(plan, options, manifest, state, journal, *counts).drive(problems, doubt)
 
@@ -118,7 +118,7 @@ async def _journal(
     plan: Plan,
     state: RunState,
     escalations: EscalationCounter,
-    left: RolloutsLeft,
+    left: DecisionsLeft,
 ) -> AsyncGenerator[Journal | None, None]:
     """The journal, what it holds applied to the state, the gate and the listeners."""
     if options.directory is None:
@@ -151,7 +151,7 @@ class _Run:
         state: RunState,
         journal: Journal | None,
         escalations: EscalationCounter,
-        left: RolloutsLeft,
+        left: DecisionsLeft,
     ) -> None:
         self._plan = plan
         self._options = options

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,38 +114,66 @@ class EscalationCounter:
         return share_estimate(self._counts.values())
 
 
-class RolloutsLeft(Remaining):
-    """Kept up to date: rollouts that a concluded problem never began have ended with it.
+class DecisionsLeft(Remaining):
+    """What is left of a run of known size, from how many decisions its rollouts took before they ended.
 
-    A run whose gate was not told of it, as those of older versions, goes on as it began.
+    Of those that took so many, some ended and some took another: the product of such shares is Kaplan and Meier's
+    estimate of how far a rollout goes. A concluded problem ends all of its rollouts. A run whose gate was not told of
+    what is left, as those of older versions, goes on as it began.
     """
 
-    __slots__ = ("_all", "_ended", "_of", "_samples")
+    __slots__ = ("_ended", "_open", "_reached", "_samples")
 
     def __init__(self, problems: int | None, samples: int) -> None:
-        self._all, self._samples = (problems or 0) * samples, samples
-        self._ended = 0
-        self._of = Counter[str]()  # ended, of each open problem
-        super().__init__(1.0 if self._all else None)
+        self._samples = samples
+        self._reached = [(problems or 0) * samples]  # rollouts that took at least so many decisions
+        self._ended = [0]  # those that took no more
+        self._open = dict[str, dict[int, int]]()  # decisions of the rollouts that have not ended
+
+    @property
+    def share(self) -> float | None:
+        """All of it until a rollout has ended: how far one goes is not known before."""
+        if not self._reached[0] or not any(self._ended):
+            return 1.0 if self._reached[0] else None
+        left = to_come = 0.0  # of all rollouts, and of one that took so many
+        went_on = 0
+        for reached, ended in zip(reversed(self._reached), reversed(self._ended), strict=True):
+            known = went_on + ended
+            to_come = (1 + to_come) * (went_on / known if known else 1.0)
+            left += to_come * (reached - known)
+            went_on = reached
+        left = max(1.0, left)
+        return left / (left + sum(self._reached) - self._reached[0])
 
     def recall(self, event: Event) -> None:
         """Look at an event of an earlier session."""
         if isinstance(event, Decided) and "left" not in event.features:
-            self._all, self.share = 0, None
+            self._reached[0] = 0
+        elif isinstance(event, Decided) and event.decision.action != "verify":
+            self.count(event.decision)
 
-    def end(self, problem: str) -> None:
+    def count(self, decision: Decision) -> None:
+        """Count a decision; another one on the same turn is the same."""
+        rollouts = self._open.get(decision.question) or self._rollouts(decision.question)
+        for made in range(rollouts.get(decision.sample, 0) + 1, decision.turn + 2):
+            if made == len(self._reached):
+                self._reached.append(0)
+                self._ended.append(0)
+            self._reached[made] += 1
+            rollouts[decision.sample] = made
+
+    def end(self, problem: str, sample: int) -> None:
         """One of this problem's has ended."""
-        self._of[problem] += 1
-        self._count(1)
+        self._ended[self._rollouts(problem).pop(sample, 0)] += 1
 
     def conclude(self, problem: str) -> None:
         """All of this problem's have."""
-        self._count(self._samples - self._of.pop(problem, 0))
+        for made in self._rollouts(problem).values():
+            self._ended[made] += 1
+        del self._open[problem]
 
-    def _count(self, ended: int) -> None:
-        self._ended += ended
-        if self._all:
-            self.share = max(1, self._all - self._ended) / self._all
+    def _rollouts(self, problem: str) -> dict[int, int]:
+        return self._open.setdefault(problem, dict.fromkeys(range(self._samples), 0))
 
 
 class Recorder:
@@ -157,7 +184,7 @@ class Recorder:
         journal: Journal | None,
         listeners: Sequence[Listener],
         escalations: EscalationCounter,
-        left: RolloutsLeft,
+        left: DecisionsLeft,
     ) -> None:
         self._journal, self._left = journal, left
         self._tells = [listener.notify for listener in listeners]
@@ -185,6 +212,8 @@ class Recorder:
         held, self._decided = self._decided, None
         if held is not None:
             self.record(held)
+        if event.decision.action != "verify":  # which only asks for a score
+            self._left.count(event.decision)
         if event.asked == "round":  # its gate is not told what was done with it: its own word counts
             self._escalations.count(event.decision, event.decision.escalate)
             self.record(event)
@@ -208,7 +237,7 @@ class Recorder:
     def on_graph(self, event: object) -> None:
         """The sink of the task graph."""
         if isinstance(event, RolloutSpan):
-            self._left.end(event.problem)
+            self._left.end(event.problem, event.sample)
         if isinstance(event, Event):
             self.record(event)
 

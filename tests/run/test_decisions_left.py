@@ -1,0 +1,85 @@
+"""The share of a run's decisions that is expected to be left: from how far rollouts went that ended."""
+
+import random
+
+import pytest
+
+from atts.core import Decision
+from atts.journal import Decided
+from atts.run.recorder import DecisionsLeft
+
+
+def decide(left: DecisionsLeft, problem: str, sample: int, turn: int) -> None:
+    """One chunk was decided on."""
+    left.count(Decision("accept", 0.2, problem, turn, sample))
+
+
+def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended() -> None:
+    """Those under way are expected to take the rest of their own, and not a whole one again."""
+    left = DecisionsLeft(10, 2)
+    for problem in range(4):
+        for turn in range(5 if problem < 2 else 3):
+            assert left.share == 1.0
+            for sample in range(2):
+                decide(left, str(problem), sample, turn)
+    for problem in range(2):
+        for sample in range(2):
+            left.end(str(problem), sample)
+    assert left.share == pytest.approx(1 - 32 / 100)
+
+
+@pytest.mark.parametrize("in_flight", [8, 64])
+def test_the_expected_number_is_near_the_truth_in_the_middle_of_a_run(in_flight: int) -> None:
+    """Rollouts end when they will, many at once: the first to end are short, which is not taken for the rule."""
+    draw, ratios = random.Random(3), list[float]()
+    for _ in range(20):
+        lengths = {(str(p), s): 4 + draw.randrange(5) for p in range(40) for s in range(8)}
+        left, waiting, going, done = DecisionsLeft(40, 8), list(lengths), list[tuple[str, int, int]](), 0
+        while waiting or going:
+            while waiting and len(going) < in_flight:
+                going.append((*waiting.pop(), 0))
+            problem, sample, turn = going.pop(draw.randrange(len(going)))
+            decide(left, problem, sample, turn)
+            done += 1
+            if turn + 1 == lengths[problem, sample]:
+                left.end(problem, sample)
+            else:
+                going.append((problem, sample, turn + 1))
+            if done == sum(lengths.values()) // 2:
+                share = left.share
+                assert share is not None
+                ratios.append(share / (1 - share))
+    assert 0.9 < sum(ratios) / len(ratios) < 1.1
+
+
+def test_a_concluded_problem_ends_what_it_never_began_and_what_was_cut_off() -> None:
+    """A vote that settled: its rollouts went as far as they went."""
+    left = DecisionsLeft(4, 2)
+    decide(left, "0", 0, 0)
+    left.conclude("0")
+    assert left.share == pytest.approx(3 / 4)  # of two rollouts one took a decision: three of six to come will
+    for problem in "123":
+        left.conclude(problem)
+    assert left.share == pytest.approx(1 / 2)  # never nothing: the one that is about to be taken counts
+
+
+def test_what_an_earlier_session_decided_is_recalled_once() -> None:
+    """Asking for a score is no decision, and a turn that is decided on again counts once."""
+    whole, resumed = DecisionsLeft(3, 2), DecisionsLeft(3, 2)
+    for turn in range(3):
+        decide(whole, "0", 0, turn)
+        for action in ("verify", "accept", "escalate"):
+            resumed.recall(Decided(Decision(action, 0.2, "0", turn, 0), {"left": 1.0}))
+    for left in (whole, resumed):
+        left.end("0", 0)
+    assert whole.share == resumed.share == pytest.approx(15 / 18)
+
+
+@pytest.mark.parametrize("told", [None, {}])
+def test_a_run_of_unknown_size_or_one_that_began_without_goes_on_without(told: dict[str, float] | None) -> None:
+    """Nothing is told of it."""
+    left = DecisionsLeft(None if told is None else 3, 2)
+    if told is not None:
+        left.recall(Decided(Decision("accept", 0.2, "0", 0, 0), told))
+    left.end("0", 0)
+    assert left.share is None

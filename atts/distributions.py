@@ -9,11 +9,6 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 
-def normal_tail(value: float) -> float:
-    """P(Z > value) for a standard normal Z."""
-    return float(scipy.special.ndtr(-value))
-
-
 def normal_quantile(share: float) -> float:
     """The value that a standard normal stays below with probability `share`."""
     return float(scipy.special.ndtri(share))

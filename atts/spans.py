@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 CallStatus = Literal["done", "failed", "cancelled"]
 RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
@@ -83,6 +83,3 @@ class ProblemSpan:
     started: float
     ended: float
     error: str = ""
-
-
-Span: TypeAlias = CallSpan | RolloutSpan | ProblemSpan

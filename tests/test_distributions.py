@@ -18,7 +18,6 @@ from atts.distributions import (
     binomial_tail,
     hypergeometric_tail,
     normal_quantile,
-    normal_tail,
     student_quantile,
 )
 
@@ -31,7 +30,6 @@ sizes, chances = st.integers(0, 300), st.floats(1e-6, 1 - 1e-6)
 def test_quantiles(share: float) -> None:
     """Of the normal law, of Student's t and of beta laws, in both tails."""
     assert_allclose(normal_quantile(share), stats.norm.ppf(share), CLOSE, CLOSE)
-    assert_allclose(normal_tail(10 * share), stats.norm.sf(10 * share), CLOSE)
     for freedom in (1, 2, 7, 29, 10_000):
         assert_allclose(student_quantile(share, freedom), stats.t.ppf(share, freedom), CLOSE, CLOSE)
     for a, b in ((1, 1), (3, 40), (200, 2)):

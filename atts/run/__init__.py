@@ -16,7 +16,6 @@ from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.progress import Progress, ProgressSnapshot
 from atts.run.recorder import CallBegun, ChunkWritten, EngineAwaited, Listener, Notice, Recorder, RunBegun
 from atts.run.result import INTERRUPTED, RunResult, RunStatus
-from atts.run.scoring import samples, scorecard
 from atts.run.sharing import SharingEngine
 from atts.run.stopping import Signals, Stop
 from atts.run.summary import Summary
@@ -59,6 +58,4 @@ __all__ = [
     "merge",
     "read_conditions",
     "replay_event",
-    "samples",
-    "scorecard",
 ]

@@ -6,7 +6,7 @@ from atts.speculation.hints import HintProposer
 from atts.speculation.outcomes import OutcomeCache, OutcomeGuess, PlaceLaw, most_worthwhile, ranked_outcomes
 from atts.speculation.proposals import NOTHING, Ask, BestProposer, OverlapStats, Proposer, TokenProposal
 from atts.speculation.ratio import ratio_walk
-from atts.speculation.replay import standing, tree_path
+from atts.speculation.replay import standing
 from atts.speculation.schemes import SchemeControl
 from atts.speculation.suffix import SuffixProposer
 
@@ -31,5 +31,4 @@ __all__ = [
     "ranked_outcomes",
     "ratio_walk",
     "standing",
-    "tree_path",
 ]

@@ -22,19 +22,3 @@ def standing(proposal: Sequence[int], drawn: Sequence[int]) -> int:
         if drawn[place] != token:
             return place
     return len(proposal)
-
-
-def tree_path(tokens: Sequence[int], parents: Sequence[int], drawn: Sequence[int]) -> list[int]:
-    """The rows of a tree whose draws are to be written, from the root down.
-
-    Row 0 is the root, the newest token; row i + 1 holds `tokens[i]`, which follows row `parents[i]`. `drawn[row]` was
-    drawn after that row, with the uniform of its depth. A chain has parents 0, 1, 2, ...
-
-    >>> tree_path((5, 8, 6), (0, 0, 1), (5, 6, 0, 9))  # 5 was drawn first, then 6 after it, then 9
-    [0, 1, 3]
-    """
-    children = {(parent, token): row for row, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1)}
-    path = [0]
-    while (child := children.get((path[-1], drawn[path[-1]]))) is not None:
-        path.append(child)
-    return path

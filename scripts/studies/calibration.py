@@ -40,7 +40,7 @@ def study(options: Options) -> list[Table]:
     tables = [modes(streams, found[own], rate) for rate in options.pick((0.4,), (0.4, 0.2, 0.1), (0.4, 0.2, 0.1))]
     tables.append(alarms(found, own, options))
     if options.effort != "quick":
-        tables += [power(found, own, options), started_from_every_array(found, streams)]
+        tables.append(power(found, own, options))
     return tables
 
 
@@ -149,27 +149,6 @@ def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
         "to notice. The other way: runs of that array against this one. Best possible: the likelihood-ratio test of "
         "question levels and spreads at 19 questions and a false-alarm rate of 0.5 %, for a test that knows both laws "
         "(normal ones of the same moments); a monitor knows only one of them, and that from a sample.",
-    )
-
-
-def started_from_every_array(found: dict[str, StoredScores], streams: dict[str, Records]) -> Table:
-    """The recorded run against every array: when it is noticed among scores of all turns, and the rate at the end."""
-    rows = list[Row]()
-    for name, stored in found.items():
-        row: Row = (name,)
-        for records in streams.values():
-            done = replay(records, rate=0.4, stored=stored)
-            at = done.events[0].scores if done.events else None
-            first = None if at is None else sum(record["turn"] == 0 for record in records[:at])
-            row = (*row, at, first, done.metrics["overall_error"])
-        rows.append(row)
-    columns = [f"{order}: {what}" for order in streams for what in ("alarm after", "of turn 0", "overall error")]
-    return Table.of(
-        f"The recorded run of {ARRAY} started from every array: alarm after so many scores, question-turn mode",
-        " | ".join(["loaded calibration", *columns]),
-        rows,
-        "Later turns have other laws, so only scores of the stored turn, here the first, are compared; the run brings "
-        "its questions one after the other.",
     )
 
 

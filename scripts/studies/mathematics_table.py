@@ -12,8 +12,8 @@ from typing import Any
 
 from atts.api import Pair, answers_for
 from atts.core import Role, Usage
-from atts.evaluators import Dataset, Estimate, Samples, compare_runs, score, share_estimate
-from atts.run import RunResult, samples
+from atts.evaluators import Dataset, Estimate, Samples, compare_runs, samples_of, score, share_estimate
+from atts.run import RunResult
 from scripts.studies.harness import Row, Spread, Table, interval
 
 
@@ -32,7 +32,9 @@ class Measured:
         together = [
             replace(lines[0], samples=tuple(chain.from_iterable(line.samples for line in lines))) for lines in every
         ]
-        return samples(together, answers_for("math").group)
+        group = answers_for("math").group
+        found = (samples_of(one.problem, one.complete_samples, group) for one in together)
+        return [each for each in found if each is not None]
 
     @cached_property
     def scores(self) -> Mapping[str, Estimate]:

@@ -16,8 +16,9 @@ import pytest
 
 from atts.api import Setup
 from atts.calibration import Calibrator
-from atts.core import Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn
-from atts.errors import DatasetError, OptionError, UsageError
+from atts.core import Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn, Usage
+from atts.errors import DatasetError, OptionError
+from atts.evaluators import samples_of
 from atts.graph import Limit, ProblemScope, RetryPolicy, RolloutScope
 from atts.journal import (
     CallSpan,
@@ -47,8 +48,6 @@ from atts.run import (
     RunResult,
     Stop,
     evaluate,
-    samples,
-    scorecard,
 )
 from atts.seeds import Seed
 from atts.testing import Backend, Faults, ScriptedEngine, run_virtual, toy_groups, toy_problems
@@ -358,35 +357,20 @@ def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
     assert not missing
 
 
-def test_the_scorecard(world: Any) -> None:
-    """Rates with intervals from the lines; rollouts the vote spared are left out, not counted as wrong."""
-    result = world.run(world.plan(), world.session())
-    card = scorecard(result.problems, toy_groups)
-    share = sum(sample.verdict == "correct" for line in result.problems for sample in line.samples) / 20
-    assert card.estimates["pass@1"].value == pytest.approx(share)
-    assert (card.coverage.problems, card.coverage.samples) == (5, 20)
-    assert "maj@4" in card.estimates
-    settled = FinishedProblem(
-        "p",
-        "answered",
-        "1",
-        "correct",
-        "",
-        (
-            FinishedSample(0, "answer", "1", "correct"),
-            FinishedSample(1, "settled", None, "wrong"),
-            FinishedSample(2, "turns", None, "wrong"),
-            FinishedSample(3, "end", None, "wrong"),
-            FinishedSample(4, "answer", "x", "unscored", "timeout"),
-        ),
-        {},
-        result.usage,
+def test_samples_of_a_problem() -> None:
+    """Rollouts the vote spared are left out, not counted as wrong; one that could not be graded is neither."""
+    samples = (
+        FinishedSample(0, "answer", "1", "correct"),
+        FinishedSample(1, "settled", None, "wrong"),
+        FinishedSample(2, "turns", None, "wrong"),
+        FinishedSample(3, "end", None, "wrong"),
+        FinishedSample(4, "answer", "x", "unscored", "timeout"),
     )
-    (held,) = samples([settled], toy_groups)
+    settled = FinishedProblem("p", "answered", "1", "correct", "", samples, {}, Usage())
+    held = samples_of(settled.problem, settled.complete_samples, toy_groups)
+    assert held is not None
     assert held.correct == (True, False, False, None)
     assert held.statuses == ("graded", "cut", "no answer", "timeout")
-    with pytest.raises(UsageError, match="no problem of this run was graded"):
-        scorecard([replace(settled, samples=())], toy_groups)
 
 
 def test_alarms_are_recorded_once(world: Any) -> None:

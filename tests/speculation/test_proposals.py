@@ -20,8 +20,6 @@ from atts.speculation import (
     SuffixProposer,
     TokenProposal,
     ratio_walk,
-    standing,
-    tree_path,
 )
 from atts.speculation.ratio import residual
 
@@ -29,26 +27,6 @@ from atts.speculation.ratio import residual
 def ask(ids: TokenIds, written: int, room: int = 8, key: int = 1, hint: TokenIds = (), rollout: str = "p/0") -> Ask:
     """What a proposer is told."""
     return Ask(key, ids, written, room, np.zeros(room), Sampling(), rollout, hint)
-
-
-def test_a_tree_that_is_a_chain_is_walked_like_one() -> None:
-    """Whatever was drawn, over all chains of three of two tokens."""
-    for drawn in product(range(2), repeat=4):
-        for proposal in product(range(2), repeat=3):
-            assert tree_path(proposal, (0, 1, 2), drawn) == list(range(1 + standing(proposal, drawn)))
-
-
-def test_a_tree_stands_along_what_was_drawn() -> None:
-    """Of every tree with three nodes, the path is the longest whose tokens were drawn."""
-    for parents in ((0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 0), (0, 1, 2), (0, 0, 2)):
-        for drawn in product((5, 6, 7), repeat=4):
-            path = tree_path((5, 6, 7), parents, drawn)
-            assert path[0] == 0
-            for row, after in zip(path, path[1:], strict=False):
-                assert parents[after - 1] == row
-                assert (5, 6, 7)[after - 1] == drawn[row]
-            last = path[-1]
-            assert not [n for n in (1, 2, 3) if parents[n - 1] == last and (5, 6, 7)[n - 1] == drawn[last]]
 
 
 @cache

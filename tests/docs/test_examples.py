@@ -74,7 +74,7 @@ def test_every_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
     """The blocks of a page in order, in one folder and one namespace, as a reader would type them."""
     if page.name == "two_servers.md":
         request.getfixturevalue("two_servers")
-    elif page.name != "README.md":  # where engines have processes of their own, as they do for a reader
+    else:  # a reader has engines in processes of their own, which start later: tests/cli runs those
         for role in get_args(Role):
             monkeypatch.setenv(f"ATTS_{role.upper()}", f"embedded:{role}?worker=thread")
     monkeypatch.chdir(tmp_path)

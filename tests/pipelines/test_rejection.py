@@ -269,10 +269,9 @@ def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
     assert sum(e.wait for e in events if hasattr(e, "after")) > 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_the_rate_is_held_live(attempt: Solve, backend: str) -> None:
+def test_the_rate_is_held_live(attempt: Solve) -> None:
     """The calibrated gate lands near its rate in the pipeline, not only in replay."""
-    outcomes = attempt(replace(POLICY, samples=8), conformal(0.3), problems=30, backend=backend)
+    outcomes = attempt(replace(POLICY, samples=8), conformal(0.3), problems=30)
     decisions = [t.decision for t in turns(outcomes) if t.decision]
     rate = sum(d.escalate for d in decisions) / len(decisions)
     assert abs(rate - 0.3) < 3 * math.sqrt(0.21 / len(decisions)) + 0.01

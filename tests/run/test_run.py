@@ -50,6 +50,7 @@ from atts.run import (
     evaluate,
 )
 from atts.seeds import Seed
+from atts.spans import HOLD
 from atts.testing import Backend, Faults, ScriptedEngine, run_virtual, toy_groups, toy_problems
 
 Outcomes = Callable[[RunResult], dict[str, str]]
@@ -95,10 +96,12 @@ def test_listeners_hear_what_the_journal_holds(world: Any, backend: Backend) -> 
 
 
 def test_every_call_is_a_node_and_a_step(world: Any) -> None:
-    """Live calls appear once as a step and once as a timed node; rollouts and problems have their spans."""
+    """Live calls appear once as a step and once as a timed node, waits as a node alone; rollouts, problems as spans."""
     world.run(world.plan(), world.session())
     count = Counter(type(event) for event in world.events())
-    assert count[Sampled] + count[Scored] == count[CallSpan]
+    calls = [event for event in world.events() if isinstance(event, CallSpan) and event.stage != HOLD]
+    assert count[Sampled] + count[Scored] == len(calls)
+    assert all(event.engine for event in calls)
     assert (count[RolloutSpan], count[ProblemSpan], count[OutcomeReached]) == (20, 5, 5)
     assert {event.source for event in world.events() if isinstance(event, CallSpan)} == {"live"}
 

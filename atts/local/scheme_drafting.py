@@ -17,7 +17,8 @@ _FANS = (0, 3)
 class SchemeDrafting(Proposer, Lengths):
     """Proposes by one of several schemes, as long as it writes the most tokens a second.
 
-    The first scheme is `serial` with the `lengths` that pay for it, none included; the others are those of `ahead`.
+    The first scheme is `serial` with the `lengths` that pay for it, none included; the others are those of `ahead`,
+    tried where the first one proposes.
     """
 
     def __init__(self, serial: Proposer, ahead: AheadDrafter, lengths: Lengths, most: int) -> None:
@@ -30,7 +31,7 @@ class SchemeDrafting(Proposer, Lengths):
     def rests(self, plan: StepPlan) -> bool:
         """As long as nothing pays that is drafted before a step."""
         self._scheme = self._control.current
-        return self._scheme == 0 and self._lengths.rests(plan)
+        return self._scheme == 0 and not self._control.is_contested and self._lengths.rests(plan)
 
     def choose(self, plan: StepPlan) -> Many[int]:
         """The first scheme's lengths; the others end with the target's step."""
@@ -41,7 +42,8 @@ class SchemeDrafting(Proposer, Lengths):
         """Between schemes seconds on the wall count: what another thread takes is no time of this one's."""
         tokens = len(plan.decoding) + sum([each.stood for each in rounds])
         forecast = None if self._scheme else self._lengths.observed(plan, rounds, seconds)
-        self._control.observed(len(plan.decoding), tokens, perf_counter() - self._began)
+        if self._scheme or plan.proposals or self._control.is_contested:  # where none pays, no other is tried
+            self._control.observed(len(plan.decoding), tokens, perf_counter() - self._began)
         return forecast
 
     def propose(self, asks: Many[Ask]) -> Many[TokenProposal]:

@@ -212,11 +212,11 @@ class GoodputControl:
 
     def _wake(self, load: _Load, step: StepShape) -> None:
         """Steps are timed anew before anything is tried."""
-        self._balance += _SHARE * load.rested * self._plain(step)
+        self._balance += _SHARE * (load.rested - load.resting) * self._plain(step)
         if load.rounds == self._rounds:
             self._survival.fade(_FADED)
             self._is_stale = True
-        load.rested, load.surprise = 0, _FORGETTING * load.surprise
+        load.resting, load.rested, load.surprise = 0, 0, _FORGETTING * load.surprise
         for verdict in load.verdicts:
             verdict.keys, verdict.lengths, verdict.until = step.keys, [0] * len(step.keys), load.steps + _LOOKS
 

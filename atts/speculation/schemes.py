@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 _TURN = 16  # steps of a try
 _SETTLE = 4  # first steps of a turn, which do not count: a drafter catches up in them
-_LONGEST = 1024  # steps between two tries
+_GLANCE = 8  # steps after which a try ends that writes half as fast as another
+_SHARE = 0.01  # of the tokens, what may be lost by tries
+_LONGEST = 1024  # steps between two tries, where they lose next to nothing
 
 
 @dataclass(slots=True)
@@ -19,7 +21,8 @@ class _Load:
     is_try: bool = True
     tries: int = 0
     length: int = _TURN  # steps of this turn
-    stay: int = _TURN  # steps that the best one got last
+    stay: int = _TURN  # steps that the best one got last, at least
+    due: float = 0.0  # tokens that it must write before another is tried
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -46,15 +49,29 @@ class SchemeControl:
             load.steps += 1
             if load.steps > _SETTLE:
                 load.tokens, load.seconds = load.tokens + tokens, load.seconds + seconds
-            if load.steps >= load.length:
+            if _is_over(load):
                 _turn(load)
         self.current = load.scheme
+
+    @property
+    def is_contested(self) -> bool:
+        """Whether the first scheme is but tried, where another is used."""
+        return self._place >= 0 and self.current == 0 < self._loads[self._place].best
+
+
+def _is_over(load: _Load) -> bool:
+    if load.is_try:
+        is_hopeless = load.steps == _GLANCE and 2 * load.tokens < max(load.rates) * load.seconds
+        return is_hopeless or load.steps >= load.length
+    return load.steps >= load.length and load.tokens >= load.due
 
 
 def _turn(load: _Load) -> None:
     """Whose turn is next: what was never tried, else the best, and after it another for a short while."""
     rate, known = load.tokens / max(1e-9, load.seconds), load.rates[load.scheme]
     load.rates[load.scheme] = (rate + known) / 2 if known else rate
+    lost = max(load.rates) * load.seconds - load.tokens
+    load.due = load.due + lost / _SHARE if load.is_try else 0.0
     load.steps, load.tokens, load.seconds = 0, 0, 0.0
     if 0.0 in load.rates:
         load.scheme, load.length = load.rates.index(0.0), _TURN

@@ -20,6 +20,8 @@ HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 class Changing:
     """Another scheme every third step."""
 
+    is_contested = True
+
     def __init__(self, schemes: int) -> None:
         self._schemes, self._steps = schemes, 0
 

@@ -30,6 +30,7 @@ from atts.models import path
 from atts.pipelines import Context, solve
 from atts.remote import RemoteEngine, RemoteOptions
 from atts.seeds import Seed
+from atts.spans import HOLD
 from atts.testing import DialectServer, run_virtual
 from scripts.studies.harness import Options, Row, Spent, Table, say
 from scripts.studies.scale_costs import PAIRS, Cost, Pair
@@ -261,7 +262,7 @@ async def _solved(arm: Arm, problems: Sequence[Problem], samples: int, engines: 
     for batch in [[each] for each in problems] if arm.order == "question by question" else [problems]:
         await graph.run(batch, one)
     used = time.process_time() - used
-    nodes = list(recording.nodes())
+    nodes = [node for node in recording.nodes() if node.stage != HOLD]  # not the wait for a score asked for already
     timing = measure(nodes)
     whole = timing.sibling_seconds + timing.memory_seconds + timing.arithmetic_seconds
     right = sum(outcome.answer == outcome.problem.answer for outcome in outcomes)

@@ -18,6 +18,7 @@ from atts.graph import Graph, Limit, ProblemScope, measure
 from atts.methods import GateInputs, preset
 from atts.pipelines import Chunking, Context, Gate, Policy, RoundGate, solve
 from atts.remote import ReplicaPool
+from atts.spans import HOLD
 from atts.testing import run_virtual
 from scripts.studies.parts import Parts
 from scripts.studies.scale_costs import Cost, Pair
@@ -108,7 +109,8 @@ async def _run(cell: Cell, law: TraceLaw) -> Found:
         for batch in _batches(cell, law):
             await graph.run(batch, one)
         seconds = graph.stats().seconds
-    timing, usage = measure(recording.nodes()), [outcome.usage for outcome in outcomes]
+    rounds = [node for node in recording.nodes() if node.stage != HOLD]  # not the wait for a score asked for already
+    timing, usage = measure(rounds), [outcome.usage for outcome in outcomes]
     decisions = [t.decision for o in outcomes for r in o.rollouts for t in r.turns if t.decision is not None]
     whole = timing.sibling_seconds + timing.memory_seconds + timing.arithmetic_seconds
     return Found(

@@ -21,6 +21,7 @@ _FADED = 1.0  # tests of each place that what stood before a rest counts for
 _PERIODS = 8, 64  # steps between two decisions: after one that changed something, at most
 _LOOKS = 3  # steps that are timed before anything is tried
 _HOPE = 0.5  # of the time that proposals are thought to take where it was never measured, what it may turn out to be
+_PLAIN = 5  # steps without proposals that are timed now and then, most of those that a median is of
 _SHARE = 0.01  # of the time, what trials may lose
 _ADVANCE = 16  # steps without proposals whose time first trials of a length may lose ahead
 _LOSING = 12  # the same, for proposals that were thought to pay
@@ -257,8 +258,9 @@ class GoodputControl:
             load.trial, self._is_stale = _Trial(min(_FEW, self._most), 4, frozenset(newest)), False
         elif wanted is not None and is_fit and not self._is_stale and self._balance > -_ADVANCE * self._plain(step):
             load.trial = _Trial(wanted, 3)
-        elif verdict.mean and self._balance >= 0 and load.steps >= load.next_plain:
-            load.trial, load.next_plain = _Trial(0, 2), load.steps + _PERIODS[1]
+        elif verdict.mean and load.steps >= load.next_plain:  # else nothing would say that they no longer pay
+            forgone = 1 - step.rows / (verdict.rate * self._plain(step))
+            load.trial, load.next_plain = _Trial(0, _PLAIN), load.steps + max(64, int(150 * _PLAIN * forgone))
         elif load.is_off:
             self._rest(load, step)
 

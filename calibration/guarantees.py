@@ -72,7 +72,7 @@ class Facts:
         if math.isfinite(self.left):
             return (
                 f"{SLACK:g} + (1 + {side:g} E) / T of {self.rate:g} when the run ends, E being the most decisions by "
-                "which those expected to be left ever exceeded those that were"
+                "which half of those expected to be left ever exceeded those that were left"
             )
         here = f", so here within {bound / self.decided:.4f}" if self.decided > bound else ""
         return f"{bound:.2f} / T of {self.rate:g}{here}"
@@ -82,12 +82,12 @@ class Facts:
         """Within what the rate of mode "aci" is with probability 0.95 if scores are exchangeable.
 
         What is owed shrinks by a share g before every decision and moves by a martingale difference of range 1, so it
-        is sub-Gaussian with v' = (1 - g)^2 v + 1/4. With g the step, v is below 1 / (4 (2 step - step^2)); with g one
-        in the decisions that are left, below left / 4 + 1/4, beyond the slack.
+        is sub-Gaussian with v' = (1 - g)^2 v + 1/4. With g the step, v is below 1 / (4 (2 step - step^2)); with g two
+        in the decisions that are left, below left / 12 + 1/4, beyond the slack.
         """
         if math.isfinite(self.left):
             whole = self.decided + self.left
-            reach = SLACK + _reach(whole / _LAST / 4 + 0.25) / whole
+            reach = SLACK + _reach(max(whole / _LAST, 2.0) / 12 + 0.25) / whole
             return (
                 f"{reach:.4f} of {self.rate:g} over the whole run, of about {whole:,.0f} decisions, though it may end "
                 f"when one in {_LAST} of them was still expected"

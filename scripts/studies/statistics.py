@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from atts.calibration import Candidate, Tuning, certify, certify_net, replay
+from atts.core import Decision
+from atts.run.recorder import DecisionsLeft
 from scripts.studies.calibration import traces
 from scripts.studies.coverage import coverage_tables
 from scripts.studies.harness import Options, Row, Table
@@ -135,19 +137,20 @@ def _arrivals(recorded: list[list[Turns]], problems: int, samples: int, order: s
     if order != "random":
         chosen.sort(key=_hardness, reverse=order == "hard first")
     waiting = [(n, s, turns) for n, rollouts in enumerate(chosen) for s, turns in enumerate(rollouts)][::-1]
-    unended, found, going = len(waiting), list[dict[str, Any]](), list[tuple[float, int, int, int, Turns]]()
-    now = 0.0
+    found, going = list[dict[str, Any]](), list[tuple[float, int, int, int, Turns]]()
+    now, left = 0.0, DecisionsLeft(problems, samples)
     while waiting or going:
         while waiting and len(going) < 64:
             problem, sample, turns = waiting.pop()
             heapq.heappush(going, (now + turns[0][1] * draw.uniform(0.8, 1.2), problem, sample, 0, turns))
         now, problem, sample, turn, turns = heapq.heappop(going)
         place = {"question": problem, "sample": sample, "turn": turn}
-        found.append({**place, "score": max(1.0, turns[turn][0]), "left": unended / (problems * samples)})
+        found.append({**place, "score": max(1.0, turns[turn][0]), "left": left.share})
+        left.count(Decision("accept", 0.5, str(problem), turn, sample))
         if turn + 1 < len(turns):
             heapq.heappush(going, (now + turns[turn + 1][1] * draw.uniform(0.8, 1.2), problem, sample, turn + 1, turns))
         else:
-            unended -= 1
+            left.end(str(problem), sample)
     return found
 
 

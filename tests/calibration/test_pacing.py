@@ -76,13 +76,13 @@ def test_a_small_run_lands_on_its_rate(problems: int, samples: int, bar: float, 
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.booleans(), min_size=10, max_size=300), st.sampled_from([0.1, 0.4, 0.8]), st.floats(0, 9), st.data())
-def test_any_sequence_ends_within_a_decision_if_no_more_is_expected_than_is_left(
+def test_any_sequence_ends_within_a_decision_if_what_is_left_is_known_to_a_factor_of_two(
     wishes: list[bool], rate: float, slack: float, data: st.DataObject
 ) -> None:
     """An adversary answers as it likes wherever the level is between 0 and 1, and errs about what is left."""
     controller, total = Adaptive(rate, 0.002), 0
     for place, wish in enumerate(wishes):
-        left = (len(wishes) - place) * data.draw(st.floats(0.1, 1.0))
+        left = (len(wishes) - place) * data.draw(st.floats(0.2, 2.0))
         level = controller.allowance(0.0, "", 0, RunEnd(left, slack))
         escalated = level >= 1 or (level > 0 and wish)
         controller.account(0.0, "", 0, escalated)
@@ -93,10 +93,10 @@ def test_any_sequence_ends_within_a_decision_if_no_more_is_expected_than_is_left
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.booleans(), min_size=10, max_size=300), st.sampled_from([0.1, 0.4]), st.integers(0, 40))
 def test_every_decision_that_was_expected_in_vain_adds_at_most_one(wishes: list[bool], rate: float, extra: int) -> None:
-    """With `extra` decisions beyond the truth, the sum of errors is at most 1 + (1 - rate) extra."""
+    """With `extra` decisions beyond twice the truth, the sum of errors is at most 1 + (1 - rate) extra."""
     controller, total = Adaptive(rate, 0.002), 0
     for place, wish in enumerate(wishes):
-        level = controller.allowance(0.0, "", 0, RunEnd(len(wishes) - place + extra))
+        level = controller.allowance(0.0, "", 0, RunEnd(2 * (len(wishes) - place + extra)))
         escalated = level >= 1 or (level > 0 and wish)
         controller.account(0.0, "", 0, escalated)
         total += escalated
@@ -174,7 +174,7 @@ def test_the_band_of_a_small_run_holds_as_often_as_it_says_and_is_worth_printing
         widths.append(likely(promise))
         outside += abs(escalated / decided - rate) > widths[-1]
     assert outside <= 4
-    assert fmean(widths) < (0.025 if known else 0.05)
+    assert fmean(widths) < (0.02 if known else 0.05)
 
 
 @pytest.mark.parametrize("worst", ["random", "all at once", "never"])

@@ -112,11 +112,13 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
                     for name, right in runs[GATES[0]][seed].right.items()
                 ]
                 gained = interval(compare_runs(*map(list, zip(*pairs, strict=True))).difference) if pairs else "-"
-                rows.append((f"{problems} x {samples}", order, rate, len(both), *cells, gained))
+                spent = [sum(runs[gate][seed].escalated for seed in both) for gate in GATES]
+                more = spent[1] / spent[0] if both else None
+                rows.append((f"{problems} x {samples}", order, rate, len(both), *cells, more, gained))
     return Table.of(
         "Small runs, live: how far they end from their rate, and what of the worst chunks went over",
         "problems x samples | order | rate | runs | RMS error, counted | worst caught | RMS error, streaming in | "
-        "worst caught | answers right more often, counted",
+        "worst caught | chunks escalated, streaming in over counted | answers right more often, counted",
         rows,
         "Runs of the embedded pair on arithmetic problems, sorted by level or not, 64 rollouts in flight, each with "
         "the run's size known and not. Worst: as many chunks with the highest scores as the rate stands for.",

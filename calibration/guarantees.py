@@ -71,8 +71,9 @@ class Facts:
         bound, side = self.aci_bound, max(self.rate, 1 - self.rate)
         if math.isfinite(self.left):
             return (
-                f"{SLACK:g} + (1 + {side:g} E) / T of {self.rate:g} when the run ends, E being the most decisions by "
-                "which half of those expected to be left ever exceeded those that were left"
+                f"({SLACK:g} W + 1 + {side:g} E) / T of {self.rate:g} when the run ends, W being the most decisions "
+                "that were ever expected of it, and E the most by which half of those expected to be left ever "
+                "exceeded those that were left"
             )
         here = f", so here within {bound / self.decided:.4f}" if self.decided > bound else ""
         return f"{bound:.2f} / T of {self.rate:g}{here}"

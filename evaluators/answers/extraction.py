@@ -93,10 +93,10 @@ def _value(following: str, kind: AnswerKind) -> str | None:
     if kind == "choice":
         return _choice(following[:200], first=True)
     following = following.lstrip("*: \n")
-    run = _RUN.match(following)
-    maths = _MATHS.match(following)
-    if run or maths:
-        return _listed(run[0]) if run else _inside(maths)  # type: ignore[arg-type]  # one of them was found
+    if run := _RUN.match(following):
+        return _listed(run[0])
+    if maths := _MATHS.match(following):
+        return _inside(maths)
     sentence = _CORRECTION.sub("", next(_sentences(following), "").strip().strip("*").strip())
     if not sentence:
         return None

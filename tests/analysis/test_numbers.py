@@ -151,7 +151,7 @@ def test_the_promise_of_a_small_run_is_worth_printing(evaluate_into: Any, tmp_pa
     held = build_report(evaluate_into(tmp_path, 6, mode="aci", policy=policy)).report.calibration
     assert held is not None
     assert "with probability 0.95 over exchangeable scores the realised rate is within 0.0" in held.promise.guarantee
-    assert "within 0.0075 + (1 + 0.7 E) / T of 0.3 when the run ends" in held.promise.guarantee
+    assert "within (0.0075 W + 1 + 0.7 E) / T of 0.3 when the run ends" in held.promise.guarantee
     assert "did not" not in held.promise.audit
     assert abs(held.rate.value - 0.3) <= 0.0075 + 4 / held.rate.n_samples
 

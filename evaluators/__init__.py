@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         digest,
         find_benchmark,
         load_dataset,
-        overlap,
     )
     from atts.evaluators.datasets.rows import json_lines
     from atts.evaluators.datasets.selection import Selection, select
@@ -64,7 +63,7 @@ _NAMES = {
     "datasets.arithmetic": "Exercise exercises",
     "datasets.columns": "Columns",
     "datasets.hub": "cached_snapshot",
-    "datasets.loading": "BENCHMARKS Benchmark Dataset LoadOptions digest find_benchmark load_dataset overlap",
+    "datasets.loading": "BENCHMARKS Benchmark Dataset LoadOptions digest find_benchmark load_dataset",
     "datasets.rows": "json_lines",
     "datasets.selection": "Selection select",
     "equivalence.fast": "equivalent",
@@ -85,7 +84,7 @@ __all__ = [
     "accuracy_estimate", "answer_classes", "avg_at_n", "cached_snapshot", "compare_in_order", "compare_runs",
     "count", "coverage", "digest", "equivalent", "exercises", "extract", "extraction", "find_benchmark",
     "g_pass_at_k", "grade", "group", "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar", "mean_estimate",
-    "overlap", "pass_at_k", "pass_hat_k", "problems_needed", "rate", "reference", "samples_of", "score", "select",
+    "pass_at_k", "pass_hat_k", "problems_needed", "rate", "reference", "samples_of", "score", "select",
     "share_estimate", "status_of", "votes",
 ]  # fmt: skip
 

@@ -50,14 +50,21 @@ def grade(
     for index, record in enumerate(records):
         where = f"{source}, record {index + 1}"
         gold = _text(record, "gold", where)
-        own = _KINDS.get(str(record.get("kind", kind)), None)
+        own = _KINDS.get(str(record.get("kind", kind)))
         if own is None:
             raise DatasetError(where, f"kind {record['kind']!r} is not one", f"Known: {', '.join(_KINDS)}")
         found = _answer(record, own, fallback, where)
         if "text" in record:
             own = "math" if own == "text" else own
             gold = reference(gold, own)
-        verdict = _verdict(gold, found, own, _own(record, grading, where))
+        try:  # the policy with what the record itself says of it
+            policy = changed(grading, {name: record.get(name) for name in ("relative", "absolute", "units")})
+        except OptionError as error:
+            raise DatasetError(where, str(error)) from None
+        if found.answer is None:
+            verdict = Verdict("different", "cut" if found.rule == "cut" else "no answer")
+        else:
+            verdict = equivalent(gold, found.answer, own, grading=policy)
         expected = record["expected"] if isinstance(record.get("expected"), bool) else None
         yield GradedRecord(index, str(record.get("id", index)), verdict, found.answer, found.rule, expected)
 
@@ -83,15 +90,10 @@ class GradeTally:
         """The tally as one line of output; accuracy counts what is unscored as not right."""
         n = sum(self.status.values())
         share = self.status["equal"] / n if n else None
-        interval = None if share is None else wilson_interval(share, n)
         found: dict[str, object] = {"type": "summary", "n": n}
         found |= {name: self.status[name] for name in ("equal", "different", "unscored")}
-        found |= {
-            "accuracy": share,
-            "interval": interval,
-            "no_answer": self.rules["no answer"],
-            "cut": self.rules["cut"],
-        }
+        found |= {"accuracy": share, "interval": None if share is None else wilson_interval(share, n)}
+        found |= {"no_answer": self.rules["no answer"], "cut": self.rules["cut"]}
         found["rules"] = dict(sorted(self.rules.items()))
         if self.agreed:
             found["expected"] = {name: self.agreed[name] for name in ("of", "right", "false_equal")}
@@ -117,20 +119,6 @@ def judge(problem: Problem, answer: str) -> Verdict:
         said = [equivalent(choice, answer, "math").is_equal for choice in problem.choices]
         answer = LETTERS[said.index(True)] if said.count(True) == 1 else answer
     return equivalent(problem.answer, answer, problem.kind, grading=grading)
-
-
-def _own(record: Mapping[str, Any], grading: Grading, where: str) -> Grading:
-    """The policy with what the record itself says of it."""
-    try:
-        return changed(grading, {name: record.get(name) for name in ("relative", "absolute", "units")})
-    except OptionError as error:
-        raise DatasetError(where, str(error)) from None
-
-
-def _verdict(gold: str, found: Extraction, kind: AnswerKind, grading: Grading) -> Verdict:
-    if found.answer is None:
-        return Verdict("different", "cut" if found.rule == "cut" else "no answer")
-    return equivalent(gold, found.answer, kind, grading=grading)
 
 
 def _answer(record: Mapping[str, Any], kind: AnswerKind, fallback: Fallback, where: str) -> Extraction:

@@ -46,10 +46,12 @@ def extraction(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "st
         raise OptionError(f"kind {kind}", "is not a kind of answer", get_args(AnswerKind))
     if fallback not in get_args(Fallback):
         raise OptionError(f"fallback {fallback}", "is not one", get_args(Fallback))
-    text = text[: turn_end(text)]
+    speakers = (each.start() for each in PATTERNS["turn"].finditer(text))
+    text = text[: next((start for start in speakers if not PATTERNS["opening"].match(text[:start])), None)]
     found, open_at = boxes(text)
     if group := last_group(found, text):
-        final = overruled(text[found[-1].end :], kind)
+        after = text[found[-1].end :]  # which may name another value as the final answer
+        final = marked(after, kind) if PATTERNS["final"].search(after) else None
         return Extraction(", ".join(group), "box") if final is None else Extraction(final, "marker")
     whole = PATTERNS["cut_box"].sub("", text) if open_at is None else text[:open_at]
     if (said := marked(whole, kind)) is not None:
@@ -58,20 +60,9 @@ def extraction(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "st
         return Extraction(None, "cut")
     if fallback != "none" and (said := stated(text, kind)) is not None:
         return Extraction(said, "statement")
-    if fallback == "number" and (said := trailing_number(text)) is not None:
+    if fallback == "number" and (said := _last_number(text[-_TAIL:])) is not None:
         return Extraction(said, "number")
     return Extraction(None, "none")
-
-
-def turn_end(text: str) -> int:
-    """Where the next speaker's turn begins, the end of the text where none does."""
-    found = (each.start() for each in PATTERNS["turn"].finditer(text))
-    return next((start for start in found if not PATTERNS["opening"].match(text[:start])), len(text))
-
-
-def overruled(text: str, kind: AnswerKind) -> str | None:
-    """The value a text after its last box calls the final answer; None when it names none."""
-    return marked(text, kind) if PATTERNS["final"].search(text) else None
 
 
 def marked(text: str, kind: AnswerKind) -> str | None:
@@ -194,8 +185,3 @@ def _choice(text: str, first: bool = False) -> str | None:
     found = found or [*_LETTER.finditer(rest)]
     is_clear = found and (len(plain.split()) < 13 or found[0].re is not _LETTER)
     return next(filter(None, found[-1].groups())) if is_clear else None
-
-
-def trailing_number(text: str) -> str | None:
-    """The last number anywhere near the end."""
-    return _last_number(text[-_TAIL:])

@@ -7,6 +7,7 @@ problem belongs to the split that a hash of its operations names, whatever its w
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import accumulate, repeat
 from operator import add, floordiv, mul, sub
 from pathlib import Path
 from random import Random
@@ -29,7 +30,7 @@ LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (
 _WORDS = Tables(Path(__file__).with_name("arithmetic.toml"))
 _NAMES, _ITEMS, _OPENERS = (_WORDS.table(name, list[str]) for name in ("names", "items", "openers"))
 _INSTRUCTIONS, _EVENTS = (_WORDS.table(name, dict[str, list[str]]) for name in ("instructions", "events"))
-_RELATIONS = _WORDS.table("relations", dict[str, str])
+_RELATIONS, _GROUPS = (_WORDS.table(name, dict[str, str]) for name in ("relations", "groups"))
 _COMPUTED: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
 _BUCKETS = 10  # test and calibration hold one each, so that a benchmark costs ten draws a problem
 
@@ -145,17 +146,13 @@ def exercises(split: Split, count: int, seed: int = 0, levels: Sequence[int] = (
     """The same problems with their worked solutions, in the same order."""
     if count < 0:
         raise OptionError("count", f"{count} is negative")
-    found: list[Exercise] = []
-    seen: set[str] = set()
+    found = dict[str, Exercise]()
     source = stream(split, seed, levels)
     while len(found) < count:
-        wanted = levels[len(found) % len(levels)]
         exercise = next(source)
-        while exercise.level != wanted or exercise.canonical in seen:
-            exercise = next(source)
-        seen.add(exercise.canonical)
-        found.append(exercise)
-    return found
+        if exercise.level == levels[len(found) % len(levels)]:
+            found.setdefault(exercise.canonical, exercise)
+    return [*found.values()]
 
 
 def stream(split: Split, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)) -> Iterator[Exercise]:
@@ -168,15 +165,10 @@ def stream(split: Split, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5))
     for level in levels or (0,):
         if level not in LEVELS:
             raise OptionError("levels", f"{level} is unknown", [str(known) for known in LEVELS])
-    return _stream(split, Random(f"{split}:{seed}"), tuple(levels))
-
-
-def _stream(split: Split, random: Random, levels: tuple[int, ...]) -> Iterator[Exercise]:
-    while True:
-        steps = random.choice(LEVELS[random.choice(levels)])
-        exercise = random.choice(_KINDS)(random, steps)
-        if exercise is not None and split_of(exercise.canonical) == split:
-            yield exercise
+    random, levels = Random(f"{split}:{seed}"), tuple(levels)
+    lengths = (random.choice(LEVELS[random.choice(levels)]) for _ in repeat(None))
+    made = (random.choice(_KINDS)(random, steps) for steps in lengths)
+    return (exercise for exercise in made if exercise is not None and split_of(exercise.canonical) == split)
 
 
 def _next_operation(random: Random, value: int) -> Operation:
@@ -251,18 +243,12 @@ def _story(random: Random, count: int) -> Exercise | None:
     told, steps = [f"{name} has {value} {item}s."], list[Step]()
     while len(steps) < count:
         if count - len(steps) >= 2 and random.random() < 0.4:
-            groups, size = random.randint(2, 9), random.randint(2, 20)
-            total = Operation(groups, "*", size)
-            if value > total.value and random.random() < 0.5:
-                event = f"{name} gives {size} {item}s to each of {groups} friends"
-                steps.append(Step(f"{event}, so the friends get ", total))
-                change = Operation(value, "-", total.value)
-            else:
-                places = random.choice(("bags", "boxes"))
-                event = f"{name} buys {groups} {places} of {size} {item}s"
-                steps.append(Step(f"{event}, so the {places} hold ", total))
-                change = Operation(value, "+", total.value)
-            reason = "Now "
+            total = Operation(random.randint(2, 9), "*", random.randint(2, 20))
+            gives = value > total.value and random.random() < 0.5
+            whom = "friends" if gives else random.choice(("bags", "boxes"))
+            event = _GROUPS["-" if gives else "+"].format(n=name, groups=total.left, k=total.right, i=item, whom=whom)
+            steps.append(Step(f"{event}, so the {whom} {'get' if gives else 'hold'} ", total))
+            change, reason = Operation(value, "-" if gives else "+", total.value), "Now "
         else:
             change = _next_operation(random, value)
             event = random.choice(_EVENTS[change.operator]).format(n=name, k=change.right, i=item)
@@ -283,10 +269,9 @@ def _comparison(random: Random, count: int) -> Exercise | None:
     names = random.sample(_NAMES, relations + 1)
     values = [random.randint(2, 40 if together else 99)]
     told, steps = [f"{names[0]} has {values[0]} {item}s."], list[Step]()
-    for index in range(relations):
+    for index, name in enumerate(names[1:]):
         place = index if not together else random.randint(0, index)  # asked for the last one, every step must matter
-        change = _next_operation(random, values[place])
-        name, other = names[index + 1], names[place]
+        change, other = _next_operation(random, values[place]), names[place]
         relation = _RELATIONS[change.operator].format(n=name, o=other, k=change.right, i=item)
         told.append(f"{relation}.")
         steps.append(Step(f"{relation}. {other} has {change.left}, so {name} has ", change))
@@ -295,36 +280,34 @@ def _comparison(random: Random, count: int) -> Exercise | None:
         return Exercise("comparison", f"{' '.join(told)} How many {item}s does {names[-1]} have?", tuple(steps))
     if sum(values) > LIMIT:
         return None
-    total = values[0]
-    for name, value in zip(names[1:], values[1:], strict=True):
-        pair = f"{names[0]} and {name}" if name == names[1] else f"With {name}"
-        steps.append(Step(f"{pair}: ", Operation(total, "+", value)))
-        total += value
+    steps += _added([f"{names[0]} and {names[1]}", *(f"With {name}" for name in names[2:])], values)
     return Exercise("comparison", f"{' '.join(told)} How many {item}s do they have together?", tuple(steps))
 
 
 def _shopping(random: Random, count: int) -> Exercise | None:
     """Several goods at a price each; asked for the bill or for the change."""
-    kinds = (count + 1) // 2
-    name, goods = random.choice(_NAMES), random.sample(_ITEMS, kinds)
+    name, goods = random.choice(_NAMES), random.sample(_ITEMS, (count + 1) // 2)
     bills = [Operation(random.randint(2, 9), "*", random.randint(2, 30)) for _ in goods]
-    total = sum(bill.value for bill in bills)
-    if total >= LIMIT:
+    values = [bill.value for bill in bills]
+    if sum(values) >= LIMIT:
         return None
     sold = list(zip(goods, bills, strict=True))
     prices = _listed([f"a {good} costs {bill.right}" for good, bill in sold])
     bought = _listed([f"{bill.left} {good}s" for good, bill in sold])
     steps = [Step(f"A {good} costs {bill.right}, so {bill.left} {good}s cost ", bill) for good, bill in sold]
-    paid = bills[0].value
-    for good, bill in sold[1:]:
-        steps.append(Step(f"With the {good}s: ", Operation(paid, "+", bill.value)))
-        paid += bill.value
+    steps += _added([f"With the {good}s" for good in goods[1:]], values)
     text = f"{prices[0].upper()}{prices[1:]}. {name} buys {bought}."
     if len(steps) == count:
         return Exercise("shopping", f"{text} How much does {name} pay?", tuple(steps))
-    given = random.randint(total + 1, LIMIT)
-    steps.append(Step(f"{name} pays with {given}, so the change is ", Operation(given, "-", total)))
+    given = random.randint(sum(values) + 1, LIMIT)
+    steps.append(Step(f"{name} pays with {given}, so the change is ", Operation(given, "-", sum(values))))
     return Exercise("shopping", f"{text} {name} pays with {given}. How much change does {name} get?", tuple(steps))
+
+
+def _added(named: Sequence[str], values: Sequence[int]) -> Iterator[Step]:
+    """The values added up, one step for each after the first."""
+    for name, total, value in zip(named, accumulate(values), values[1:], strict=False):
+        yield Step(f"{name}: ", Operation(total, "+", value))
 
 
 def _listed(parts: Sequence[str]) -> str:

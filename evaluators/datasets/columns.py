@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
@@ -52,25 +52,17 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnReading:
-    """How rows become problems, beyond the names of the columns."""
+class Reader:
+    """How the rows of a table become problems: one row at a time."""
 
+    table: RowTable
+    columns: Columns
     prefix: str  # what ids start with
     kind: AnswerKind | None = None  # None: choice where there are choices, else math
     form: AnswerForm = "plain"
     answers: Literal["required", "optional"] = "required"
-    choice_order: Literal["file", "shuffled"] = "file"
-    seed: int = 0
-    grading: Grading = STRICT
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """One table's columns, found; reads one row at a time."""
-
-    table: RowTable
-    columns: Columns
-    reading: ColumnReading
+    seed: int = 0  # of the order of choices, where the right one has a column of its own
+    policy: Grading = STRICT
 
     def problem(self, index: int) -> Problem:
         """The problem in that row; raises DatasetError when its text or reference is missing."""
@@ -78,9 +70,10 @@ class Reader:
         text = self.text(index, names.text)
         if not text:
             raise self.error(index, f"has no text in column {names.text!r}")
-        name = _identity(self.text(index, names.id), index, self.reading.prefix)
-        answer = FORMS[self.reading.form](self.text(index, names.answer))
-        if not answer and self.reading.answers == "required":
+        name = self.text(index, names.id).removeprefix("test/").removesuffix(".json") or str(index)
+        name = f"{self.prefix}/{name.removeprefix(f'{self.prefix}/')}"
+        answer = FORMS[self.form](self.text(index, names.answer))
+        if not answer and self.answers == "required":
             raise self.error(index, f"has no answer in column {names.answer!r}")
         choices, answer = self.choices(index, name, answer)
         answer += _unit(self.text(index, names.unit)) if "," not in answer else ""
@@ -89,7 +82,7 @@ class Reader:
             id=name,
             text="\n\n".join(part for part in (self.text(index, names.context), text, listed) if part),
             answer=answer or None,
-            kind=self.reading.kind or ("choice" if choices else "math"),
+            kind=self.kind or ("choice" if choices else "math"),
             level=_level(self.text(index, names.level)),
             subject=self.text(index, names.subject),
             choices=choices,
@@ -108,29 +101,28 @@ class Reader:
             own = max(map(float, re.split(r"\s*,\s*", stated.strip("()")))) if stated else None
         except ValueError:
             raise self.error(index, f"has the tolerance {stated!r}, which is no number") from None
-        found = changed(self.reading.grading, {"absolute": own})
+        found = changed(self.policy, {"absolute": own})
         return found if found != STRICT else None
 
     def choices(self, index: int, name: str, answer: str) -> tuple[tuple[str, ...], str]:
         """The choices in their final order, and the letter of the right one."""
-        row = self.table.rows[index]
+        listed = self.columns.choices and self.table.rows[index].get(self.columns.choices)
         if self.columns.distractors:
-            found = [answer, *(self.text(index, column) for column in self.columns.distractors)]
-            found, right = [choice for choice in found if choice], 0
-        elif self.columns.choices and row.get(self.columns.choices):
-            found = _choice_texts(row[self.columns.choices])
-            right = self.position(index, row.get(self.columns.answer), answer, found)
+            there = (answer, *(self.text(index, column) for column in self.columns.distractors))
+            found, right = [choice for choice in there if choice], 0
+        elif listed:
+            found = _choice_texts(listed)
+            right = self.position(index, answer, found)
         else:
             return (), answer
         if not 2 <= len(found) <= len(LETTERS):
             raise self.error(index, f"has {len(found)} choices")
-        shuffled = self.reading.choice_order == "shuffled"
-        order = letter_order(self.reading.seed, name, len(found)) if shuffled else tuple(range(len(found)))
-        letter = LETTERS[order.index(right)] if answer else ""
-        return tuple(found[at] for at in order), letter
+        order = letter_order(self.seed, name, len(found)) if self.columns.distractors else range(len(found))
+        return tuple(found[at] for at in order), LETTERS[order.index(right)] if answer else ""
 
-    def position(self, index: int, raw: object, answer: str, choices: Sequence[str]) -> int:
+    def position(self, index: int, answer: str, choices: Sequence[str]) -> int:
         """Where the right choice stands: from its position (counted from 0), its letter, or its words."""
+        raw = self.table.rows[index].get(self.columns.answer)
         if isinstance(raw, int) and 0 <= raw < len(choices):
             return raw
         letter = answer.strip("(). ").upper()
@@ -149,19 +141,19 @@ class Reader:
         return DatasetError(self.table.source, f"{self.table.place(index)} {problem}", advice)
 
 
-def problems_of(table: RowTable, columns: Columns, reading: ColumnReading) -> tuple[list[Problem], list[str]]:
+def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
     """Every row as a problem, and notes on what a reader of numbers should know.
 
     Raises DatasetError: a column that is not there (with those that are), a row without text or reference, an id twice.
     """
-    found = find_columns(table, columns, reading.answers)
-    reader = Reader(table, found, reading)
+    table = reader.table
+    reader = replace(reader, columns=find_columns(table, reader.columns, reader.answers))
     problems = [reader.problem(index) for index in range(len(table.rows))]
     _refuse_duplicates(table, problems)
-    return problems, _notes(table, problems, found)
+    return problems, _notes(table, problems, reader.columns.level)
 
 
-def find_columns(table: RowTable, asked: Columns, answers: Literal["required", "optional"] = "required") -> Columns:
+def find_columns(table: RowTable, asked: Columns, answers: str) -> Columns:
     """The columns to read: those asked for, checked, and for the rest the usual names that are there."""
     named = {field: cast(str, getattr(asked, field)) for field in ALIASES}
     for name in filter(None, (*named.values(), *asked.distractors)):
@@ -208,13 +200,6 @@ def _missing(table: RowTable, problem: str, wanted: str, advice: str = "") -> Da
     near = get_close_matches(wanted.lower(), there, n=1, cutoff=0.6)
     hint = f"; did you mean {there[near[0]]!r}?" if near else ""
     return DatasetError(table.source, problem, f"Columns found: {', '.join(table.columns)}{hint} {advice}".rstrip())
-
-
-def _identity(raw: str, index: int, prefix: str) -> str:
-    raw = raw.strip().removeprefix("test/").removesuffix(".json")
-    if not raw:
-        return f"{prefix}/{index}"
-    return raw if raw.startswith(f"{prefix}/") else f"{prefix}/{raw}"
 
 
 def _level(text: str) -> int | None:
@@ -268,14 +253,14 @@ def _refuse_duplicates(table: RowTable, problems: Sequence[Problem]) -> None:
         raise DatasetError(table.source, detail, "Map another column to 'id', or drop the repeated rows")
 
 
-def _notes(table: RowTable, problems: Sequence[Problem], columns: Columns) -> list[str]:
+def _notes(table: RowTable, problems: Sequence[Problem], levels: str) -> list[str]:
     notes = list[str]()
     texts = Counter(" ".join(problem.text.split()).casefold() for problem in problems)
     if repeated := sum(count - 1 for count in texts.values()):
         notes.append(f"{repeated} problems repeat another's text")
     if unanswered := sum(problem.answer is None for problem in problems):
         notes.append(f"{unanswered} of {len(problems)} problems have no reference answer and cannot be graded")
-    stated = [cell(row.get(columns.level)).strip() for row in table.rows] if columns.level else []
+    stated = [cell(row.get(levels)).strip() for row in table.rows] if levels else []
     if unread := sum(bool(text) and _level(text) is None for text in stated):
-        notes.append(f"column {columns.level!r} is no level number in {unread} rows")
+        notes.append(f"column {levels!r} is no level number in {unread} rows")
     return notes

@@ -1,6 +1,7 @@
 """Hugging Face cache: files of a dataset, fetched once where the network may be used."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -8,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atts.errors import DatasetError
-from atts.evaluators.datasets.rows import kind_of
 
 Network = Literal["auto", "never"]
 """auto: fetch what the cache lacks, unless HF_HUB_OFFLINE says otherwise; never: the cache alone."""
@@ -24,10 +24,14 @@ class HubSnapshot:
     folder: Path
 
     def files(self, patterns: Sequence[str]) -> list[Path]:
-        """The files that match, in the order of the patterns, then by name; incomplete sets of shards match nothing."""
+        """The files that match, in the order of the patterns, then by name; none while a shard or file is missing."""
         names = sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
         found = dict.fromkeys(name for pattern in patterns for name in names if fnmatch(name, pattern))
-        return [self.folder / name for name in found] if _complete(list(found), patterns) else []
+        shards = [match for name in found if (match := re.search(r"^(.*)-(\d{5})-of-(\d{5})", name))]
+        held = Counter(match[1] for match in shards)
+        exact = {pattern for pattern in patterns if not re.search(r"[*?\[]", pattern)}
+        is_whole = exact <= {*found} and all(held[match[1]] >= int(match[3]) for match in shards)
+        return [self.folder / name for name in found] if is_whole else []
 
 
 def snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None, network: Network) -> HubSnapshot:
@@ -35,11 +39,26 @@ def snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | No
 
     A cached branch is not moved: the commit found is the one recorded. Raises DatasetError saying how to get the files.
     """
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
+
     if here := cached_snapshot(repo, revision, patterns, cache):
         return here
     if network == "never":
         raise _absent(repo, revision, "it is not in the local cache, and the network is not to be used")
-    return _fetch(repo, revision, patterns, cache)
+    try:
+        here = _download(repo, revision, patterns, cache, fetch=True)
+    except GatedRepoError:
+        problem = f"it is gated; accept its terms at https://huggingface.co/datasets/{repo} and run: hf auth login"
+        raise _absent(repo, revision, problem) from None
+    except RevisionNotFoundError:
+        problem = f"the hub has no revision {revision!r} of it"
+        raise DatasetError(repo, problem, "Name a branch, tag or commit") from None
+    except (OSError, EntryNotFoundError, HfHubHTTPError, ValueError) as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise _absent(repo, revision, f"it could not be fetched ({said})") from error
+    if not here.files(patterns):
+        raise DatasetError(repo, f"revision {here.commit} has no files {', '.join(patterns)}", "Its layout has changed")
+    return here
 
 
 def cached_snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> HubSnapshot | None:
@@ -63,52 +82,25 @@ def _download(repo: str, revision: str, patterns: Sequence[str], cache: Path | N
     return HubSnapshot(repo, folder.name, folder)
 
 
-def _fetch(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> HubSnapshot:
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
-
-    try:
-        here = _download(repo, revision, patterns, cache, fetch=True)
-    except GatedRepoError:
-        problem = f"it is gated; accept its terms at https://huggingface.co/datasets/{repo} and run: hf auth login"
-        raise _absent(repo, revision, problem) from None
-    except RevisionNotFoundError:
-        problem = f"the hub has no revision {revision!r} of it"
-        raise DatasetError(repo, problem, "Name a branch, tag or commit") from None
-    except (OSError, EntryNotFoundError, HfHubHTTPError, ValueError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise _absent(repo, revision, f"it could not be fetched ({said})") from error
-    if not here.files(patterns):
-        raise DatasetError(repo, f"revision {here.commit} has no files {', '.join(patterns)}", "Its layout has changed")
-    return here
-
-
 def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
     """The data files of one split of an unknown dataset, told by their names.
 
     Raises DatasetError naming what there is when the split or the configuration is not clear.
     """
-    names = [
-        path.relative_to(here.folder).as_posix()
-        for path in here.files(DATA)
-        if kind_of(path) and path.name not in ("dataset_infos.json", "dataset_dict.json")
-    ]
-    ours = [name for name in names if not config or re.search(rf"(^|[-_/.]){re.escape(config)}([-_/.]|$)", name)]
-    chosen = [name for name in ours if re.search(rf"(^|[-_/.]){re.escape(split)}([-_/.]|$)", name)]
+
+    def parted(name: str, word: str) -> bool:
+        return bool(re.search(rf"(^|[-_/.]){re.escape(word)}([-_/.]|$)", name))
+
+    files = (path for path in here.files(DATA) if path.name not in ("dataset_infos.json", "dataset_dict.json"))
+    names = [path.relative_to(here.folder).as_posix() for path in files]
+    ours = [name for name in names if not config or parted(name, config)]
+    chosen = [name for name in ours if parted(name, split)]
     chosen = chosen or (ours if len(ours) == 1 else [])
     folders = {str(Path(name).parent) for name in chosen}
     if not chosen or len(folders) > 1:
         problem = f"{'no' if not chosen else 'more than one'} set of files is split {split!r}"
         raise DatasetError(here.repo, problem, f"Name split and config; its data files are {', '.join(names[:12])}")
     return [here.folder / name for name in sorted(chosen)]
-
-
-def _complete(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Every pattern without a wildcard has its file, and every set of shards all its members."""
-    exact = [pattern for pattern in patterns if not re.search(r"[*?\[]", pattern)]
-    shards = [match for name in names if (match := re.search(r"^(.*)-(\d{5})-of-(\d{5})", name))]
-    stems = {(match[1], int(match[3])) for match in shards}
-    whole = all(sum(match[1] == stem for match in shards) >= count for stem, count in stems)
-    return bool(names) and whole and set(exact) <= set(names)
 
 
 def _absent(repo: str, revision: str, problem: str) -> DatasetError:

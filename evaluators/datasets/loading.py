@@ -13,7 +13,7 @@ from typing import Literal, cast, get_args
 from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.datasets import arithmetic, hub
-from atts.evaluators.datasets.columns import LISTED, AnswerForm, ColumnReading, Columns, cell, problems_of
+from atts.evaluators.datasets.columns import ALIASES, LISTED, AnswerForm, Columns, Reader, cell, problems_of
 from atts.evaluators.datasets.rows import RowTable, kind_of, read_table
 from atts.evaluators.datasets.selection import Selection, select, split_slice
 from atts.evaluators.verdict import STRICT, changed
@@ -58,11 +58,6 @@ def find_benchmark(name: str) -> Benchmark | None:
     """
     key = _bare(name)
     return next((it for it in BENCHMARKS.values() if key in (_bare(it.name), *it.aliases)), None)
-
-
-def find_hub_source(repo: str) -> tuple[Benchmark, HubSource] | None:
-    """The benchmark and copy a hub dataset is known as."""
-    return next(((it, hub) for it in BENCHMARKS.values() for hub in it.hubs if hub.repo.lower() == repo.lower()), None)
 
 
 def _bare(name: str) -> str:
@@ -124,6 +119,12 @@ class LoadOptions:
                 raise OptionError(option, f"{value!r} is not an option", [name for name in known if name])
         changed(STRICT, self.grading)
 
+    @property
+    def asked(self) -> Columns | None:
+        """The columns asked for; None where the source's own are to be read."""
+        asked = self.columns if isinstance(self.columns, Columns) else Columns.of(self.columns)
+        return None if asked == Columns() else asked
+
 
 def load_dataset(name: str | Path, selection: Selection | None = None, options: LoadOptions | None = None) -> Dataset:
     """A benchmark by name ("math500", "aime24[:15]"), a file ("mine.csv"), or a hub dataset ("hub:owner/name").
@@ -131,18 +132,17 @@ def load_dataset(name: str | Path, selection: Selection | None = None, options: 
     A slice in the name is applied after `selection`. Raises DatasetError for what cannot be read as asked, and
     OptionError for a name that is nothing known.
     """
-    options = options or LoadOptions()
+    options, selection = options or LoadOptions(), selection or Selection()
     bare, cut = split_slice(str(name))
-    whole = _load(bare, options, selection or Selection(), cut)
-    problems = whole.problems
-    notes = list(whole.notes)
+    whole = _load(bare, options, selection, cut)
+    problems, notes = whole.problems, [*whole.notes]
     for part in () if whole.source == "generated" else (selection, cut):
-        if part and part.words():
+        if words := part.words():
             problems = tuple(select(problems, part, str(name)))
-            notes.append(f"selected: {part.words()} ({len(problems)} of {len(whole)})")
+            notes.append(f"selected: {words} ({len(problems)} of {len(whole)})")
     if options.shots:
         table = read_table([options.shots], str(options.shots))
-        worked, _ = problems_of(table, Columns(answer="solution"), ColumnReading(prefix="shot"))
+        worked, _ = problems_of(Reader(table, Columns(answer="solution"), prefix="shot"))
         examples = tuple((shot.text, shot.answer or "") for shot in worked)
         problems = tuple(replace(it, examples=examples) for it in problems)
         notes.append(f"{len(worked)} worked examples before every problem")
@@ -159,18 +159,8 @@ def digest(problems: Sequence[Problem]) -> str:
     return state.hexdigest()
 
 
-def overlap(one: Sequence[Problem], other: Sequence[Problem]) -> tuple[str, ...]:
-    """The ids in `one` of problems that `other` also has, by id or by text: calibration must not see the test."""
-    ids = {problem.id for problem in other}
-    texts = {_bare_text(problem) for problem in other}
-    return tuple(problem.id for problem in one if problem.id in ids or _bare_text(problem) in texts)
-
-
-def _bare_text(problem: Problem) -> str:
-    return re.sub(r"[\s$]+", "", problem.text).casefold()
-
-
 def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
+    """The whole dataset, its digest still to be taken."""
     benchmark = find_benchmark(name)
     if benchmark and benchmark.name == "arithmetic":
         return _arithmetic(options, selection, cut)
@@ -180,84 +170,75 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
         there = (it for it in benchmark.hubs if hub.cached_snapshot(it.repo, options.revision, it.files, options.cache))
         return _copy(benchmark, next(there, benchmark.hubs[0]), options)
     repo = re.fullmatch(r"(?:hub:)?([\w.-]+/[\w.-]+?)(?:@([\w.\-/]+))?", name)
-    path = Path(name)
-    if kind_of(path) and not name.startswith("hub:"):
-        return _file(path, options, None)
-    if repo and (name.startswith("hub:") or not path.exists()):
-        benchmark, copy = find_hub_source(repo[1]) or (None, HubSource(repo[1], hub.DATA, Columns()))
+    path, is_hub = Path(name), name.startswith("hub:")
+    if repo and (is_hub or not (kind_of(path) or path.exists())):
+        known = ((it, copy) for it in BENCHMARKS.values() for copy in it.hubs if copy.repo.lower() == repo[1].lower())
+        benchmark, copy = next(known, (_unknown(repo[1]), HubSource(repo[1], hub.DATA, Columns())))
         return _copy(benchmark, copy, replace(options, revision=repo[2] or options.revision))
-    if path.exists():
-        return _file(path, options, None)  # says which kinds of file are read
+    if path.exists() or (
+        kind_of(path) and not is_hub
+    ):  # where it is of no kind that is read, the reader says which are
+        return _file(path, options, _unknown(name))
     near = get_close_matches(name.lower(), BENCHMARKS, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise OptionError("dataset", f"there is no benchmark or file {name!r}{hint}", [*BENCHMARKS])
 
 
-def _copy(benchmark: Benchmark | None, copy: HubSource, options: LoadOptions) -> Dataset:
+def _unknown(source: str) -> Benchmark:
+    """A source that is in no catalogue, as a benchmark without copies."""
+    return Benchmark(Path(source).stem, "", 0)
+
+
+def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Dataset:
     here = hub.snapshot(copy.repo, options.revision, copy.files, options.cache, options.network)
-    files = here.files(copy.files) if benchmark else hub.split_files(here, options.split, options.config)
+    files = here.files(copy.files) if benchmark.hubs else hub.split_files(here, options.split, options.config)
     table = read_table(files, copy.repo)
     if copy.keep:
         table = _keep(table, *copy.keep)
-    asked = _columns(options)
-    columns, gone = (asked, []) if asked != Columns() else _still_there(copy.columns, table)
-    found = _dataset(benchmark, table, columns, options, f"hub:{copy.repo}", here.commit)
-    return replace(found, notes=(*found.notes, *(f"column {name!r} of this copy is gone" for name in gone)))
+    # side columns that the copy has lost since: problems can do without them, not without a text
+    sides = {field: getattr(copy.columns, field) for field in ALIASES if field not in ("text", "answer", "choices")}
+    gone = {} if options.asked else {field: name for field, name in sides.items() if name and name not in table.columns}
+    columns = replace(copy.columns, **dict.fromkeys(gone, ""), distractors=copy.columns.distractors)
+    found = _dataset(benchmark, table, columns, options)
+    notes = (*found.notes, *(f"column {name!r} of this copy is gone" for name in gone.values()))
+    return replace(found, source=f"hub:{copy.repo}", revision=here.commit, notes=notes)
 
 
-def _still_there(columns: Columns, table: RowTable) -> tuple[Columns, list[str]]:
-    """Without the side columns that the copy has lost since: problems can do without them, not without a text."""
-    sides = {field: getattr(columns, field) for field in ("id", "level", "subject", "context", "unit", "tolerance")}
-    gone = {field: name for field, name in sides.items() if name and name not in table.columns}
-    return replace(columns, **dict.fromkeys(gone, ""), distractors=columns.distractors), [*gone.values()]
-
-
-def _file(path: Path, options: LoadOptions, benchmark: Benchmark | None) -> Dataset:
-    table = read_table([path], str(path))
-    columns = _columns(options) if options.columns != Columns() else _file_columns(benchmark, table)
-    return _dataset(benchmark, table, columns, options, str(path), f"sha256:{table.digest}")
-
-
-def _file_columns(benchmark: Benchmark | None, table: RowTable) -> Columns:
+def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
     """A file may be a hub copy saved under another name: then its columns are known, quirks and all."""
-    if benchmark is None:
-        return Columns()
-    for columns in (copy.columns for copy in benchmark.hubs):
-        names = {columns.text, columns.answer, columns.id, columns.context, *columns.distractors} - {""}
-        if names and names <= set(table.columns):
-            return columns
-    sides = benchmark.hubs[0].columns if benchmark.hubs else Columns()
-    unit, tolerance = (name if name in table.columns else "" for name in (sides.unit, sides.tolerance))
-    return Columns(unit=unit, tolerance=tolerance)
+    table = read_table([path], str(path))
+    copies = [copy.columns for copy in benchmark.hubs] or [Columns()]
+    sides = {field: name for field in ("unit", "tolerance") if (name := getattr(copies[0], field)) in table.columns}
+    needs = ({it.text, it.answer, it.id, it.context, *it.distractors} - {""} for it in copies)
+    same = (it for it, names in zip(copies, needs, strict=True) if names and names <= {*table.columns})
+    return _dataset(benchmark, table, next(same, Columns(**sides)), options)
 
 
-def _dataset(
-    benchmark: Benchmark | None, table: RowTable, columns: Columns, options: LoadOptions, source: str, revision: str
-) -> Dataset:
-    name = benchmark.name if benchmark else Path(source.removeprefix("hub:")).stem
-    reading = ColumnReading(
-        prefix=(benchmark.prefix or benchmark.name) if benchmark else name,
-        kind=options.kind or (benchmark.kind if benchmark else None),
-        form=benchmark.form if benchmark else "plain",
+def _dataset(benchmark: Benchmark, table: RowTable, columns: Columns, options: LoadOptions) -> Dataset:
+    """The table's problems; by these columns where the caller asks for no others."""
+    columns = options.asked or columns
+    reader = Reader(
+        table,
+        columns,
+        prefix=benchmark.prefix or benchmark.name,
+        kind=options.kind or (benchmark.kind if benchmark.hubs else None),
+        form=benchmark.form,
         answers=options.answers,
-        choice_order="shuffled" if columns.distractors else "file",
         seed=options.seed,
-        grading=changed(benchmark.grading if benchmark else STRICT, options.grading),
+        policy=changed(benchmark.grading, options.grading),
     )
-    problems, notes = problems_of(table, columns, reading)
+    problems, notes = problems_of(reader)
     if columns.distractors:
         notes.append(f"choices shuffled per question with seed {options.seed}")
-    if benchmark:
-        problems, more = _as_known(benchmark, problems, table.source)
-        notes += more
-    return Dataset(name, source, revision, digest(problems), tuple(problems), tuple(notes))
+    problems, more = _as_known(benchmark, problems, table.source)
+    return Dataset(benchmark.name, table.source, f"sha256:{table.digest}", "", tuple(problems), (*notes, *more))
 
 
 def _as_known(benchmark: Benchmark, problems: list[Problem], source: str) -> tuple[list[Problem], list[str]]:
     """The subset this name stands for, and a note where the source is not the size it should be."""
     if benchmark.sample is None:
         note = f"{benchmark.title} has {benchmark.size} problems, this source {len(problems)}"
-        return problems, [note] if len(problems) != benchmark.size else []
+        return problems, [note] if benchmark.hubs and len(problems) != benchmark.size else []
     count, seed = benchmark.sample
     whole = BENCHMARKS[benchmark.prefix].size
     if len(problems) != whole:
@@ -271,10 +252,6 @@ def _keep(table: RowTable, column: str, part: str) -> RowTable:
     if not kept:
         raise DatasetError(table.source, f"no row has {part!r} in column {column!r}", "Its layout has changed")
     return replace(table, rows=tuple(table.rows[i] for i in kept), places=tuple(table.places[i] for i in kept))
-
-
-def _columns(options: LoadOptions) -> Columns:
-    return options.columns if isinstance(options.columns, Columns) else Columns.of(options.columns)
 
 
 def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
@@ -293,7 +270,7 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
         found = _generated(split, max(wanted) + 1, selection.seed, levels)
         made = [found[index] for index in wanted]
     notes = (f"selected: {cut.words()} ({len(made)} of {count})",) if cut.words() else ()
-    return Dataset("arithmetic", "generated", revision, digest(made), tuple(made), notes)
+    return Dataset("arithmetic", "generated", revision, "", tuple(made), notes)
 
 
 @lru_cache(maxsize=16)

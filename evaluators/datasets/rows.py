@@ -87,11 +87,11 @@ def _bytes(path: Path, source: str) -> bytes:
         with open_ordinary(path) as file:
             data = (gzip.open(file) if path.suffix == ".gz" else file).read(_MOST_BYTES + 1)
     except FileNotFoundError:
-        near = sorted(other.name for other in path.parent.glob("*") if kind_of(other)) if path.parent.is_dir() else []
+        near = sorted(other.name for other in path.parent.glob("*") if kind_of(other))
         hint = f"Its folder holds {', '.join(near[:8])}" if near else "Check the path"
         raise DatasetError(source, f"there is no file {path}", hint) from None
     except (OSError, EOFError, zlib.error) as error:
-        problem = f"{path} cannot be read: {error.strerror if isinstance(error, OSError) and error.strerror else error}"
+        problem = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
         raise DatasetError(source, problem, "Check the path and its permissions") from error
     if len(data) > _MOST_BYTES:
         raise _too_large(path, source)
@@ -162,8 +162,7 @@ def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[i
 
 def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     try:  # by name: pyarrow is optional and ships no types
-        pyarrow = importlib.import_module("pyarrow")
-        parquet = importlib.import_module("pyarrow.parquet")
+        pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         advice = "Install it: pip install 'atts[parquet]'"
         raise DatasetError(source, f"{path.name} needs pyarrow to be read, which is not installed", advice) from None

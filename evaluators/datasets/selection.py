@@ -28,19 +28,15 @@ class Selection:
 
     def words(self) -> str:
         """The selection in words; "" when everything is selected."""
+        ends = ["" if end is None else str(end) for end in (self.start, self.stop, self.step)]
         parts = [
             f"{len(self.ids)} ids" if self.ids else "",
             f"levels {', '.join(map(str, self.levels))}" if self.levels else "",
             f"subjects {', '.join(self.subjects)}" if self.subjects else "",
             f"{self.sample} drawn with seed {self.seed}" if self.sample is not None else "",
-            f"slice {self.slice_words()}" if (self.start, self.stop, self.step) != (None, None, None) else "",
+            f"slice [{':'.join(ends if ends[2] else ends[:2])}]" if any(ends) else "",
         ]
         return ", ".join(part for part in parts if part)
-
-    def slice_words(self) -> str:
-        """Such as [:100]."""
-        ends = [self.start, self.stop] + ([] if self.step is None else [self.step])
-        return "[" + ":".join("" if end is None else str(end) for end in ends) + "]"
 
 
 _PLACE = r"-?\d{0,18}"
@@ -69,7 +65,7 @@ def select(problems: Sequence[Problem], selection: Selection, source: str = "sel
     if selection.levels:
         chosen = _by(chosen, "level", selection.levels, source)
     if selection.subjects:
-        chosen = _by(chosen, "subject", tuple(name.casefold() for name in selection.subjects), source)
+        chosen = _by(chosen, "subject", selection.subjects, source)
     if selection.sample is not None:
         if not 0 < selection.sample <= len(chosen):
             raise DatasetError(source, f"cannot draw {selection.sample} of {len(chosen)} problems", "Ask for fewer")
@@ -90,12 +86,13 @@ def _by_id(problems: list[Problem], ids: Sequence[str], source: str) -> list[Pro
     return [by_id.get(name) or short[name] for name in dict.fromkeys(ids)]
 
 
-def _by(problems: list[Problem], field: str, wanted: Sequence[object], source: str) -> list[Problem]:
-    def value(problem: Problem) -> object:
-        return problem.level if field == "level" else problem.subject.casefold()
+def _by(problems: list[Problem], field: str, wanted: Sequence[int | str], source: str) -> list[Problem]:
+    def folded(value: int | str | None) -> int | str | None:
+        return value.casefold() if isinstance(value, str) else value
 
-    there = {value(problem): getattr(problem, field) for problem in problems}
-    if unknown := [name for name in wanted if name not in there]:
+    there = {folded(getattr(problem, field)): getattr(problem, field) for problem in problems}
+    asked = [folded(name) for name in wanted]
+    if unknown := [name for name in asked if name not in there]:
         known = ", ".join(sorted(str(name) for name in there.values() if name not in (None, "")))
         raise DatasetError(source, f"no problem has {field} {unknown[0]!r}", f"Known: {known or 'it states none'}")
-    return [problem for problem in problems if value(problem) in wanted]
+    return [problem for problem in problems if folded(getattr(problem, field)) in asked]

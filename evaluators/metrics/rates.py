@@ -24,11 +24,6 @@ class Counts:
     n: Ints
     c: Ints
 
-    @property
-    def samples(self) -> int:
-        """All samples."""
-        return int(self.n.sum())
-
 
 def count(correct: Graded) -> Counts:
     """Samples and right ones per problem, ragged or not; always what is there, never what was configured.
@@ -128,15 +123,11 @@ def votes(labels: Sequence[Label | None], correct: Sequence[bool | float | None]
     """
     if len(labels) != len(correct):
         raise OptionError("labels", f"there are {len(labels)} labels for {len(correct)} verdicts")
-    members: defaultdict[Label, list[float]] = defaultdict(list)
-    silent = 0
+    members = defaultdict[Label | None, list[float]](list)
     for label, one in zip(labels, correct, strict=True):
-        if label is None:
-            silent += 1
-        else:
-            members[label].append(float(one or 0))
-    sizes = tuple(len(held) for held in members.values())
-    return Votes(sizes, tuple(sum(held) / len(held) for held in members.values()), silent)
+        members[label].append(float(one or 0))
+    silent = len(members.pop(None, ()))
+    return Votes(tuple(map(len, members.values())), tuple(sum(one) / len(one) for one in members.values()), silent)
 
 
 def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
@@ -167,21 +158,15 @@ def _whole(problem: Votes) -> float:
 
 def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
     """Sum over classes of value times P(win share), for problems that all have n > k samples."""
-    rows = [
-        (at, value, size, [*problem.sizes[:own], *problem.sizes[own + 1 :]], problem.blanks)
-        for at, problem in enumerate(group)
-        for own, (size, value) in enumerate(zip(problem.sizes, problem.values, strict=True))
-        if value > 0
-    ]
-    rivals = np.zeros((len(rows), n + 1))  # how many rival classes have each size
-    for row, (_, _, _, others, _) in enumerate(rows):
-        for size in others:
-            rivals[row, size] += 1
-    own = np.array([row[2] for row in rows], dtype=np.int64)
-    silent = np.array([row[4] for row in rows], dtype=np.int64)
-    shares = _win_shares(own, rivals, silent, n, k)
+    rows = [(at, own) for at, problem in enumerate(group) for own, value in enumerate(problem.values) if value > 0]
+    of = [group[at] for at, _ in rows]
+    sizes = np.array([group[at].sizes[own] for at, own in rows], dtype=np.int64)
+    # how many rival classes have each size
+    rivals = np.array([np.bincount(problem.sizes, minlength=n + 1) for problem in of], np.float64).reshape(-1, n + 1)
+    rivals[np.arange(len(rows)), sizes] -= 1
+    shares = _win_shares(sizes, rivals, np.array([problem.blanks for problem in of], dtype=np.int64), n, k)
     total = np.zeros(len(group))
-    np.add.at(total, [row[0] for row in rows], shares * np.array([row[1] for row in rows]))
+    np.add.at(total, [at for at, _ in rows], shares * np.array([group[at].values[own] for at, own in rows]))
     return np.clip(total, 0.0, 1.0)
 
 

@@ -75,5 +75,5 @@ def test_accuracy_of_samples_is_inspects() -> None:
     """With as many samples for every problem the mean of problems is the mean of samples."""
     scorer, rows = inspect_scorer(), graded(30, 4)
     counts = count([[bool(one) for one in row] for row in rows])
-    ours = mean_estimate(counts.c / counts.n, counts.samples).value
+    ours = mean_estimate(counts.c / counts.n, int(counts.n.sum())).value
     assert ours == pytest.approx(scorer.accuracy()(sample_scores(scorer, rows)))

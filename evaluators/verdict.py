@@ -35,7 +35,7 @@ class Limits:
     raw_characters: int = 250_000  # looked at, to drop spacing and wrappers
     characters: int = 20_000  # of what is left, to be parsed
     tokens: int = 12_000
-    depth: int = 120
+    depth: int = 40  # of values in values
     items: int = 4_000  # of a list, set, tuple or matrix
     bits: int = 100_000  # of any exact integer
     terms: int = 400  # of a written-out sum or product

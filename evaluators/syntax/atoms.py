@@ -3,7 +3,19 @@
 from fractions import Fraction
 
 from atts.evaluators.syntax.phrases import Phrases
-from atts.evaluators.syntax.tree import MINUS_ONE, REALS, SIGNS, THREE, TWO, Node, function, grid, quotient, symbol
+from atts.evaluators.syntax.tree import (
+    COMMANDS,
+    EMPTY_SET,
+    REALS,
+    THREE,
+    TWO,
+    Node,
+    function,
+    grid,
+    joined,
+    quotient,
+    symbol,
+)
 from atts.evaluators.verdict import Malformed, NotMaths, TooLarge, UnknownWords
 
 _CALLABLE = frozenset("fghFGH")
@@ -32,10 +44,8 @@ class Atoms(Phrases):
                 return self.command(token.text)
             case "function":
                 return self.function(token.text)
-            case "op" if token.text in ("pm", "mp"):
-                return Node("plusminus", (self.factor(),), "+" if token.text == "pm" else "-")
             case "word" if token.text.lower() == "inf":
-                return SIGNS["infty"]
+                return COMMANDS["infty"]
             case "word":
                 raise UnknownWords(f"the word {token.text!r}")
             case "currency":
@@ -63,14 +73,12 @@ class Atoms(Phrases):
             name += "^-1"
         # a capital before a bracket with one variable or number names a function too
         is_simple = self.ahead().kind in ("symbol", "number") and self.ahead(2).text == ")"
-        if self.here.text == "(" and (is_function or (name[0] in _MAYBE_CALLABLE and is_simple)):
+        is_braced = self.here.text == "{" and self.ahead().text == "("
+        if (is_function and is_braced) or (
+            self.here.text == "(" and (is_function or (name[0] in _MAYBE_CALLABLE and is_simple))
+        ):
             inside = self.bracketed()
             return Node("call", inside.args if inside.kind in ("tuple", "list") else (inside,), name)
-        if self.here.text == "{" and is_function and self.ahead().text == "(":
-            self.take()
-            inside = self.bracketed()
-            self.expect("close", "}")
-            return Node("call", inside.args if inside.kind == "tuple" else (inside,), name)
         return symbol(name)
 
     def command(self, name: str) -> Node:
@@ -85,10 +93,8 @@ class Atoms(Phrases):
                 return self.root()
             case "int":
                 return self.integral()
-            case "lim":
-                return self.limit()
             case "pi" | "infty" | "emptyset" | "ldots":
-                return SIGNS[name]
+                return COMMANDS[name]
             case "lfloor" | "lceil":
                 inside = self.items()
                 self.expect("command", "r" + name[1:])
@@ -97,7 +103,7 @@ class Atoms(Phrases):
                 return self.figure(name)
             case "begin":
                 return self.environment(rest)
-            case "sum" | "prod":
+            case "sum" | "prod" | "lim":
                 return self.big_operator(name)
             case "accent":
                 return _accented(rest, self.argument())
@@ -163,20 +169,18 @@ class Atoms(Phrases):
             inside = self.bracketed()
             is_several = inside.kind == "tuple" or (inside.kind == "set" and name in _MANY)
             return inside.args if is_several and token.text != "|" else (inside,)
-        self.deeper()
-        is_negated = self.is_negated()
+        return (self.signed(self.argument_in_line),)
+
+    def argument_in_line(self) -> Node:
         factors = [self.factor()]
         while self.starts_factor() and self.is_kind("symbol", "command", "number") and factors[-1].kind != "func":
             factors.append(self.factor())
             self.within(len(factors), "too many factors")
-        self.depth -= 1
-        node = factors[0] if len(factors) == 1 else Node("mul", tuple(factors))
-        return (Node("mul", (MINUS_ONE, node)) if is_negated else node,)
+        return joined("mul", factors)
 
     def environment(self, name: str) -> Node:
         """A matrix, the lines of an alignment, or the cases of a system."""
         rows, cells = [list[Node]()], 0
-        self.deeper()
         while not self.here.text.startswith("end:"):
             if self.is_kind("end"):
                 raise Malformed(f"{name} that is never ended")
@@ -187,43 +191,36 @@ class Atoms(Phrases):
                 cells += 1
                 self.within(cells, "a matrix too large")
         self.take()
-        self.depth -= 1
         return _arranged(name, [row for row in rows if row])
 
-    def big_operator(self, name: str) -> Node:
-        """A sum or product with its bounds."""
-        variable, lower, upper = symbol("k"), None, None
+    def bounds(self) -> dict[str, Node]:
+        """What stands below a big operator, after "_", and above it, after "^"."""
+        found = dict[str, Node]()
         while sign := self.took("_", "^"):
-            if sign == "_":
-                bound = self.argument()
-                if bound.kind != "relation" or bound.text != "=" or bound.args[0].kind != "symbol":
-                    raise NotMaths("a sum over a condition")
-                variable, lower = bound.args
-            else:
-                upper = self.argument(is_whole=True)
-        if lower is None or upper is None:
-            raise NotMaths("a sum without bounds")
-        return Node("sum", (self.term(), variable, lower, upper), name)
+            found[sign] = self.argument(is_whole=True)
+        return found
+
+    def big_operator(self, name: str) -> Node:
+        """A sum or product with its bounds, or a limit, which is kept as it is."""
+        bounds = self.bounds()
+        lower, upper = bounds.get("_", EMPTY_SET), bounds.get("^")
+        if name == "lim" and "_" not in bounds:
+            raise Malformed("a limit without its point")
+        if name == "lim" and lower.text == "->":
+            return Node("opaque", (self.term(), *lower.args), name)
+        if name == "lim" or lower.text != "=" or lower.args[0].kind != "symbol" or upper is None:
+            raise NotMaths(f"a {name} over a condition")
+        return Node("sum", (self.term(), *lower.args, upper), name)
 
     def integral(self) -> Node:
         """An integral, kept as it is."""
-        bounds: list[Node] = []
-        while self.took("_", "^"):
-            bounds.append(self.argument(is_whole=True))
+        bounds = self.bounds()
         self.integrals += 1
         body = self.expression()
         self.integrals -= 1
         if self.take().text != "d":
             raise NotMaths("an integral without its variable")
-        return Node("opaque", (body, symbol(self.take().text), *bounds), "int")
-
-    def limit(self) -> Node:
-        """A limit, kept as it is."""
-        self.expect("op", "_")
-        bound = self.argument()
-        if bound.kind != "relation" or bound.text != "->":
-            raise NotMaths("a limit without its point")
-        return Node("opaque", (self.term(), *bound.args), "lim")
+        return Node("opaque", (body, symbol(self.take().text), *bounds.values()), "int")
 
 
 def _arranged(name: str, rows: list[list[Node]]) -> Node:
@@ -234,8 +231,7 @@ def _arranged(name: str, rows: list[list[Node]]) -> Node:
     if kind in ("cases", "dcases", "rcases") and all(len(row) == 2 for row in map(_case, rows)):
         return Node("cases", tuple(part for row in rows for part in _case(row)))
     if kind in ("cases", "aligned", "align", "gathered", "split"):
-        members = tuple(cell for row in rows for cell in row)
-        return members[0] if len(members) == 1 else Node("list", members)
+        return joined("list", [cell for row in rows for cell in row])
     if len({len(row) for row in rows}) != 1:
         raise Malformed("rows of different lengths")
     if rows == [rows[0]] and len(rows[0]) == 1:

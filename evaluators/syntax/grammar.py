@@ -1,15 +1,17 @@
 """Recursive-descent parser of answers: lists, relations, expressions; bounded in depth, linear in length."""
 
+from fractions import Fraction
+
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.atoms import Atoms
-from atts.evaluators.syntax.lexer import STARTS
+from atts.evaluators.syntax.lexer import SIGNS, STARTS
 from atts.evaluators.syntax.phrases import stated_property
-from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, Node, function, negated, number, quotient
+from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, Node, function, joined, number, quotient
 from atts.evaluators.syntax.units import measure
 from atts.evaluators.verdict import Malformed, NotMaths
 
-RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":=",
-                       "notin", "subset", "subseteq", "supset", "supseteq", "mid"})  # fmt: skip
+_RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":=", "=>",
+                        "notin", "subset", "subseteq", "supset", "supseteq", "mid", "&"})  # fmt: skip
 _SPELLED = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
 """What ^ may raise that is no exponent."""
@@ -43,9 +45,9 @@ class Parser(Atoms):
             item = self.relation()
             *value, condition = item.args or (item,)
             if item.kind == "mul" and condition.kind == "relation":  # its condition in brackets
-                found.append(Node("mul", tuple(value)) if len(value) > 1 else value[0])
+                found.append(joined("mul", value))
                 item = condition
-            whole = self.joined(found[-1], link, item) if found else None
+            whole = self.taken_together(found[-1], link, item) if found else None
             found[-1 if whole else len(found) :] = [whole or item]
             self.within(len(found), f"more than {self.limits.items} items")
             if not self.is_kind("sep"):
@@ -61,18 +63,13 @@ class Parser(Atoms):
         """Sides joined by relation signs, such as 0 < x <= 1."""
         sides = [self.side()]
         signs: list[str] = []
-        while self.here.kind == "op" and (self.here.text in RELATIONS or self.here.text in ("=>", "&")):
+        while self.is_kind("op") and self.here.text in _RELATIONS and not (self.in_set and self.here.text == "mid"):
             sign = self.take().text
-            if sign == "&":
-                continue
-            signs.append(_SPELLED.get(sign, sign))
-            while self.took("&", "="):
-                pass
-            if sign == "mid" and self.in_set:
-                self.at -= 1
-                signs.pop()
-                break
-            sides.append(self.side())
+            if sign != "&":
+                signs.append(_SPELLED.get(sign, sign))
+                while self.took("&", "="):
+                    pass
+                sides.append(self.side())
         if signs == ["="] and sides[1].kind == "word":
             sides[1] = stated_property(sides[1].text)
         return sides[0] if not signs else Node("relation", tuple(sides), " ".join(signs))
@@ -83,11 +80,10 @@ class Parser(Atoms):
         while sign := self.took("cup", "cap", "setminus", "wedge", "vee"):
             if sign in ("cup", "vee"):
                 parts.append(self.quantity())
-            elif sign == "setminus":
-                parts = [Node("setminus", (_union(parts), self.quantity()))]
             else:
-                parts = [Node("opaque", (_union(parts), self.quantity()), "cap")]
-        return _union(parts)
+                both = joined("union", parts), self.quantity()
+                parts = [Node("setminus", both) if sign == "setminus" else Node("opaque", both, "cap")]
+        return joined("union", parts)
 
     def quantity(self) -> Node:
         """An expression, then perhaps its unit or a remark."""
@@ -135,40 +131,29 @@ class Parser(Atoms):
 
     def expression(self) -> Node:
         """Terms joined by + and -."""
-        self.deeper()
-        terms = [self.signed_term()]
-        while sign := self.took("+", "-", "pm", "mp"):
-            terms.append(_with_sign(sign, self.signed_term()))
+        terms = [self.signed(self.term)]
+        while self.is_op(*SIGNS):
+            terms.append(self.signed(self.term))
             self.within(len(terms), "too many terms")
-        self.depth -= 1
-        return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
-
-    def signed_term(self) -> Node:
-        signs: list[str] = []
-        while sign := self.took("+", "-", "pm", "mp"):
-            signs.append(sign)
-        node = self.term()
-        for sign in signs:
-            node = _with_sign(sign, node) if sign in ("pm", "mp") else node
-        return negated(node) if signs.count("-") % 2 else node
+        return joined("add", terms)
 
     def term(self) -> Node:
         """Factors joined by multiplication and division signs, or by nothing."""
         factors = [self.factor()]
         while True:
             if self.took("*"):
-                factors.append(self.signed_factor())
+                factors.append(self.signed(self.factor))
             elif self.is_op("/"):
                 if self.currencies and self.ahead().kind == "word" and measure(self.ahead().text):
                     break  # $9/hour
                 self.take()
-                factors.append(Node("pow", (self.signed_factor(), MINUS_ONE)))
+                factors.append(Node("pow", (self.signed(self.factor), MINUS_ONE)))
             elif self.starts_factor():
                 factors[-1:] = self.beside(factors[-1])
             else:
                 break
             self.within(len(factors), "too many factors")
-        return factors[0] if len(factors) == 1 else Node("mul", tuple(factors))
+        return joined("mul", factors)
 
     def starts_factor(self) -> bool:
         token = self.here
@@ -192,11 +177,8 @@ class Parser(Atoms):
         """
         is_whole = before.kind == "number" and before.value is not None and "." not in before.text
         if self.here.kind == "number":
-            start = self.at
-            fraction = self.slash_fraction() if is_whole and not self.here.tight else None
-            if fraction is not None and _is_proper(fraction):
+            if is_whole and not self.here.tight and (fraction := self.slash_fraction()):
                 return (Node("add", (before, fraction)),)
-            self.at = start
             if before.kind in ("number", "huge"):
                 raise Malformed("two numbers side by side")
             return before, self.factor()
@@ -205,7 +187,7 @@ class Parser(Atoms):
         return (Node("add", (before, after)),) if is_fraction and _is_proper(after) else (before, after)
 
     def slash_fraction(self) -> Node | None:
-        """a/b of plain integers ahead, read as one number."""
+        """a/b of plain integers ahead, below one, read as one number."""
         top, slash, bottom = self.here, self.ahead(), self.ahead(2)
         if slash.text != "/" or bottom.kind != "number" or not (top.text.isdigit() and bottom.text.isdigit()):
             return None
@@ -214,16 +196,8 @@ class Parser(Atoms):
         self.at += 3
         return quotient(number(int(top.text), top.text), number(int(bottom.text), bottom.text))
 
-    def signed_factor(self) -> Node:
-        is_negated = self.is_negated()
-        if sign := self.took("pm", "mp"):
-            return _with_sign(sign, self.factor())
-        node = self.factor()
-        return negated(node) if is_negated else node
-
     def factor(self) -> Node:
         """An atom with everything raised, lowered or put after it."""
-        self.deeper()
         node = self.atom()
         while self.here.kind == "op":
             text = self.here.text
@@ -240,7 +214,6 @@ class Parser(Atoms):
                 node = self.lowered(node)
             else:
                 break
-        self.depth -= 1
         return node
 
     def factorial(self, node: Node) -> Node:
@@ -249,10 +222,9 @@ class Parser(Atoms):
             count += 1
         if count == 2:
             return function("double_factorial", node)
+        self.within(count, "too many factorials", self.limits.depth)
         for _ in range(count):
-            self.deeper()
             node = function("factorial", node)
-        self.depth -= count
         return node
 
     def raised(self, base: Node) -> Node:
@@ -276,16 +248,13 @@ class Parser(Atoms):
 
     def exponent(self) -> Node:
         """What stands after ^: a signed atom with its own exponents, so that towers group to the right."""
-        self.deeper()
-        is_negated = self.is_negated()
-        sign = self.took("pm", "mp")
-        node = _with_sign(sign, self.atom())
+        return self.signed(self.tower)
+
+    def tower(self) -> Node:
+        node = self.atom()
         if self.is_op("^", "**"):
-            node = self.raised(node)
-        elif self.is_op("!"):
-            node = self.factorial(node)
-        self.depth -= 1
-        return negated(node) if is_negated else node
+            return self.raised(node)
+        return self.factorial(node) if self.is_op("!") else node
 
     def lowered(self, node: Node) -> Node:
         """A subscript: the base of a numeral, or part of a variable's name."""
@@ -307,13 +276,9 @@ class Parser(Atoms):
     def bracketed(self) -> Node:
         """( … ), [ … ], { … } or \\{ … \\}: a group, tuple, interval or set."""
         opening = self.take().text
-        self.deeper()
-        if self.here.kind == "close":
-            closing = self.take().text
-            self.depth -= 1
-            if (opening, closing) == ("\\{", "\\}"):
-                return EMPTY_SET
-            raise Malformed("empty brackets")
+        if (opening, self.here.text) == ("\\{", "\\}"):
+            self.take()
+            return EMPTY_SET
         outer, self.in_set = self.in_set, opening == "\\{"
         inside = self.braced_operator(self.items())
         if self.in_set and self.took("mid", ":"):
@@ -322,7 +287,6 @@ class Parser(Atoms):
         token = self.take()
         if token.kind != "close" or token.text not in _CLOSING[opening]:
             raise Malformed(f"{opening!r} closed by {token.text or 'nothing'!r}")
-        self.depth -= 1
         members = inside.args if inside.kind == "list" else (inside,)
         if opening == "|":
             return function("abs", inside)
@@ -343,27 +307,10 @@ class Parser(Atoms):
         return function("binom", inside, self.relation()) if self.took("choose") else inside
 
 
-def _union(parts: list[Node]) -> Node:
-    return parts[0] if len(parts) == 1 else Node("union", tuple(parts))
-
-
-def _with_sign(sign: str, term: Node) -> Node:
-    if sign == "-":
-        return negated(term)
-    if sign in ("pm", "mp"):
-        return Node("plusminus", (term,), "+" if sign == "pm" else "-")
-    return term
-
-
 def _is_proper(node: Node) -> bool:
     """Whether a fraction is of plain integers and below one, as in a mixed number."""
-    if node.kind != "mul" or len(node.args) != 2 or node.args[1].kind != "pow":
-        return False
-    top, bottom = node.args[0].value, node.args[1].args[0].value
-    return (
-        top is not None
-        and bottom is not None
-        and node.args[1].args[1] is MINUS_ONE
-        and top.denominator == bottom.denominator == 1
-        and 0 < top < bottom
-    )
+    match node:
+        case Node("mul", (Node(value=Fraction() as top), Node("pow", (Node(value=Fraction() as bottom), power)))):
+            return power is MINUS_ONE and top.denominator == bottom.denominator == 1 and 0 < top < bottom
+        case _:
+            return False

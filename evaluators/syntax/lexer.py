@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from atts.evaluators.answers.boxes import OPENING, closing
 from atts.evaluators.syntax import vocabulary
-from atts.evaluators.syntax.tree import Node
+from atts.evaluators.syntax.tree import Node, negated
 from atts.evaluators.syntax.units import is_symbol, unit_at
 from atts.evaluators.syntax.vocabulary import spelled, table, words
 from atts.evaluators.verdict import Limits, Malformed, NotMaths, TooLarge
@@ -27,6 +27,7 @@ class Token(NamedTuple):
 END = Token("end", "")
 STARTS = frozenset({"number", "symbol", "command", "function", "open"})
 """Kinds of token a factor can begin with."""
+SIGNS = ("+", "-", "pm", "mp")
 
 _TOKEN = re.compile(
     "|".join(f"(?P<{name}>{form})" for name, form in table("tokens", dict[str, str]).items()), re.DOTALL
@@ -46,6 +47,7 @@ _COMMANDS: dict[str, tuple[TokenKind, str]] = {
 _FREE = re.compile(r"\s*(?:$|[,;:.)}\]=<>\d&]|\\(?:le|ge|lt|gt|ne|approx|cup|\\|text)|(?:and|or|if|for|per)\b)")
 _VALUE_AHEAD = re.compile(r"\s*[\d.(]|\s*\\(?:d?frac|sqrt|pi)")
 _LIKE_NUMBERS = frozenset({"pi", "infty", "!", "%", "degree", "circ"}) | vocabulary.LARGE.keys()
+_FACTORS = re.compile(r"^(?:sqrt|sin|cos|tan|log|ln)(?=.)|(?<=^.)(?:sqrt|pi)$|.")
 _NEXT_WORD = re.compile(r"\s+([a-z]{3,})\b")
 _WORDS_OF_TWO = words("words_of_two")
 _SIGN_WORDS, _LEADING = spelled(table("sign_words", dict[str, str])), {"minus": "-", "negative": "-", "plus": "+"}
@@ -225,20 +227,12 @@ class _Lexer:
         return vocabulary.is_word(run)
 
     def product(self, run: str) -> None:
-        """Letters side by side are factors, save a known function at their start."""
-        letter, known = run[0], run[1:]
-        if known in ("sqrt", "pi"):
-            self.add("symbol", letter)
-            run = known
-            self.letters(known, "maths")
-            return
-        for name in ("sqrt", "sin", "cos", "tan", "log", "ln"):
-            if run.startswith(name) and len(run) > len(name):
-                self.letters(name, "maths")
-                run = run[len(name) :]
-                break
-        for letter in run:
-            self.add("symbol", letter)
+        """Letters side by side are factors, save a known function at their start, or a root or pi after one letter."""
+        for piece in _FACTORS.findall(run):
+            if len(piece) > 1:
+                self.letters(piece, "maths")
+            else:
+                self.add("symbol", piece)
 
 
 def _group(text: str, position: int) -> tuple[str, int]:
@@ -316,12 +310,18 @@ class Stream:
         """Which of these signs was next, passed over; empty for none."""
         return self.take().text if self.is_op(*texts) else ""
 
-    def is_negated(self) -> bool:
-        """Whether the plus and minus signs here, passed over, come to a minus."""
-        flips = 0
-        while sign := self.took("+", "-"):
-            flips += sign == "-"
-        return flips % 2 == 1
+    def signed(self, read: Callable[[], Node]) -> Node:
+        """What is read after the signs that stand here, with them; raises TooLarge where too much stands around it."""
+        self.depth += 1
+        self.within(self.depth, "nested too deeply", self.limits.depth)
+        signs = list[str]()
+        while sign := self.took(*SIGNS):
+            signs.append(sign)
+        node = read()
+        self.depth -= 1
+        for sign in signs:
+            node = Node("plusminus", (node,), "+" if sign == "pm" else "-") if sign in ("pm", "mp") else node
+        return negated(node) if signs.count("-") % 2 else node
 
     def is_kind(self, *kinds: str) -> bool:
         """Whether a token of one of these kinds is next."""
@@ -333,15 +333,9 @@ class Stream:
         if token.kind != kind or token.text != text:
             raise Malformed(f"expected {text!r}, found {token.text or 'the end'!r}")
 
-    def deeper(self) -> None:
-        """One level further in; raises TooLarge past the limit. Who calls it takes it back."""
-        self.depth += 1
-        if self.depth > self.limits.depth:
-            raise TooLarge(f"nested deeper than {self.limits.depth}")
-
-    def within(self, count: int, what: str) -> None:
-        """Raises TooLarge for more of something than a list may hold."""
-        if count > self.limits.items:
+    def within(self, count: int, what: str, most: int | None = None) -> None:
+        """Raises TooLarge for more of something than a list may hold, or than so many."""
+        if count > (most or self.limits.items):
             raise TooLarge(what)
 
     def subscript(self) -> str:

@@ -104,7 +104,7 @@ class Phrases(Stream):
             raise UnknownWords("words between values")
         return whole.args[0]
 
-    def joined(self, before: Node, link: str, item: Node) -> Node | None:
+    def taken_together(self, before: Node, link: str, item: Node) -> Node | None:
         """Two amounts as one, a value with its condition, or a case with one condition more; None for two items."""
         is_statement = item.kind in ("relation", "word") or (item.kind == "symbol" and link in ("if", "when"))
         if link in _CONDITIONS and is_statement and item.text != "in":
@@ -141,10 +141,8 @@ class Phrases(Stream):
             token = self.tokens[at]
             if token.kind == "op" and token.text in ("=", ":"):
                 return at
-            if token.kind not in ("word", "symbol", "command", "open", "close", "number"):
-                return None
-            if token.text.startswith("frac"):
-                return None
+            if token.kind not in ("word", "symbol", "command", "open", "close", "number") or token.text == "frac":
+                break
         return None
 
     def label(self, words: list[str], names: list[str], end: int) -> Node | None:

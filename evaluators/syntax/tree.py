@@ -1,6 +1,6 @@
 """Expression tree that every answer is parsed into."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -52,7 +52,7 @@ EMPTY_SET = Node("set")
 PI = Node("constant", text="pi")
 OTHERWISE = Node("word", text="otherwise")
 REALS = Node("tuple", (Node("mul", (MINUS_ONE, INFINITY)), INFINITY), "()")
-SIGNS = {"pi": PI, "infty": INFINITY, "emptyset": EMPTY_SET, "ldots": Node("symbol", text="…")}
+COMMANDS = {"pi": PI, "infty": INFINITY, "emptyset": EMPTY_SET, "ldots": Node("symbol", text="…")}
 """What commands without arguments are."""
 
 
@@ -64,6 +64,11 @@ def number(value: Fraction | int, text: str = "") -> Node:
 def symbol(name: str) -> Node:
     """A free variable."""
     return Node("symbol", text=name)
+
+
+def joined(kind: Kind, parts: Sequence[Node]) -> Node:
+    """These parts under one node, or the only one itself."""
+    return parts[0] if len(parts) == 1 else Node(kind, tuple(parts))
 
 
 def negated(node: Node) -> Node:

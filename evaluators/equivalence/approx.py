@@ -141,31 +141,21 @@ class Arithmetic:
 
     def ln(self, item: Approx) -> Approx:
         """The principal logarithm."""
+        return self.by_direction("log", item)
+
+    def by_direction(self, name: str, item: Approx) -> Approx:
+        """A function whose slope is one over its argument: the logarithm, and its imaginary part."""
         if item.may_vanish:
-            raise Undefined("the logarithm of zero")
-        return self.rounded(self.mp.log(item.value), item.error - item.magnitude + 3)
+            raise Undefined(f"the {name} of zero")
+        return self.rounded(getattr(self.mp, name)(item.value), item.error - item.magnitude + 3)
 
     def log(self, item: Approx) -> Approx:
         return self.times(self.ln(item), self.inverse(self.ln(self.rational(Fraction(10)))))
-
-    def abs(self, item: Approx) -> Approx:
-        return Approx(abs(item.value), item.error + 1)
 
     def sign(self, item: Approx) -> Approx:
         if item.may_vanish:
             raise Undecided("a sign too close to call")
         return Approx(self.mp.sign(item.value), NOTHING)
-
-    def real(self, item: Approx) -> Approx:
-        return Approx(self.mp.re(item.value), item.error)
-
-    def imaginary(self, item: Approx) -> Approx:
-        return Approx(self.mp.im(item.value), item.error)
-
-    def argument(self, item: Approx) -> Approx:
-        if item.may_vanish:
-            raise Undefined("the argument of zero")
-        return self.rounded(self.mp.arg(item.value), item.error - item.magnitude + 3)
 
 
 def _smooth(name: str, slope: Callable[[Any, Number], Number]) -> Callable[[Arithmetic, Approx], Approx]:
@@ -212,10 +202,10 @@ _SLOPES: dict[str, Callable[[Any, Number], Number]] = {
 FUNCTIONS: dict[str, Callable[[Arithmetic, Approx], Approx]] = {
     "ln": Arithmetic.ln,
     "log": Arithmetic.log,
-    "abs": Arithmetic.abs,
+    "abs": lambda arithmetic, item: Approx(abs(item.value), item.error + 1),
     "sign": Arithmetic.sign,
-    "re": Arithmetic.real,
-    "im": Arithmetic.imaginary,
-    "arg": Arithmetic.argument,
+    "re": lambda arithmetic, item: Approx(arithmetic.mp.re(item.value), item.error),
+    "im": lambda arithmetic, item: Approx(arithmetic.mp.im(item.value), item.error),
+    "arg": lambda arithmetic, item: arithmetic.by_direction("arg", item),
     **{name: _smooth(name.replace("arc", "a"), slope) for names, slope in _SLOPES.items() for name in names.split()},
 }

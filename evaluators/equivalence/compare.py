@@ -8,7 +8,7 @@ from typing import Literal
 from atts.core import Grading
 from atts.evaluators.equivalence import traits
 from atts.evaluators.equivalence.probing import Prober
-from atts.evaluators.equivalence.sets import Line, is_inequality, speaks_of_reals
+from atts.evaluators.equivalence.sets import Line, speaks_of_reals
 from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named, substituted
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
@@ -108,22 +108,11 @@ class Comparer:
         if gold.kind != "relation" or answer.kind != "relation":
             return self.ruled("relation", False)
         one, two = gold.text.split(), answer.text.split()
-        if len(one) != len(two) or len(one) > 1:
-            return self.chains(gold, answer)
-        if one[0] not in FLIPPED or two[0] not in FLIPPED or has(gold, "congruence") or has(answer, "congruence"):
-            return one == two and all(self.same(a, b) for a, b in zip(gold.args, answer.args, strict=True))
-        ratio = self.prober.proportional(minus(*gold.args), minus(*answer.args))
-        if ratio is None:
-            return self.ruled("relation", False)
-        sign = traits.sign_of(ratio)
-        if one[0] in ("=", "!=", "~"):
-            return self.ruled("relation", sign != 0 and one == two)
-        return self.ruled("relation", two[0] == (one[0] if sign > 0 else FLIPPED[one[0]]) and sign != 0)
-
-    def chains(self, gold: Node, answer: Node) -> bool:
-        one, two = gold.text.split(), answer.text.split()
-        if len(one) != len(two):
-            return self.ruled("relation", False)
+        has_class = has(gold, "congruence") or has(answer, "congruence")
+        if len(one) == len(two) == 1 and {*one, *two} <= FLIPPED.keys() and not has_class:
+            ratio = self.prober.proportional(minus(*gold.args), minus(*answer.args))
+            sign = 0 if ratio is None else traits.sign_of(ratio)
+            return self.ruled("relation", sign != 0 and two == [one[0] if sign > 0 else FLIPPED[one[0]]])
         sides = answer.args
         if one != two:
             two, sides = [FLIPPED.get(sign, "?") for sign in reversed(two)], sides[::-1]
@@ -132,9 +121,6 @@ class Comparer:
 
     def as_regions(self, gold: Node, answer: Node) -> bool | None:
         """Both as sets of reals, None when either is not one."""
-        if is_inequality(named(gold).value) and is_inequality(named(answer).value) and gold.text == answer.text:
-            if len(gold.args) == len(answer.args) and all(map(self.agree, gold.args, answer.args)):
-                return self.ruled("relation", True)
         names = {traits.variable_of(gold), traits.variable_of(answer)} - {""}
         line = Line(self.prober)
         left, right = line.region(gold), line.region(answer)
@@ -279,8 +265,8 @@ class Comparer:
             return self.each(gold.args, answer.args, "matrix")
         if "matrix" in (gold.kind, answer.kind):
             grid, other = (gold, answer) if gold.kind == "matrix" else (answer, gold)
-            entries = traits.vector(grid)
-            if entries is None or other.kind != "tuple":
+            entries = tuple(cell for row in grid.args for cell in row.args)
+            if other.kind != "tuple" or 1 not in (len(grid.args), len(grid.args[0].args)):
                 return self.ruled("matrix", False)
             return self.each(entries, other.args, "matrix")
         if gold.kind != "tuple" or answer.kind != "tuple":
@@ -297,12 +283,8 @@ class Comparer:
     # -- single values ---------------------------------------------------------------------
 
     def words(self, gold: Node, answer: Node) -> bool:
-        if gold.kind != "word" or answer.kind != "word":
-            return self.ruled(
-                "text",
-                traits.choice_letter(gold) is not None and traits.choice_letter(gold) == traits.choice_letter(answer),
-            )
-        return self.ruled("text", vocabulary.squashed(gold.text) == vocabulary.squashed(answer.text))
+        one, two = (vocabulary.squashed(node.text) if node.kind == "word" else None for node in (gold, answer))
+        return self.ruled("text", one == two)
 
     def plain(self, gold: Node, answer: Node) -> bool:
         """Two single values, their units, percent and degree signs, bases and ratios included."""
@@ -322,12 +304,12 @@ class Comparer:
             if mark in kinds and kinds[0] != kinds[1]:  # left out on one side, or counted in
                 bare = [node.args[0] if node.kind == mark else node for node in (gold, answer)]
                 return self.same(*bare) or self.ruled(rule, self.numbers(gold, answer))
-        if traits.choice_letter(gold) and traits.choice_letter(answer):
-            return self.ruled("text", traits.choice_letter(gold) == traits.choice_letter(answer))
-        if has(gold, "inf", "constant") or has(answer, "constant"):
-            infinite = [traits.infinity(node) for node in (gold, answer)]
-            if infinite != [0, 0]:
-                return self.ruled("infinity", infinite[0] == infinite[1])
+        letters = [traits.choice_letter(node) for node in (gold, answer)]
+        if all(letters):
+            return self.ruled("text", letters[0] == letters[1])
+        infinite = [traits.infinity(node) for node in (gold, answer)]
+        if any(infinite):
+            return self.ruled("infinity", infinite[0] == infinite[1])
         return self.numbers(gold, answer)
 
     def quantities(self, gold: Node, answer: Node) -> bool:

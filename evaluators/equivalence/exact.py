@@ -77,10 +77,9 @@ def _factorial(args: list[Fraction], limits: Limits) -> Fraction:
 
 
 def _double_factorial(args: list[Fraction], limits: Limits) -> Fraction:
-    n = _whole(args[0])
-    if n < 0 or n > 2000:
+    if not 0 <= args[0] <= 2000:
         raise NotRational("a double factorial")
-    return Fraction(math.prod(range(n, 0, -2)))
+    return Fraction(math.prod(range(_whole(args[0]), 0, -2)))
 
 
 def _binom(args: list[Fraction], limits: Limits) -> Fraction:

@@ -1,7 +1,7 @@
 """Grouping of answers into classes of equal ones for voting: by keys of their values, then by comparison."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import mpmath
 
 from atts.core import AnswerKind
-from atts.evaluators.equivalence.exact import NotRational, digits_in_base
+from atts.evaluators.equivalence.exact import NotRational
 from atts.evaluators.equivalence.fast import equivalent
 from atts.evaluators.equivalence.numeric import Value, exact
 from atts.evaluators.equivalence.points import Point, generic
@@ -153,51 +153,48 @@ class Keys:
         return frozenset(found)
 
     def tokens(self, node: Node) -> set[str]:
-        """The loose keys of one tree, save those of roundings."""
-        try:
-            return self._tokens(node)
-        except (Undecided, Undefined):
-            return set()
+        """The loose keys of one tree that can be worked out, save those of roundings."""
+        found = set[str]()
+        with suppress(Undecided, Undefined):
+            for token in self._tokens(node):
+                found.add(token)
+        return found
 
-    def _tokens(self, node: Node) -> set[str]:
-        if has(node, "plusminus") and node.kind not in ("list", "set", "relation"):
-            return {self.collected(list(members(node)))}
+    def _tokens(self, node: Node) -> Iterator[str]:
         if node.kind == "relation":
-            return self.relation_tokens(node)
-        if node.kind in _COLLECTIONS:
-            return self.collection_tokens(node)
-        if node.kind in ("percent", "degree"):
-            return self._tokens(node.args[0]) | self.number_tokens(node)
-        if node.kind == "quantity":
-            return self._tokens(node.args[0]) | self.unit_tokens(node)
-        if node.kind == "ratio":
-            inside = self.collected(list(node.args))
-            value = self.number_tokens(quotient(*node.args)) if len(node.args) == 2 else set[str]()
-            return {inside, f"clock:{clock(node)}"} | value
-        if node.kind == "based":
-            plain = self.number_tokens(number(int(node.text))) if node.text.isdigit() else set[str]()
-            return {f"value:{digits_in_base(node):x}/1"} | plain
-        if node.kind == "cases":
-            with suppress(Undecided, Undefined):
-                return {"cases"} | self.number_tokens(node)
-        if node.kind in ("cases", "congruence", "clock"):
-            return {f"{node.kind}:{clock(node)}" if node.kind == "clock" else node.kind}
-        if node.kind == "aliases":
-            return self.tokens(node.args[0]) | self.tokens(node.args[1])
-        if node.kind == "word":
-            return {"word:" + node.text}
-        return set() if node.kind in ("huge", "opaque") else self.number_tokens(node)
+            yield from self.relation_tokens(node)
+        elif has(node, "plusminus") and node.kind not in ("list", "set"):
+            yield self.collected(members(node))
+        elif node.kind in _COLLECTIONS:
+            yield from self.collection_tokens(node)
+        elif node.kind == "aliases":
+            yield from (token for each in node.args for token in self.tokens(each))
+        elif node.kind in ("word", "clock", "congruence"):
+            yield f"{node.kind}:{clock(node) if node.kind == 'clock' else node.text}"
+        else:
+            yield from self.value_tokens(node)
 
-    def number_tokens(self, node: Node) -> set[str]:
-        """The value at a whole point."""
-        return {"value:" + written(self.value(node))}
+    def value_tokens(self, node: Node) -> Iterator[str]:
+        """The value at a whole point, and those a sign, unit or base beside it may be passed over for."""
+        if node.kind in ("percent", "degree", "quantity"):
+            yield from self._tokens(node.args[0])
+        if node.kind == "quantity" and (unit := measure(node.text)):
+            yield from ("unit:" + token for token in self.tokens(Node("mul", (*node.args, number(unit[1])))))
+        if node.kind == "based" and node.text.isdigit():
+            yield f"value:{int(node.text):x}/1"
+        if node.kind == "cases":
+            yield node.kind
+        if node.kind == "ratio":
+            yield from (self.collected(node.args), f"clock:{clock(node)}")
+        value = quotient(*node.args) if node.kind == "ratio" and len(node.args) == 2 else node
+        yield "value:" + written(self.value(value))
 
     def near(self, node: Node) -> set[str]:
         """Five digits of a decimal and of its neighbours, or of a value that decimals may round."""
         value = named(node).value
         if value.kind in _COLLECTIONS and value.args:
             return self.nearly_all(_entries(value))
-        size = None if value.kind in _NOT_VALUES else self.rounded(value)
+        size = self.rounded(value)
         if size is None:
             return set()
         if not is_decimal(value):
@@ -207,75 +204,56 @@ class Keys:
 
     def rounded(self, node: Node) -> Any | None:
         """A decimal, or a value that one may round, to full precision; None for what is neither."""
-        if variables(node):
-            return None
-        try:
-            value = self.value(node)
-        except (Undecided, Undefined):
-            return None
-        has_end = isinstance(value, Fraction) and terminates(value)
-        if not is_real(value) or not value or (has_end and not is_decimal(node)):
-            return None
-        return mpmath.re(Prober(self.limits).approximate(value, 200).value)
+        with suppress(Undecided, Undefined):
+            value = None if variables(node) else self.value(node)
+            has_end = isinstance(value, Fraction) and terminates(value)
+            if value and is_real(value) and (is_decimal(node) or not has_end):
+                return mpmath.re(Prober(self.limits).approximate(value, 200).value)
+        return None
 
     def nearly_all(self, nodes: list[Node]) -> set[str]:
         """Three digits of each entry, where some entry may be a rounding or have one."""
         found = [(node, self.rounded(node)) for node in nodes[:_MANY]]
         if all(size is None for _, size in found):
             return set()
-        shown = sorted(
-            min(self.tokens(named(node).value), default="?") if size is None else _digits(size, 3)
-            for node, size in found
-        )
+        shown = sorted(self.least(node) if size is None else _digits(size, 3) for node, size in found)
         has_decimals = any(size is not None and is_decimal(node) for node, size in found)
         return {f"near:{';'.join(shown)}{'<' if has_decimals else '>'}"}
 
-    def unit_tokens(self, node: Node) -> set[str]:
-        known = measure(node.text)
-        if known is None:
-            return set()
-        return {"unit:" + token for token in self.tokens(Node("mul", (node.args[0], number(known[1]))))}
+    def relation_tokens(self, node: Node) -> Iterator[str]:
+        """What a relation names, the set of reals it describes, and an equation up to a factor."""
+        value = named(node).value
+        if value.kind != "relation":
+            yield from self.tokens(value)
+        yield from self.region_tokens(node)
+        if len(node.args) == 2:  # the ratio of the difference of its sides at two points
+            sides, prober = minus(*node.args), Prober(self.limits)
+            first, second = (prober.value(sides, _at(variables(sides), index)) for index in (0, 1))
+            yield "equation:" + written(prober.divide(first, second))
+        elif value.kind == "relation":
+            yield self.collected(node.args)
 
-    def relation_tokens(self, node: Node) -> set[str]:
-        view = named(node)
-        found = self._tokens(view.value) if view.value.kind != "relation" else set[str]()
-        found |= self.region_tokens(node)
-        if len(node.args) == 2:
-            found |= self.difference_tokens(node)
-        elif view.value.kind == "relation":
-            found.add(self.collected(list(node.args)))
-        return found
-
-    def region_tokens(self, node: Node) -> set[str]:
+    def region_tokens(self, node: Node) -> Iterator[str]:
         """The ends of the set of reals that an answer describes."""
-        stretches = Line(Prober(self.limits)).region(node)
-        return {self.collected([end.value for end in stretches])} if stretches else set()
+        if region := Line(Prober(self.limits)).region(node):
+            yield self.collected(end.value for end in region)
 
-    def difference_tokens(self, node: Node) -> set[str]:
-        """An equation up to a factor: the ratio of its two sides' difference at two points."""
-        sides = minus(*node.args)
-        names, prober = variables(sides), Prober(self.limits)
-        try:
-            first, second = (prober.value(sides, _at(names, index)) for index in (0, 1))
-            return {"equation:" + written(prober.divide(first, second))}
-        except (Undecided, Undefined):
-            return set()
-
-    def collection_tokens(self, node: Node) -> set[str]:
-        inside = list(members(node)) if node.kind in ("list", "set") else _entries(node)
-        labels = labelled(node)
-        found = {self.collected(inside)}
-        if labels:
-            found.add(self.collected(list(labels.values())))
-        if speaks_of_reals(node):
-            found |= self.region_tokens(node)
+    def collection_tokens(self, node: Node) -> Iterator[str]:
+        inside = members(node) if node.kind in ("list", "set") else _entries(node)
+        yield self.collected(inside)
+        if labels := labelled(node):
+            yield self.collected(labels.values())
         if len(inside) == 1 or node.text == "or":
-            found |= {token for each in inside for token in self.tokens(each)}
-        return found
+            yield from (token for each in inside for token in self.tokens(each))
+        if speaks_of_reals(node):
+            yield from self.region_tokens(node)
 
-    def collected(self, nodes: list[Node]) -> str:
+    def collected(self, nodes: Iterable[Node]) -> str:
         """One token for members in any order: the least token of each."""
-        return "all:" + ";".join(sorted({min(self.tokens(named(node).value), default="?") for node in nodes}))
+        return "all:" + ";".join(sorted(set(map(self.least, nodes))))
+
+    def least(self, node: Node) -> str:
+        return min(self.tokens(named(node).value), default="?")
 
 
 _MANY = 40  # entries of a collection that are looked at for roundings

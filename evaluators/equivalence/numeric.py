@@ -104,10 +104,6 @@ class Evaluator(Arithmetic):
 
     # -- leaves and arithmetic -------------------------------------------------------------
 
-    def number(self, node: Node) -> Value:
-        assert node.value is not None
-        return node.value
-
     def symbol(self, node: Node) -> Value:
         bound = self.env.get(node.text)
         if bound is None:
@@ -191,9 +187,6 @@ class Evaluator(Arithmetic):
     def scaled(self, node: Node) -> Value:
         return self.value(Node("mul", (*node.args, *_SCALES[node.kind])))
 
-    def based(self, node: Node) -> Value:
-        return Fraction(digits_in_base(node))
-
     def sum(self, node: Node) -> Value:
         body, variable, lower, upper = node.args
         first, last = (int(bound) if _is_whole(bound := self.value(end)) else None for end in (lower, upper))
@@ -241,9 +234,6 @@ class Evaluator(Arithmetic):
 
     def difference(self, left: Node, right: Node) -> Fraction:
         """A difference as a fraction, or of its sign alone."""
-        one, two = self.value(left), self.value(right)
-        if isinstance(one, Fraction) and isinstance(two, Fraction):
-            return one - two
         gap = self.value(minus(left, right))
         if isinstance(gap, Fraction):
             return gap
@@ -309,6 +299,10 @@ _SCALES = {"percent": (number(Fraction(1, 100)),), "degree": (number(Fraction(1,
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
     "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
 }  # fmt: skip
-_KINDS = "number symbol constant add mul pow root based cases call func sum".split()
-_RULES: dict[str, Callable[[Evaluator, Node], Value]] = {kind: getattr(Evaluator, kind) for kind in _KINDS}
-_RULES.update(dict.fromkeys(_SCALES, Evaluator.scaled))
+_KINDS = "symbol constant add mul pow root cases call func sum".split()
+_RULES: dict[str, Callable[[Evaluator, Node], Value]] = {
+    "number": lambda evaluator, node: node.value or Fraction(),
+    "based": lambda evaluator, node: Fraction(digits_in_base(node)),
+    **dict.fromkeys(_SCALES, Evaluator.scaled),
+    **{kind: getattr(Evaluator, kind) for kind in _KINDS},
+}

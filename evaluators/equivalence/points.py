@@ -95,17 +95,14 @@ def _switches(node: Node) -> Iterator[Node]:
     for each in node.walk():
         if not variables(each):
             continue
-        if each.kind == "func" and (each.text in _SWITCHES or each.text.startswith("arc")):
+        is_function = each.kind == "func" and (each.text in _SWITCHES or each.text.startswith("arc"))
+        if is_function or each.kind == "congruence":
             yield from each.args
-            if each.text in ("max", "min"):
-                yield from (minus(one, two) for one, two in pairwise(each.args))
         elif each.kind in ("root", "pow") and variables(each.args[0]):
             power = each.args[1].value if each.kind == "pow" else None
             yield from () if power is not None and power.denominator == 1 else each.args[:1]
-        elif each.kind == "relation":
+        if each.kind == "relation" or (is_function and each.text in ("max", "min")):
             yield from (minus(one, two) for one, two in pairwise(each.args))
-        elif each.kind == "congruence":
-            yield from each.args
 
 
 def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
@@ -141,11 +138,9 @@ def _marks(switch: Node, name: str, base: Point, limits: Limits) -> Iterator[Fra
     """Where a switch that is linear in the variable passes 0, 1 and -1, or is divisible by a modulus beside it."""
     if name not in variables(switch):
         return
-    at = [rational(switch, limits, base | {name: Fraction(x)}) for x in range(3)]
-    if at[0] is None or at[1] is None or at[2] is None or at[2] - at[1] != at[1] - at[0] or at[1] == at[0]:
-        return
-    slope = at[1] - at[0]
-    yield from ((target - at[0]) / slope for target in (0, 1, -1))
+    first, second, third = (rational(switch, limits, base | {name: Fraction(x)}) for x in range(3))
+    if first is not None and second is not None and third is not None and third - second == second - first != 0:
+        yield from ((target - first) / (second - first) for target in (0, 1, -1))
 
 
 def around(marks: Iterable[Fraction]) -> list[Fraction]:
@@ -159,19 +154,13 @@ def around(marks: Iterable[Fraction]) -> list[Fraction]:
 
 def _whole_around(marks: Iterable[Fraction], domain: Domain) -> list[Fraction]:
     """Integers at, beside and twice each mark; all residues of small ones."""
-    known = {abs(math.floor(mark)) for mark in marks}
+    known = sorted({abs(math.floor(mark)) for mark in marks})
     found = {mark + step for mark in known for step in (-1, 0, 1, mark)}
-    largest = max((mark for mark in known if mark <= _SWEEP), default=0)
-    found |= set(range(1, largest + 1))
-    for modulus in sorted(known)[:8]:  # where 2n+1 and the like are multiples of an odd modulus
-        found |= {residue % modulus for residue in _halves(modulus)} if modulus > _SWEEP else set()
+    found |= set(range(1, max((mark for mark in known if mark <= _SWEEP), default=0) + 1))
+    large = ((slope, mark) for mark in known[:8] for slope in range(2, 8) if mark > _SWEEP)
+    for slope, modulus in large:  # where 2n+1 and the like are multiples of an odd modulus
+        if math.gcd(slope, modulus) == 1:
+            found |= {shift * pow(slope, -1, modulus) % modulus for shift in range(-5, 6)}
     if domain == "step":
         found |= {-value for value in found}
     return [Fraction(value) for value in sorted(found) if domain == "step" or value > 0]
-
-
-def _halves(modulus: int) -> Iterator[int]:
-    for slope in range(2, 8):
-        if math.gcd(slope, modulus) == 1:
-            inverse = pow(slope, -1, modulus)
-            yield from (shift * inverse for shift in range(-5, 6))

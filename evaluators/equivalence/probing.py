@@ -19,7 +19,7 @@ _MOST_BITS = 6_000
 _ENOUGH = 3  # points with a real value on both sides that must agree
 # what a trace of rounding may leave, and what must remain to call two numbers different
 _SLACK = 12
-_COMPLEX = frozenset({"i", "re", "im", "arg"})
+_COMPLEX = frozenset({"i", "re", "im", "arg"})  # where one of these is, complex numbers are meant
 
 
 class Prober:
@@ -63,16 +63,15 @@ class Prober:
             return self.compare_at(left, right, {}, sure=True)[2]
         if canonical(left) == canonical(right):
             return True
-        self.is_of_reals, self.apart = not speaks_of_complex(left, right), 0
-        agreed = 0
-        unreal: list[bool] = []
+        inside = [each for node in (left, right) for each in node.walk()]
+        self.is_of_reals = not any(each.text in _COMPLEX and each.kind in ("constant", "func") for each in inside)
+        self.apart = agreed = 0
+        unreal = list[bool]()
         for one, two, same in self.comparisons(left, right):
             if one != two or (one and not same):
                 return False
-            if one:
-                agreed += 1
-            else:
-                unreal.append(same)
+            agreed += one
+            unreal += [] if one else [same]
         if agreed >= _ENOUGH:
             return True
         if len(unreal) >= _ENOUGH:
@@ -164,12 +163,8 @@ class Prober:
                 is_one_zero = is_one_zero or is_zero(one) != is_zero(two)
                 continue
             here = {name: number(value) for name, value in env.items()}
-            ratio = self.divide(two, one)
-            if isinstance(ratio, Fraction):
-                scaled = Node("mul", (number(ratio), left)), right
-            else:
-                scaled = Node("mul", (left, substituted(right, here))), Node("mul", (right, substituted(left, here)))
-            return ratio if self.equal(*scaled) else None
+            scaled = Node("mul", (left, substituted(right, here))), Node("mul", (right, substituted(left, here)))
+            return self.divide(two, one) if self.equal(*scaled) else None
         if is_one_zero:
             return None
         raise Undecided("too few points where both have a value")
@@ -190,11 +185,6 @@ class Prober:
         return self.value(node, {})
 
 
-def speaks_of_complex(*nodes: Node) -> bool:
-    """Whether complex numbers are meant: i, real and imaginary parts, arguments."""
-    return any(each.text in _COMPLEX and each.kind in ("constant", "func") for node in nodes for each in node.walk())
-
-
 def is_real(value: Value) -> bool:
     """Whether a value has no imaginary part beyond its error."""
     if isinstance(value, Fraction) or not hasattr(value.value, "_mpc_"):
@@ -204,35 +194,30 @@ def is_real(value: Value) -> bool:
 
 def is_zero(value: Value) -> bool:
     """Whether a value is zero within its error."""
-    if isinstance(value, Fraction):
-        return value == 0
-    return value.magnitude == NOTHING or value.magnitude <= value.error + _SLACK
+    return value == 0 if isinstance(value, Fraction) else value.magnitude <= max(value.error + _SLACK, NOTHING)
 
 
 def written(value: Value) -> str:
     """A value as text: a fraction in lowest terms where it is one, else thirty significant digits."""
     if isinstance(value, Fraction):
         return f"{value.numerator:x}/{value.denominator:x}"
-    size = value.magnitude
-    if size == NOTHING or size <= value.error + _SLACK:
+    if is_zero(value):
         return "0/1"
-    if value.error > size - 130:
+    if value.error > value.magnitude - 130:
         raise Undecided("too little precision")
-    real = value.value.real if hasattr(value.value, "_mpc_") else value.value
-    imaginary = value.value.imag if hasattr(value.value, "_mpc_") else None
-    parts = [_component(part, size, value.error) for part in (real, imaginary) if part is not None]
-    return parts[0] if len(parts) == 1 or parts[1] == "0/1" else "+i".join(parts)
+    real, imaginary = (_component(part, value) for part in (value.value.real, value.value.imag))
+    return real if imaginary == "0/1" else f"{real}+i{imaginary}"
 
 
-def _component(part: Any, size: int, error: int) -> str:
+def _component(part: Any, whole: Approx) -> str:
     """A real or imaginary part: zero, a small fraction, or thirty digits."""
-    if magnitude(part) <= max(error + _SLACK, size - 130):
+    if magnitude(part) <= max(whole.error + _SLACK, whole.magnitude - 130):
         return "0/1"
     sign, mantissa, exponent, _ = part._mpf_
     if abs(exponent) < 2_000:
         precise = Fraction(-int(mantissa) if sign else int(mantissa)) * Fraction(2) ** int(exponent)
         near = precise.limit_denominator(1 << 30)
         gap = abs(precise - near)
-        if not gap or gap.numerator.bit_length() - gap.denominator.bit_length() <= error + _SLACK:
+        if not gap or gap.numerator.bit_length() - gap.denominator.bit_length() <= whole.error + _SLACK:
             return written(near)
     return str(to_str(part._mpf_, 30))

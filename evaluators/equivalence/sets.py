@@ -29,7 +29,6 @@ class End:
 Region = tuple[End, ...]
 """A set of reals: it begins at the first end, stops at the second, begins again at the third, and so on."""
 _LOWEST, _HIGHEST = End(BELOW, True), End(INFINITY, False)
-_LINE: Region = (_LOWEST, _HIGHEST)
 
 
 def is_inequality(node: Node) -> bool:
@@ -132,8 +131,6 @@ class Line:
         return self.polynomial(minus(left, right), sign)
 
     def absolute(self, inside: Node, sign: str, bound: Node) -> Region | None:
-        if self.order(bound, number(0)) < 0:
-            return () if sign in ("<", "<=") else _LINE
         one, two = self.solved(inside, sign, bound), self.solved(inside, FLIPPED[sign], Node("mul", (MINUS_ONE, bound)))
         return None if one is None or two is None else self.shared([one, two], 1 if sign in (">", ">=") else 2)
 

@@ -27,10 +27,8 @@ def members(node: Node) -> tuple[Node, ...]:
 
 
 def sign_of(value: Value) -> int:
-    number_ = value if isinstance(value, Fraction) else value.value
-    if hasattr(number_, "_mpc_"):
-        return 0
-    return (number_ > 0) - (number_ < 0)
+    size = value if isinstance(value, Fraction) else value.value
+    return 0 if hasattr(size, "_mpc_") else (size > 0) - (size < 0)
 
 
 def variable_of(node: Node) -> str:
@@ -39,14 +37,6 @@ def variable_of(node: Node) -> str:
         return ""
     found = {side.text for each in node.walk() if each.kind == "relation" for side in each.args if is_name(side)}
     return found.pop() if len(found) == 1 else ""
-
-
-def vector(grid: Node) -> tuple[Node, ...] | None:
-    if len(grid.args) == 1:
-        return grid.args[0].args
-    if all(len(row.args) == 1 for row in grid.args):
-        return tuple(row.args[0] for row in grid.args)
-    return None
 
 
 def choice_letter(node: Node) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
 
-from atts.evaluators.syntax.tree import REALS, Node, grid, has, negated, symbol, variables
+from atts.evaluators.syntax.tree import REALS, Kind, Node, grid, has, negated, symbol, variables
 from atts.evaluators.verdict import TooLarge, Undecided
 
 _CHAIN, _IMPLICATIONS = frozenset({"=", "~"}), frozenset({"=>>", "<=>"})
@@ -37,9 +37,7 @@ def is_name(node: Node) -> bool:
 
 def _is_point(node: Node) -> bool:
     """A capital letter, as the end of a segment, or a product of them."""
-    if node.kind == "mul":
-        return all(map(_is_point, node.args))
-    return node.kind == "symbol" and node.text[0].isupper()
+    return all(map(_is_point, node.args)) if node.kind == "mul" else node.kind == "symbol" and node.text[0].isupper()
 
 
 def named(node: Node) -> Named:
@@ -71,11 +69,8 @@ def _of_chain(sides: list[Node], node: Node) -> Named:
         return Named(sides[0], sides[-1])
     if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]) and not _mentions(sides[0], sides[1]):
         return Named(sides[1], sides[0])
-    if not any(variables(side) for side in sides) or all(side.kind == "quantity" for side in sides):
-        return Named(None, sides[-1])
-    if len(sides) > 2:
-        return Named(None, sides[-1])
-    return Named(None, Node("relation", tuple(sides), "="))
+    is_result = len(sides) > 2 or not any(map(variables, sides)) or all(side.kind == "quantity" for side in sides)
+    return Named(None, sides[-1] if is_result else Node("relation", tuple(sides), "="))
 
 
 def _mentions(node: Node, name: Node) -> bool:
@@ -84,13 +79,10 @@ def _mentions(node: Node, name: Node) -> bool:
 
 def signs_expanded(node: Node) -> tuple[Node, ...]:
     """The values a +- stands for: both, or one alone when there is none; a -+ turns with its +-."""
-    count = sum(each.kind == "plusminus" for each in node.walk())
-    if count == 0:
-        return (node,)
-    if count > 4:
+    signs = [each.text for each in node.walk() if each.kind == "plusminus"]
+    if len(signs) > 4:
         raise TooLarge("too many double signs")
-    linked = any(each.kind == "plusminus" and each.text == "-" for each in node.walk())
-    choices = [(1,) * count, (-1,) * count] if linked else list(product((1, -1), repeat=count))
+    choices = [[one] * len(signs) for one in (1, -1)] if "-" in signs else product((1, -1), repeat=len(signs))
     return tuple(_signed(node, list(choice)) for choice in choices)
 
 
@@ -153,7 +145,7 @@ def matrix(node: Node) -> Node | None:
     if node.kind not in ("add", "mul"):
         raise Undecided(f"a matrix inside a {node.kind}")
     if node.kind == "add":
-        return reduce(_matrix_sum, map(matrix, node.args))
+        return reduce(_plus, map(matrix, node.args))
     whole = reduce(_times, (matrix(arg) for arg in node.args if has(arg, "matrix")))
     scalars = tuple(arg for arg in node.args if not has(arg, "matrix"))
     if whole is None or not scalars:
@@ -161,19 +153,18 @@ def matrix(node: Node) -> Node | None:
     return grid((Node("mul", (*scalars, cell)) for cell in row.args) for row in whole.args)
 
 
-def _matrix_sum(left: Node | None, right: Node | None) -> Node:
+def _plus(left: Node | None, right: Node | None) -> Node:
     if left is None or right is None or [len(row.args) for row in left.args] != [len(row.args) for row in right.args]:
         raise Undecided("matrices that cannot be added")
-    rows = zip(left.args, right.args, strict=True)
-    return grid((Node("add", pair) for pair in zip(one.args, two.args, strict=True)) for one, two in rows)
+    return grid(_paired("add", *rows) for rows in zip(left.args, right.args, strict=True))
 
 
 def _times(left: Node | None, right: Node | None) -> Node:
     if left is None or right is None or len(left.args[0].args) != len(right.args) or len(left.args) > 8:
         raise Undecided("a product of matrices")
-    columns = list(zip(*(row.args for row in right.args), strict=True))
+    columns = [Node("tuple", column) for column in zip(*(row.args for row in right.args), strict=True)]
+    return grid((Node("add", _paired("mul", row, column)) for column in columns) for row in left.args)
 
-    def cell(row: Node, column: tuple[Node, ...]) -> Node:
-        return Node("add", tuple(Node("mul", pair) for pair in zip(row.args, column, strict=True)))
 
-    return grid((cell(row, column) for column in columns) for row in left.args)
+def _paired(kind: Kind, one: Node, two: Node) -> tuple[Node, ...]:
+    return tuple(Node(kind, pair) for pair in zip(one.args, two.args, strict=True))

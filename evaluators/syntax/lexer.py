@@ -129,17 +129,14 @@ class _Lexer:
         return end
 
     def other(self, char: str) -> None:
-        if char in "~@#\\":
-            if char == "\\":
-                raise Malformed("a backslash with nothing after it")
+        if char == "\\":
+            raise Malformed("a backslash with nothing after it")
+        if char == "." and self.after("number"):
+            raise NotMaths("a full stop after a number")
+        if char in "~@#.":
             self.gap = True
-            return
-        if char == ".":
-            self.gap = True
-            if self.after("number"):
-                raise NotMaths("a full stop after a number")
-            return
-        self.add("word", char)
+        else:
+            self.add("word", char)
 
     def escaped(self, piece: str) -> None:
         if piece in _ESCAPES:
@@ -157,9 +154,6 @@ class _Lexer:
             return self.named(name, text, position)
         elif name in _BLANK:
             self.gap = True
-        elif name in ("quadx", "quady"):
-            self.gap = True
-            self.add("symbol", name[-1])
         else:
             raise NotMaths(f"the command \\{name}")
         return position
@@ -196,11 +190,7 @@ class _Lexer:
             self.add("op", _SIGN_WORDS[lower])
         elif lower in ("since", "because"):
             self.has_ended = bool(self.tokens)
-        elif (
-            lower == "a"
-            and (follower := _NEXT_WORD.match(ahead))
-            and follower[1] in vocabulary.NEUTRAL | vocabulary.LABELS
-        ):
+        elif lower == "a" and (next_ := _NEXT_WORD.match(ahead)) and next_[1] in vocabulary.NEUTRAL | vocabulary.LABELS:
             self.add("word", lower)
         elif lower == "to" and self.after("number") and (not ahead.strip() or _VALUE_AHEAD.match(ahead)):
             self.add("op", ":")
@@ -220,11 +210,7 @@ class _Lexer:
     def _is_word(self, run: str) -> bool:
         if run.lower() in vocabulary.ATTACHED and self.after("number", "close", "command", "symbol", "word"):
             return True
-        if run[1:] in ("sqrt", "pi"):
-            return False
-        if run[:1].lower() + run[1:] in _WORDS_OF_TWO:
-            return True
-        return vocabulary.is_word(run)
+        return run[1:] not in ("sqrt", "pi") and (run[:1].lower() + run[1:] in _WORDS_OF_TWO or vocabulary.is_word(run))
 
     def product(self, run: str) -> None:
         """Letters side by side are factors, save a known function at their start, or a root or pi after one letter."""

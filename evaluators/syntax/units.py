@@ -1,7 +1,6 @@
 """Units of answers: what a phrase after a value measures or counts, as powers of base units and a scale."""
 
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 
@@ -20,7 +19,7 @@ Dimension = tuple[tuple[str, int], ...]
 Measure = tuple[Dimension, Fraction]
 
 
-def _combined(parts: Iterator[tuple[Measure, int]] | list[tuple[Measure, int]]) -> Measure:
+def _combined(parts: list[tuple[Measure, int]]) -> Measure:
     total: dict[str, int] = {}
     scale = Fraction(1)
     for (dimension, factor), power in parts:
@@ -32,11 +31,10 @@ def _combined(parts: Iterator[tuple[Measure, int]] | list[tuple[Measure, int]]) 
 
 def _defined(text: str, known: dict[str, Measure]) -> Measure:
     """A definition such as "1/1000 kg m^-1"."""
-    first, *rest = text.split()
-    scale = Fraction(first) if first[0].isdigit() else Fraction(1)
-    parts = [each.partition("^") for each in (rest if first[0].isdigit() else [first, *rest])]
-    dimension, factor = _combined([(known[name], int(power or 1)) for name, _, power in parts])
-    return dimension, factor * scale
+    words = text.split()
+    scale = Fraction(words.pop(0)) if text[0].isdigit() else Fraction(1)
+    parts = [each.partition("^") for each in words]
+    return _combined([(((), scale), 1), *((known[name], int(power or 1)) for name, _, power in parts)])
 
 
 def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
@@ -61,18 +59,16 @@ _IRREGULAR = _DATA.table("irregular", dict[str, str])
 _PLURAL = re.compile(r"[A-Za-z][a-z]{2,}(?<![sui])(?<!th)s")
 
 
-def _singulars(word: str) -> list[str]:
-    found = [re.sub(f"(?<=..){ending}$", instead, word) for ending, instead in (("ies", "y"), ("es", ""), ("s", ""))]
-    return [word, _IRREGULAR.get(word, word), *found]
-
-
 @lru_cache(maxsize=2048)
 def entry(word: str) -> Measure | None:
     """What one word measures: a unit, nothing at all for what counts anything, or itself for a known noun."""
     if word in _SYMBOLS:
         return _SYMBOLS[word]
     lower = word.lower()
-    for each in _singulars(lower):
+    singulars = (
+        re.sub(f"(?<=..){ending}$", instead, lower) for ending, instead in (("ies", "y"), ("es", ""), ("s", ""))
+    )
+    for each in (lower, _IRREGULAR.get(lower, lower), *singulars):
         if each in _NAMES:
             return _NAMES[each]
         if each in _COUNTERS:
@@ -93,7 +89,8 @@ def measure(unit: str) -> Measure | None:
     """
     parts: list[tuple[Measure, int]] = []
     sign, power = 1, 1
-    for word in _words(unit):
+    tokens = re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit)
+    for word in " ".join(_SPELLED_OUT.get(token, token) for token in tokens).split():  # mph and the like spelled out
         if word in ("per", "/"):
             sign = -1
         elif word[0] == "^":
@@ -116,12 +113,6 @@ def measure(unit: str) -> Measure | None:
 def is_generic(dimension: Dimension) -> bool:
     """Whether an amount is of squares or cubes of an unnamed length, as in "5 square units"."""
     return dimension in ((("unit", 2),), (("unit", 3),))
-
-
-def _words(unit: str) -> Iterator[str]:
-    """The words of a unit phrase, rates such as mph spelled out."""
-    for token in re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit):
-        yield from str(_SPELLED_OUT.get(token, token)).split()
 
 
 _STEP = re.compile(

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         Benchmark,
         Dataset,
         LoadOptions,
-        digest,
         find_benchmark,
         load_dataset,
     )
@@ -45,17 +44,7 @@ if TYPE_CHECKING:
         rate,
         votes,
     )
-    from atts.evaluators.metrics.scorecard import (
-        Coverage,
-        Samples,
-        SampleStatus,
-        Scorecard,
-        answer_classes,
-        coverage,
-        samples_of,
-        score,
-        status_of,
-    )
+    from atts.evaluators.metrics.scorecard import Samples, Scorecard, answer_classes, samples_of, score
     from atts.evaluators.verdict import Limits, Status, Verdict
 
 _NAMES = {
@@ -63,7 +52,7 @@ _NAMES = {
     "datasets.arithmetic": "Exercise exercises",
     "datasets.columns": "Columns",
     "datasets.hub": "cached_snapshot",
-    "datasets.loading": "BENCHMARKS Benchmark Dataset LoadOptions digest find_benchmark load_dataset",
+    "datasets.loading": "BENCHMARKS Benchmark Dataset LoadOptions find_benchmark load_dataset",
     "datasets.rows": "json_lines",
     "datasets.selection": "Selection select",
     "equivalence.fast": "equivalent",
@@ -73,19 +62,18 @@ _NAMES = {
     "metrics.paired": "Comparison ConfidenceSequence McNemar Sequential compare_in_order compare_runs mcnemar "
     "problems_needed",
     "metrics.rates": "Counts Votes avg_at_n count g_pass_at_k maj_at_k pass_at_k pass_hat_k rate votes",
-    "metrics.scorecard": "Coverage SampleStatus Samples Scorecard answer_classes coverage samples_of score status_of",
+    "metrics.scorecard": "Samples Scorecard answer_classes samples_of score",
     "verdict": "Limits Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
-    "BENCHMARKS", "Benchmark", "Columns", "Comparison", "ConfidenceSequence", "Counts", "Coverage", "Dataset",
-    "Estimate", "Exercise", "Extraction", "GradeTally", "GradedRecord", "Limits", "LoadOptions", "McNemar",
-    "SampleStatus", "Samples", "Scorecard", "Selection", "Sequential", "Status", "Verdict", "Votes",
-    "accuracy_estimate", "answer_classes", "avg_at_n", "cached_snapshot", "compare_in_order", "compare_runs",
-    "count", "coverage", "digest", "equivalent", "exercises", "extract", "extraction", "find_benchmark",
-    "g_pass_at_k", "grade", "group", "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar", "mean_estimate",
-    "pass_at_k", "pass_hat_k", "problems_needed", "rate", "reference", "samples_of", "score", "select",
-    "share_estimate", "status_of", "votes",
+    "BENCHMARKS", "Benchmark", "Columns", "Comparison", "ConfidenceSequence", "Counts", "Dataset", "Estimate",
+    "Exercise", "Extraction", "GradeTally", "GradedRecord", "Limits", "LoadOptions", "McNemar", "Samples", "Scorecard",
+    "Selection", "Sequential", "Status", "Verdict", "Votes", "accuracy_estimate", "answer_classes", "avg_at_n",
+    "cached_snapshot", "compare_in_order", "compare_runs", "count", "equivalent", "exercises", "extract", "extraction",
+    "find_benchmark", "g_pass_at_k", "grade", "group", "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar",
+    "mean_estimate", "pass_at_k", "pass_hat_k", "problems_needed", "rate", "reference", "samples_of", "score", "select",
+    "share_estimate", "votes",
 ]  # fmt: skip
 
 

@@ -60,19 +60,16 @@ def inner(content: str) -> str:
     for _ in range(8):
         stripped = content.strip()
         found, open_at = boxes(stripped)
-        if len(found) == 1 and open_at is None and found[0].start == 0 and found[0].end == len(stripped):
-            content = found[0].content
-        else:
+        if open_at is not None or [(box.start, box.end) for box in found] != [(0, len(stripped))]:
             break
+        content = found[0].content
     return PATTERNS["box_in_box"].sub("", content).strip()
 
 
 def joins(gap: str) -> bool:
     """Whether the text between two boxes says that both belong to one answer, as a comma or "and" does."""
-    if len(gap) > 80:
-        return False
-    plain = " ".join(PATTERNS["gap_noise"].sub(" ", gap).split())
-    return bool(PATTERNS["gap"].fullmatch(plain))
+    plain = " ".join(PATTERNS["gap_noise"].sub(" ", gap[:81]).split())
+    return len(gap) <= 80 and bool(PATTERNS["gap"].fullmatch(plain))
 
 
 def last_group(found: list[Box], text: str) -> list[str]:

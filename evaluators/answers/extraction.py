@@ -1,7 +1,6 @@
 """Extraction of the final answer from a reasoning text: boxed, after a mark, in a last sentence, or a last number."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -88,7 +87,7 @@ def _value(following: str, kind: AnswerKind) -> str | None:
         return _listed(run[0])
     if maths := _MATHS.match(following):
         return _inside(maths)
-    sentence = _CORRECTION.sub("", next(_sentences(following), "").strip().strip("*").strip())
+    sentence = _CORRECTION.sub("", PATTERNS["sentence_end"].split(following, maxsplit=1)[0].strip().strip("*").strip())
     if not sentence:
         return None
     if kind == "text":
@@ -107,14 +106,6 @@ def _listed(run: str) -> str:
 def _inside(found: re.Match[str]) -> str:
     """What stands between the signs that set off maths."""
     return found[0][2:-2].strip() if found[0][:2] in ("$$", "\\(", "\\[") else found[0][1:-1].strip()
-
-
-def _sentences(text: str) -> Iterator[str]:
-    at = 0
-    for end in PATTERNS["sentence_end"].finditer(text):
-        yield text[at : end.start()]
-        at = end.end()
-    yield text[at:]
 
 
 def _has_words(sentence: str) -> bool:
@@ -153,7 +144,7 @@ def stated(text: str, kind: AnswerKind) -> str | None:
     text = text[-_TAIL:].rstrip("` \n")
     if kind == "choice":
         return _choice(text)
-    for sentence in [each.strip() for each in _sentences(text) if each.strip(" .\n*")][:-4:-1]:
+    for sentence in [each.strip() for each in PATTERNS["sentence_end"].split(text) if each.strip(" .\n*")][:-4:-1]:
         if PATTERNS["aside"].match(sentence):
             continue
         if not _has_words(sentence) and _NUMBER.search(sentence) and len(sentence) < 200:

@@ -17,6 +17,7 @@ from atts.evaluators.verdict import STRICT, changed
 
 AnswerForm = Literal["plain", "integer", "final"]
 """How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####" of a solution."""
+Answers = Literal["required", "optional"]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
@@ -60,7 +61,7 @@ class Reader:
     prefix: str  # what ids start with
     kind: AnswerKind | None = None  # None: choice where there are choices, else math
     form: AnswerForm = "plain"
-    answers: Literal["required", "optional"] = "required"
+    answers: Answers = "required"
     seed: int = 0  # of the order of choices, where the right one has a column of its own
     policy: Grading = STRICT
 
@@ -98,7 +99,7 @@ class Reader:
         """The policy for that row, with its own tolerance; None for the default."""
         stated = self.text(index, self.columns.tolerance)
         try:  # a tuple's entries have one each: the largest holds for all
-            own = max(map(float, re.split(r"\s*,\s*", stated.strip("()")))) if stated else None
+            own = max(map(float, stated.strip("()").split(","))) if stated else None
         except ValueError:
             raise self.error(index, f"has the tolerance {stated!r}, which is no number") from None
         found = changed(self.policy, {"absolute": own})
@@ -188,11 +189,8 @@ def letter_order(seed: int, name: str, count: int) -> tuple[int, ...]:
     >>> sorted(letter_order(0, "gpqa/1", 4))
     [0, 1, 2, 3]
     """
-
-    def draw(at: int) -> bytes:
-        return blake2b(f"{seed}\x1f{name}\x1f{at}".encode(), digest_size=8).digest()
-
-    return tuple(sorted(range(count), key=draw))
+    keys = [blake2b(f"{seed}\x1f{name}\x1f{at}".encode(), digest_size=8).digest() for at in range(count)]
+    return tuple(sorted(range(count), key=keys.__getitem__))
 
 
 def _missing(table: RowTable, problem: str, wanted: str, advice: str = "") -> DatasetError:

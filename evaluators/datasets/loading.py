@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
 from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.datasets import arithmetic, hub
-from atts.evaluators.datasets.columns import ALIASES, LISTED, AnswerForm, Columns, Reader, cell, problems_of
+from atts.evaluators.datasets.columns import ALIASES, LISTED, AnswerForm, Answers, Columns, Reader, cell, problems_of
 from atts.evaluators.datasets.rows import RowTable, kind_of, read_table
 from atts.evaluators.datasets.selection import Selection, select, split_slice
 from atts.evaluators.verdict import STRICT, changed
@@ -102,7 +102,7 @@ class LoadOptions:
     split: str = "test"
     config: str = ""
     kind: AnswerKind | None = None
-    answers: Literal["required", "optional"] = "required"
+    answers: Answers = "required"
     seed: int = 0
     grading: Mapping[str, float | str | None] = field(default_factory=dict[str, float | str | None])
     shots: Path | None = None  # a file of problems with their solutions, said before every problem
@@ -110,13 +110,10 @@ class LoadOptions:
     cache: Path | None = None  # None: where huggingface_hub keeps it
 
     def __post_init__(self) -> None:
-        for option, value, known in (
-            ("answers", self.answers, ("required", "optional")),
-            ("network", self.network, get_args(hub.Network)),
-            ("kind", self.kind, (None, *get_args(AnswerKind))),
-        ):
-            if value not in known:
-                raise OptionError(option, f"{value!r} is not an option", [name for name in known if name])
+        for option, known in (("answers", Answers), ("network", hub.Network), ("kind", AnswerKind)):
+            value = getattr(self, option)
+            if value not in get_args(known) and (option, value) != ("kind", None):
+                raise OptionError(option, f"{value!r} is not an option", get_args(known))
         changed(STRICT, self.grading)
 
     @property
@@ -256,21 +253,18 @@ def _keep(table: RowTable, column: str, part: str) -> RowTable:
 
 def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
     """Generated, so that `selection` says how many, which seed and which levels instead of picking from a file."""
-    split = cast(arithmetic.Split, options.split)  # the generator refuses any other
-    count = selection.sample or BENCHMARKS["arithmetic"].size
+    name, split = "arithmetic", cast(arithmetic.Split, options.split)  # the generator refuses any other
+    count = selection.sample or BENCHMARKS[name].size
     levels = selection.levels or (1, 2, 3, 4, 5)
     revision = f"{split}, {count} problems, seed {selection.seed}, levels {','.join(map(str, levels))}"
     rest = replace(selection, sample=None, levels=())
     wanted = range(count)[cut.start : cut.stop : cut.step]
-    if rest.words() or not wanted:
-        made = list(_generated(split, count, selection.seed, levels))
-        for part in (rest, cut):
-            made = select(made, part, "arithmetic")
-    else:  # a shorter call begins like a longer one: what the slice leaves out behind its end is not generated
-        found = _generated(split, max(wanted) + 1, selection.seed, levels)
-        made = [found[index] for index in wanted]
+    is_whole = rest.words() or not wanted
+    # a shorter call begins like a longer one: what the slice leaves out behind its end is not generated
+    found = _generated(split, count if is_whole else max(wanted) + 1, selection.seed, levels)
+    made = select(select(found, rest, name), cut, name) if is_whole else [found[index] for index in wanted]
     notes = (f"selected: {cut.words()} ({len(made)} of {count})",) if cut.words() else ()
-    return Dataset("arithmetic", "generated", revision, "", tuple(made), notes)
+    return Dataset(name, "generated", revision, "", tuple(made), notes)
 
 
 @lru_cache(maxsize=16)

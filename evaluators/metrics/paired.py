@@ -79,8 +79,8 @@ def compare_runs(
     needed = problems_needed(spread, seen) if spread > 0 and seen != 0 and not math.isnan(seen) else None
     better, worse = int((delta > 0).sum()), int((delta < 0).sum())
     told = {"better": better, "worse": worse, "tied": delta.size - better - worse}
-    p_value = sign_flip_p(delta, seed=seed)
-    return Comparison(float(a.mean()), float(b.mean()), estimate, p_value, **told, problems_needed=needed)
+    means, p_value = (float(a.mean()), float(b.mean())), sign_flip_p(delta, seed=seed)
+    return Comparison(*means, estimate, p_value, **told, problems_needed=needed)
 
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
@@ -92,11 +92,9 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
     a, b = (values.astype(bool) for values in _pairs(first, second))
     lost, won = int((a & ~b).sum()), int((~a & b).sum())
     n, least = lost + won, min(lost, won)
-    tail = float(binomial_cdf(least, n, 0.5))
-    mass = float(binomial_pmf(least, n, 0.5))
-    exact = min(1.0, 2 * tail)
-    mid = 1.0 if lost == won else 2 * tail - mass
-    return McNemar(int((a & b).sum()), lost, won, int((~a & ~b).sum()), exact, mid)
+    tail = 2 * float(binomial_cdf(least, n, 0.5))
+    mid = 1.0 if lost == won else tail - float(binomial_pmf(least, n, 0.5))
+    return McNemar(int((a & b).sum()), lost, won, int((~a & ~b).sum()), min(1.0, tail), mid)
 
 
 def sign_flip_p(delta: Floats, *, draws: int = 9999, seed: int = 0) -> float:
@@ -128,13 +126,12 @@ def problems_needed(deviation: float, difference: float, *, power: float = 0.8, 
     if difference == 0 or not math.isfinite(difference) or not deviation >= 0 or not 0 < power < 1:
         raise OptionError("difference", f"{difference!r} with deviation {deviation!r}, power {power!r} has no answer")
     effect = deviation / abs(difference)
-    needed = max(2.0, (reach(math.inf, level) + reach(math.inf, 2 * power - 1)) ** 2 * effect**2)
-    for _ in range(50):  # t depends on n; the map contracts
-        freedom = max(1.0, needed - 1)
+    needed = freedom = math.inf
+    for _ in range(51):  # t depends on n; the map contracts
         again = max(2.0, (reach(freedom, level) + reach(freedom, 2 * power - 1)) ** 2 * effect**2)
         if abs(again - needed) < 1e-6 * needed:
             break
-        needed = again
+        needed, freedom = again, max(1.0, again - 1)
     return math.ceil(needed)
 
 

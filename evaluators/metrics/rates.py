@@ -139,13 +139,11 @@ def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
     if k < 1:
         raise OptionError("k", f"{k} is not at least 1")
     result = np.full(len(problems), np.nan)
-    by_samples: defaultdict[int, list[int]] = defaultdict(list)
-    for index, problem in enumerate(problems):
-        by_samples[problem.samples].append(index)
-    for samples, indices in by_samples.items():
-        if samples >= k:
-            group = [problems[index] for index in indices]
-            result[indices] = [_whole(votes) for votes in group] if samples == k else _expected(group, samples, k)
+    samples = np.array([problem.samples for problem in problems], dtype=np.int64)
+    for n in np.unique(samples[samples >= k]).tolist():
+        indices = np.flatnonzero(samples == n).tolist()
+        group = [problems[index] for index in indices]
+        result[indices] = [_whole(votes) for votes in group] if n == k else _expected(group, n, k)
     return result
 
 

@@ -53,12 +53,6 @@ class McNemar:
     p_value: float  # exact, two-sided
     mid_p: float  # less conservative: half the weight of what was seen
 
-    def __str__(self) -> str:
-        return (
-            f"right by both {self.both}, by the first alone {self.first_only}, by the second alone {self.second_only}, "
-            f"by neither {self.neither}; exact McNemar p = {self.p_value:.3g} (mid-p {self.mid_p:.3g})"
-        )
-
 
 def compare_runs(
     first: ArrayLike, second: ArrayLike, *, level: float = 0.95, seed: int = 0, n_samples: int = 0

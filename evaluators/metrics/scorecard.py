@@ -121,10 +121,6 @@ class Scorecard:
     estimates: Mapping[str, Estimate]
     coverage: Coverage
 
-    def __str__(self) -> str:
-        wide = max(map(len, self.estimates), default=0)
-        return "\n".join([*(f"{name:<{wide}}  {e}" for name, e in self.estimates.items()), str(self.coverage)])
-
 
 def coverage(problems: Sequence[Samples]) -> Coverage:
     """Counts of each status; a sample without one counts as unscored when it is not known whether it is right."""

@@ -6,16 +6,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from atts.evaluators.answers.extraction import Extraction, extract, extraction
     from atts.evaluators.datasets.arithmetic import Exercise, exercises
-    from atts.evaluators.datasets.columns import Columns
+    from atts.evaluators.datasets.catalogue import BENCHMARKS, Benchmark, Columns, LoadOptions, find_benchmark
     from atts.evaluators.datasets.hub import cached_snapshot
-    from atts.evaluators.datasets.loading import (
-        BENCHMARKS,
-        Benchmark,
-        Dataset,
-        LoadOptions,
-        find_benchmark,
-        load_dataset,
-    )
+    from atts.evaluators.datasets.loading import Dataset, load_dataset
     from atts.evaluators.datasets.rows import json_lines
     from atts.evaluators.datasets.selection import Selection, select
     from atts.evaluators.equivalence.fast import equivalent
@@ -50,9 +43,9 @@ if TYPE_CHECKING:
 _NAMES = {
     "answers.extraction": "Extraction extract extraction",
     "datasets.arithmetic": "Exercise exercises",
-    "datasets.columns": "Columns",
+    "datasets.catalogue": "BENCHMARKS Benchmark Columns LoadOptions find_benchmark",
     "datasets.hub": "cached_snapshot",
-    "datasets.loading": "BENCHMARKS Benchmark Dataset LoadOptions find_benchmark load_dataset",
+    "datasets.loading": "Dataset load_dataset",
     "datasets.rows": "json_lines",
     "datasets.selection": "Selection select",
     "equivalence.fast": "equivalent",

@@ -17,8 +17,6 @@ from atts.core import Problem
 from atts.errors import OptionError
 from atts.evaluators.syntax.vocabulary import Tables
 
-__all__ = ["LEVELS", "LIMIT", "Exercise", "Operation", "Split", "Step", "exercises", "problems", "split_of", "stream"]
-
 Split = Literal["train", "calibration", "test"]
 Operator = Literal["+", "-", "*", "/"]
 
@@ -188,11 +186,9 @@ def _next_operation(random: Random, value: int) -> Operation:
 
 def _chain(random: Random, count: int) -> list[Operation]:
     """Operations each of which works on the value before it."""
-    value = random.randint(2, 99)
-    operations: list[Operation] = []
-    for _ in range(count):
-        operations.append(_next_operation(random, value))
-        value = operations[-1].value
+    operations = [_next_operation(random, random.randint(2, 99))]
+    while len(operations) < count:
+        operations.append(_next_operation(random, operations[-1].value))
     return operations
 
 

@@ -6,50 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from hashlib import blake2b
-from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
-from atts.core import AnswerKind, Grading, Problem
-from atts.errors import DatasetError, OptionError
+from atts.core import Grading, Problem
+from atts.errors import DatasetError
+from atts.evaluators.datasets.catalogue import ALIASES, LETTERS, AnswerForm, Answers, Benchmark, Columns, LoadOptions
 from atts.evaluators.datasets.rows import RowTable
-from atts.evaluators.syntax.vocabulary import Tables
 from atts.evaluators.verdict import STRICT, changed
-
-AnswerForm = Literal["plain", "integer", "final"]
-"""How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####" of a solution."""
-Answers = Literal["required", "optional"]
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
-ALIASES = LISTED.table("columns", dict[str, str])
-"""The usual names of each field's column."""
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Which column holds what; an empty name is guessed from the usual ones, whatever their case.
-
-    `distractors` names the columns of wrong choices where `answer` holds the right one; `context` a lead to the text;
-    `unit` what the answer is in, `tolerance` by how much it may be off: neither is guessed.
-    """
-
-    text: str = ""
-    answer: str = ""
-    id: str = ""
-    level: str = ""
-    subject: str = ""
-    choices: str = ""
-    context: str = ""
-    unit: str = ""
-    tolerance: str = ""
-    distractors: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, mapping: Mapping[str, str]) -> "Columns":
-        """From a plain mapping such as {"text": "Question"}; raises OptionError for a field that does not exist."""
-        if unknown := [name for name in mapping if name not in ALIASES]:
-            raise OptionError("columns", f"there is no field {unknown[0]!r}", [*ALIASES])
-        return cls(**mapping, distractors=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +21,8 @@ class Reader:
 
     table: RowTable
     columns: Columns
-    prefix: str  # what ids start with
-    kind: AnswerKind | None = None  # None: choice where there are choices, else math
-    form: AnswerForm = "plain"
-    answers: Answers = "required"
-    seed: int = 0  # of the order of choices, where the right one has a column of its own
-    policy: Grading = STRICT
+    benchmark: Benchmark
+    options: LoadOptions
 
     def problem(self, index: int) -> Problem:
         """The problem in that row; raises DatasetError when its text or reference is missing."""
@@ -72,9 +31,10 @@ class Reader:
         if not text:
             raise self.error(index, f"has no text in column {names.text!r}")
         name = self.text(index, names.id).removeprefix("test/").removesuffix(".json") or str(index)
-        name = f"{self.prefix}/{name.removeprefix(f'{self.prefix}/')}"
-        answer = FORMS[self.form](self.text(index, names.answer))
-        if not answer and self.answers == "required":
+        prefix = f"{self.benchmark.prefix or self.benchmark.name}/"
+        name = prefix + name.removeprefix(prefix)
+        answer = FORMS[self.benchmark.form](self.text(index, names.answer))
+        if not answer and self.options.answers == "required":
             raise self.error(index, f"has no answer in column {names.answer!r}")
         choices, answer = self.choices(index, name, answer)
         answer += _unit(self.text(index, names.unit)) if "," not in answer else ""
@@ -83,7 +43,7 @@ class Reader:
             id=name,
             text="\n\n".join(part for part in (self.text(index, names.context), text, listed) if part),
             answer=answer or None,
-            kind=self.kind or ("choice" if choices else "math"),
+            kind=self.options.kind or self.benchmark.kind or ("choice" if choices else "math"),
             level=_level(self.text(index, names.level)),
             subject=self.text(index, names.subject),
             choices=choices,
@@ -99,10 +59,10 @@ class Reader:
         """The policy for that row, with its own tolerance; None for the default."""
         stated = self.text(index, self.columns.tolerance)
         try:  # a tuple's entries have one each: the largest holds for all
-            own = max(map(float, stated.strip("()").split(","))) if stated else None
+            own = max(map(float, stated.strip("()").split(","))) if stated else self.options.grading.get("absolute")
         except ValueError:
             raise self.error(index, f"has the tolerance {stated!r}, which is no number") from None
-        found = changed(self.policy, {"absolute": own})
+        found = changed(self.benchmark.grading, {**self.options.grading, "absolute": own})
         return found if found != STRICT else None
 
     def choices(self, index: int, name: str, answer: str) -> tuple[tuple[str, ...], str]:
@@ -118,7 +78,7 @@ class Reader:
             return (), answer
         if not 2 <= len(found) <= len(LETTERS):
             raise self.error(index, f"has {len(found)} choices")
-        order = letter_order(self.seed, name, len(found)) if self.columns.distractors else range(len(found))
+        order = letter_order(self.options.seed, name, len(found)) if self.columns.distractors else range(len(found))
         return tuple(found[at] for at in order), LETTERS[order.index(right)] if answer else ""
 
     def position(self, index: int, answer: str, choices: Sequence[str]) -> int:
@@ -148,13 +108,13 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
     Raises DatasetError: a column that is not there (with those that are), a row without text or reference, an id twice.
     """
     table = reader.table
-    reader = replace(reader, columns=find_columns(table, reader.columns, reader.answers))
+    reader = replace(reader, columns=find_columns(table, reader.columns, reader.options.answers))
     problems = [reader.problem(index) for index in range(len(table.rows))]
     _refuse_duplicates(table, problems)
-    return problems, _notes(table, problems, reader.columns.level)
+    return problems, _notes(reader, problems)
 
 
-def find_columns(table: RowTable, asked: Columns, answers: str) -> Columns:
+def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
     """The columns to read: those asked for, checked, and for the rest the usual names that are there."""
     named = {field: cast(str, getattr(asked, field)) for field in ALIASES}
     for name in filter(None, (*named.values(), *asked.distractors)):
@@ -251,14 +211,17 @@ def _refuse_duplicates(table: RowTable, problems: Sequence[Problem]) -> None:
         raise DatasetError(table.source, detail, "Map another column to 'id', or drop the repeated rows")
 
 
-def _notes(table: RowTable, problems: Sequence[Problem], levels: str) -> list[str]:
+def _notes(reader: Reader, problems: Sequence[Problem]) -> list[str]:
     notes = list[str]()
     texts = Counter(" ".join(problem.text.split()).casefold() for problem in problems)
     if repeated := sum(count - 1 for count in texts.values()):
         notes.append(f"{repeated} problems repeat another's text")
     if unanswered := sum(problem.answer is None for problem in problems):
         notes.append(f"{unanswered} of {len(problems)} problems have no reference answer and cannot be graded")
-    stated = [cell(row.get(levels)).strip() for row in table.rows] if levels else []
+    level = reader.columns.level
+    stated = [reader.text(index, level) for index in range(len(problems))]
     if unread := sum(bool(text) and _level(text) is None for text in stated):
-        notes.append(f"column {levels!r} is no level number in {unread} rows")
+        notes.append(f"column {level!r} is no level number in {unread} rows")
+    if reader.columns.distractors:
+        notes.append(f"choices shuffled per question with seed {reader.options.seed}")
     return notes

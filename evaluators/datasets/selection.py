@@ -39,16 +39,13 @@ class Selection:
         return ", ".join(part for part in parts if part)
 
 
-_PLACE = r"-?\d{0,18}"
-
-
 def split_slice(name: str) -> tuple[str, Selection]:
     """A name such as "math500[:100]" as the name and the slice.
 
     >>> split_slice("aime24[10:20]")[1].words()
     'slice [10:20]'
     """
-    found = re.fullmatch(rf"(.+?)\[({_PLACE}):({_PLACE})(?::({_PLACE}))?\]", name)
+    found = re.fullmatch(r"(.+?)\[(-?\d{0,18}):(-?\d{0,18})(?::(-?\d{0,18}))?\]", name)
     if not found:
         return name, Selection()
     start, stop, step = (int(end) if end and end != "-" else None for end in found.groups()[1:])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from atts.distributions import binomial_pmf, hypergeometric_tail
 from atts.errors import OptionError
@@ -186,22 +186,13 @@ def _win_shares(own: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floa
         below += binomial_pmf(j - 1, sizes, chance)[:, None] * roots ** (j - 1)
         exactly = binomial_pmf(j, sizes, chance)[:, None] * roots**j
         rows = np.flatnonzero(own >= j)
-        nodes, weights = _unit_nodes((k - j) // j)
+        nodes, weights = np.polynomial.legendre.leggauss((k - j) // j // 2 + 1)
         spectrum = np.zeros((rows.size, roots.size), dtype=np.complex128)
-        for node, weight in zip(nodes, weights, strict=True):
-            logs = _log(below + node * exactly)
+        for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
+            factors = below + node * exactly
+            # where a factor is 0 its product must be 0, but 0 of such factors must be 1: so not minus infinity
+            logs = np.log(np.where(np.abs(factors) < 1e-200, 1e-200, factors))
             spectrum += weight * np.exp(rivals[np.ix_(rows, sizes)] @ logs + quiet[rows])
         others = np.fft.irfft(spectrum, n + 1, axis=1)[:, k - j]
         result[rows] += binomial_pmf(j, own[rows], chance) * others
     return result / float(binomial_pmf(k, n, chance))
-
-
-def _unit_nodes(degree: int) -> tuple[Floats, Floats]:
-    """Gauss-Legendre on [0, 1], exact for polynomials of that degree."""
-    nodes, weights = np.polynomial.legendre.leggauss(degree // 2 + 1)
-    return (nodes + 1) / 2, weights / 2
-
-
-def _log(values: NDArray[np.complex128]) -> NDArray[np.complex128]:
-    """Where a factor is 0 its product must be 0, but 0 of such factors must be 1: so not minus infinity."""
-    return np.log(np.where(np.abs(values) < 1e-200, 1e-200, values))

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from atts.core import Problem
 from atts.errors import DatasetError, OptionError
-from atts.evaluators.datasets.columns import Columns, letter_order
-from atts.evaluators.datasets.loading import LoadOptions, digest, load_dataset
+from atts.evaluators.datasets.catalogue import Columns, LoadOptions
+from atts.evaluators.datasets.columns import letter_order
+from atts.evaluators.datasets.loading import digest, load_dataset
 from atts.evaluators.datasets.rows import read_table
 from atts.evaluators.datasets.selection import Selection, select, split_slice
 

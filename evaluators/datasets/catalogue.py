@@ -1,0 +1,133 @@
+"""Catalogue of benchmarks, from their data file: copies on the hub, columns, and what a caller may change."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from atts.core import AnswerKind, Grading
+from atts.errors import OptionError
+from atts.evaluators.datasets.hub import Network
+from atts.evaluators.syntax.vocabulary import Tables
+from atts.evaluators.verdict import STRICT, changed
+
+AnswerForm = Literal["plain", "integer", "final"]
+"""How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####" of a solution."""
+Answers = Literal["required", "optional"]
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
+ALIASES = LISTED.table("columns", dict[str, str])
+"""The usual names of each field's column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which column holds what; an empty name is guessed from the usual ones, whatever their case.
+
+    `distractors` names the columns of wrong choices where `answer` holds the right one; `context` a lead to the text;
+    `unit` what the answer is in, `tolerance` by how much it may be off: neither is guessed.
+    """
+
+    text: str = ""
+    answer: str = ""
+    id: str = ""
+    level: str = ""
+    subject: str = ""
+    choices: str = ""
+    context: str = ""
+    unit: str = ""
+    tolerance: str = ""
+    distractors: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, str]) -> "Columns":
+        """From a plain mapping such as {"text": "Question"}; raises OptionError for a field that does not exist."""
+        if unknown := [name for name in mapping if name not in ALIASES]:
+            raise OptionError("columns", f"there is no field {unknown[0]!r}", [*ALIASES])
+        return cls(**mapping, distractors=())
+
+
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """One copy of a benchmark on the hub: its files in reading order, its columns, its quirks in words."""
+
+    repo: str
+    files: tuple[str, ...]
+    columns: Columns
+    keep: tuple[str, str] | None = None  # only rows whose column contains this text
+    quirk: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A benchmark by name; the first of `hubs` that is cached is read, else the first is fetched."""
+
+    name: str
+    title: str
+    size: int
+    kind: AnswerKind | None = "math"  # None: choice where there are choices, else math
+    form: AnswerForm = "plain"
+    grading: Grading = Grading()
+    aliases: tuple[str, ...] = ()
+    sample: tuple[int, int] | None = None  # count and seed of the subset this name stands for
+    hubs: tuple[HubSource, ...] = ()
+    prefix: str = ""  # what ids start with, when it is not the name
+    note: str = ""
+
+    @classmethod
+    def unknown(cls, source: str) -> "Benchmark":
+        """A source that is not in the catalogue, as a benchmark without copies."""
+        return cls(Path(source).stem, "", 0, kind=None)
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {it.name: it for it in LISTED.table("benchmark", tuple[Benchmark, ...])}
+
+
+def find_benchmark(name: str) -> Benchmark | None:
+    """The benchmark of that name or alias, whatever its case, hyphens or underscores; None when there is none.
+
+    >>> [found.name for text in ("MATH-500", "aime_2025") if (found := find_benchmark(text))]
+    ['math500', 'aime25']
+    """
+    key = _bare(name)
+    return next((it for it in BENCHMARKS.values() if key in (_bare(it.name), *it.aliases)), None)
+
+
+def _bare(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What may be said about a source beyond its name; the defaults read every known benchmark.
+
+    `file` reads a known benchmark from that file instead of the hub; `seed` shuffles the choices of multiple choice;
+    `grading` says what of the benchmark's own policy is to be otherwise.
+    """
+
+    columns: Columns | Mapping[str, str] = Columns()
+    file: Path | None = None
+    revision: str = "main"
+    split: str = "test"
+    config: str = ""
+    kind: AnswerKind | None = None
+    answers: Answers = "required"
+    seed: int = 0
+    grading: Mapping[str, float | str | None] = field(default_factory=dict[str, float | str | None])
+    shots: Path | None = None  # a file of problems with their solutions, said before every problem
+    network: Network = "auto"
+    cache: Path | None = None  # None: where huggingface_hub keeps it
+
+    def __post_init__(self) -> None:
+        for option, known in (("answers", Answers), ("network", Network), ("kind", AnswerKind)):
+            value = getattr(self, option)
+            if value not in get_args(known) and (option, value) != ("kind", None):
+                raise OptionError(option, f"{value!r} is not an option", get_args(known))
+        changed(STRICT, self.grading)
+
+    @property
+    def asked(self) -> Columns | None:
+        """The columns asked for; None where the source's own are to be read."""
+        asked = self.columns if isinstance(self.columns, Columns) else Columns.of(self.columns)
+        return None if asked == Columns() else asked

@@ -155,10 +155,9 @@ def stated(text: str, kind: AnswerKind) -> str | None:
 
 def _bare(line: str) -> str | None:
     """A line without words: its maths, its values, what its last = gives, or its last number."""
-    maths = _MATHS.search(line)
     if run := _RUN.search(line):
         return _listed(run[0])
-    if maths:
+    if maths := _MATHS.search(line):
         return _inside(maths)
     value = line.rpartition("=")[2]
     return _trimmed(value) if value.isascii() and not re.search(r"\*\*|\]", value) else _last_number(value)

@@ -110,7 +110,10 @@ def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
     table = reader.table
     reader = replace(reader, columns=find_columns(table, reader.columns, reader.options.answers))
     problems = [reader.problem(index) for index in range(len(table.rows))]
-    _refuse_duplicates(table, problems)
+    if repeated := [name for name, count in Counter(problem.id for problem in problems).items() if count > 1]:
+        places = [table.place(index) for index, problem in enumerate(problems) if problem.id == repeated[0]]
+        detail = f"{' and '.join(places[:2])} have the same id {repeated[0]!r} ({len(repeated)} ids are not unique)"
+        raise DatasetError(table.source, detail, "Map another column to 'id', or drop the repeated rows")
     return problems, _notes(reader, problems)
 
 
@@ -202,13 +205,6 @@ def _unit(text: str) -> str:
     """
     name, power, size = text.strip("$ ").partition("^")
     return {"": "", "%": "\\%"}.get(text, (f"\\text{{ {name.lstrip(chr(92))}}}" if name else "") + power + size)
-
-
-def _refuse_duplicates(table: RowTable, problems: Sequence[Problem]) -> None:
-    if repeated := [name for name, count in Counter(problem.id for problem in problems).items() if count > 1]:
-        places = [table.place(index) for index, problem in enumerate(problems) if problem.id == repeated[0]]
-        detail = f"{' and '.join(places[:2])} have the same id {repeated[0]!r} ({len(repeated)} ids are not unique)"
-        raise DatasetError(table.source, detail, "Map another column to 'id', or drop the repeated rows")
 
 
 def _notes(reader: Reader, problems: Sequence[Problem]) -> list[str]:

@@ -59,10 +59,8 @@ def select(problems: Sequence[Problem], selection: Selection, source: str = "sel
     chosen = list(problems)
     if selection.ids:
         chosen = _by_id(chosen, selection.ids, source)
-    if selection.levels:
-        chosen = _by(chosen, "level", selection.levels, source)
-    if selection.subjects:
-        chosen = _by(chosen, "subject", selection.subjects, source)
+    for field, wanted in (("level", selection.levels), ("subject", selection.subjects)):
+        chosen = _by(chosen, field, wanted, source) if wanted else chosen
     if selection.sample is not None:
         if not 0 < selection.sample <= len(chosen):
             raise DatasetError(source, f"cannot draw {selection.sample} of {len(chosen)} problems", "Ask for fewer")

@@ -13,9 +13,6 @@ from atts.distributions import binomial_pmf, hypergeometric_tail
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import Estimate, Floats, Ints, mean_estimate
 
-Graded = Sequence[Sequence[bool | None]]
-"""Per problem, per sample: right, wrong, or None where it is not known."""
-
 
 @dataclass(frozen=True, slots=True)
 class Counts:
@@ -25,8 +22,8 @@ class Counts:
     c: Ints
 
 
-def count(correct: Graded) -> Counts:
-    """Samples and right ones per problem, ragged or not; always what is there, never what was configured.
+def count(correct: Sequence[Sequence[bool | None]]) -> Counts:
+    """Samples and right ones per problem, ragged or not (None: not known); what is there, never what was configured.
 
     >>> counts = count([[True, False, None], [True]])
     >>> counts.n.tolist(), counts.c.tolist()
@@ -98,9 +95,6 @@ def _none_of(n: Ints, bad: Ints, k: int) -> Floats:
     return product
 
 
-Label = Hashable
-
-
 @dataclass(frozen=True, slots=True)
 class Votes:
     """One problem's samples as a vote sees them: sizes of the classes, how right each is, and the silent ones."""
@@ -115,7 +109,7 @@ class Votes:
         return sum(self.sizes) + self.blanks
 
 
-def votes(labels: Sequence[Label | None], correct: Sequence[bool | float | None]) -> Votes:
+def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | None]) -> Votes:
     """Classes with their value: the share of their members judged right (None counts as wrong); no label, no vote.
 
     >>> votes(["a", "b", "a", None], [True, False, True, False])
@@ -123,7 +117,7 @@ def votes(labels: Sequence[Label | None], correct: Sequence[bool | float | None]
     """
     if len(labels) != len(correct):
         raise OptionError("labels", f"there are {len(labels)} labels for {len(correct)} verdicts")
-    members = defaultdict[Label | None, list[float]](list)
+    members = defaultdict[Hashable | None, list[float]](list)
     for label, one in zip(labels, correct, strict=True):
         members[label].append(float(one or 0))
     silent = len(members.pop(None, ()))

@@ -1,14 +1,14 @@
 """Scorecard of a run: every rate with its interval, beside what it left uncounted."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from atts.errors import OptionError
 from atts.evaluators.metrics import rates
 from atts.evaluators.metrics.intervals import Estimate, Floats
-from atts.evaluators.metrics.rates import Label, rate
+from atts.evaluators.metrics.rates import rate
 
 SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
 """What became of a sample: graded; cut at a limit; ended with no answer; the grader cannot tell, or took too long."""
@@ -37,7 +37,7 @@ class Samples:
 
     problem: str
     correct: tuple[bool | None, ...]
-    labels: tuple[Label | None, ...] = ()
+    labels: tuple[Hashable | None, ...] = ()
     statuses: tuple[SampleStatus, ...] = ()
 
     def __post_init__(self) -> None:

@@ -85,7 +85,7 @@ class AheadDrafter(ModelDrafter):
         self._job: DraftJob | None = None
         self._began, self._budget = 0.0, 0.0  # seconds: when the job began, and what a step of the target takes
         self._is_late = False
-        self._costs = StepCosts()
+        self._costs = StepCosts(wanders=False)
         self._tested, self._stood = 1.0, 0.7
         self.stats = OverlapStats()
         self._writer = BranchWriter(model, self._table, self._vocabulary, heads, self.stats)

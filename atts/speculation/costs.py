@@ -1,10 +1,15 @@
-"""What steps and proposals take, as measured: seconds by the number of tokens, never falling as there are more."""
+"""What steps and proposals take, as measured: seconds by the number of tokens, never falling as there are more.
+
+A shared machine is slower now than it was a second ago. So the logs of times are the sum of what the machine adds now,
+which wanders, and of what so many tokens take, which stays: a Kalman filter tells them apart, for steps of different
+sizes follow each other. How well each is known is known, and times that are far off count as little as they should.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from math import log2
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import exp, log, log2, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +17,12 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Condition = tuple[int, ...]  # whether given text is fed in the same step, how many sequences, how long they are
 
-_KEPT = 9  # newest times of a cell, of which the median counts: load and hiccups of the machine pass
-_ENOUGH = 2  # times that make a cell measured
+_NEW, _COPIED = 1.0, 0.04  # variance of the log of a time that neighbours or another condition promise
+_ENOUGH = 0.12  # variance below which a cell is measured
+_AGEING = 0.00002  # variance that a step adds to a cell that was not seen in it
+_STEP, _LEARNING = 0.04, 1 / 32  # variance of one step's time at first, and how fast it is learnt
+_WANDERING = 0.05  # of it, variance that a step adds to the machine's slowness
+_OUTLYING = 2.5  # standard deviations beyond which a time tells no more
 _STALE = 8  # times added before a curve is drawn anew
 _EXACT = 16  # rows up to which each number has a cell of its own; beyond, four cells an octave
 
@@ -58,41 +67,77 @@ class Curve:
 @dataclass(slots=True)
 class _Cell:
     rows: float
-    times: deque[float] = field(default_factory=lambda: deque[float](maxlen=_KEPT))
-
-    def add(self, rows: int, seconds: float) -> None:
-        self.rows += (rows - self.rows) / 4
-        self.times.append(seconds)
-
-    def median(self) -> float:
-        return sorted(self.times)[(len(self.times) - 1) // 2]
+    log: float  # of seconds
+    variance: float  # of the log
+    seen: int  # the number of the time that was added last
 
 
 class StepCosts:
     """A table of times by condition and rows, filled as steps are taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wanders: bool = True) -> None:
+        """Where the machine's speed does not wander, times are compared that were not measured side by side."""
         self._cells: dict[Condition, dict[int, _Cell]] = {}
         self._curves: dict[Condition, Curve] = {}
         self._since: dict[Condition, int] = {}
+        self._added = 0
+        self._wandering = _WANDERING if wanders else 0.0
+        self._of_machine, self._of_step = 0.0, _STEP  # variances
+        self._machine = 0.0  # log of the slowness
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long as the table says steps take now."""
+        return exp(self._machine)
 
     def add(self, where: Condition, rows: int, seconds: float) -> None:
         """One step took so long."""
-        cells = self._cells.get(where)
-        if cells is None:
-            cells = self._cells[where] = self._like(where)
-        place = _place(rows)
-        if place not in cells:
-            cells[place] = _Cell(rows)
-        cells[place].add(rows, seconds)
+        self._added += 1
+        if where not in self._cells:
+            self._cells[where] = self._like(where)
+        cell = self._cells[where].get(_place(rows))
+        if cell is None:
+            cell = self._cells[where][_place(rows)] = self._begun(where, rows, seconds)
+        was_known = cell.variance < _ENOUGH
+        self._update(cell, rows, log(seconds))
         self._since[where] = self._since.get(where, 0) + 1
-        if self._since[where] >= _STALE or len(cells[place].times) <= _ENOUGH:
+        if self._since[where] >= _STALE or not was_known:
             self._curves.pop(where, None)
 
+    def rest(self, steps: int) -> None:
+        """So many steps were not timed."""
+        self._added += steps
+        self._of_machine = min(1.0, self._of_machine + self._wandering * self._of_step * steps)
+
+    def _begun(self, where: Condition, rows: int, seconds: float) -> _Cell:
+        curve = self.curve(where) if self._cells[where] else None
+        expected = log(seconds) - self._machine if curve is None else log(curve.one(rows))
+        return _Cell(rows, expected, _NEW, self._added)
+
+    def _update(self, cell: _Cell, rows: int, found: float) -> None:
+        self._of_machine += self._wandering * self._of_step
+        cell.variance = min(_NEW, cell.variance + _AGEING * (self._added - cell.seen))
+        variance = self._of_machine + cell.variance + self._of_step
+        most = _OUTLYING * sqrt(variance)
+        surprise = max(-most, min(most, found - self._machine - cell.log))
+        self._of_step += _LEARNING * self._of_step * (surprise**2 / variance - 1)
+        self._machine += self._of_machine / variance * surprise
+        self._of_machine -= self._of_machine**2 / variance
+        cell.log += cell.variance / variance * surprise
+        cell.variance -= cell.variance**2 / variance
+        cell.rows, cell.seen = cell.rows + (rows - cell.rows) / 4, self._added
+
     def is_measured(self, where: Condition, rows: int) -> bool:
-        """Whether the cell of so many rows has been seen more than once."""
+        """Whether it is known what so many rows take."""
+        return self._variance(where, rows) < _ENOUGH
+
+    def doubt(self, where: Condition, rows: int) -> float:
+        """The standard deviation of the log of what so many rows are thought to take."""
+        return sqrt(self._variance(where, rows))
+
+    def _variance(self, where: Condition, rows: int) -> float:
         cell = self._cells.get(where, {}).get(_place(rows))
-        return cell is not None and len(cell.times) >= _ENOUGH
+        return _NEW if cell is None else min(_NEW, cell.variance + _AGEING * (self._added - cell.seen))
 
     def curve(self, where: Condition) -> Curve | None:
         """Step times there, or under the nearest condition that was seen; None: no step was ever timed."""
@@ -102,7 +147,7 @@ class StepCosts:
             near = self._nearest(where)
             return None if near is None else self.curve(near)
         self._since[where] = 0
-        self._curves[where] = _rising(sorted((c.rows, c.median()) for c in self._cells[where].values()))
+        self._curves[where] = _rising(sorted(self._cells[where].values(), key=lambda cell: cell.rows))
         return self._curves[where]
 
     def _nearest(self, where: Condition) -> Condition | None:
@@ -115,24 +160,22 @@ class StepCosts:
         """Cells of a condition that is new: those of the nearest one, soon outvoted by times of its own."""
         near = self._nearest(where)
         known = self._cells[near] if near is not None else {}
-        return {
-            place: _Cell(cell.rows, deque([cell.median()] * min(_ENOUGH, len(cell.times)), _KEPT))
-            for place, cell in known.items()
-        }
+        return {place: replace(cell, variance=cell.variance + _COPIED) for place, cell in known.items()}
 
 
 def _place(rows: int) -> int:
     return rows if rows <= _EXACT else int(4 * log2(rows / _EXACT)) + _EXACT + 1
 
 
-def _rising(points: list[tuple[float, float]]) -> Curve:
-    """The nearest times that never fall as rows rise: neighbours that do are averaged."""
-    blocks: list[tuple[float, int]] = []  # mean seconds, points
-    for _, seconds in points:
-        mean, count = seconds, 1
+def _rising(cells: Sequence[_Cell]) -> Curve:
+    """The nearest times that never fall as rows rise: neighbours that do are averaged, by how well they are known."""
+    blocks: list[tuple[float, float, int]] = []  # mean of logs, weight, cells
+    for cell in cells:
+        mean, weight, count = cell.log, 1 / cell.variance, 1
         while blocks and blocks[-1][0] > mean:
-            before, more = blocks.pop()
-            mean, count = (mean * count + before * more) / (count + more), count + more
-        blocks.append((mean, count))
-    means = [mean for mean, count in blocks for _ in range(count)]
-    return Curve(np.array([rows for rows, _ in points]), np.array(means))
+            before, heavy, more = blocks.pop()
+            mean = (mean * weight + before * heavy) / (weight + heavy)
+            weight, count = weight + heavy, count + more
+        blocks.append((mean, weight, count))
+    means = [exp(mean) for mean, _, count in blocks for _ in range(count)]
+    return Curve(np.array([cell.rows for cell in cells]), np.array(means))

@@ -14,18 +14,19 @@ from atts.speculation.costs import Condition, StepCosts, condition
 from atts.speculation.survival import Outcome, Survival
 
 _MARGIN = 0.01  # gain below which everything stays as it is
-_DOUBT, _DOUBT_OF_ONE = 0.005, 0.001  # gain that proposals must promise beside none, at least and a sequence
-_SURPRISE_WEIGHT, _MOST_SURPRISE = 1 / 8, 0.3  # of one step
+_DOUBT, _DOUBT_OF_ONE = 0.02, 0.001  # gain that proposals must promise beside none, at least and a sequence
+_SURPRISE_WEIGHT, _MOST_SURPRISE = 1 / 32, 0.5  # of one step
+_CAUTION = 0.3  # standard deviations of a time by which it must pay to stop what seemed to pay
 _FORGETTING = 0.8  # what a rest leaves of surprises
 _FADED = 1.0  # tests of each place that what stood before a rest counts for
 _PERIODS = 8, 64  # steps between two decisions: after one that changed something, at most
-_LOOKS = 3  # steps that are timed before anything is tried
+_LOOKS = 8  # steps that are timed before anything is tried
 _HOPE = 0.5  # of the time that proposals are thought to take where it was never measured, what it may turn out to be
-_PLAIN = 5  # steps without proposals that are timed now and then, most of those that a median is of
+_PLAIN = 5  # steps without proposals that are timed now and then
 _SHARE = 0.01  # of the time, what trials may lose
 _ADVANCE = 16  # steps without proposals whose time first trials of a length may lose ahead
-_LOSING = 12  # the same, for proposals that were thought to pay
-_HICCUP = 5  # the same, what one step counts for at most
+_SAVED = 12  # the most of such steps that are saved up for trials
+_HICCUP = 5  # the most of such steps that one of a trial counts for
 _RESTS = 64, 4096  # steps for which nothing is looked at: at first, at most
 _LENGTHS = 8, 4, 2, 1, 16  # tried for all sequences in advance; others beside lengths that pay
 _FEW = 4  # tokens tried for few sequences
@@ -77,7 +78,7 @@ class _Trial:
     length: int
     left: int  # steps
     keys: frozenset[int] | None = None  # whom tokens are proposed for; None: all
-    lost: float = 0.0  # seconds, beside what was decided
+    lost: float = 0.0  # in steps without proposals, beside what was decided
 
     def lengths(self, keys: Sequence[int]) -> list[int]:
         return [self.length if self.keys is None or key in self.keys else 0 for key in keys]
@@ -91,7 +92,7 @@ class _Load:
     steps: int = 0
     trial: _Trial | None = None
     next_plain: int = 0  # the step of the next trial without proposals
-    lost: float = 0.0  # seconds, by steps with proposals beside such without
+    gap: int = _PERIODS[0]  # steps from there to the next one
     surprise: float = 0.0  # log of seconds over those expected, with proposals
     resting: int = 0  # steps that are left of a rest
     rested: int = 0
@@ -117,7 +118,7 @@ class GoodputControl:
     def __init__(self, most: int, costs: StepCosts | None = None) -> None:
         """`costs` may know step times already."""
         self._most, self._survival = most, Survival(most)
-        self._costs, self._proposing = costs or StepCosts(), StepCosts()
+        self._costs, self._proposing = costs or StepCosts(), StepCosts(wanders=False)
         self._loads: dict[int, _Load] = {}
         self._standing: dict[int, list[float]] = {}  # expected tokens by length
         self._wanted = self._asked = set[int]()  # sequences that tokens are wanted for in this step, and were before
@@ -126,7 +127,7 @@ class GoodputControl:
         self._asks = 0
         self._rounds = 0  # verified so far
         self._is_stale = True  # what is known of what stands
-        self._balance = 0.0  # seconds that trials may lose
+        self._balance = 0.0  # what trials may lose, in steps without proposals
 
     def rests(self, sequences: int) -> bool:
         """Whether a step of so many sequences is one of those for which nothing is chosen or observed."""
@@ -162,22 +163,18 @@ class GoodputControl:
         forecast = self._forecast(step, rounds, rows)
         # where most were not asked for in the last step, a drafter had to catch up with them
         is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
-        self._learn(rounds, seconds[0], is_steady)
         self._costs.add(step.condition, rows, seconds[1])
+        spent = sum(seconds) / self._costs.slowness
+        self._learn(rounds, seconds[0] / self._costs.slowness, is_steady)
         load, plain = self._loads[len(step.keys).bit_length()], self._plain(step)
-        self._balance = min(self._balance + _SHARE * sum(seconds), _LOSING * plain)
-        written = step.rows + sum([stood for _, _, stood in rounds])
+        self._balance = min(self._balance + _SHARE * spent / plain, _SAVED)
         if load.trial is not None:
+            written = step.rows + sum([stood for _, _, stood in rounds])
             rate = load.verdicts[step.others > 0].rate or step.rows / plain
-            self._charge(load, load.trial, min(sum(seconds) - written / rate, _HICCUP * plain))
-        elif self._total:
-            if forecast is not None and is_steady:
-                surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, log(sum(seconds) / forecast.seconds)))
-                load.surprise += _SURPRISE_WEIGHT * (surprise - load.surprise)
-            lost = min(sum(seconds) - written * plain / step.rows, _HICCUP * plain)
-            load.lost = max(load.lost + lost, -_LOSING * plain)
-            if load.lost > _LOSING * plain:
-                self._give_up(load, step)
+            self._charge(load, load.trial, min((spent - written / rate) / plain, _HICCUP))
+        elif self._total and forecast is not None:
+            surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, log(sum(seconds) / forecast.seconds)))
+            load.surprise += _SURPRISE_WEIGHT * (surprise - load.surprise)
         return forecast
 
     def _learn(self, rounds: Sequence[Outcome], seconds: float, is_steady: bool) -> None:
@@ -193,31 +190,26 @@ class GoodputControl:
         """A step of a trial lost so much; after the last one it is decided anew."""
         trial.lost, trial.left = trial.lost + lost, trial.left - 1
         if not trial.left:
-            self._balance -= max(0.0, trial.lost)
+            self._balance -= max(0.0, trial.lost) if trial.length else 0.0
             load.trial = None
             for verdict in load.verdicts:
                 verdict.until = load.steps
 
-    def _give_up(self, load: _Load, step: StepShape) -> None:
-        """What was thought to pay does not."""
-        self._balance, load.lost = self._balance - load.lost / 2, 0.0
-        for verdict in load.verdicts:
-            verdict.mean, verdict.keys, verdict.lengths = 0.0, step.keys, [0] * len(step.keys)
-        self._rest(load, step)
-
     def _rest(self, load: _Load, step: StepShape) -> None:
         """Look at nothing until the account allows for more, and twice as long each time that nothing pays."""
-        due = -self._balance / (_SHARE * self._plain(step))
+        due = -self._balance / _SHARE
         load.resting = load.rested = int(max(load.rest, min(_RESTS[1], due)))
         load.rest, load.rounds = min(_RESTS[1], load.rest * (1 if self._is_stale else 2)), self._rounds
 
     def _wake(self, load: _Load, step: StepShape) -> None:
         """Steps are timed anew before anything is tried."""
-        self._balance += _SHARE * (load.rested - load.resting) * self._plain(step)
+        self._balance += _SHARE * (load.rested - load.resting)
+        self._costs.rest(load.rested - load.resting)
         if load.rounds == self._rounds:
             self._survival.fade(_FADED)
             self._is_stale = True
-        load.resting, load.rested, load.surprise = 0, 0, _FORGETTING * load.surprise
+        load.resting, load.rested, load.next_plain, load.gap = 0, 0, 0, _PERIODS[0]
+        load.surprise *= _FORGETTING
         for verdict in load.verdicts:
             verdict.keys, verdict.lengths, verdict.until = step.keys, [0] * len(step.keys), load.steps + _LOOKS
 
@@ -256,11 +248,12 @@ class GoodputControl:
         elif self._is_stale and self._balance >= 0:
             newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]  # with whom there is least to catch up
             load.trial, self._is_stale = _Trial(min(_FEW, self._most), 4, frozenset(newest)), False
-        elif wanted is not None and is_fit and not self._is_stale and self._balance > -_ADVANCE * self._plain(step):
-            load.trial = _Trial(wanted, 3)
         elif verdict.mean and load.steps >= load.next_plain:  # else nothing would say that they no longer pay
             forgone = 1 - step.rows / (verdict.rate * self._plain(step))
-            load.trial, load.next_plain = _Trial(0, _PLAIN), load.steps + max(64, int(150 * _PLAIN * forgone))
+            load.trial, load.next_plain = _Trial(0, _PLAIN), load.steps + load.gap
+            load.gap = min(2 * load.gap, max(64, int(150 * _PLAIN * forgone)))
+        elif wanted is not None and is_fit and not self._is_stale and self._balance > -_ADVANCE:
+            load.trial = _Trial(wanted, 3)
         elif load.is_off:
             self._rest(load, step)
 
@@ -287,7 +280,8 @@ class GoodputControl:
         seconds[1:] *= self._doubt(load, len(step.keys))
         goodput = tokens / seconds
         best, current = int(goodput.argmax()), min(round(verdict.mean * len(step.keys)), len(tokens) - 1)
-        if goodput[best] < (1 + _MARGIN) * goodput[current]:
+        caution = _CAUTION * self._costs.doubt(step.condition, step.rows) if current and not best else 0.0
+        if goodput[best] < (1 + _MARGIN) * exp(caution) * goodput[current]:
             best = current
         verdict.rate = float(goodput[best])
         near = range(int(verdict.mean / 2) + 1, int(2 * verdict.mean) + 1) if self._balance >= 0 else ()
@@ -318,7 +312,7 @@ class GoodputControl:
             seconds += proposing.one(self._total)
             unknown = self._standing.get(_NEW, [])
             tokens += sum([self._standing.get(key, unknown)[proposed - 1] for key, proposed, _ in rounds])
-        return Forecast(tokens, seconds)
+        return Forecast(tokens, seconds * self._costs.slowness)
 
 
 def _among(sequences: int) -> Condition:

@@ -117,7 +117,7 @@ def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | No
     """
     if len(labels) != len(correct):
         raise OptionError("labels", f"there are {len(labels)} labels for {len(correct)} verdicts")
-    members = defaultdict[Hashable | None, list[float]](list)
+    members: defaultdict[Hashable | None, list[float]] = defaultdict(list)
     for label, one in zip(labels, correct, strict=True):
         members[label].append(float(one or 0))
     silent = len(members.pop(None, ()))

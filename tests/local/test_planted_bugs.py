@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from atts.core import SampleRequest
 from atts.local.batch import StepPlan
 from atts.local.loop import StepLoop
+from atts.seeds import uniforms
+from atts.speculation import ratio_walk
 from atts.tokenizing import StopMatcher
 from tests.local.speculating import Driven, Knowing, Make, requests, run, same, texts
 from tests.local.test_speculation import begun, ended_within, is_always_right
@@ -136,6 +139,51 @@ def greedy_alone(draw: Callable[..., Any]) -> Callable[..., Any]:
         return [(s, t if len(t) > 1 else own, v) for (s, t, v), own in zip(drawn, rows, strict=True)]
 
     return found
+
+
+def numbers_are_used_once(folder: Path, drafter: Path) -> bool:
+    """Whether draws, tests and residuals of requests that are tested by ratio have numbers of their own, once each."""
+    orders = [
+        replace(each, request=replace(each.request, acceptance="ratio"))
+        for each in requests(6, 40)
+        if isinstance(each.request, SampleRequest)
+    ]
+    used = [number for each in orders for number in uniforms(each.request.seed, 40)]
+    walk = ratio_walk
+
+    def watched(proposal: Any, laws: Any, proposed: Any, accepts: Any, residuals: Any) -> tuple[int, int | None]:
+        stood, instead = walk(proposal, laws, proposed, accepts, residuals)
+        used.extend(accepts[: min(stood + 1, len(proposal))])
+        used.extend([] if instead is None else [residuals[stood]])
+        return stood, instead
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("atts.local.speculating.ratio_walk", watched)
+        done = run(folder, [[*orders]], None, 4, drafter)
+    assert done.stats.speculation is not None
+    assert done.stats.speculation.proposed > done.stats.speculation.accepted > 0
+    return len(set(used)) == len(used) > 6 * 60
+
+
+RATIO_BUGS: dict[str, Callable[[str], str]] = {
+    "draws used again by tests": lambda purpose: purpose.removesuffix(" accept"),
+    "draws used again by residuals": lambda purpose: purpose.removesuffix(" residual"),
+    "tests used again by residuals": lambda purpose: purpose.replace(" residual", " accept"),
+}
+
+
+@pytest.mark.parametrize("bug", ["none", *RATIO_BUGS])
+def test_numbers_of_the_ratio_test_that_are_used_again_are_found(
+    bug: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A law that is off by little is hard to see in samples; a number that was used before is not."""
+    if bug in RATIO_BUGS:
+        change = RATIO_BUGS[bug]
+        monkeypatch.setattr(
+            "atts.local.speculating.uniforms",
+            lambda seed, count: uniforms(replace(seed, purpose=change(seed.purpose)), count),
+        )
+    assert numbers_are_used_once(make_model("llama"), near) == (bug == "none")
 
 
 MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 
@@ -106,23 +106,49 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
                 runs = {gate: {n[5]: run for n, run in found.items() if n[:5] == (*key, gate)} for gate in GATES}
                 both = sorted(runs[GATES[0]].keys() & runs[GATES[1]].keys())
                 cells = [value for gate in GATES for value in _facts([runs[gate][seed] for seed in both], rate)]
-                pairs = [
-                    (runs[GATES[1]][seed].right[name], right)
-                    for seed in both
-                    for name, right in runs[GATES[0]][seed].right.items()
-                ]
-                gained = interval(compare_runs(*map(list, zip(*pairs, strict=True))).difference) if pairs else "-"
+                others = {seed: _others(found, key[:3], seed) for seed in both}
+                gained = _gained([(runs[GATES[1]][seed].right, runs[GATES[0]][seed].right) for seed in both])
+                alike = _gained(
+                    [
+                        (_at_share(others[seed], ended.escalated / ended.decisions), ended.right)
+                        for seed, ended in runs[GATES[0]].items()
+                        if len(others.get(seed, ())) > 1
+                    ]
+                )
                 spent = [sum(runs[gate][seed].escalated for seed in both) for gate in GATES]
                 more = spent[1] / spent[0] if both else None
-                rows.append((f"{problems} x {samples}", order, rate, len(both), *cells, more, gained))
+                rows.append((f"{problems} x {samples}", order, rate, len(both), *cells, more, gained, alike))
     return Table.of(
         "Small runs, live: how far they end from their rate, and what of the worst chunks went over",
         "problems x samples | order | rate | runs | RMS error, counted | worst caught | RMS error, streaming in | "
-        "worst caught | chunks escalated, streaming in over counted | answers right more often, counted",
+        "worst caught | chunks escalated, streaming in over counted | answers right more often, counted | "
+        "the same, where streaming in escalated as many",
         rows,
         "Runs of the embedded pair on arithmetic problems, sorted by level or not, 64 rollouts in flight, each with "
-        "the run's size known and not. Worst: as many chunks with the highest scores as the rate stands for.",
+        "the run's size known and not. Worst: as many chunks with the highest scores as the rate stands for. "
+        "Last column: between the runs of a seed at the two nearest rates, by a line.",
     )
+
+
+def _others(found: Mapping[tuple[str, ...], Ended], key: Sequence[str], seed: str) -> list[Ended]:
+    """The runs of a seed that were not told their size, at all rates."""
+    return [run for rate in RATES if (run := found.get((*key, str(rate), GATES[1], seed))) is not None]
+
+
+def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
+    """How often each problem was right where this share of chunks was escalated: on the line of the two nearest."""
+    (low, first), (high, last) = sorted(
+        sorted(((run.escalated / run.decisions, run.right) for run in runs), key=lambda one: abs(one[0] - share))[:2],
+        key=lambda one: one[0],
+    )
+    place = (share - low) / (high - low)
+    return {name: right + place * (last[name] - right) for name, right in first.items()}
+
+
+def _gained(runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
+    """How much more often problems were right in the second of two runs."""
+    pairs = [(first[name], right) for first, second in runs for name, right in second.items()]
+    return interval(compare_runs(*map(list, zip(*pairs, strict=True))).difference) if pairs else "-"
 
 
 def _facts(runs: Sequence[Ended], rate: float) -> tuple[float | None, float | None]:

@@ -14,7 +14,7 @@ import pytest
 from atts.core import SampleRequest
 from atts.local.batch import StepPlan
 from atts.local.loop import StepLoop
-from atts.seeds import uniforms
+from atts.seeds import Seed, uniforms
 from atts.speculation import ratio_walk
 from atts.tokenizing import StopMatcher
 from tests.local.speculating import Driven, Knowing, Make, requests, run, same, texts
@@ -148,7 +148,7 @@ def numbers_are_used_once(folder: Path, drafter: Path) -> bool:
         for each in requests(6, 40)
         if isinstance(each.request, SampleRequest)
     ]
-    used = [number for each in orders for number in uniforms(each.request.seed, 40)]
+    used = [number for seed in (Seed(5, sample=n) for n in range(6)) for number in uniforms(seed, 40)]
     walk = ratio_walk
 
     def watched(proposal: Any, laws: Any, proposed: Any, accepts: Any, residuals: Any) -> tuple[int, int | None]:

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from atts.local.allocator import SlotAllocator, SlotIds
-from atts.local.batch import Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
-from atts.local.branches import CacheMove, DraftBranch, DraftJob, DraftLine
-from atts.local.drafting import DraftedRows, ModelDrafter
-from atts.local.exits import MIRRORED, Ear, Exits, Told
+from atts.local.batch import Model, StepBatch
+from atts.local.branches import DraftBranch, DraftJob, DraftLine
+from atts.local.drafting import DraftedRows, ModelDrafter, fed_rows
+from atts.local.exits import Ear, Exits, Told
 from atts.local.growing import BranchWriter
 from atts.local.model_config import ModelConfig
-from atts.local.native_model import AheadBatch, NativeModel
-from atts.local.sequence import Sequence
 from atts.local.streams import StreamHeads
 from atts.local.transport import DraftTransport
 from atts.speculation import (
@@ -42,7 +40,6 @@ from atts.speculation import (
 
 BRANCH_SLOTS = 4096  # of all branches together
 _MOST_BRANCHES = 64
-_CHUNK = 512  # tokens of given text computed at once
 _LEAST = 2  # tokens that a guess is continued by even where no draft step fits into one of the target's
 _ALWAYS = False, 0  # draft steps of any context are timed as one
 _PATIENCE = 5.0  # seconds
@@ -78,7 +75,7 @@ class AheadDrafter(ModelDrafter):
         super().__init__(model, config, scheduler, vocabulary)
         self._cache, self._transport, self._fan, self._most, self._exits = cache, transport, fan, most, exits
         rows, width = scheduler.table.shape
-        self._table: SlotIds = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
+        self._table = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
         self._first_row, self._last = rows, min(width, self._context)
         self._first_slot = scheduler.allocator.num_slots
         self._spare = SlotAllocator(BRANCH_SLOTS)
@@ -178,11 +175,11 @@ class AheadDrafter(ModelDrafter):
         stood = standing(line.proposal, [*written, -1])
         if ids is not None:
             self._credit(line, line.base + min(stood, len(written)))
-        outcome = written[stood] if stood < len(written) else -1  # -1: nothing was verified
-        chosen, others = line.cache.select(stood, outcome)
-        if chosen is not None and chosen.tokens[1 : len(written) - stood] != written[stood + 1 :]:
+        rest = written[stood:]
+        chosen, others = line.cache.select(stood, rest[0] if rest else -1)
+        if chosen is not None and chosen.tokens[1 : len(rest)] != rest[1:]:
             others, chosen = [*others, chosen], None  # it came late, and the text has gone another way since
-        if outcome >= 0:
+        if rest:  # else nothing was verified
             self.stats.hits, self.stats.misses = self.stats.hits + bool(chosen), self.stats.misses + (not chosen)
         self.stats.wasted += len(others)
         return chosen, others
@@ -204,35 +201,26 @@ class AheadDrafter(ModelDrafter):
         laws = branch.laws[done - 1 :][: len(tokens)] if branch is not None else []
         assert sequence.uniforms is not None, "only sampled sequences decode"
         line = DraftLine(ask, base, sequence.row, tokens, laws, sequence.uniforms[ask.written :])
+        proposal = TokenProposal(tokens, 1.0) if tokens else NOTHING
         if len(line.uniforms) <= len(tokens) or line.stop >= self._last:
-            return TokenProposal(tokens, 1.0) if tokens else NOTHING
+            return proposal
         self._table[line.row] = self._scheduler.table[line.row]
         start = self._moved(job, line, branch) if branch is not None else 0
-        start = start or self._caught_up(job, sequence)
-        fed = [*ask.ids[start:], *tokens] if start < base else tokens[start - base :]
-        line.fed = [(line.row, at, token, at == line.stop - 1) for at, token in enumerate(fed, start)]
+        if not start:
+            pieces, start = self._pieces(sequence)
+            job.texts += pieces
+        line.fed = fed_rows(line.row, [*ask.ids[start:], *tokens[max(0, start - base) :]], start)
         job.lines.append(line)
-        return TokenProposal(tokens, 1.0) if tokens else NOTHING
+        return proposal
 
     def _moved(self, job: DraftJob, line: DraftLine, branch: DraftBranch) -> int:
         """What the branch computed becomes the sequence's; up to where that goes, 0 if it does not fit on."""
         if self._scheduler.sequence(line.ask.key).num_drafted != branch.start:
             return 0
         count = min(branch.fed, line.stop - branch.start - 1)  # the last is to be fed: what follows is wanted
-        job.moves.append(
-            CacheMove(branch.slots[:count], self._table[line.row, branch.start : branch.start + count].copy())
-        )
-        return branch.start + count
-
-    def _caught_up(self, job: DraftJob, sequence: Sequence) -> int:
-        """Where to go on from; long pieces of given text are added to the job."""
-        start, stop = self._known(sequence), len(sequence.ids) - 1
-        while stop - start > 3:
-            end = min(stop, start + _CHUNK)
-            chunk = PrefillChunk(sequence, start, end, end)
-            job.texts.append(step_batch(StepPlan([], [chunk], [], []), self._table))
-            start = end
-        return start
+        stop = branch.start + count
+        job.moves.append((branch.slots[:count], self._table[line.row, branch.start : stop].copy()))
+        return stop
 
     def _post(self, job: DraftJob) -> None:
         if not job.lines:
@@ -242,7 +230,7 @@ class AheadDrafter(ModelDrafter):
         self._transport.post(lambda: self._run(job, self._write))
         if self._exits is not None:
             rows = {line.row: (line.ask.key, line.ask.sampling) for line in job.lines}
-            self._exits.listen(Ear(rows, MIRRORED, self._heard))
+            self._exits.listen(Ear(rows, self._heard))
 
     def _heard(self, told: Told | Exception) -> None:
         """The target at its exit: what is likely at the places of all lines is continued while it goes on."""
@@ -272,7 +260,7 @@ class AheadDrafter(ModelDrafter):
         for batch in job.texts:
             self._model.forward(batch, self._table)
         if self._native is not None and not self._fan and not self._filters([line.ask for line in job.lines]):
-            self._write_windows(self._native, job.lines)
+            self._write_windows(job.lines)
             return
         job.begun = self._writer.following(self._first(job.lines), job.lines)
         if self._exits is None:
@@ -292,12 +280,9 @@ class AheadDrafter(ModelDrafter):
 
     def _first(self, lines: list[DraftLine]) -> StepBatch:
         """What was not computed yet of these."""
-        rows, positions, tokens, are_last = np.array(
-            [row for line in lines for row in line.fed], dtype=np.int64
-        ).T.copy()
-        return single_rows(tokens, positions, np.zeros_like(rows), rows, self._table, are_last)
+        return self._fed_batch([row for line in lines for row in line.fed])
 
-    def _write_windows(self, model: NativeModel, lines: list[DraftLine]) -> None:
+    def _write_windows(self, lines: list[DraftLine]) -> None:
         """One guess each, drawn in one call of the kernels: as many tokens as draft steps fit into the target's."""
         began, length = perf_counter(), max(_LEAST, self._length(len(lines), len(lines)))
         turns = [min(1 + length, len(line.uniforms) - len(line.proposal), self._last - line.stop) for line in lines]
@@ -308,19 +293,11 @@ class AheadDrafter(ModelDrafter):
             for place, line in enumerate(lines)
         ]
         rows, starts = (np.array([getattr(each, name) for each in branches]) for name in ("row", "start"))
-        uniforms = np.zeros((turns[0], len(lines)))
-        for place, (line, count) in enumerate(zip(lines, turns, strict=True)):
-            uniforms[:count, place] = line.uniforms[len(line.proposal) :][:count]
-        ahead = AheadBatch(
-            first=self._first(lines),
-            following=single_rows(starts, starts, np.zeros_like(rows), rows, self._table),
-            counts=(np.array(turns) > np.arange(turns[0])[:, None]).sum(1),
-            temperatures=self._sampling_batch([line.ask for line in lines]).temperature,
-            uniforms=uniforms,
-        )
-        drawn = model.draw_ahead(ahead, self._table).T.tolist()
-        for branch, tokens, count in zip(branches, drawn, turns, strict=True):
-            branch.tokens[:], branch.fed = tokens[:count], count - 1
+        uniforms = [line.uniforms[len(line.proposal) :][:count] for line, count in zip(lines, turns, strict=True)]
+        asks = [line.ask for line in lines]
+        drawn = self._drawn_ahead(asks, uniforms, self._first(lines), (rows, starts))
+        for branch, tokens in zip(branches, drawn, strict=True):
+            branch.tokens[:], branch.fed = tokens, len(tokens) - 1
             branch.line.cache.put(branch.accepted, branch.tokens[0], branch)
         self._costs.add(_ALWAYS, len(lines), (perf_counter() - began) / turns[0])
 
@@ -367,5 +344,5 @@ class AheadDrafter(ModelDrafter):
         curve = self._costs.curve(_ALWAYS) if self._transport.is_beside else None
         if curve is None:
             return self._most if count <= (self._fan + 1) * lines else 0
-        passes = self._budget / max(1e-9, float(curve.at(np.array([float(count)]))[0]))
+        passes = self._budget / max(1e-9, curve.one(count))
         return min(self._most, int(passes * max(1.0, self.stats.drafted / max(1, self.stats.passes))))

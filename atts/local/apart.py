@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 
 from atts.core import SampleRequest, TokenIds
 from atts.errors import EngineError
-from atts.local.exits import MIRRORED, Ear, Exits, Told
+from atts.local.exits import Ear, Exits, Told
 from atts.local.messages import GONE, WorkerConfig, first_answer, write
 from atts.local.scheduler import Scheduler
 from atts.processes import python_command
@@ -73,11 +73,14 @@ class DrafterProcess(Proposer):
         self._orders: SimpleQueue[DraftStep | Told | None] = SimpleQueue()  # a full pipe must not hold the target up
         self._answers: SimpleQueue[Drafted] = SimpleQueue()
         try:
-            _load(process, setup)
-        except BaseException:
+            first_answer(process, setup, setup.config.name)
+        except BaseException as error:
             _end(process, self._orders)
             process.communicate()
-            raise
+            if not isinstance(error, GONE):
+                raise
+            name, problem = setup.config.name, "its drafter's process died while loading"
+            raise EngineError(name, problem, "Write beside=thread") from error
         weakref.finalize(self, _end, process, self._orders)
         Thread(target=_pass_on, args=(self._orders, process.stdin), daemon=True).start()
         Thread(target=_read, args=(process.stdout, self._answers), daemon=True).start()
@@ -139,13 +142,11 @@ class DrafterProcess(Proposer):
         line = self._lines.get(ask.key)
         if line is None or ask.wants_laws:
             return NOTHING
-        written = list(ask.ids[line.base :])
-        stood = standing(line.proposal, [*written, -1])
-        branch = line.follows.get((stood, written[stood]), ()) if stood < len(written) else ()
-        done = len(written) - stood
-        if list(branch[:done]) != written[stood:]:
-            return NOTHING
-        tokens = branch[done : done + ask.room]
+        written = tuple(ask.ids[line.base :])
+        stood = standing(line.proposal, (*written, -1))
+        rest = written[stood:]
+        branch = line.follows.get((stood, rest[0]), ()) if rest else ()
+        tokens = branch[len(rest) :][: ask.room] if branch[: len(rest)] == rest else ()
         return TokenProposal(tokens, 1.0) if tokens else NOTHING
 
     def _tell(self, asks: list[Ask]) -> None:
@@ -164,21 +165,12 @@ class DrafterProcess(Proposer):
         if self._exits is not None:
             rows = {self._scheduler.sequence(ask.key).row: (ask.key, ask.sampling) for ask in asks}
             self._hears = True
-            self._exits.listen(Ear(rows, MIRRORED, self._heard))
+            self._exits.listen(Ear(rows, self._heard))
 
     def _heard(self, told: Told | Exception) -> None:
         """Passed on while the target goes on; of an exit that broke there is nothing to tell."""
         self._hears, self._began = False, perf_counter()
         self._orders.put({} if isinstance(told, Exception) else told)
-
-
-def _load(process: subprocess.Popen[bytes], setup: DraftSetup) -> None:
-    try:
-        first_answer(process, setup, setup.config.name)
-    except GONE as error:
-        raise EngineError(
-            setup.config.name, "its drafter's process died while loading", "Write beside=thread"
-        ) from error
 
 
 def _pass_on(orders: SimpleQueue[DraftStep | Told | None], stream: IO[bytes]) -> None:

@@ -11,7 +11,6 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from atts.core import SampleRequest
 from atts.errors import EngineError
 from atts.local.ahead import AheadDrafter
 from atts.local.allocator import SlotAllocator, SlotIds
@@ -19,6 +18,7 @@ from atts.local.apart import Drafted, DraftedLine, DraftSetup, DraftStep
 from atts.local.exits import Ear, Told
 from atts.local.messages import GONE, FailureReply, write
 from atts.local.sequence import Sequence, new_sequence
+from atts.local.speculating import ask_of
 from atts.local.transport import InlineTransport
 from atts.processes import end_with
 from atts.speculation import Ask, OverlapStats, TokenProposal
@@ -74,18 +74,7 @@ class DraftRows:
     def _asked(self, sequence: Sequence, ids: tuple[int, ...], room: int) -> Ask | None:
         sequence.ids += ids
         sequence.logprobs += [0.0] * len(ids)  # their number is how many were written
-        request, written = sequence.request, len(sequence.logprobs)
-        if sequence.uniforms is None or not self._has_slots(sequence, len(sequence.ids) + room + 1):
-            return None
-        assert isinstance(request, SampleRequest), "only sampled sequences are told of"
-        return Ask(
-            sequence.request_id,
-            sequence.ids,
-            written,
-            room,
-            sequence.uniforms[written : written + room],
-            request.sampling,
-        )
+        return ask_of(sequence, room) if self._has_slots(sequence, len(sequence.ids) + room + 1) else None
 
     def _has_slots(self, sequence: Sequence, stop: int) -> bool:
         if sequence.row < 0 and self._free:

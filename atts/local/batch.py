@@ -196,18 +196,17 @@ def _decoding_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
     numbers = [(s.row, s.rope_row, position, token, s.chain) for s, position, token in _fed(plan)]
     rows, ropes, positions, tokens, chains = np.array(numbers, dtype=np.int64).T.copy()
-    return replace(single_rows(tokens, positions, ropes, rows, table), chains=chains, units=np.zeros_like(chains))
+    batch = single_rows(tokens, positions, rows, table)
+    return replace(batch, positions=positions + ropes, chains=chains, units=np.zeros_like(chains))
 
 
-def single_rows(
-    tokens: Ints, positions: Ints, ropes: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None
-) -> StepBatch:
+def single_rows(tokens: Ints, positions: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None) -> StepBatch:
     """A batch of rows that feed one token each; all of them are sampled after, or those whose `num_logits` is 1."""
     count = len(tokens)
     starts = np.arange(count + 1)
     return StepBatch(
         tokens=tokens,
-        positions=positions + ropes,
+        positions=positions,
         slots=table[rows, positions].astype(np.int64),
         table_rows=rows,
         query_starts=starts,

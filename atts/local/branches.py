@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from atts.core import TokenIds
 from atts.local.allocator import SlotIds
 from atts.local.batch import StepBatch
+from atts.local.drafting import FedRow
 from atts.speculation import Ask, OutcomeCache, PlaceLaw
 
 
@@ -45,8 +45,7 @@ class DraftLine:
     uniforms: NDArray[np.float64]  # of the places from `base` on
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
     exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])  # of the same places and the one after, as it is told
-    fed: list[tuple[int, int, int, bool]] = field(default_factory=list[tuple[int, int, int, bool]])
-    """What the drafter has not computed of it: row, position, token, and whether it is the last."""
+    fed: list[FedRow] = field(default_factory=list[FedRow])  # what the drafter has not computed of it
 
     @property
     def stop(self) -> int:
@@ -54,19 +53,13 @@ class DraftLine:
         return self.base + len(self.proposal)
 
 
-class CacheMove(NamedTuple):
-    """Keys and values of a branch that become its sequence's."""
-
-    source: SlotIds
-    to: SlotIds
-
-
 @dataclass(slots=True)
 class DraftJob:
     """What is drafted during one step."""
 
     lines: list[DraftLine] = field(default_factory=list[DraftLine])
-    moves: list[CacheMove] = field(default_factory=list[CacheMove])
+    moves: list[tuple[SlotIds, SlotIds]] = field(default_factory=list[tuple[SlotIds, SlotIds]])
+    """From where to where: keys and values of branches that become their sequences'."""
     texts: list[StepBatch] = field(default_factory=list[StepBatch])  # given text to catch up with
     lent: list[SlotIds] = field(default_factory=list[SlotIds])  # given back when it is over
     begun: tuple[list[int], list[PlaceLaw]] = field(default_factory=lambda: ([], []))  # what follows each proposal

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -25,6 +26,16 @@ from atts.speculation import NOTHING, Ask, Proposer, TokenProposal
 _CONFIDENCE = 0.8  # of a drafted token, beside those that are looked up
 _CHUNK = 512  # tokens of given text computed at once
 _FEW = 3  # newest tokens fed side by side with other sequences'
+
+
+FedRow = tuple[int, int, int, bool]
+"""Row, position and token, and whether it is the last one of its sequence, which is sampled after."""
+
+
+def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
+    """Tokens of one sequence from a position on."""
+    last = len(tokens) - 1
+    return [(row, start + at, token, at == last) for at, token in enumerate(tokens)]
 
 
 class DraftedRows(Protocol):
@@ -43,7 +54,7 @@ class ModelDrafter(Proposer):
 
     def __init__(self, model: Model, config: ModelConfig, scheduler: DraftedRows, vocabulary: int) -> None:
         """`vocabulary` is the target's: tokens beyond it are never proposed."""
-        self._model, self._config, self._scheduler = model, config, scheduler
+        self._model, self._config, self._scheduler, self._table = model, config, scheduler, scheduler.table
         self._vocabulary, self._target_vocabulary = min(vocabulary, config.vocabulary), vocabulary
         self._is_smaller = config.vocabulary < vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)
@@ -79,21 +90,32 @@ class ModelDrafter(Proposer):
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
         following = np.array([len(sequence.ids) for sequence in sequences], dtype=np.int64)
         wants_laws = any(ask.wants_laws for ask in asks)
+        first = self._catch_up(sequences)
         if self._native is None or wants_laws or self._filters(asks):
-            return self._draft_in_turns(asks, self._catch_up(sequences), (rows, following), wants_laws)
-        rooms, table = np.array([ask.room for ask in asks]), self._scheduler.table
-        uniforms = np.zeros((asks[0].room, len(asks)))
-        for place, ask in enumerate(asks):
-            uniforms[: ask.room, place] = ask.uniforms[: ask.room]
+            return self._draft_in_turns(asks, first, (rows, following), wants_laws)
+        uniforms = [ask.uniforms[: ask.room] for ask in asks]
+        drawn = self._drawn_ahead(asks, uniforms, first, (rows, following))
+        return [TokenProposal(tuple(own), _CONFIDENCE) for own in drawn]
+
+    def _drawn_ahead(
+        self, asks: list[Ask], uniforms: list[NDArray[np.float64]], first: StepBatch, places: tuple[Ints, Ints]
+    ) -> list[list[int]]:
+        """As many tokens as each has numbers, in one call of the kernels; `places` as below, the longest come first."""
+        assert self._native is not None, "it draws for itself"
+        rows, following = places
+        counts = np.array([len(own) for own in uniforms])
+        numbers = np.zeros((counts[0], len(counts)))
+        for place, own in enumerate(uniforms):
+            numbers[: len(own), place] = own
         ahead = AheadBatch(
-            first=self._catch_up(sequences),
-            following=single_rows(following, following, np.zeros_like(rows), rows, table),
-            counts=(rooms > np.arange(asks[0].room)[:, None]).sum(1),
+            first=first,
+            following=single_rows(np.zeros_like(rows), following, rows, self._table),
+            counts=(counts > np.arange(counts[0])[:, None]).sum(1),
             temperatures=self._sampling_batch(asks).temperature,
-            uniforms=uniforms,
+            uniforms=numbers,
         )
-        drawn = self._native.draw_ahead(ahead, table).T.tolist()
-        return [TokenProposal(tuple(own[: ask.room]), _CONFIDENCE) for ask, own in zip(asks, drawn, strict=True)]
+        drawn = self._native.draw_ahead(ahead, self._table).T.tolist()
+        return [own[:count] for own, count in zip(drawn, counts, strict=True)]
 
     def _draft_in_turns(
         self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints], wants_laws: bool
@@ -106,9 +128,8 @@ class ModelDrafter(Proposer):
             while asks[count - 1].room <= turn:
                 count -= 1
             if turn:
-                tokens, ropes = np.array([own[-1] for own in drafted[:count]], dtype=np.int64), np.zeros_like(rows)
-                at = following[:count] + turn - 1
-                batch = single_rows(tokens, at, ropes[:count], rows[:count], self._scheduler.table)
+                tokens = np.array([own[-1] for own in drafted[:count]], dtype=np.int64)
+                batch = single_rows(tokens, following[:count] + turn - 1, rows[:count], self._table)
             tokens_drawn, drawn_from = self._draw(batch, asks[:count], turn, wants_laws)
             for place, token in enumerate(tokens_drawn):
                 drafted[place].append(token)
@@ -121,7 +142,7 @@ class ModelDrafter(Proposer):
 
     def _draw(self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool) -> tuple[list[int], Tensor | None]:
         """A token for each, and the laws they come from where one of them is asked for."""
-        logits = self._model.compute_logits(self._model.forward(batch, self._scheduler.table))[:, : self._vocabulary]
+        logits = self._model.compute_logits(self._model.forward(batch, self._table))[:, : self._vocabulary]
         uniforms = [float(ask.uniforms[turn]) for ask in asks]
         sampling = self._sampling_batch(asks, logits.device)
         tokens: list[int]
@@ -145,28 +166,35 @@ class ModelDrafter(Proposer):
 
     def _catch_up(self, sequences: list[Sequence]) -> StepBatch:
         """What was written since it last drafted: long pieces are computed now, the last few tokens are the batch."""
-        fed: list[tuple[int, int, int, bool]] = []
+        fed = list[FedRow]()
         for sequence in sequences:
-            start, stop = self._known(sequence), len(sequence.ids)
-            while stop - start > _FEW:
-                end = min(stop - 1, start + _CHUNK)
-                chunk = PrefillChunk(sequence, start, end, end)
-                table = self._scheduler.table
-                self._model.forward(step_batch(StepPlan([], [chunk], [], []), table), table)
-                start = end
-            fed += [(sequence.row, at, sequence.ids[at], at == stop - 1) for at in range(start, stop)]
-            start, sequence.num_drafted = sequence.num_drafted, stop
+            pieces, start = self._pieces(sequence)
+            for piece in pieces:
+                self._model.forward(piece, self._table)
+            fed += fed_rows(sequence.row, sequence.ids[start:], start)
+            start, sequence.num_drafted = sequence.num_drafted, len(sequence.ids)
             self._mark(sequence, start)
-        rows, positions, tokens, are_last = np.array(fed, dtype=np.int64).T.copy()
-        return single_rows(tokens, positions, np.zeros_like(rows), rows, self._scheduler.table, are_last)
+        return self._fed_batch(fed)
 
-    def _known(self, sequence: Sequence) -> int:
-        """How many tokens are cached here, found in slots that siblings share where there is much to catch up with."""
+    def _pieces(self, sequence: Sequence) -> tuple[list[StepBatch], int]:
+        """Long pieces of text that is not cached here, and where the few tokens after these begin.
+
+        Where there is much to catch up with, some of it may be found in slots that siblings share.
+        """
         start, newest = min(sequence.num_drafted, len(sequence.ids) - 1), len(sequence.ids) - 1
         if newest - start > _FEW:
             known = self._scheduler.allocator.drafted[self._scheduler.table[sequence.row, start:newest]]
             start += len(known) if known.all() else int(known.argmin())
-        return start
+        pieces = list[StepBatch]()
+        while newest - start > _FEW:
+            end = min(newest, start + _CHUNK)
+            pieces.append(step_batch(StepPlan([], [PrefillChunk(sequence, start, end, end)], [], []), self._table))
+            start = end
+        return pieces, start
+
+    def _fed_batch(self, fed: list[FedRow]) -> StepBatch:
+        rows, positions, tokens, are_last = np.array(fed, dtype=np.int64).T.copy()
+        return single_rows(tokens, positions, rows, self._table, are_last)
 
     def _mark(self, sequence: Sequence, start: int) -> None:
         """Slots from here on hold the drafter's keys and values as well."""

@@ -22,17 +22,15 @@ from atts.local.model_config import ModelConfig
 
 EXIT_FILE = "heads/exit.safetensors"
 """Inside a model's folder: what `scripts/train heads` makes of it."""
-MIRRORED = 9
-"""Likeliest tokens told of a place: eight beside one that may be proposed there."""
+_TOLD = 9  # likeliest tokens of a place: eight beside one that may be proposed there
 Told = Mapping[int, Many[tuple[Many[int], Many[float]]]]
 """By sequence: of its places in order, likely tokens and their probabilities."""
 
 
 class Ear(NamedTuple):
-    """Who is to be told of a step's rows: of those that decode, as many tokens a place."""
+    """Who is to be told of a step's rows, of those that decode."""
 
     rows: Mapping[int, tuple[int, Sampling]]  # by row of the slot table: the sequence, and how it draws
-    most: int
     hear: Callable[[Told | Exception], None]
 
 
@@ -125,7 +123,7 @@ class ExitModel:
             adapted = self._adapter(x[[at for at, _, _ in found]], self._eps)
             logits = self._inner.compute_logits(adapted.contiguous())
             settings = batch_sampling([sampling for _, _, sampling in found], logits.shape[-1], logits.device)
-            best = probabilities(logits, settings).topk(min(ear.most, logits.shape[-1]), -1)
+            best = probabilities(logits, settings).topk(min(_TOLD, logits.shape[-1]), -1)
             for (_, key, _), ids, chances in zip(found, best.indices.tolist(), best.values.tolist(), strict=True):
                 told[key].append((ids, chances))
         return told

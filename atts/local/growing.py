@@ -39,7 +39,7 @@ class BranchWriter:
         rows = [(branch, at) for branch in branches for at in range(branch.fed, len(branch.tokens))]
         numbers = [(branch.row, branch.start + at, branch.tokens[at]) for branch, at in rows]
         table_rows, positions, tokens = np.array(numbers, dtype=np.int64).T.copy()
-        batch = single_rows(tokens, positions, np.zeros_like(table_rows), table_rows, self._table)
+        batch = single_rows(tokens, positions, table_rows, self._table)
         hidden = self._model.forward(batch, self._table)
         places = [branch.accepted + at + 1 for branch, at in rows]
         before = sum([len(branch.tokens) for branch in branches])

@@ -57,5 +57,5 @@ def _laws(model: TorchModel, ids: TokenIds) -> Tensor:
     from atts.local.batch import single_rows
 
     at = np.arange(len(ids))
-    rows = single_rows(np.array(ids), at, np.zeros_like(at), np.zeros_like(at), (at[None] + 1).astype(np.int32))
+    rows = single_rows(np.array(ids), at, np.zeros_like(at), (at[None] + 1).astype(np.int32))
     return model.compute_logits(model.forward(rows, (at[None] + 1).astype(np.int32))).double().log_softmax(-1)

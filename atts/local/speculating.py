@@ -10,13 +10,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.core import SampleRequest, TokenIds
+from atts.core import SampleRequest
 from atts.local.batch import StepPlan
 from atts.local.messages import SpeculationStats
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, TokenTable, going_on
 from atts.seeds import uniforms
 from atts.speculation import (
+    NOTHING,
     Ask,
     Forecast,
     GoodputControl,
@@ -33,7 +34,7 @@ class Lengths(Protocol):
 
     def rests(self, plan: StepPlan) -> bool:
         """Whether the step is as it would be without speculation: nothing is chosen, and nothing observed."""
-        ...
+        return False
 
     def choose(self, plan: StepPlan) -> Many[int]:
         """The most tokens to propose for each of `plan.decoding`; 0: none."""
@@ -44,7 +45,7 @@ class Lengths(Protocol):
 
         The answer is what was expected of it, where anything was.
         """
-        ...
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +59,17 @@ class SpeculationRound:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedLength:
+class FixedLength(Lengths):
     """The same number of tokens for every sequence and step."""
 
     tokens: int
-
-    def rests(self, plan: StepPlan) -> bool:
-        """Never."""
-        return False
 
     def choose(self, plan: StepPlan) -> list[int]:
         """That many each."""
         return [self.tokens] * len(plan.decoding)
 
-    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> None:
-        """Nothing is learned."""
 
-
-class GoodputLengths:
+class GoodputLengths(Lengths):
     """Lengths by goodput; a proposal tested by ratio has a fixed length, or its text would depend on timings."""
 
     def __init__(self, most: int, tokens_by_ratio: int) -> None:
@@ -158,10 +152,10 @@ class Speculation:
         for sequence, length in zip(plan.decoding, lengths, strict=True):
             room = self._scheduler.widen(sequence, min(length, self._most)) if length > 0 else 0
             if room > 0:
-                asks.append(_ask(sequence, room))
+                asks.append(ask_of(sequence, room))
         if asks:
             self._ask(asks)
-            plan.proposals.extend([self._proposal(sequence.request_id) for sequence in plan.decoding])
+            plan.proposals.extend([self._asked.get(each.request_id, NOTHING).tokens for each in plan.decoding])
             if not any(plan.proposals):
                 plan.proposals.clear()
         self._proposing = self._clock() - self._began
@@ -231,10 +225,6 @@ class Speculation:
             name = type(self._proposer).__name__
             self._stats.trouble = f"speculation is off: {name} failed ({type(error).__name__}: {error})"
 
-    def _proposal(self, request_id: int) -> TokenIds:
-        found = self._asked.get(request_id)
-        return found.tokens if found is not None else ()
-
     def _checked(self, ask: Ask, proposal: TokenProposal) -> TokenProposal:
         """The proposal up to the room there is, and to the first token after which there is nothing to write."""
         tokens = proposal.tokens[: ask.room]
@@ -253,7 +243,8 @@ class Speculation:
             self._proposer.ended(key)
 
 
-def _ask(sequence: Sequence, room: int) -> Ask:
+def ask_of(sequence: Sequence, room: int) -> Ask:
+    """What a proposer is told of a decoding sequence."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences decode"
     assert sequence.uniforms is not None, "only sampled sequences decode"

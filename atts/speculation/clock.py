@@ -85,17 +85,12 @@ def _other(place: int, rank: int) -> int:
     return ~(place * _WIDTH + rank)
 
 
-def no_slower(rows: int) -> float:
-    """A target step whose time is 1 however many tokens it feeds."""
-    return 1.0
-
-
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds of a target step by its rows, of a draft step by its branches, and of a message between the two."""
 
     draft: Callable[[int], float]
-    target: Callable[[int], float] = no_slower
+    target: Callable[[int], float] = lambda rows: 1.0  # however many it feeds
     message: float = 0.0
 
 
@@ -220,8 +215,11 @@ def _selected(
     tokens, length = proposal
     stood = _verified(line, trace, tokens)
     chosen, others = cache.select(stood, line.tokens - 1)
-    line.guessed, line.hits, line.wasted = line.guessed + 1, cache.hits, line.wasted + len(others)
-    return [] if chosen is None else trace.drafted(chosen, length)
+    line.guessed, line.wasted = line.guessed + 1, line.wasted + len(others)
+    if chosen is None:
+        return []
+    line.hits += 1
+    return trace.drafted(chosen, length)
 
 
 def _verified(line: Timeline, trace: AcceptanceTrace, proposal: Sequence[int]) -> int:

@@ -77,7 +77,6 @@ class OutcomeCache(Generic[Branch]):
 
     def __init__(self) -> None:
         self._branches: dict[tuple[int, int], Branch] = {}
-        self.hits = self.misses = self.wasted = 0
 
     def __len__(self) -> int:
         return len(self._branches)
@@ -96,6 +95,4 @@ class OutcomeCache(Generic[Branch]):
         chosen = self._branches.pop((accepted, token), None)
         others = list(self._branches.values())
         self._branches.clear()
-        self.hits, self.misses = self.hits + (chosen is not None), self.misses + (chosen is None)
-        self.wasted += len(others)
         return chosen, others

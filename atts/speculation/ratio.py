@@ -41,14 +41,7 @@ def ratio_walk(
     """
     for place, token in enumerate(proposal):
         law = laws[place]
-        other = one_hot(token, len(law)) if proposed is None else proposed[place]
+        other = np.eye(1, len(law), token)[0] if proposed is None else proposed[place]
         if accepts[place] * other[token] >= law[token]:
             return place, draw(residual(law, other), float(residuals[place]))
     return len(proposal), None
-
-
-def one_hot(token: int, size: int) -> Law:
-    """All mass on one token."""
-    law = np.zeros(size)
-    law[token] = 1.0
-    return law

@@ -41,7 +41,7 @@ def stack_config(size: int = SIZE, vocabulary: int = 0) -> ModelConfig:
 
 def one_token(table: Any) -> StepBatch:
     zero = np.zeros(1, dtype=np.int64)
-    return single_rows(zero + 5, zero, zero, zero, table)
+    return single_rows(zero + 5, zero, zero, table)
 
 
 @pytest.mark.anyio

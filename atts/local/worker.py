@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import IO, Protocol
 
@@ -59,25 +60,34 @@ class ThreadWorker:
         self._thread: threading.Thread | None = None
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Load the model here, then start the thread, from which reports come.
+        """Start the thread, which loads the model, and from which reports come.
+
+        OpenMP keeps helpers for each thread that ever computed in parallel; with more of them than cores they sleep
+        between a step's parts, and two threads are slower than one. So nothing is loaded in the caller's thread.
 
         :raises EngineError: it could not be loaded.
         """
         with import_lock:
             from atts.local.build import build_loop, set_threads  # imports torch
 
-        loop, ready = build_loop(config, deliver)
+        ready = Future[WorkerReady]()
 
         def run() -> None:
             try:
                 set_threads(config)
+                loop, found = build_loop(config, deliver)
+            except BaseException as error:  # noqa: BLE001  raised where the engine is opened
+                ready.set_exception(error)
+                return
+            ready.set_result(found)
+            try:
                 loop.run(self._mailbox)
             except Exception as error:  # noqa: BLE001  told to the callers, not to this thread
                 loop.fail_all(broken(error))
 
         self._thread = threading.Thread(target=run, name=f"atts-{config.name}", daemon=True)
         self._thread.start()
-        return ready
+        return ready.result()
 
     def send(self, command: Command) -> None:
         """Pass a command on; returns at once."""

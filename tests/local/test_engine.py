@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +30,10 @@ from atts.errors import (
     OutOfMemory,
     UnsupportedByEngine,
 )
-from atts.local import LocalEngine, LocalOptions
+from atts.local import LocalEngine, LocalOptions, build
+from atts.local.messages import WorkerConfig
 from atts.local.sequence import new_sequence
+from atts.seeds import Seed
 from atts.tasks import task_group
 from atts.testing import check_engine
 from atts.tokenizing import ModelTokenizer
@@ -46,6 +49,21 @@ async def test_the_engine_keeps_every_promise(make_model: Make, anyio_backend: s
     folder = make_model("llama")
     options = LocalOptions(worker="process" if anyio_backend == "asyncio" else "thread", kv_tokens=8192)
     await check_engine(lambda: LocalEngine(folder, name="local", options=options))
+
+
+@pytest.mark.anyio
+async def test_a_thread_loads_what_it_computes(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's helpers of any other thread would keep those of the loop from waiting awake."""
+    threads, build_loop = list[str](), build.build_loop
+
+    def watched(config: WorkerConfig, deliver: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return build_loop(config, deliver)
+
+    monkeypatch.setattr(build, "build_loop", watched)
+    async with LocalEngine(make_model("llama"), name="local", options=HERE) as engine:
+        assert (await engine.sample(SampleRequest((5, 6, 7), 4, Sampling(0.0), Seed(1)))).ids
+    assert threads == ["atts-local"]
 
 
 @pytest.mark.slow

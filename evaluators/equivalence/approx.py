@@ -164,11 +164,8 @@ def _smooth(name: str, slope: Callable[[Any, Number], Number]) -> Callable[[Arit
     def rule(arithmetic: Arithmetic, item: Approx) -> Approx:
         if item.magnitude > 100:
             raise TooLarge("a function of a huge number")
-        try:
-            value = getattr(arithmetic.mp, name)(item.value)
-            growth = magnitude(slope(arithmetic.mp, item.value))
-        except (ValueError, ZeroDivisionError) as error:
-            raise Undefined(f"{name}: {error}") from error
+        value = getattr(arithmetic.mp, name)(item.value)
+        growth = magnitude(slope(arithmetic.mp, item.value))
         if growth > arithmetic.bits // 2:
             raise Undefined(f"a pole of {name}")
         noise = max(item.error, item.magnitude - arithmetic.bits)

@@ -79,27 +79,14 @@ class Comparer:
 
     def both_named(self, left: Named, right: Named, gold: Node, answer: Node) -> bool:
         """Values of one name, or of names that can mean the same thing."""
-        one, two = left.name, right.name
+        one, two, value = left.name, right.name, left.value
         assert one is not None
         assert two is not None
-        if one == two or {one.kind, two.kind} == {"word", "symbol"}:
-            return self.same(left.value, right.value)
-        if one.kind != two.kind:
-            return self.same(left.value, right.value) and self.ruled("name", not traits.is_point_value(one, two))
-        if one.kind == "word":
-            words = [set(name.text.split()) for name in (one, two)]
-            return self.same(left.value, right.value) and self.ruled(
-                "name", words[0] <= words[1] or words[1] <= words[0]
-            )
-        if one.kind == "symbol" and one.text.removeprefix("vec ") != two.text.removeprefix("vec "):
+        if one.kind == two.kind == "symbol" and one.text.removeprefix("vec ") != two.text.removeprefix("vec "):
             return self.relations(gold, answer)
-        if one.kind == "call" and one.text == two.text and len(one.args) == len(two.args):
-            if all(arg.kind == "symbol" and arg.text.islower() for arg in (*one.args, *two.args)):
-                names = {arg.text: other for arg, other in zip(one.args, two.args, strict=True)}
-                return self.same(substituted(left.value, names), right.value)
-        if one.kind == "mul" and sorted(map(repr, one.args)) == sorted(map(repr, two.args)):
-            return self.same(left.value, right.value)
-        return self.ruled("name", one.kind == "symbol" and self.same(left.value, right.value))
+        if one.kind == two.kind == "call":
+            value = substituted(value, {arg.text: other for arg, other in zip(one.args, two.args, strict=False)})
+        return self.ruled("name", one == two or traits.may_name_one(one, two)) and self.same(value, right.value)
 
     # -- relations -------------------------------------------------------------------------
 
@@ -226,18 +213,20 @@ class Comparer:
                    for node in {*one})  # fmt: skip
 
     def unordered(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
-        """Whether each member has a counterpart on the other side."""
+        """Whether each member has a counterpart on the other side; many are compared as exact numbers only."""
         common = set(one) & set(two)
         left = tuple(node for node in dict.fromkeys(one) if node not in common)
         right = tuple(node for node in dict.fromkeys(two) if node not in common)
         if not left and not right:
             return self.ruled(rule, True)
         if len(left) > _PAIRWISE or len(right) > _PAIRWISE:
-            return self.ruled(rule, self.sorted_members(left, right))
-        if (len(one) == 1) != (len(two) == 1):
-            return self.ruled(rule, False)
-        verdict = all(self.found(node, two) for node in left) and all(self.found(node, one) for node in right)
-        return self.ruled(rule, verdict)
+            values = [{self.prober.constants(node) for node in side} for side in (left, right)]
+            if not all(isinstance(value, Fraction) for side in values for value in side):
+                raise TooLarge("too many members to compare")
+            return self.ruled(rule, values[0] == values[1])
+        is_matched = (len(one) == 1) == (len(two) == 1)
+        is_matched = is_matched and all(self.found(node, two) for node in left)
+        return self.ruled(rule, is_matched and all(self.found(node, one) for node in right))
 
     def found(self, node: Node, others: tuple[Node, ...]) -> bool:
         """Whether an equal member is among the others; an undecided one counts only when none is equal."""
@@ -251,13 +240,6 @@ class Comparer:
         if undecided:
             raise undecided
         return False
-
-    def sorted_members(self, left: tuple[Node, ...], right: tuple[Node, ...]) -> bool:
-        """Many members are compared as exact numbers only."""
-        one, two = ({self.prober.constants(node) for node in side} for side in (left, right))
-        if not all(isinstance(value, Fraction) for value in one | two):
-            raise TooLarge("too many members to compare")
-        return one == two
 
     def ordered(self, gold: Node, answer: Node) -> bool:
         """Tuples, vectors, matrices and intervals: entry by entry."""
@@ -331,10 +313,10 @@ class Comparer:
         """Ratios by proportion, times of day by their digits."""
         if gold.kind == answer.kind == "ratio":
             one, two = (tuple(quotient(each, node.args[0]) for each in node.args) for node in (gold, answer))
-            is_time = traits.is_clock(gold) or traits.is_clock(answer)
+            is_time = traits.clock(gold) or traits.clock(answer)
             return self.each(gold.args, answer.args, "ratio") or (not is_time and self.each(one, two, "ratio"))
         ratio, other = (gold, answer) if gold.kind == "ratio" else (answer, gold)
-        is_number = len(ratio.args) == 2 and not traits.is_clock(ratio)
+        is_number = len(ratio.args) == 2 and not traits.clock(ratio)
         return self.ruled("ratio", is_number and self.numbers(quotient(*ratio.args), other))
 
     def numbers(self, gold: Node, answer: Node) -> bool:

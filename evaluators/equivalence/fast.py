@@ -60,8 +60,8 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
     if one.choice and two.choice and (one.is_letter or two.is_letter or kind == "choice"):
         return _verdict(one.choice == two.choice, "choice")
     if kind == "choice" and (one.choice or two.choice):
-        letters = [reading.choice or reading.text.strip("(). ").upper() for reading in (one, two)]
-        return _verdict(letters[0] == letters[1], "choice")
+        first, second = (reading.choice or reading.text.strip("(). ").upper() for reading in (one, two))
+        return _verdict(first == second, "choice")
     return None
 
 

@@ -80,8 +80,10 @@ def progression(node: Node) -> Node | None:
 
 
 def clock(node: Node) -> str | None:
-    """The time of day, in 24 hours, when a node is one."""
-    return (node.text or ":".join(arg.text for arg in node.args)).lstrip("0") if is_clock(node) else None
+    """The time of day, in 24 hours, that a node is or, as a ratio, could be; None for anything else."""
+    hours, *rest = [arg.text for arg in node.args] if node.kind == "ratio" else node.text.split(":")
+    could_be = node.kind == "ratio" and len(hours) <= 2 and all(len(part) == 2 and part.isdigit() for part in rest)
+    return ":".join([hours, *rest]).lstrip("0") if could_be or node.kind == "clock" else None
 
 
 def mark(node: Node) -> str:
@@ -98,13 +100,6 @@ def counts_apart(nodes: tuple[Node, ...]) -> bool:
     """Whether members count different things or carry different names."""
     found = [named(node).name or (measure(node.text) if node.kind == "quantity" else None) for node in nodes]
     return None not in found and len(set(found)) == len(found) > 1
-
-
-def is_clock(node: Node) -> bool:
-    """Whether a node is a time of day, or a ratio that could be one."""
-    hours, *rest = [arg.text for arg in node.args] if node.kind == "ratio" else [""]
-    is_clock = rest and len(hours) <= 2 and all(len(part) == 2 and part.isdigit() for part in rest)
-    return node.kind == "clock" or bool(is_clock)
 
 
 def decimal_digits(node: Node) -> int:
@@ -166,8 +161,15 @@ def is_part(one: Dimension, two: Dimension) -> bool:
     return set(few) < set(many) and all(name.startswith("#") and size == 1 for name, size in many)
 
 
-def is_point_value(one: Node, two: Node) -> bool:
-    """Whether one name is a variable's and the other that of a function's value at a point."""
-    return any(
-        a.kind == "symbol" and b.kind == "call" and b.args[0].kind == "number" for a, b in ((one, two), (two, one))
-    )
+def may_name_one(one: Node, two: Node) -> bool:
+    """Whether two names can be given to one thing."""
+    if one.kind != two.kind:  # save those of a variable and of a function's value at a point
+        call = one if one.kind == "call" else two
+        return not (call.kind == "call" and "symbol" in (one.kind, two.kind) and call.args[0].kind == "number")
+    if one.kind == "word":
+        few, many = sorted(({*name.text.split()} for name in (one, two)), key=len)
+        return few <= many
+    if one.kind == "call":
+        variables_alone = all(arg.kind == "symbol" and arg.text.islower() for arg in (*one.args, *two.args))
+        return one == two or (one.text == two.text and len(one.args) == len(two.args) and variables_alone)
+    return one.kind == "symbol" or (one.kind == "mul" and sorted(map(repr, one.args)) == sorted(map(repr, two.args)))

@@ -1,6 +1,6 @@
 """Alternative views of a parsed answer: named values, both signs, labels, matrices worked out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
@@ -105,18 +105,14 @@ def substituted(node: Node, values: Mapping[str, Node]) -> Node:
 
 def labelled(node: Node) -> dict[Node, Node] | None:
     """Several named values by their names: x=4, y=6 or (x,y)=(4,6); None for anything else."""
-    if node.kind == "list" and node.text != "or":
-        found = [named(arg) for arg in node.args]
-        names = [each.name for each in found if each.name is not None]
-        if len({*names}) < len(found) or any(arg.text == "in" for arg in node.args):
-            return None
-        return {name: each.value for name, each in zip(names, found, strict=True)}
-    one = named(node)
-    if one.name is None or one.name.kind != "tuple" or one.value.kind != "tuple":
-        return None
-    if len(one.name.args) != len(one.value.args) or len({*one.name.args}) < len(one.name.args):
-        return None
-    return dict(zip(one.name.args, one.value.args, strict=True))
+    pairs: Sequence[tuple[Node | None, Node]] = []
+    if node.kind == "list" and node.text != "or" and all(arg.text != "in" for arg in node.args):
+        pairs = [(each.name, each.value) for each in map(named, node.args)]
+    elif (one := named(node)).name is not None and one.name.kind == one.value.kind == "tuple":
+        pairs = list(zip(one.name.args, one.value.args, strict=False))
+        pairs = pairs if len(one.name.args) == len(one.value.args) else []
+    labels = {name: value for name, value in pairs if name is not None}
+    return labels if labels and len(labels) == len(pairs) else None
 
 
 def bound_alike(node: Node) -> Node:

@@ -3,6 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from atts.evaluators.syntax.vocabulary import Tables, spelled, table
 from atts.evaluators.verdict import Limits, TooLarge
@@ -10,21 +11,13 @@ from atts.evaluators.verdict import Limits, TooLarge
 _SIGNS = spelled(table("signs", dict[str, str]))
 _GREEK = spelled(table("greek", dict[str, str]))
 _TABLE = str.maketrans(_SIGNS | {letter: f"\\{name} " for letter, name in _GREEK.items()})
-_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+")
-_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₙₓₐ]+")
-_VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞⅐⅑⅒]")
-_RADICAL_BAR = re.compile(r"√\s*\(")
 
 
 def ascii_maths(text: str) -> str:
     """The text with mathematical unicode spelled as LaTeX, foreign digits as ours, invisible characters gone."""
     if text.isascii():
         return _CONTROL.sub(" ", text)
-    text = _RADICAL_BAR.sub(r"\\sqrt (", text)
-    text = _RAISED.sub(lambda found: f"^{{{_flat(found[0])}}}", text)
-    text = _LOWERED.sub(lambda found: f"_{{{_flat(found[0])}}}", text)
-    text = _VULGAR.sub(lambda found: r" \frac{{{}}}{{{}}} ".format(*_flat(found[0]).split("⁄")), text)
-    return "".join(_plain(text.translate(_TABLE)))
+    return "".join(_plain(_rewritten(text, _SIGNED).translate(_TABLE)))
 
 
 def _flat(signs: str) -> str:
@@ -113,6 +106,9 @@ def _inward(found: re.Match[str]) -> str:
 
 
 _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
+    "raised": lambda found: f"^{{{_flat(found[0])}}}",
+    "lowered": lambda found: f"_{{{_flat(found[0])}}}",
+    "vulgar": lambda found: r" \frac{{{}}}{{{}}} ".format(*_flat(found[0]).split("⁄")),
     "temperature": lambda found: f" deg{(found[1] or found[2] or found[3])[0].upper()} ",
     "unit_vectors": _unit_vectors,
     "arc": _arc,
@@ -134,7 +130,7 @@ def _steps(name: str) -> list[Step]:
 
 
 _REWRITES = Tables("rewrites.toml")
-_LINES, _STEPS, _LAST = _steps("lines"), _steps("steps"), _steps("last")
+_LINES, _SIGNED, _STEPS, _LAST = map(_steps, ("lines", "signs", "steps", "last"))
 FORMS = _REWRITES.patterns("forms")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d)")
 _PAIR = re.compile(r"(?<=[(\[])\s*-?[1-9]\d{0,2},\d{3}\s*(?=[)\]])")
@@ -164,12 +160,7 @@ def unwrapped(text: str) -> str:
     if depth < 2:  # one pair can mean something: (C), {1,2}
         return text
     inside = text[depth : len(text) - depth]
-    level = lowest = 0
-    for char in inside:
-        level += (char in "({") - (char in ")}")
-        lowest = min(lowest, level)
-    if level != 0:
-        return text
-    keep = -lowest + 1  # brackets the inside closes before it opens its own, and one pair that may carry meaning
-    drop = depth - keep
+    levels = list(accumulate(((char in "({") - (char in ")}") for char in inside), initial=0))
+    # kept: brackets that the inside closes before it opens its own, and one pair that may carry meaning
+    drop = depth + min(levels) - 1 if levels[-1] == 0 else 0
     return text[drop : len(text) - drop] if drop > 0 else text

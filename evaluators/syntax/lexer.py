@@ -154,6 +154,9 @@ class _Lexer:
             return self.named(name, text, position)
         elif name in _BLANK:
             self.gap = True
+        elif name in ("quadx", "quady"):
+            self.gap = True
+            self.add("symbol", name[-1])
         else:
             raise NotMaths(f"the command \\{name}")
         return position
@@ -326,19 +329,14 @@ class Stream:
 
     def subscript(self) -> str:
         """The text of a subscript, braces dropped."""
-        token, level, parts = self.take(), 1, list[str]()
-        if token.kind in ("end", "close", "sep"):
-            raise Malformed("a subscript without its text")
-        if token.kind != "open":
-            return token.text
-        while True:
-            token = self.take()
-            if token.kind == "end":
-                raise Malformed("a subscript that is never closed")
-            level += (token.kind == "open") - (token.kind == "close")
-            if not level:
-                return "".join(parts)
-            parts.append(token.text)
+        start, level = self.at, 0
+        while level or self.at == start:
+            kind = self.take().kind
+            if kind == "end" or (not level and kind in ("close", "sep")):
+                raise Malformed("a subscript without its text or its end")
+            level += (kind == "open") - (kind == "close")
+        texts = [token.text for token in self.tokens[start : self.at]]
+        return "".join(texts[1:-1] if len(texts) > 1 else texts)
 
 
 def _parts_a_set(tokens: list[Token], index: int) -> bool:

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import Model, StepBatch
-from atts.local.branches import DraftBranch, DraftJob, DraftLine
 from atts.local.drafting import DraftedRows, ModelDrafter, fed_rows
 from atts.local.exits import Ear, Exits, Told
-from atts.local.growing import BranchWriter
+from atts.local.growing import BranchWriter, DraftBranch, DraftJob, DraftLine
 from atts.local.model_config import ModelConfig
 from atts.local.streams import StreamHeads
 from atts.local.transport import DraftTransport
@@ -285,21 +284,18 @@ class AheadDrafter(ModelDrafter):
     def _write_windows(self, lines: list[DraftLine]) -> None:
         """One guess each, drawn in one call of the kernels: as many tokens as draft steps fit into the target's."""
         began, length = perf_counter(), max(_LEAST, self._length(len(lines), len(lines)))
-        turns = [min(1 + length, len(line.uniforms) - len(line.proposal), self._last - line.stop) for line in lines]
-        order = sorted(range(len(lines)), key=lambda place: -turns[place])
-        lines, turns = [lines[place] for place in order], [turns[place] for place in order]
-        branches = [
-            self._branch(place, OutcomeGuess(len(line.proposal), -1, 1.0), line, length)
-            for place, line in enumerate(lines)
-        ]
+        guesses = [OutcomeGuess(len(line.proposal), -1, 1.0) for line in lines]
+        branches = [self._branch(place, guess, lines[place], length) for place, guess in enumerate(guesses)]
+        branches.sort(key=lambda branch: -branch.most)
+        lines = [branch.line for branch in branches]
         rows, starts = (np.array([getattr(each, name) for each in branches]) for name in ("row", "start"))
-        uniforms = [line.uniforms[len(line.proposal) :][:count] for line, count in zip(lines, turns, strict=True)]
+        uniforms = [branch.line.uniforms[branch.accepted :][: branch.most] for branch in branches]
         asks = [line.ask for line in lines]
         drawn = self._drawn_ahead(asks, uniforms, self._first(lines), (rows, starts))
         for branch, tokens in zip(branches, drawn, strict=True):
             branch.tokens[:], branch.fed = tokens, len(tokens) - 1
             branch.line.cache.put(branch.accepted, branch.tokens[0], branch)
-        self._costs.add(_ALWAYS, len(lines), (perf_counter() - began) / turns[0])
+        self._costs.add(_ALWAYS, len(lines), (perf_counter() - began) / branches[0].most)
 
     def _branches(self, lines: list[DraftLine], own: list[int], laws: list[PlaceLaw]) -> tuple[list[DraftBranch], int]:
         """The guesses that are continued, each with slots, and how many tokens each is to get."""

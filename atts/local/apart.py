@@ -8,6 +8,7 @@ import subprocess
 import weakref
 from collections.abc import Sequence as Many
 from contextlib import suppress
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -132,9 +133,7 @@ class DrafterProcess(Proposer):
         if answer.error:
             raise RuntimeError(answer.error)
         self._is_open = self._is_late = False
-        self._lines, late = answer.lines, self.stats.late
-        self.stats = answer.stats
-        self.stats.late = late
+        self._lines, self.stats = answer.lines, replace(answer.stats, late=self.stats.late)
         return True
 
     def _served(self, ask: Ask) -> TokenProposal:

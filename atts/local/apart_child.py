@@ -26,24 +26,18 @@ from atts.speculation import Ask, OverlapStats, TokenProposal
 _SLOT_RUN = 64  # slots taken at a time
 
 
-class ToldTransport(InlineTransport):
-    """Works at once, beside a target elsewhere: how long its steps take is told."""
+class ToldTarget(InlineTransport):
+    """Works at once, beside a target elsewhere: how long its steps take is told, and what its exit says."""
 
     is_beside = True
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.ear: Ear | None = None
 
     def elapsed(self, began: float) -> float:
         """As told."""
         return self.seconds
-
-
-class ToldExits:
-    """Hears of the target's exit what is told."""
-
-    def __init__(self) -> None:
-        self.ear: Ear | None = None
 
     def listen(self, ear: Ear | None) -> None:
         """Who is told next."""
@@ -68,13 +62,14 @@ class DraftRows:
         for key in step.ended:
             self._drop(self._sequences.pop(key))
         self._sequences.update({key: new_sequence(key, request, 0.0) for key, request in step.fresh})
-        found = [self._asked(self._sequences[key], ids, room) for key, ids, room in step.asks]
-        return [ask for ask in found if ask is not None]
-
-    def _asked(self, sequence: Sequence, ids: tuple[int, ...], room: int) -> Ask | None:
-        sequence.ids += ids
-        sequence.logprobs += [0.0] * len(ids)  # their number is how many were written
-        return ask_of(sequence, room) if self._has_slots(sequence, len(sequence.ids) + room + 1) else None
+        asks = list[Ask]()
+        for key, ids, room in step.asks:
+            sequence = self._sequences[key]
+            sequence.ids += ids
+            sequence.logprobs += [0.0] * len(ids)  # their number is how many were written
+            if self._has_slots(sequence, len(sequence.ids) + room + 1):
+                asks.append(ask_of(sequence, room))
+        return asks
 
     def _has_slots(self, sequence: Sequence, stop: int) -> bool:
         if sequence.row < 0 and self._free:
@@ -104,10 +99,9 @@ def main() -> int:
     os.dup2(2, 1)  # whatever prints must not end up among the answers
     setup = pickle.load(orders)
     assert isinstance(setup, DraftSetup), "the first message says what is to be loaded"
-    rows, transport = DraftRows(setup.slots, setup.rows, setup.width), ToldTransport()
-    exits = ToldExits() if setup.hears else None
+    rows, target = DraftRows(setup.slots, setup.rows, setup.width), ToldTarget()
     try:
-        drafter = ahead_drafter(setup.config, rows, transport, exits, slots=setup.slots)
+        drafter = ahead_drafter(setup.config, rows, target, target if setup.hears else None, slots=setup.slots)
     except EngineError as error:
         write(answers, FailureReply.of(error))
         return 0
@@ -115,7 +109,7 @@ def main() -> int:
     write(answers, "ready")
     gc.freeze()  # what is loaded stays, and need not be looked through for garbage
     with suppress(*GONE):  # cut off: the parent is gone
-        _serve(orders, answers, Drafting(drafter, rows, transport, exits))
+        _serve(orders, answers, Drafting(drafter, rows, target))
     return 0
 
 
@@ -124,23 +118,21 @@ class Drafting(NamedTuple):
 
     drafter: AheadDrafter
     rows: DraftRows
-    transport: ToldTransport
-    exits: ToldExits | None
+    target: ToldTarget
 
     def take(self, message: DraftStep | Told) -> bool:
         """Work on a message; whether that was all of a step."""
-        ear = self.exits.ear if self.exits is not None else None
+        ear = self.target.ear
         if not isinstance(message, DraftStep):
-            if ear is None or self.exits is None:
-                return False
-            self.exits.listen(None)
-            ear.hear(message)
-            return True
-        self.transport.seconds = message.seconds
+            self.target.listen(None)
+            if ear is not None:
+                ear.hear(message)
+            return ear is not None
+        self.target.seconds = message.seconds
         for proposed, stood in message.settled:
             self.drafter.settled(0, TokenProposal((0,) * proposed), stood)
         self.drafter.propose(self.rows.follow(message))
-        return self.exits is None or self.exits.ear is None
+        return self.target.ear is None
 
     def answer(self) -> Drafted:
         """All branches as ids."""

@@ -148,6 +148,29 @@ class TappedModel(Model, Protocol):
         ...
 
 
+class ModelAround:
+    """Wraps a model: what a subclass does not say anew is as the model does it."""
+
+    def __init__(self, model: TappedModel) -> None:
+        self._model = model
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """The model's."""
+        return self._model.compute_logits(hidden)
+
+    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
+        """As the model does."""
+        return self._model.sample(logits, sampling, uniforms)
+
+    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
+        """As the model does."""
+        return self._model.logprobs(logits, tokens)
+
+    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
+        """As the model does."""
+        return self._model.score(hidden, tokens, kept_rows)
+
+
 def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     """The plan as arrays; `logit_rows` are the tokens sampled after, decoding ones first, then those that score.
 

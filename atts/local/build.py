@@ -20,9 +20,8 @@ from atts.local.batch import Model, TappedModel
 from atts.local.chains import ChainModel
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
-from atts.local.drafting import DraftedRows, ModelDrafter
+from atts.local.drafting import DraftedRows, FuzzyDrafter, ModelDrafter
 from atts.local.exits import ExitAdapter, ExitModel, Exits
-from atts.local.fuzzy import FuzzyDrafter
 from atts.local.ledger import SlotLedger
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop

@@ -7,7 +7,7 @@ so here; all it keeps of its own is how far it has come in each sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,13 +21,14 @@ from atts.local.batch import Ints, Model, PrefillChunk, StepBatch, StepPlan, sin
 from atts.local.model_config import ModelConfig
 from atts.local.native_model import AheadBatch, NativeModel
 from atts.local.sequence import Sequence
+from atts.local.torch_model import TorchModel
 from atts.speculation import NOTHING, Ask, Proposer, TokenProposal
 
 _CONFIDENCE = 0.8  # of a drafted token, beside those that are looked up
 _CHUNK = 512  # tokens of given text computed at once
 _FEW = 3  # newest tokens fed side by side with other sequences'
 
-
+Calibration = Literal["exact", "none"]
 FedRow = tuple[int, int, int, bool]
 """Row, position and token, and whether it is the last one of its sequence, which is sampled after."""
 
@@ -56,7 +57,6 @@ class ModelDrafter(Proposer):
         """`vocabulary` is the target's: tokens beyond it are never proposed."""
         self._model, self._config, self._scheduler, self._table = model, config, scheduler, scheduler.table
         self._vocabulary, self._target_vocabulary = min(vocabulary, config.vocabulary), vocabulary
-        self._is_smaller = config.vocabulary < vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)
         self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))
         self._native = model if isinstance(model, NativeModel) and config.vocabulary <= vocabulary else None
@@ -82,7 +82,8 @@ class ModelDrafter(Proposer):
     def _can_follow(self, ask: Ask) -> bool:
         sequence = self._scheduler.sequence(ask.key)
         fits = sequence.rope_row == 0 and len(ask.ids) + ask.room <= self._context
-        return fits and not (self._is_smaller and max(ask.ids) >= self._vocabulary)
+        is_smaller = self._vocabulary < self._target_vocabulary
+        return fits and not (is_smaller and max(ask.ids) >= self._vocabulary)
 
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
         """Those with the most room come first, so that the others drop out from the end."""
@@ -200,3 +201,37 @@ class ModelDrafter(Proposer):
         """Slots from here on hold the drafter's keys and values as well."""
         slots = self._scheduler.table[sequence.row, start : sequence.num_drafted]
         self._scheduler.allocator.drafted[slots] = True
+
+
+class FuzzyDrafter(ModelDrafter):
+    """EasySpec's: drafts with `group` attentions that read one input, first and last layer apart.
+
+    Keys and values computed so are used within the round alone: the exact pass over what stood and the token after it
+    computes them anew and gives the first token of the next round. With calibration "none" they are kept, and their
+    errors pile up: for comparison.
+    """
+
+    def __init__(
+        self,
+        model: TorchModel,
+        config: ModelConfig,
+        scheduler: DraftedRows,
+        vocabulary: int,
+        *,
+        group: int,
+        calibration: Calibration = "exact",
+    ) -> None:
+        super().__init__(model, config, scheduler, vocabulary)
+        self._torch, self._group, self._calibration = model, group, calibration
+
+    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+        """What the round computed is forgotten."""
+        if self._calibration == "none":
+            super().settled(key, proposal, stood)
+
+    def _draw(self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool) -> tuple[list[int], Tensor | None]:
+        self._torch.group = self._group if turn else 1
+        try:
+            return super()._draw(batch, asks, turn, wants_laws)
+        finally:
+            self._torch.group = 1

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atts.core import Sampling
-from atts.decode import SampledTokens, SamplingBatch, batch_sampling, probabilities
+from atts.decode import batch_sampling, probabilities
 from atts.local.allocator import SlotIds
-from atts.local.batch import Model, StepBatch, Tap, TappedModel
+from atts.local.batch import Model, ModelAround, StepBatch, Tap, TappedModel
 from atts.local.loader import Weights, read_trained, unusable_heads
 from atts.local.model_config import ModelConfig
 
@@ -83,12 +83,13 @@ class ExitAdapter:
         return F.rms_norm(x + F.linear(narrow, self.up), (x.shape[-1],), self.norm, eps)
 
 
-class ExitModel:
+class ExitModel(ModelAround):
     """A target of which the next step can be heard on its way; every number is what it would be unheard."""
 
     def __init__(self, model: TappedModel, inner: Model, adapter: ExitAdapter, eps: float) -> None:
         """`inner` has the output matrix: the model itself, or the one beside which padding is computed."""
-        self._model, self._inner, self._adapter, self._eps = model, inner, adapter, eps
+        super().__init__(model)
+        self._inner, self._adapter, self._eps = inner, adapter, eps
         self._ear: Ear | None = None
 
     def listen(self, ear: Ear | None) -> None:
@@ -127,19 +128,3 @@ class ExitModel:
             for (_, key, _), ids, chances in zip(found, best.indices.tolist(), best.values.tolist(), strict=True):
                 told[key].append((ids, chances))
         return told
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The model's."""
-        return self._model.compute_logits(hidden)
-
-    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
-        """As the model does."""
-        return self._model.sample(logits, sampling, uniforms)
-
-    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """As the model does."""
-        return self._model.logprobs(logits, tokens)
-
-    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
-        """As the model does."""
-        return self._model.score(hidden, tokens, kept_rows)

@@ -14,9 +14,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from atts.decode import SampledTokens, SamplingBatch
 from atts.local.allocator import SlotIds
-from atts.local.batch import StepBatch, Tap, TappedModel
+from atts.local.batch import ModelAround, StepBatch, Tap, TappedModel
 from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.model_config import ModelConfig
 
@@ -76,13 +75,13 @@ class _Layers(Sequence[LayerWeights]):
         return LayerWeights(**parts)
 
 
-class PaddedModel:
+class PaddedModel(ModelAround):
     """Runs each step of a model and of the stack beside it; both have caches of the same slots."""
 
     def __init__(self, model: TappedModel, stack: TappedModel, width: int, vocabulary: int, middle: int = 0) -> None:
         """`width` is the model's hidden size: what follows is the stack's, `middle` of its layers are half."""
-        self._model, self._stack, self._width, self._vocabulary = model, stack, width, vocabulary
-        self._middle = middle
+        super().__init__(model)
+        self._stack, self._width, self._vocabulary, self._middle = stack, width, vocabulary, middle
 
     @property
     def device_name(self) -> str:
@@ -111,14 +110,6 @@ class PaddedModel:
         values, kept = self._model.score(own, tokens, kept_rows)
         nothing, _ = self._stack.score(other, tokens, [])
         return [value + 0.0 * none for value, none in zip(values, nothing, strict=True)], kept
-
-    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
-        """As the model does."""
-        return self._model.sample(logits, sampling, uniforms)
-
-    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """As the model does."""
-        return self._model.logprobs(logits, tokens)
 
     def _parted(self, hidden: Tensor) -> Iterator[Tensor]:
         return (part.contiguous() for part in torch.split(hidden, [self._width, hidden.shape[1] - self._width], 1))

@@ -28,6 +28,8 @@ from atts.speculation import (
     standing,
 )
 
+_NONE = NOTHING, 0  # of a sequence for which nothing was asked
+
 
 class Lengths(Protocol):
     """Decides how many tokens are proposed for each decoding sequence in a step; it may see all but the tokens."""
@@ -124,8 +126,7 @@ class Speculation:
         self._proposer, self._lengths, self._scheduler, self._clock = proposer, lengths, scheduler, clock
         self._vocabulary, self._table = vocabulary, table
         self._most = 1 << 30  # tokens a proposal may have, less once memory ran out
-        self._asked = dict[int, TokenProposal]()
-        self._guessed = dict[int, int]()  # tokens proposed at first
+        self._asked = dict[int, tuple[TokenProposal, int]]()  # by sequence; with how many tokens there were at first
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
         self._is_timed = False  # this step
@@ -155,7 +156,7 @@ class Speculation:
                 asks.append(ask_of(sequence, room))
         if asks:
             self._ask(asks)
-            plan.proposals.extend([self._asked.get(each.request_id, NOTHING).tokens for each in plan.decoding])
+            plan.proposals.extend([self._asked.get(each.request_id, _NONE)[0].tokens for each in plan.decoding])
             if not any(plan.proposals):
                 plan.proposals.clear()
         self._proposing = self._clock() - self._began
@@ -163,16 +164,15 @@ class Speculation:
 
     def settle(self, sequence: Sequence, drawn: list[int]) -> int:
         """How many of a sequence's proposed tokens stand, where these were drawn at its places."""
-        proposal = self._asked[sequence.request_id]
+        proposal, guessed = self._asked[sequence.request_id]
         stood = standing(proposal.tokens, drawn)
         self._proposer.settled(sequence.request_id, proposal, stood)
-        guessed = self._guessed[sequence.request_id]
         self._rounds.append(SpeculationRound(sequence.request_id, len(proposal.tokens), stood, guessed))
         return stood
 
     def redrawn(self, sequence: Sequence, laws: NDArray[np.float64], drawn: list[int]) -> list[int]:
         """What the ratio test writes at a sequence's places, where the target has these laws."""
-        proposal, request = self._asked[sequence.request_id], sequence.request
+        proposal, request = self._asked[sequence.request_id][0], sequence.request
         assert isinstance(request, SampleRequest), "only sampled sequences decode"
         first = request.begun + len(sequence.logprobs)
         last = first + len(proposal.tokens)
@@ -214,13 +214,10 @@ class Speculation:
     def _ask(self, asks: list[Ask]) -> None:
         self._known.update(ask.key for ask in asks)
         try:
-            proposals = self._proposer.propose(asks)
-            self._guessed = {
-                ask.key: min(len(found.tokens), ask.room) for ask, found in zip(asks, proposals, strict=True)
-            }
-            self._asked = {ask.key: self._checked(ask, found) for ask, found in zip(asks, proposals, strict=True)}
-            cut = [key for key, sound in self._asked.items() if self._guessed[key] and not sound.tokens]
-            self._rounds += [SpeculationRound(key, 0, 0, self._guessed[key]) for key in cut]  # these cost time as well
+            found = list(zip(asks, self._proposer.propose(asks), strict=True))
+            self._asked = {ask.key: (self._checked(ask, own), min(len(own.tokens), ask.room)) for ask, own in found}
+            cut = [(key, guessed) for key, (sound, guessed) in self._asked.items() if guessed and not sound.tokens]
+            self._rounds += [SpeculationRound(key, 0, 0, guessed) for key, guessed in cut]  # these cost time as well
         except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
             name = type(self._proposer).__name__
             self._stats.trouble = f"speculation is off: {name} failed ({type(error).__name__}: {error})"

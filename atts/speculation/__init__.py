@@ -5,10 +5,9 @@ from atts.speculation.goodput import Forecast, GoodputControl, StepShape
 from atts.speculation.hints import HintProposer
 from atts.speculation.outcomes import OutcomeCache, OutcomeGuess, PlaceLaw, most_worthwhile, ranked_outcomes
 from atts.speculation.proposals import NOTHING, Ask, BestProposer, OverlapStats, Proposer, TokenProposal
-from atts.speculation.ratio import ratio_walk
-from atts.speculation.replay import standing
 from atts.speculation.schemes import SchemeControl
 from atts.speculation.suffix import SuffixProposer
+from atts.speculation.verifying import ratio_walk, standing
 
 __all__ = [
     "NOTHING",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from atts.speculation.outcomes import OutcomeCache
-from atts.speculation.replay import standing
+from atts.speculation.verifying import standing
 
 _WIDTH = 1 << 16  # ranks told apart at one place
 
@@ -56,28 +56,21 @@ class AcceptanceTrace:
     @classmethod
     def drawn(cls, law: Sequence[float], places: int, seed: int, exit_law: Sequence[float] = ()) -> AcceptanceTrace:
         """Ranks in random order: a share `law[r]` of them is r, what is missing to 1 lies beyond all that are asked."""
-        random = np.random.default_rng(seed)
-        ranks = [_drawn(random, each, places) for each in (law, exit_law) if each]
+        random, ranks = np.random.default_rng(seed), list[list[int]]()
+        for each in filter(None, (law, exit_law)):
+            even = (random.permutation(places) + 0.5) / places  # exact shares: less noise than independent draws
+            found: list[int] = np.searchsorted(np.cumsum(each), even, side="right").tolist()
+            ranks.append([rank if rank < len(each) else _WIDTH for rank in found])
         return cls(*ranks)
 
-    def text(self, place: int, count: int) -> list[int]:
-        """What the target writes."""
-        return list(range(place, place + count))
-
     def drafted(self, place: int, count: int) -> list[int]:
-        """What the draft writes from a right prefix."""
+        """What the draft writes from a right prefix, where the target's token at each place is the place's number."""
         return [at if self.ranks[at] == 0 else _other(at, 0) for at in range(place, place + count)]
 
     def candidates(self, place: int, first: int, stop: int, *, at_exit: bool = False) -> list[int]:
         """The tokens of these ranks at a place whose prefix is right."""
         ranks = self.exit_ranks if at_exit else self.ranks
         return [place if ranks[place] == rank else _other(place, rank) for rank in range(first, stop)]
-
-
-def _drawn(random: np.random.Generator, law: Sequence[float], places: int) -> list[int]:
-    even = (random.permutation(places) + 0.5) / places  # exact shares: less noise than independent draws
-    found: list[int] = np.searchsorted(np.cumsum(law), even, side="right").tolist()
-    return [rank if rank < len(law) else _WIDTH for rank in found]
 
 
 def _other(place: int, rank: int) -> int:
@@ -123,19 +116,14 @@ class Timeline:
 
 def serial(trace: AcceptanceTrace, costs: Costs, proposed: int, drafter: DraftDevices | None = None) -> Timeline:
     """Draft, verify, draft: one side always waits. `drafter` stands in for a device with the costs of the draft."""
-    target = Device("target")
-    devices, run = drafter or _plain_drafter(costs)
+    draft, target = Device("draft"), Device("target")
+    devices, run = drafter or ([draft], lambda ready, count: draft.run(ready, count * costs.draft(1), "draft"))
     line = Timeline([*devices, target])
     while line.tokens + proposed < len(trace.ranks):
         ready = run(line.seconds, proposed) + costs.message
         line.seconds = target.run(ready, costs.target(proposed + 1), "verify") + costs.message
-        _verified(line, trace, trace.drafted(line.tokens, proposed))
+        _verified(line, trace.drafted(line.tokens, proposed))
     return line
-
-
-def _plain_drafter(costs: Costs) -> DraftDevices:
-    device = Device("draft")
-    return [device], lambda ready, count: device.run(ready, count * costs.draft(1), "draft")
 
 
 def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> DraftDevices:
@@ -213,7 +201,7 @@ def _selected(
 ) -> list[int]:
     """Verify a proposal; the next one, of the given length, where its outcome was guessed."""
     tokens, length = proposal
-    stood = _verified(line, trace, tokens)
+    stood = _verified(line, tokens)
     chosen, others = cache.select(stood, line.tokens - 1)
     line.guessed, line.wasted = line.guessed + 1, line.wasted + len(others)
     if chosen is None:
@@ -222,8 +210,8 @@ def _selected(
     return trace.drafted(chosen, length)
 
 
-def _verified(line: Timeline, trace: AcceptanceTrace, proposal: Sequence[int]) -> int:
-    stood = standing(proposal, trace.text(line.tokens, len(proposal) + 1))
+def _verified(line: Timeline, proposal: Sequence[int]) -> int:
+    stood = standing(proposal, range(line.tokens, line.tokens + len(proposal) + 1))
     line.tokens += stood + 1
     line.written.append(stood + 1)
     return stood

@@ -99,11 +99,6 @@ class _Load:
     rounds: int = 0  # of all loads, when it began to rest
     rest: int = _RESTS[0]  # the next one
 
-    @property
-    def is_off(self) -> bool:
-        """Whether nothing is proposed in steps of either kind."""
-        return not any(verdict.mean for verdict in self.verdicts)
-
 
 class GoodputControl:
     """Chooses how many tokens are proposed for each sequence, 0 included, from measured times and survival.
@@ -219,10 +214,6 @@ class GoodputControl:
         assert curve is not None, "a step was timed"
         return curve.one(step.rows)
 
-    def _doubt(self, load: _Load, sequences: int) -> float:
-        """By how much steps with proposals, drafters that catch up included, took longer than their parts promise."""
-        return (1 + max(_DOUBT, _DOUBT_OF_ONE * sequences)) * exp(max(0.0, load.surprise))
-
     def _decide(self, load: _Load, verdict: _Verdict, step: StepShape) -> None:
         count = len(step.keys)
         self._survival.keep(step.keys)
@@ -254,7 +245,7 @@ class GoodputControl:
             load.gap = min(2 * load.gap, max(64, int(150 * _PLAIN * forgone)))
         elif wanted is not None and is_fit and not self._is_stale and self._balance > -_ADVANCE:
             load.trial = _Trial(wanted, 3)
-        elif load.is_off:
+        elif not any(each.mean for each in load.verdicts):  # nothing is proposed in steps of either kind
             self._rest(load, step)
 
     def _best_total(
@@ -277,7 +268,8 @@ class GoodputControl:
             spent = proposing.at(totals[1:])
             seconds[1:] += spent
             lower[1:] += np.maximum(proposing.least(totals[1:]), _HOPE * spent)
-        seconds[1:] *= self._doubt(load, len(step.keys))
+        # by so much steps with proposals, drafters that catch up included, took longer than their parts promise
+        seconds[1:] *= (1 + max(_DOUBT, _DOUBT_OF_ONE * len(step.keys))) * exp(max(0.0, load.surprise))
         goodput = tokens / seconds
         best, current = int(goodput.argmax()), min(round(verdict.mean * len(step.keys)), len(tokens) - 1)
         caution = _CAUTION * self._costs.doubt(step.condition, step.rows) if current and not best else 0.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 Branch = TypeVar("Branch")
 
@@ -72,27 +72,17 @@ def most_worthwhile(
     return best
 
 
-class OutcomeCache(Generic[Branch]):
+class OutcomeCache(dict[tuple[int, int], Branch]):
     """The branches of one step, by outcome; used once: one is selected, and all others are given back."""
-
-    def __init__(self) -> None:
-        self._branches: dict[tuple[int, int], Branch] = {}
-
-    def __len__(self) -> int:
-        return len(self._branches)
 
     def put(self, accepted: int, token: int, branch: Branch) -> None:
         """Keep what follows this outcome."""
-        assert (accepted, token) not in self._branches, "an outcome is continued once"
-        self._branches[accepted, token] = branch
-
-    def items(self) -> ItemsView[tuple[int, int], Branch]:
-        """Outcomes and what follows them."""
-        return self._branches.items()
+        assert (accepted, token) not in self, "an outcome is continued once"
+        self[accepted, token] = branch
 
     def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:
         """What follows the outcome that came, None where it was not guessed; and the branches that are not needed."""
-        chosen = self._branches.pop((accepted, token), None)
-        others = list(self._branches.values())
-        self._branches.clear()
+        chosen = self.pop((accepted, token), None)
+        others = list(self.values())
+        self.clear()
         return chosen, others

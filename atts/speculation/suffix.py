@@ -15,8 +15,7 @@ _PLACES = 12  # of one gram that are looked at, the newest ones
 _GROUPS = 64  # problems remembered
 
 
-class _Text(list[int]):
-    """The ids of one text."""
+_Text = list[int]
 
 
 @dataclass(slots=True)

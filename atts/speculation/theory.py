@@ -6,7 +6,6 @@ draft steps one target step takes, and feeding a few more tokens does not slow t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import ceil
 
 
@@ -52,11 +51,6 @@ def pearl_speedup(accepted: float, window: int, ratio: float) -> float:
     return overlapped_tokens(accepted, 0.0, window - 1) / max(1.0, window / ratio)
 
 
-def waiting_speedup(accepted: float, hit: float, proposed: int, ratio: float, branching: float) -> float:
-    """Guessed outcomes where the target waits for a new draft after a miss; `branching` is the time of all branches."""
-    return expected_tokens(accepted, proposed) / (max(1.0, branching) + (1 - hit) * proposed / ratio)
-
-
 def mirror_seconds(depth: float, rendezvous: float, drafting: float) -> float:
     """Mirror's equation (10): up to the early exit, a message, the rest beside the drafter, a message."""
     return depth + rendezvous + max(1 - depth, drafting) + rendezvous
@@ -65,14 +59,3 @@ def mirror_seconds(depth: float, rendezvous: float, drafting: float) -> float:
 def grouped_drafting(layers: int, group: int, attention: float, mlp: float) -> float:
     """EasySpec's time of a draft step: first and last layer exact, the attentions of each group between at once."""
     return (min(2, layers) + ceil(max(0, layers - 2) / group)) * attention + layers * mlp
-
-
-def needed(speedup: Callable[[float], float], goal: float) -> float | None:
-    """The acceptance at which a rising speed-up reaches a goal; None: not even where every token stands."""
-    low, high = 0.0, 1.0
-    if speedup(high) < goal:
-        return None
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if speedup(middle) >= goal else (middle, high)
-    return high

@@ -112,11 +112,22 @@ def headlines() -> list[Headline]:
     ]
 
 
+def needed(speedup: Speedup, goal: float) -> float | None:
+    """The acceptance at which a rising speed-up reaches a goal; None: not even where every token stands."""
+    low, high = 0.0, 1.0
+    if speedup(high) < goal:
+        return None
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if speedup(middle) >= goal else (middle, high)
+    return high
+
+
 def published(options: Options) -> Table:
     """What each figure needs, and what devices come to there."""
     rows = list[Row]()
     for each in headlines():
-        needs, ceiling = theory.needed(each.speedup, each.published), each.speedup(1.0)
+        needs, ceiling = needed(each.speedup, each.published), each.speedup(1.0)
         if needs is None:
             rows.append(
                 (each.system, each.published, each.costs, ceiling, "-", "-", "-", "out of reach at these costs")

@@ -13,7 +13,7 @@ from atts.core import ScoreRequest
 from atts.errors import OptionError
 from atts.local import LocalOptions
 from atts.local.batch import PrefillChunk, StepPlan, step_batch
-from atts.local.fuzzy import FuzzyDrafter
+from atts.local.drafting import FuzzyDrafter
 from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
 from atts.local.sequence import new_sequence

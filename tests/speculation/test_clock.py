@@ -11,11 +11,9 @@ from atts.speculation.theory import (
     grouped_drafting,
     hit_rate,
     mirror_seconds,
-    needed,
     overlapped_tokens,
     pearl_speedup,
     serial_speedup,
-    waiting_speedup,
 )
 
 PLACES = 6_000
@@ -31,6 +29,11 @@ def trace(accepted: float, seed: int = 1) -> AcceptanceTrace:
 def even(ratio: float, message: float = 0.0) -> Costs:
     """A draft step takes as long for many branches as for one."""
     return Costs(lambda branches: 1 / ratio, message=message)
+
+
+def waiting_speedup(accepted: float, hit: float, proposed: int, ratio: float, branching: float) -> float:
+    """Guessed outcomes where the target waits for a new draft after a miss; `branching` is the time of all branches."""
+    return expected_tokens(accepted, proposed) / (max(1.0, branching) + (1 - hit) * proposed / ratio)
 
 
 def close(value: float) -> object:
@@ -117,10 +120,3 @@ def test_closed_forms_come_to_published_cells() -> None:
     assert pearl_speedup(0.7, 10, 10) < best_serial(0.7, 10)[0]
     gains = [32 * (r + 1) / grouped_drafting(32, 4, r, 1.0) for r in (1.0, 2.0, 0.5)]
     assert [round(gain, 2) for gain in gains] == [1.52, 1.85, 1.3]
-
-
-def test_what_a_goal_needs() -> None:
-    """The least acceptance that reaches it, or none at all."""
-    found = needed(lambda accepted: pearl_speedup(accepted, 5, 5), 2.2832)
-    assert found == pytest.approx(0.8, abs=1e-3)
-    assert needed(lambda accepted: pearl_speedup(accepted, 5, 5), 5.1) is None

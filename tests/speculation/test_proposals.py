@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import atts.speculation.ratio as ratio
+import atts.speculation.verifying as verifying
 from atts.core import Sampling, TokenIds
 from atts.seeds import Seed, uniforms
 from atts.speculated import Speculated, speculated_since, together
@@ -21,7 +21,7 @@ from atts.speculation import (
     TokenProposal,
     ratio_walk,
 )
-from atts.speculation.ratio import residual
+from atts.speculation.verifying import residual
 
 
 def ask(ids: TokenIds, written: int, room: int = 8, key: int = 1, hint: TokenIds = (), rollout: str = "p/0") -> Ask:
@@ -91,7 +91,7 @@ RATIO_BUGS: dict[str, tuple[str, object]] = {
 def test_a_wrong_residual_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The enumeration sees what takes the place of a token that fell."""
     name, change = RATIO_BUGS[bug]
-    monkeypatch.setattr(ratio, name, change)
+    monkeypatch.setattr(verifying, name, change)
     assert (
         max(law_of_a_round(laws(seed, 1, 5), laws(seed + 50, 1, 5), laws(seed + 50, 1, 5)) for seed in range(6)) > 0.02
     )

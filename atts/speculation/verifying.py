@@ -1,5 +1,10 @@
-"""Verification by ratio: a drawn token stands with probability min(1, p/q), a residual draw takes the place of one that
-does not. The law written is the target's; the tokens are other ones than without proposals.
+"""Verification: how much of a proposal stands, and what is written in place of what does not.
+
+By replay the target draws at every place with the uniform that belongs to request and position, and a token stands if
+it is what was drawn: what is written is what would be written without any proposal, at any temperature.
+
+By ratio a drawn token stands with probability min(1, p/q), and a residual draw takes the place of one that does not:
+the law written is the target's, the tokens are other ones than without proposals.
 """
 
 from __future__ import annotations
@@ -10,6 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 Law = NDArray[np.float64]
+
+
+def standing(proposal: Sequence[int], drawn: Sequence[int]) -> int:
+    """How many tokens of a chain stand, where `drawn[i]` was drawn after the first `i` of them.
+
+    The tokens to write are `drawn[: standing + 1]`: after those that stand comes one more, for the target's law after
+    them is known, whether the next proposed token was wrong or there was none.
+
+    >>> standing((5, 6, 7), (5, 6, 9, 1)), standing((5, 6), (5, 6, 7)), standing((), (3,))
+    (2, 2, 0)
+    """
+    for place, token in enumerate(proposal):
+        if drawn[place] != token:
+            return place
+    return len(proposal)
 
 
 def draw(law: Law, uniform: float) -> int:

@@ -29,6 +29,7 @@ from atts.local.packing import PackedAdapter, Packing
 from atts.stored_blocks import content_digest, unit_digests
 
 _Floats = NDArray[np.float32]
+_MOST_LAYOUTS = 1024
 MANY = 4
 """Rows of a sequence in a step that attend by the kernels for many, whatever the model."""
 
@@ -41,14 +42,22 @@ class Stage(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
 
+class _Layout(NamedTuple):
+    """Where the rows of some chains stand in a batch, and where those that logits are asked of stand among them."""
+
+    rows: Ints
+    starts: Ints  # of each sequence among these rows
+    logits: Ints
+    logit_rows: Ints
+    segments: list[Segment]
+    is_all: bool  # in the order of the batch
+
+
 class _Part(NamedTuple):
-    """The rows of some chains: as a batch of their own, and where they stand in the whole one."""
+    """The rows of some chains, as a batch of their own."""
 
     batch: StepBatch
-    rows: Ints
-    logits: Ints
-    segments: list[Segment]
-    is_all: bool
+    layout: _Layout
 
 
 class _Chain(NamedTuple):
@@ -73,6 +82,7 @@ class ChainModel:
         self._configs = [first]
         self._chains: dict[int, _Chain] = {}
         self._stages: dict[tuple[int, ...], list[Stage]] = {}
+        self._layouts: dict[tuple[object, ...], _Layout] = {}
         self.unit_rows = self.unit_calls = 0  # rows taken through units, and how often a unit was run
         self.open(0)
 
@@ -87,6 +97,7 @@ class ChainModel:
             self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
             self._chains = chains
             self._stages.clear()
+            self._layouts.clear()
 
     @property
     def device_name(self) -> str:
@@ -199,13 +210,13 @@ class ChainModel:
         return [(model, torch.from_numpy(mask.nonzero()[0])) for model, mask in found]
 
     def _run(self, stage: Stage, group: tuple[int, ...], part: _Part, whole: tuple[SlotIds, _Floats, _Floats]) -> None:
-        table, x, hidden = whole
+        (table, x, hidden), (batch, layout) = whole, part
         self.unit_calls += stage.stop - stage.start
-        self.unit_rows += (stage.stop - stage.start) * len(part.rows)
-        mine = (x, hidden) if part.is_all else (x[part.rows], hidden[part.logits])
-        self._chains[group[0]].model.run(part.batch, table, mine, (stage.start, stage.stop), part.segments)
-        if not part.is_all:
-            x[part.rows], hidden[part.logits] = mine
+        self.unit_rows += (stage.stop - stage.start) * len(layout.rows)
+        mine = (x, hidden) if layout.is_all else (x[layout.rows], hidden[layout.logits])
+        self._chains[group[0]].model.run(batch, table, mine, (stage.start, stage.stop), layout.segments)
+        if not layout.is_all:
+            x[layout.rows], hidden[layout.logits] = mine
 
     def _parts(self, batch: StepBatch, group: tuple[int, ...], is_due: NDArray[np.bool_]) -> list[_Part]:
         """The sequences of some chains, chain after chain, so that an adapter's rows lie side by side.
@@ -225,41 +236,52 @@ class ChainModel:
         return [self._part(batch, group, piece) for piece in np.split(chosen, cuts[1:]) if len(piece)]
 
     def _part(self, batch: StepBatch, group: tuple[int, ...], chosen: Ints) -> _Part:
-        whole = np.arange(len(batch.logit_rows))
-        if len(group) == 1 and len(chosen) == len(batch.table_rows) and (np.diff(batch.logit_rows) > 0).all():
-            return _Part(batch, np.arange(len(batch.tokens)), whole, self._segments(batch, group), True)
+        layout = self._layout(batch, group, chosen)
+        if layout.is_all:
+            return _Part(batch, layout)
+        part = StepBatch(
+            tokens=batch.tokens[layout.rows],
+            positions=batch.positions[layout.rows],
+            slots=batch.slots[layout.rows],
+            table_rows=batch.table_rows[chosen],
+            query_starts=layout.starts,
+            context_lens=batch.context_lens[chosen],
+            num_logits=batch.num_logits[chosen],
+            num_single=0,
+            logit_rows=layout.logit_rows,
+            chains=batch.chains[chosen],
+        )
+        return _Part(part, layout)
+
+    def _layout(self, batch: StepBatch, group: tuple[int, ...], chosen: Ints) -> _Layout:
+        """Where each sequence writes one token it is the same step after step, and made once."""
+        if len(batch.tokens) > len(batch.table_rows):
+            return self._lay_out(batch, group, chosen)
+        key = (group, chosen.tobytes(), batch.chains.tobytes(), batch.logit_rows.tobytes())
+        if key not in self._layouts:
+            if len(self._layouts) == _MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = self._lay_out(batch, group, chosen)
+        return self._layouts[key]
+
+    def _lay_out(self, batch: StepBatch, group: tuple[int, ...], chosen: Ints) -> _Layout:
         counts = np.diff(batch.query_starts)[chosen]
         starts = np.concatenate([[0], counts.cumsum()])
+        is_all = len(group) == 1 and len(chosen) == len(batch.table_rows) and (np.diff(batch.logit_rows) > 0).all()
         rows = np.arange(starts[-1]) + (batch.query_starts[chosen] - starts[:-1]).repeat(counts)
         places = np.full(len(batch.tokens), -1)
         places[rows] = np.arange(len(rows))
         where = places[batch.logit_rows]
         logits = np.flatnonzero(where >= 0)
         logits = logits[where[logits].argsort(kind="stable")]
-        part = StepBatch(
-            tokens=batch.tokens[rows],
-            positions=batch.positions[rows],
-            slots=batch.slots[rows],
-            table_rows=batch.table_rows[chosen],
-            query_starts=starts,
-            context_lens=batch.context_lens[chosen],
-            num_logits=batch.num_logits[chosen],
-            num_single=0,
-            logit_rows=where[logits],
-            chains=batch.chains[chosen],
-        )
-        return _Part(part, rows, logits, self._segments(part, group), False)
-
-    def _segments(self, part: StepBatch, group: Sequence[int]) -> list[Segment]:
-        found = list[Segment]()
+        segments = list[Segment]()
         for chain in group:
-            adapter = self._chains[chain].adapter
-            mine = (part.chains == chain).nonzero()[0]
+            adapter, mine = self._chains[chain].adapter, (batch.chains[chosen] == chain).nonzero()[0]
             if adapter is not None and len(mine):
-                start, stop = int(part.query_starts[mine[0]]), int(part.query_starts[mine[-1] + 1])
-                logits = np.searchsorted(part.logit_rows, [start, stop]).tolist()
-                found.append(Segment(start, stop, logits[0], logits[1], adapter))
-        return found
+                start, stop = int(starts[mine[0]]), int(starts[mine[-1] + 1])
+                first, last = np.searchsorted(where[logits], [start, stop]).tolist()
+                segments.append(Segment(start, stop, first, last, adapter))
+        return _Layout(rows, starts, logits, where[logits], segments, bool(is_all))
 
     def _load(self, config: WorkerConfig) -> _Chain:
         folder, shape, name = config.folder, config.model, config.name

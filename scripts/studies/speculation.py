@@ -103,7 +103,8 @@ def study(options: Options) -> list[Table]:
 @contextmanager
 def _opened(lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]) -> Generator[dict[str, Arm]]:
     target, draft = path("target"), {"drafter": str(drafter), "speculate": "draft"}
-    ways: dict[str, dict[str, Any]] = {"plain": {}, "plain, two threads": {"threads": 2}}
+    # in a process of its own: with helpers of other threads beside, OpenMP's own sleep between a step's parts
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "plain, two threads": {"threads": 2, "worker": "process"}}
     ways |= {f"k={k}": {**draft, "k": k} for k in lengths}
     ways |= {"k=auto": draft, "k=auto, all proposers": {"drafter": str(drafter)}, "suffix": {"speculate": "suffix"}}
     with ExitStack() as stack:

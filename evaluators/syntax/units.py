@@ -89,7 +89,7 @@ def measure(unit: str) -> Measure | None:
     """
     parts: list[tuple[Measure, int]] = []
     sign, power = 1, 1
-    tokens = re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit)
+    tokens: list[str] = re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit)
     for word in " ".join(_SPELLED_OUT.get(token, token) for token in tokens).split():  # mph and the like spelled out
         if word in ("per", "/"):
             sign = -1

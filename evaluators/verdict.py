@@ -67,15 +67,11 @@ class Undecided(Exception):
     """The fast path cannot say; the message says why."""
 
 
-class NotMaths(Undecided):
-    """The text is not an expression our grammar reads."""
-
-
-class Malformed(NotMaths):
+class Malformed(Undecided):
     """The text cannot be an answer: brackets unbalanced, an argument missing, an operator left hanging."""
 
 
-class Prose(NotMaths):
+class Prose(Undecided):
     """Words deny, condition or replace the value."""
 
 

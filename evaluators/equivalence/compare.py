@@ -6,12 +6,12 @@ from fractions import Fraction
 from typing import Literal
 
 from atts.core import Grading
-from atts.evaluators.equivalence import traits
+from atts.evaluators.equivalence import views
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.sets import Line, speaks_of_reals
-from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named, substituted
+from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named
 from atts.evaluators.syntax import vocabulary
-from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
+from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, substituted, variables
 from atts.evaluators.syntax.units import is_generic, measure
 from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
@@ -86,7 +86,7 @@ class Comparer:
             return self.relations(gold, answer)
         if one.kind == two.kind == "call":
             value = substituted(value, {arg.text: other for arg, other in zip(one.args, two.args, strict=False)})
-        return self.ruled("name", one == two or traits.may_name_one(one, two)) and self.same(value, right.value)
+        return self.ruled("name", one == two or views.may_name_one(one, two)) and self.same(value, right.value)
 
     # -- relations -------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Comparer:
         has_class = has(gold, "congruence") or has(answer, "congruence")
         if len(one) == len(two) == 1 and {*one, *two} <= FLIPPED.keys() and not has_class:
             ratio = self.prober.proportional(minus(*gold.args), minus(*answer.args))
-            sign = 0 if ratio is None else traits.sign_of(ratio)
+            sign = 0 if ratio is None else views.sign_of(ratio)
             return self.ruled("relation", sign != 0 and two == [one[0] if sign > 0 else FLIPPED[one[0]]])
         sides = answer.args
         if one != two:
@@ -108,7 +108,7 @@ class Comparer:
 
     def as_regions(self, gold: Node, answer: Node) -> bool | None:
         """Both as sets of reals, None when either is not one."""
-        names = {traits.variable_of(gold), traits.variable_of(answer)} - {""}
+        names = {views.variable_of(gold), views.variable_of(answer)} - {""}
         line = Line(self.prober)
         left, right = line.region(gold), line.region(answer)
         if left is None or right is None:
@@ -131,7 +131,7 @@ class Comparer:
     def values(self, gold: Node, answer: Node) -> bool:
         """Two answers that are no relations."""
         if has(gold, "plusminus") or has(answer, "plusminus"):
-            return self.unordered(traits.members(gold), traits.members(answer), "set")
+            return self.unordered(views.members(gold), views.members(answer), "set")
         gold, answer = matrix(gold) or gold, matrix(answer) or answer
         kinds: set[str] = {gold.kind, answer.kind}
         if "builder" in kinds and kinds & {"set", "list"}:
@@ -139,7 +139,7 @@ class Comparer:
             gold, answer = (line.whole(node) if node.kind == "builder" else node for node in (gold, answer))
             kinds = {gold.kind, answer.kind}
         if "congruence" in kinds and len(kinds) > 1:
-            gold, answer = (traits.progression(node) or node for node in (gold, answer))
+            gold, answer = (views.progression(node) or node for node in (gold, answer))
             kinds = {gold.kind, answer.kind}
         if kinds & {"congruence", "clock", "cases", "builder"}:
             return self.special(gold, answer, kinds)
@@ -158,7 +158,7 @@ class Comparer:
         if "cases" in kinds:
             return self.by_cases(gold, answer)
         if "clock" in kinds:
-            return self.ruled("time", traits.clock(gold) is not None and traits.clock(gold) == traits.clock(answer))
+            return self.ruled("time", views.clock(gold) is not None and views.clock(gold) == views.clock(answer))
         if len(kinds) > 1:
             return self.ruled(min(kinds & {"congruence", "builder"}), False)
         if kinds == {"builder"}:
@@ -166,7 +166,7 @@ class Comparer:
         if not self.same(gold.args[1], answer.args[1]):
             return self.ruled("congruence", False)
         apart = minus(gold.args[0], answer.args[0])
-        turns = None if variables(apart) else self.prober.constants(quotient(apart, gold.args[1]))
+        turns = None if variables(apart) else self.prober.value(quotient(apart, gold.args[1]))
         if not isinstance(turns, Fraction):
             return self.same(gold.args[0], answer.args[0])
         return self.ruled("congruence", turns.denominator == 1)
@@ -192,10 +192,10 @@ class Comparer:
             return self.each(pair.args, other.args, "tuple")
         if gold.kind == answer.kind == "list" and gold.text and answer.text and gold.text != answer.text:
             return self.ruled("logic", False)
-        one, two = traits.members(gold), traits.members(answer)
+        one, two = views.members(gold), views.members(answer)
         if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):  # one value in two forms
             return all(self.same(a, b) for a in one for b in two)
-        if len(one) == len(two) and traits.counts_apart(one) != traits.counts_apart(two):
+        if len(one) == len(two) and views.counts_apart(one) != views.counts_apart(two):
             return self.each(one, two, "tuple")
         if not self.unordered(one, two, "set"):
             return False
@@ -208,7 +208,7 @@ class Comparer:
         if len(one) != len(two) or len(one) == len({*one}) == len({*two}):
             return len(one) == len(two)
         if len(one) > _PAIRWISE:
-            return Counter(map(self.prober.constants, one)) == Counter(map(self.prober.constants, two))
+            return Counter(map(self.prober.value, one)) == Counter(map(self.prober.value, two))
         return all(sum(self.agree(node, each) for each in one) == sum(self.agree(node, each) for each in two)
                    for node in {*one})  # fmt: skip
 
@@ -220,7 +220,7 @@ class Comparer:
         if not left and not right:
             return self.ruled(rule, True)
         if len(left) > _PAIRWISE or len(right) > _PAIRWISE:
-            values = [{self.prober.constants(node) for node in side} for side in (left, right)]
+            values = [{self.prober.value(node) for node in side} for side in (left, right)]
             if not all(isinstance(value, Fraction) for side in values for value in side):
                 raise TooLarge("too many members to compare")
             return self.ruled(rule, values[0] == values[1])
@@ -271,7 +271,7 @@ class Comparer:
     def plain(self, gold: Node, answer: Node) -> bool:
         """Two single values, their units, percent and degree signs, bases and ratios included."""
         kinds = (gold.kind, answer.kind)
-        signs = [traits.mark(gold), traits.mark(answer)]
+        signs = [views.mark(gold), views.mark(answer)]
         if all(signs) and signs[0] != signs[1]:
             is_angle = set(signs) == {"degree", "rad"}
             values = [node.args[0] if node.kind == "quantity" else node for node in (gold, answer)]
@@ -281,15 +281,15 @@ class Comparer:
         if "ratio" in kinds:
             return self.ratios(gold, answer)
         if "based" in kinds:
-            return self.ruled("base", traits.same_numeral(gold, answer))
+            return self.ruled("base", views.same_numeral(gold, answer))
         for mark, rule in (("percent", "percent"), ("degree", "degrees")):
             if mark in kinds and kinds[0] != kinds[1]:  # left out on one side, or counted in
                 bare = [node.args[0] if node.kind == mark else node for node in (gold, answer)]
                 return self.same(*bare) or self.ruled(rule, self.numbers(gold, answer))
-        letters = [traits.choice_letter(node) for node in (gold, answer)]
-        if all(letters):
+        letters = [node.text.upper() for node in (gold, answer) if node.kind == "symbol"]
+        if len(letters) == 2 and {*letters} <= {*"ABCDEFGHIJ"}:  # choices
             return self.ruled("text", letters[0] == letters[1])
-        infinite = [traits.infinity(node) for node in (gold, answer)]
+        infinite = [views.infinity(node) for node in (gold, answer)]
         if any(infinite):
             return self.ruled("infinity", infinite[0] == infinite[1])
         return self.numbers(gold, answer)
@@ -298,8 +298,8 @@ class Comparer:
         """Units must not contradict each other; one left out, or not known to us, is passed over."""
         left, right = (node.args[0] if node.kind == "quantity" else node for node in (gold, answer))
         one, two = (measure(node.text) if node.kind == "quantity" else None for node in (gold, answer))
-        if one is not None and two is not None and one[0] and two[0] and not traits.is_unnamed(one[0], two[0]):
-            if one[0] != two[0] and not traits.is_part(one[0], two[0]):
+        if one is not None and two is not None and one[0] and two[0] and not views.is_unnamed(one[0], two[0]):
+            if one[0] != two[0] and not views.is_part(one[0], two[0]):
                 return self.ruled("unit", False)
             return self.ruled("unit", self.same(left, Node("mul", (right, number(two[1] / one[1])))))
         if any(node.value is not None and node.kind == "quantity" for node in (gold, answer)):
@@ -313,10 +313,10 @@ class Comparer:
         """Ratios by proportion, times of day by their digits."""
         if gold.kind == answer.kind == "ratio":
             one, two = (tuple(quotient(each, node.args[0]) for each in node.args) for node in (gold, answer))
-            is_time = traits.clock(gold) or traits.clock(answer)
+            is_time = views.clock(gold) or views.clock(answer)
             return self.each(gold.args, answer.args, "ratio") or (not is_time and self.each(one, two, "ratio"))
         ratio, other = (gold, answer) if gold.kind == "ratio" else (answer, gold)
-        is_number = len(ratio.args) == 2 and not traits.clock(ratio)
+        is_number = len(ratio.args) == 2 and not views.clock(ratio)
         return self.ruled("ratio", is_number and self.numbers(quotient(*ratio.args), other))
 
     def numbers(self, gold: Node, answer: Node) -> bool:
@@ -332,7 +332,7 @@ class Comparer:
             if self.prober.is_defined(gold, {}) != self.prober.is_defined(answer, {}):
                 return self.ruled("undefined", False)
             raise Undecided(f"no value: {error}") from error
-        if traits.is_near(self.prober, gold, answer, self.grading):
+        if views.is_near(self.prober, gold, answer, self.grading):
             return self.ruled("tolerance", True)
-        is_rounded = traits.rounds(self.prober, gold, answer)
+        is_rounded = views.rounds(self.prober, gold, answer)
         return self.ruled("rounding" if is_rounded else "value", is_rounded)

@@ -28,16 +28,14 @@ def rational_power(base: Fraction, exponent: Fraction, limits: Limits) -> Fracti
     """
     if base == 0 and exponent < 0:
         raise Undefined("a division by zero")
-    if base == 0 and exponent == 0:
-        return Fraction(1)
     if exponent.denominator != 1:
-        base, exponent = _rational_root(base, exponent.denominator), Fraction(exponent.numerator)
-    if abs(base) == 1 or base == 0:
-        return base ** (int(exponent) % 2 + 2) if base else base
+        base = _rational_root(base, exponent.denominator)
+    if abs(base) == 1:
+        return base ** (exponent.numerator % 2)
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if size * abs(exponent) > limits.bits + size:
+    if base and size * abs(exponent.numerator) > limits.bits + size:
         raise TooLarge(f"a power past {limits.bits} bits")
-    return base ** int(exponent)
+    return base**exponent.numerator
 
 
 def _rational_root(base: Fraction, index: int) -> Fraction:
@@ -105,20 +103,14 @@ def _lcm(args: list[Fraction], limits: Limits) -> Fraction:
 
 
 def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
-    """A transcendental function, rational at one point alone."""
+    """A transcendental function, rational at one point alone; a logarithm has no value at 0."""
 
     def rule(args: list[Fraction], limits: Limits) -> Fraction:
         if args[0] == at:
             return Fraction(value)
-        raise NotRational("transcendental")
+        raise Undefined("the logarithm of zero") if at and not args[0] else NotRational("transcendental")
 
     return rule
-
-
-def _logarithm(args: list[Fraction], limits: Limits) -> Fraction:
-    if args[0] == 0:
-        raise Undefined("the logarithm of zero")
-    return _only(1, 0)(args, limits)
 
 
 FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
@@ -137,5 +129,5 @@ FUNCTIONS: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
     "im": lambda args, limits: Fraction(0),
     "cos": _only(0, 1),
     **dict.fromkeys(("sin", "tan", "arctan", "arcsin"), _only(0, 0)),
-    **dict.fromkeys(("ln", "log"), _logarithm),
+    **dict.fromkeys(("ln", "log"), _only(1, 0)),
 }

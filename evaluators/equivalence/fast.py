@@ -6,7 +6,7 @@ from typing import get_args
 from atts.core import AnswerKind, Grading
 from atts.errors import OptionError
 from atts.evaluators.equivalence.compare import Comparer
-from atts.evaluators.equivalence.traits import held_to
+from atts.evaluators.equivalence.views import held_to
 from atts.evaluators.syntax.cleaning import spaceless
 from atts.evaluators.syntax.reading import Reading, read
 from atts.evaluators.syntax.vocabulary import squashed

@@ -15,8 +15,7 @@ from atts.evaluators.equivalence.numeric import Value, exact
 from atts.evaluators.equivalence.points import Point, generic
 from atts.evaluators.equivalence.probing import Prober, is_real, written
 from atts.evaluators.equivalence.sets import Line, speaks_of_reals
-from atts.evaluators.equivalence.traits import clock, is_decimal, members, terminates
-from atts.evaluators.equivalence.views import labelled, named
+from atts.evaluators.equivalence.views import clock, is_decimal, labelled, members, named, terminates
 from atts.evaluators.syntax.reading import Reading, read
 from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
 from atts.evaluators.syntax.units import measure
@@ -156,8 +155,7 @@ class Keys:
         """The loose keys of one tree that can be worked out, save those of roundings."""
         found = set[str]()
         with suppress(Undecided, Undefined):
-            for token in self._tokens(node):
-                found.add(token)
+            found.update(self._tokens(node))
         return found
 
     def _tokens(self, node: Node) -> Iterator[str]:

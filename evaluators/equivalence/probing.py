@@ -10,8 +10,7 @@ from mpmath.libmp import to_str
 from atts.evaluators.equivalence.approx import NOTHING, Approx, magnitude
 from atts.evaluators.equivalence.numeric import Clock, Evaluator, Value
 from atts.evaluators.equivalence.points import points
-from atts.evaluators.equivalence.views import substituted
-from atts.evaluators.syntax.tree import Node, canonical, number, variables
+from atts.evaluators.syntax.tree import Node, canonical, number, substituted, variables
 from atts.evaluators.verdict import Limits, Outside, TooLarge, Undecided, Undefined
 
 _BITS = 200
@@ -19,6 +18,7 @@ _MOST_BITS = 6_000
 _ENOUGH = 3  # points with a real value on both sides that must agree
 # what a trace of rounding may leave, and what must remain to call two numbers different
 _SLACK = 12
+_NOWHERE: Mapping[str, Fraction] = {}
 _COMPLEX = frozenset({"i", "re", "im", "arg"})  # where one of these is, complex numbers are meant
 
 
@@ -31,7 +31,7 @@ class Prober:
         self.is_of_reals = False  # whether what is compared has variables and speaks of no complex numbers
         self.apart = 0  # points at which one side alone has a value
 
-    def value(self, node: Node, env: Mapping[str, Fraction], bits: int = _BITS) -> Value:
+    def value(self, node: Node, env: Mapping[str, Fraction] = _NOWHERE, bits: int = _BITS) -> Value:
         """The exact value, or an approximation when there is none.
 
         Raises Undefined where the expression has no value, Undecided past a cap or for what has no number.
@@ -94,7 +94,7 @@ class Prober:
     def known(self, node: Node) -> Value | None:
         """The value of a tree, None where it has none, or none that can be told."""
         try:
-            return self.constants(node)
+            return self.value(node)
         except (Undecided, Undefined):
             return None
 
@@ -177,12 +177,6 @@ class Prober:
             return top / bottom
         evaluator = Evaluator(_BITS, self.limits)
         return evaluator.times(evaluator.approximate(top), evaluator.inverse(evaluator.approximate(bottom)))
-
-    def constants(self, node: Node) -> Value:
-        """The value of a tree without variables; raises Undecided when it has some."""
-        if variables(node):
-            raise Undecided("variables")
-        return self.value(node, {})
 
 
 def is_real(value: Value) -> bool:

@@ -9,11 +9,11 @@ from itertools import pairwise
 from atts.evaluators.equivalence.exact import NotRational
 from atts.evaluators.equivalence.numeric import exact
 from atts.evaluators.equivalence.probing import Prober
-from atts.evaluators.equivalence.views import FLIPPED, is_name, substituted
-from atts.evaluators.syntax.tree import INFINITY, MINUS_ONE, REALS, TWO, Node, has, minus, number, quotient, variables
+from atts.evaluators.equivalence.views import FLIPPED, is_name
+from atts.evaluators.syntax.tree import MINUS_ONE, REALS, Node, has, minus, number, quotient, substituted, variables
 from atts.evaluators.verdict import TooLarge, Undecided, Undefined
 
-BELOW = REALS.args[0]
+BELOW, INFINITY = REALS.args
 _PAIRS = frozenset({"()", "[]", "(]", "[)"})
 _REAL_SETS = frozenset({"union", "setminus", "builder"})
 
@@ -92,7 +92,7 @@ class Line:
         member, condition = node.args
         if member.kind == "relation" and member.text == "in" and member.args[1].text == "mathbb:Z":
             inside = self.built(member.args[0], condition) or ()
-            ends = [end for each in inside if isinstance(end := self.prober.constants(each.value), Fraction)]
+            ends = [end for each in inside if isinstance(end := self.prober.value(each.value), Fraction)]
             if ends and len(ends) == len(inside) and all(abs(end) < 1_000 for end in ends):
                 near = range(int(min(ends)) - 1, int(max(ends)) + 2)
                 found = [x for x in near if self.shared([inside, _point(number(x))], 2)]
@@ -150,7 +150,7 @@ class Line:
         is_between = (curve > 0) == (sign in ("<", "<="))
         between: Region = ()
         if (apart := slope * slope - 4 * curve * c) >= 0:
-            root, middle = Node("root", (number(apart / (4 * curve * curve)), TWO)), number(-slope / (2 * curve))
+            root, middle = Node("root", (number(apart / (4 * curve * curve)), number(2))), number(-slope / (2 * curve))
             is_closed = (sign in ("<=", ">=")) == is_between
             low, high = End(minus(middle, root), not is_closed), End(Node("add", (middle, root)), is_closed)
             between = self.shared([(low, high)], 1)
@@ -176,7 +176,7 @@ class Line:
             raise Undecided("ends that are not numbers")
         if self.prober.equal(one, two):
             return 0
-        gap = self.prober.constants(minus(one, two))
+        gap = self.prober.value(minus(one, two))
         return 1 if (gap > 0 if isinstance(gap, Fraction) else gap.value.real > 0) else -1
 
     def before(self, one: End, two: End) -> int:

@@ -40,24 +40,26 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
     >>> pass_at_k([4, 4, 1], [0, 2, 1], 2).round(4).tolist()
     [0.0, 0.8333, nan]
     """
-    counts, right = _checked(n, c, k)
-    return np.where(counts < k, np.nan, 1 - _none_of(counts, counts - right, k))
+    return 1 - pass_hat_k(n, np.subtract(n, c), k)
 
 
 def pass_hat_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
     """pass^k: P(all of k samples drawn without replacement are right); NaN where n < k."""
-    counts, right = _checked(n, c, k)
-    return np.where(counts < k, np.nan, _none_of(counts, right, k))
+    return g_pass_at_k(n, c, k, 1.0)
 
 
 def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
     """G-pass@k: P(at least the share tau of k samples is right, one at the least); NaN where n < k.
 
-    tau near 0 is pass@k, tau = 1 is pass^k. Raises OptionError for a tau outside [0, 1].
+    tau near 0 is pass@k, tau = 1 is pass^k. Raises OptionError for a tau outside [0, 1], and for numbers that are none.
     """
     if not 0 <= tau <= 1:
         raise OptionError("tau", f"{tau!r} is not between 0 and 1")
-    counts, right = _checked(n, c, k)
+    if k < 1:
+        raise OptionError("k", f"{k} is not at least 1")
+    counts, right = np.atleast_1d(n), np.atleast_1d(c)
+    if (right > counts).any() or (right < 0).any():
+        raise OptionError("c", "there are more right samples than samples, or fewer than none")
     least = max(1, math.ceil(Fraction(str(tau)) * k))  # exact: 0.28 * 25 is 7.000000000000001 in floats
     return hypergeometric_tail(least, counts, right, k)
 
@@ -76,23 +78,6 @@ def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
     missing = int(np.isnan(array).sum())
     estimate = mean_estimate(array, int(counts.sum()), level=level)
     return replace(estimate, note=f"too few samples in {missing} of {array.size} problems") if missing else estimate
-
-
-def _checked(n: ArrayLike, c: ArrayLike, k: int) -> tuple[Ints, Ints]:
-    counts, right = np.atleast_1d(np.asarray(n, dtype=np.int64)), np.atleast_1d(np.asarray(c, dtype=np.int64))
-    if k < 1:
-        raise OptionError("k", f"{k} is not at least 1")
-    if (right > counts).any() or (right < 0).any():
-        raise OptionError("c", "there are more right samples than samples, or fewer than none")
-    return counts, right
-
-
-def _none_of(n: Ints, bad: Ints, k: int) -> Floats:
-    """C(bad, k) / C(n, k) as a product of k ratios: exact enough, and never an overflow."""
-    product = np.ones(n.shape)
-    for drawn in range(k):
-        product *= np.clip(bad - drawn, 0, None) / np.maximum(n - drawn, 1)
-    return product
 
 
 @dataclass(frozen=True, slots=True)

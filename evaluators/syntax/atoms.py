@@ -1,22 +1,11 @@
 """Parser of atoms: numbers, variables, functions, fractions, roots, matrices, sums."""
 
+from collections.abc import Callable
 from fractions import Fraction
 
 from atts.evaluators.syntax.phrases import Phrases
-from atts.evaluators.syntax.tree import (
-    COMMANDS,
-    EMPTY_SET,
-    REALS,
-    THREE,
-    TWO,
-    Node,
-    function,
-    grid,
-    joined,
-    quotient,
-    symbol,
-)
-from atts.evaluators.verdict import Malformed, NotMaths, TooLarge, UnknownWords
+from atts.evaluators.syntax.tree import COMMANDS, EMPTY_SET, TWO, Node, function, grid, joined, number, quotient, symbol
+from atts.evaluators.verdict import Malformed, TooLarge, Undecided, UnknownWords
 
 _CALLABLE = frozenset("fghFGH")
 _MAYBE_CALLABLE = frozenset("pquPQRSTVNMIABCDEKLXYZW")
@@ -35,24 +24,16 @@ class Atoms(Phrases):
         if token.kind == "open":
             return self.bracketed()
         self.take()
-        match token.kind:
-            case "number":
-                return literal(token.text)
-            case "symbol":
-                return self.variable(token.text)
-            case "command":
-                return self.command(token.text)
-            case "function":
-                return self.function(token.text)
-            case "word" if token.text.lower() == "inf":
-                return COMMANDS["infty"]
-            case "word":
-                raise UnknownWords(f"the word {token.text!r}")
-            case "currency":
-                self.currencies.add(token.text)
-                return self.factor()
-            case _:
-                raise Malformed(f"{token.text or 'the end'!r} where a value should be")
+        if token.kind in _READ:
+            return _READ[token.kind](self, token.text)
+        if token.kind == "word" and token.text.lower() == "inf":
+            return COMMANDS["infty"]
+        if token.kind == "word":
+            raise UnknownWords(f"the word {token.text!r}")
+        if token.kind != "currency":
+            raise Malformed(f"{token.text or 'the end'!r} where a value should be")
+        self.currencies.add(token.text)
+        return self.factor()
 
     def variable(self, name: str) -> Node:
         """A variable with its subscript and primes, or a constant of one letter."""
@@ -84,36 +65,17 @@ class Atoms(Phrases):
     def command(self, name: str) -> Node:
         """What a command is, its arguments read."""
         kind, _, rest = name.partition(":")
-        match kind:
-            case "frac":
-                return quotient(self.argument(), self.argument())
-            case "binom":
-                return function("binom", self.argument(), self.argument())
-            case "sqrt":
-                return self.root()
-            case "int":
-                return self.integral()
-            case "pi" | "infty" | "emptyset" | "ldots":
-                return COMMANDS[name]
-            case "lfloor" | "lceil":
-                inside = self.items()
-                self.expect("command", "r" + name[1:])
-                return function(name[1:], inside)
-            case "angle" | "triangle":
-                return self.figure(name)
-            case "begin":
-                return self.environment(rest)
-            case "sum" | "prod" | "lim":
-                return self.big_operator(name)
-            case "accent":
-                return _accented(rest, self.argument())
-            case "mathbb":
-                return REALS if rest == "R" else symbol(name)
-            case "based":
-                digits, base = rest.split("_")
-                return Node("based", text=digits, value=Fraction(base))
-            case _:
-                raise NotMaths(f"the command \\{name}")
+        if name in COMMANDS:
+            return COMMANDS[name]
+        if kind not in _MACROS:
+            raise Undecided(f"the command \\{name}")
+        return _MACROS[kind](self, rest or kind)
+
+    def stepped(self, name: str) -> Node:
+        """What stands between the signs of a floor or a ceiling."""
+        inside = self.items()
+        self.expect("command", "r" + name[1:])
+        return function(name[1:], inside)
 
     def argument(self, is_whole: bool = False) -> Node:
         """A macro's argument: a group, or a single digit, letter or macro; all of a number where it is to be whole."""
@@ -209,7 +171,7 @@ class Atoms(Phrases):
         if name == "lim" and lower.text == "->":
             return Node("opaque", (self.term(), *lower.args), name)
         if name == "lim" or lower.text != "=" or lower.args[0].kind != "symbol" or upper is None:
-            raise NotMaths(f"a {name} over a condition")
+            raise Undecided(f"a {name} over a condition")
         return Node("sum", (self.term(), *lower.args, upper), name)
 
     def integral(self) -> Node:
@@ -219,8 +181,29 @@ class Atoms(Phrases):
         body = self.expression()
         self.integrals -= 1
         if self.take().text != "d":
-            raise NotMaths("an integral without its variable")
+            raise Undecided("an integral without its variable")
         return Node("opaque", (body, symbol(self.take().text), *bounds.values()), "int")
+
+
+_READ: dict[str, Callable[[Atoms, str], Node]] = {
+    "number": lambda _, text: literal(text),
+    "symbol": Atoms.variable,
+    "command": Atoms.command,
+    "function": Atoms.function,
+}
+_MACROS: dict[str, Callable[[Atoms, str], Node]] = {
+    "frac": lambda self, _: quotient(self.argument(), self.argument()),
+    "binom": lambda self, _: function("binom", self.argument(), self.argument()),
+    "sqrt": lambda self, _: self.root(),
+    "int": lambda self, _: self.integral(),
+    "begin": Atoms.environment,
+    "accent": lambda self, rest: _accented(rest, self.argument()),
+    "mathbb": lambda _, rest: symbol(f"mathbb:{rest}"),
+    "based": lambda _, rest: Node("based", text=rest.partition("_")[0], value=Fraction(rest.partition("_")[2])),
+    **dict.fromkeys(("lfloor", "lceil"), Atoms.stepped),
+    **dict.fromkeys(("angle", "triangle"), Atoms.figure),
+    **dict.fromkeys(("sum", "prod", "lim"), Atoms.big_operator),
+}
 
 
 def _arranged(name: str, rows: list[list[Node]]) -> Node:
@@ -262,7 +245,7 @@ def _applied(name: str, arguments: tuple[Node, ...], base: Node | None) -> Node:
             top = function("ln" if name == "ln" or base is not None else "log", *arguments)
             return top if base is None else quotient(top, function("ln", base))
         case "sqrt" | "cbrt":
-            return Node("root", (arguments[0], TWO if name == "sqrt" else THREE))
+            return Node("root", (arguments[0], TWO if name == "sqrt" else number(3, "3")))
         case "exp":
             return Node("pow", (_E, arguments[0]))
         case "cis":

@@ -10,6 +10,9 @@ from atts.evaluators.verdict import Limits, TooLarge
 
 _SIGNS = spelled(table("signs", dict[str, str]))
 _GREEK = spelled(table("greek", dict[str, str]))
+_REWRITES = Tables("rewrites.toml")
+FORMS = _REWRITES.patterns("forms")
+_BASIS, _CONTROL, _IDLE_BLANK = (FORMS[name] for name in ("basis", "control", "idle_blank"))
 _TABLE = str.maketrans(_SIGNS | {letter: f"\\{name} " for letter, name in _GREEK.items()})
 
 
@@ -22,9 +25,6 @@ def ascii_maths(text: str) -> str:
 
 def _flat(signs: str) -> str:
     return unicodedata.normalize("NFKC", signs).replace("−", "-")
-
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def _plain(text: str) -> Iterator[str]:
@@ -72,16 +72,6 @@ def _rewritten(text: str, steps: Sequence[Step]) -> str:
     return text
 
 
-def _unit_vectors(found: re.Match[str]) -> str:
-    """Every i, j and k in bold or under a hat as one spelling of the unit vector, where there are two of them."""
-    return _BASIS.sub(r"\\vec{\1}", found[0]) if len({*_BASIS.findall(found[0])}) > 1 else found[0]
-
-
-_BASIS = re.compile(
-    r"\\(?:hat|vec|mathbf|boldsymbol|bm)\s*\{\s*(?:\\(?:mathbf|boldsymbol|bm)\s*\{)?\s*\\?([ijk])(?:math)?\s*\}\}?"
-)
-
-
 def _arc(found: re.Match[str]) -> str:
     """5 degrees, 30 minutes and 36 seconds of arc as a fraction of seconds."""
     degrees, minutes, seconds = (int(part or 0) for part in found.groups())
@@ -95,26 +85,20 @@ def _repeating(found: re.Match[str]) -> str:
     return f"({int(whole + fixed or '0') * nines + int(cycle)}/{scale * nines})"
 
 
-def _going_on(found: re.Match[str]) -> str:
-    """0.1666... as the fraction it denotes; a cycle shows when it is there twice, one digit three times."""
-    return _repeating(found) if len(found[3] + found[4]) > 2 else found[0]
-
-
-def _inward(found: re.Match[str]) -> str:
-    """]2,5] as (2,5]."""
-    return {"]": "(", "[": "["}[found[2]] + found[3] + {"[": ")", "]": "]"}[found[4]]
-
-
 _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
     "raised": lambda found: f"^{{{_flat(found[0])}}}",
     "lowered": lambda found: f"_{{{_flat(found[0])}}}",
     "vulgar": lambda found: r" \frac{{{}}}{{{}}} ".format(*_flat(found[0]).split("⁄")),
     "temperature": lambda found: f" deg{(found[1] or found[2] or found[3])[0].upper()} ",
-    "unit_vectors": _unit_vectors,
+    # every i, j and k in bold or under a hat, where there are two of them
+    "unit_vectors": lambda found: (
+        _BASIS.sub(r"\\vec{\1}", found[0]) if len({*_BASIS.findall(found[0])}) > 1 else found[0]
+    ),
     "arc": _arc,
     "repeating": _repeating,
-    "going_on": _going_on,
-    "inward": _inward,
+    # 0.1666...: a cycle shows when it is there twice, one digit three times
+    "going_on": lambda found: _repeating(found) if len(found[3] + found[4]) > 2 else found[0],
+    "inward": lambda found: {"]": "(", "[": "["}[found[2]] + found[3] + {"[": ")", "]": "]"}[found[4]],  # ]2,5]
     "without_spaces": lambda found: found[0].replace(" ", ""),
     "without_thin_spaces": lambda found: found[0].replace(r"\,", ""),
 }
@@ -129,17 +113,13 @@ def _steps(name: str) -> list[Step]:
     return [(mark, row[0][:1] == "!", re.compile(row[1]), put) for mark, row, put in found]
 
 
-_REWRITES = Tables("rewrites.toml")
 _LINES, _SIGNED, _STEPS, _LAST = map(_steps, ("lines", "signs", "steps", "last"))
-FORMS = _REWRITES.patterns("forms")
-_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d)")
-_PAIR = re.compile(r"(?<=[(\[])\s*-?[1-9]\d{0,2},\d{3}\s*(?=[)\]])")
 
 
 def joined_thousands(text: str) -> str:
     """The text with 1,234,567 read as one number, (1,234) as two."""
-    apart = _PAIR.sub(lambda found: found[0].replace(",", ", "), text)
-    return _THOUSANDS.sub(lambda found: found[0].replace(",", ""), apart)
+    apart = FORMS["pair"].sub(lambda found: found[0].replace(",", ", "), text)
+    return FORMS["thousands"].sub(lambda found: found[0].replace(",", ""), apart)
 
 
 def spaceless(text: str) -> str:
@@ -147,7 +127,6 @@ def spaceless(text: str) -> str:
     return _IDLE_BLANK.sub("", text.strip())
 
 
-_IDLE_BLANK = re.compile(r"\s++(?![A-Za-z0-9.])|(?<![A-Za-z0-9.\s])\s++")
 _PAIRS = {"(": ")", "{": "}"}
 
 

@@ -8,7 +8,7 @@ from atts.evaluators.syntax.lexer import SIGNS, STARTS
 from atts.evaluators.syntax.phrases import stated_property
 from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, Node, function, joined, number, quotient
 from atts.evaluators.syntax.units import measure
-from atts.evaluators.verdict import Malformed, NotMaths
+from atts.evaluators.verdict import Malformed, Undecided
 
 _RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":=", "=>",
                         "notin", "subset", "subseteq", "supset", "supseteq", "mid", "&"})  # fmt: skip
@@ -105,7 +105,7 @@ class Parser(Atoms):
     def priced(self, node: Node) -> Node:
         """An amount whose currency sign stood before it; what follows may be its rate, as in $8 per hour."""
         if len(self.currencies) > 1:
-            raise NotMaths("several currencies")
+            raise Undecided("several currencies")
         unit = " ".join(self.currencies)
         while self.is_kind("word") and self.here.text.lower() in vocabulary.LARGE:
             node = Node("mul", (node, number(vocabulary.LARGE[self.take().text.lower()])))
@@ -116,7 +116,7 @@ class Parser(Atoms):
             other = self.take().text
             unit = unit if measure(other) == measure(unit) else f"{unit} {other}"
         if measure(unit) is None:
-            raise NotMaths(f"the unit {unit}")
+            raise Undecided(f"the unit {unit}")
         return Node("quantity", (node,), unit)
 
     def ratio(self, first: Node) -> Node:
@@ -209,7 +209,7 @@ class Parser(Atoms):
                 self.take()
                 node = Node("percent" if text == "%" else "degree", (node,))
             elif text == "'" and node.kind in ("degree", "number"):
-                raise NotMaths("minutes of arc")
+                raise Undecided("minutes of arc")
             elif text == "_":
                 node = self.lowered(node)
             else:
@@ -243,7 +243,7 @@ class Parser(Atoms):
         if mark[0] in "'*" and base.kind == "symbol":
             return self.called(f"{base.text}{mark}")
         if base.kind != "number" and mark != "'":
-            raise NotMaths(f"the mark {mark}")
+            raise Undecided(f"the mark {mark}")
         return base
 
     def exponent(self) -> Node:
@@ -263,12 +263,12 @@ class Parser(Atoms):
         if node.kind in ("number", "huge"):
             base = vocabulary.base(name)
             if base is None or not 2 <= base <= 36:
-                raise NotMaths(f"the base {name!r}")
+                raise Undecided(f"the base {name!r}")
             return Node("based", text=node.text, value=base)
         if node.kind in ("symbol", "call"):
             return Node(node.kind, node.args, f"{node.text}_{name}")
         if node.kind in ("add", "mul"):
-            raise NotMaths("a subscript on an expression")
+            raise Undecided("a subscript on an expression")
         return node
 
     # -- brackets --------------------------------------------------------------------------

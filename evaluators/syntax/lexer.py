@@ -9,7 +9,7 @@ from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, negated
 from atts.evaluators.syntax.units import is_symbol, unit_at
 from atts.evaluators.syntax.vocabulary import spelled, table, words
-from atts.evaluators.verdict import Limits, Malformed, NotMaths, TooLarge
+from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided
 
 TokenKind = Literal[
     "number", "symbol", "command", "function", "word", "unit", "currency", "op", "open", "close", "sep", "end"
@@ -34,7 +34,7 @@ _TOKEN = re.compile(
 )
 FUNCTIONS = words("functions")
 _ALIASES = spelled(table("function_names", dict[str, str]))
-_TEXT, _UPRIGHT, _BLANK, _SEPARATORS = (words(name) for name in ("text_macros", "upright", "blank", "separators"))
+_TEXT, _UPRIGHT, _BLANK = (words(name) for name in ("text_macros", "upright", "blank"))
 _COMMANDS: dict[str, tuple[TokenKind, str]] = {
     **{name: ("symbol", name.removeprefix("var")) for name in words("letters")},
     **{name: ("function", _ALIASES.get(name, name)) for name in FUNCTIONS | _ALIASES.keys()},
@@ -50,9 +50,13 @@ _LIKE_NUMBERS = frozenset({"pi", "infty", "!", "%", "degree", "circ"}) | vocabul
 _FACTORS = re.compile(r"^(?:sqrt|sin|cos|tan|log|ln)(?=.)|(?<=^.)(?:sqrt|pi)$|.")
 _NEXT_WORD = re.compile(r"\s+([a-z]{3,})\b")
 _WORDS_OF_TWO = words("words_of_two")
-_SIGN_WORDS, _LEADING = spelled(table("sign_words", dict[str, str])), {"minus": "-", "negative": "-", "plus": "+"}
+_LEADING = {"minus": "-", "negative": "-", "plus": "+"}
 _ESCAPES = table("escapes", dict[str, tuple[TokenKind, str]])
 _PLAIN = table("plain", dict[str, tuple[TokenKind, str]])
+_ANY_CASE: dict[str, tuple[TokenKind, str]] = {
+    **{word: ("sep", word) for word in words("separators")},
+    **{word: ("op", sign) for word, sign in spelled(table("sign_words", dict[str, str])).items()},
+}
 
 
 class _Lexer:
@@ -132,7 +136,7 @@ class _Lexer:
         if char == "\\":
             raise Malformed("a backslash with nothing after it")
         if char == "." and self.after("number"):
-            raise NotMaths("a full stop after a number")
+            raise Undecided("a full stop after a number")
         if char in "~@#.":
             self.gap = True
         else:
@@ -158,7 +162,7 @@ class _Lexer:
             self.gap = True
             self.add("symbol", name[-1])
         else:
-            raise NotMaths(f"the command \\{name}")
+            raise Undecided(f"the command \\{name}")
         return position
 
     def named(self, name: str, text: str, position: int) -> int:
@@ -187,10 +191,8 @@ class _Lexer:
 
     def letters(self, run: str, mode: Literal["maths", "text"], ahead: str = "") -> None:
         lower = run.lower()
-        if lower in _SEPARATORS:
-            self.add("sep", lower)
-        elif lower in _SIGN_WORDS:
-            self.add("op", _SIGN_WORDS[lower])
+        if lower in _ANY_CASE:
+            self.add(*_ANY_CASE[lower])
         elif lower in ("since", "because"):
             self.has_ended = bool(self.tokens)
         elif lower == "a" and (next_ := _NEXT_WORD.match(ahead)) and next_[1] in vocabulary.NEUTRAL | vocabulary.LABELS:
@@ -207,21 +209,14 @@ class _Lexer:
             self.add("word" if mode == "text" and run == "a" and self.after("word") else "symbol", run)
         elif mode == "text" or self._is_word(run):
             self.add("word", run)
-        else:
-            self.product(run)
+        else:  # factors side by side, save a known function at their start, or a root or pi after one letter
+            for piece in _FACTORS.findall(run):
+                self.letters(piece, "maths")
 
     def _is_word(self, run: str) -> bool:
         if run.lower() in vocabulary.ATTACHED and self.after("number", "close", "command", "symbol", "word"):
             return True
         return run[1:] not in ("sqrt", "pi") and (run[:1].lower() + run[1:] in _WORDS_OF_TWO or vocabulary.is_word(run))
-
-    def product(self, run: str) -> None:
-        """Letters side by side are factors, save a known function at their start, or a root or pi after one letter."""
-        for piece in _FACTORS.findall(run):
-            if len(piece) > 1:
-                self.letters(piece, "maths")
-            else:
-                self.add("symbol", piece)
 
 
 def _group(text: str, position: int) -> tuple[str, int]:
@@ -372,5 +367,5 @@ def paired_bars(tokens: list[Token]) -> list[Token]:
             result.append(Token("open" if opens else "close", "|", token.tight))
         was_bar = is_bar
     if is_open:
-        raise NotMaths("bars that do not pair")
+        raise Undecided("bars that do not pair")
     return result

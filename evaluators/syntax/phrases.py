@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.lexer import END, Stream, Token
-from atts.evaluators.syntax.tree import OTHERWISE, THREE, TWO, Node, number, symbol
+from atts.evaluators.syntax.tree import OTHERWISE, TWO, Node, number, symbol
 from atts.evaluators.syntax.units import TAILS, measure
 from atts.evaluators.syntax.vocabulary import words
 from atts.evaluators.verdict import Prose, UnknownWords
@@ -13,7 +13,7 @@ from atts.evaluators.verdict import Prose, UnknownWords
 _PROPERTIES, _CONDITIONS, REST = words("properties"), words("conditions"), words("rest")
 _LEANING, _ROUGH = words("leaning"), words("rough") | {"~"}
 _PASSED_OVER = {"-", "=", "~", "or"} | vocabulary.NEUTRAL | vocabulary.APPROXIMATE
-_RAISED = {"squared": TWO, "cubed": THREE}
+_RAISED = {"squared": TWO, "cubed": number(3, "3")}
 
 
 class Phrases(Stream):
@@ -182,9 +182,7 @@ def _clock(node: Node, half: str) -> Node:
 
 def joined_quantities(first: Node, second: Node) -> Node | None:
     """Two amounts of one kind as one, the first in the larger unit; None when they are none."""
-    if first.kind != "quantity" or second.kind != "quantity":
-        return None
-    one, two = measure(first.text), measure(second.text)
+    one, two = (measure(node.text) if node.kind == "quantity" else None for node in (first, second))
     if one is None or two is None or one[0] != two[0] or not one[0] or one[1] <= two[1]:
         return None
     rest = Node("mul", (*second.args, number(two[1] / one[1])))

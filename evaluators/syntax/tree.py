@@ -1,7 +1,7 @@
 """Expression tree that every answer is parsed into."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -45,14 +45,13 @@ class Node:
 
 ONE = Node("number", text="1", value=Fraction(1))
 TWO = Node("number", text="2", value=Fraction(2))
-THREE = Node("number", text="3", value=Fraction(3))
 MINUS_ONE = Node("number", text="-1", value=Fraction(-1))
 INFINITY = Node("constant", text="inf")
 EMPTY_SET = Node("set")
 PI = Node("constant", text="pi")
 OTHERWISE = Node("word", text="otherwise")
 REALS = Node("tuple", (Node("mul", (MINUS_ONE, INFINITY)), INFINITY), "()")
-COMMANDS = {"pi": PI, "infty": INFINITY, "emptyset": EMPTY_SET, "ldots": Node("symbol", text="…")}
+COMMANDS = {"pi": PI, "infty": INFINITY, "emptyset": EMPTY_SET, "ldots": Node("symbol", text="…"), "mathbb:R": REALS}
 """What commands without arguments are."""
 
 
@@ -104,6 +103,13 @@ def variables(node: Node) -> frozenset[str]:
     inside = node.walk()
     bound = {each.args[1].text for each in inside if each.kind == "sum"}
     return frozenset(each.text for each in inside if each.kind == "symbol") - bound
+
+
+def substituted(node: Node, values: Mapping[str, Node]) -> Node:
+    """The tree with variables replaced."""
+    if node.kind == "symbol":
+        return values.get(node.text, node)
+    return replace(node, args=tuple(substituted(arg, values) for arg in node.args)) if node.args else node
 
 
 def canonical(node: Node) -> Node:

@@ -8,8 +8,8 @@ that a model's numbers are those it computes alone, to the bit. What adapters ad
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,8 @@ from atts.local.packing import PackedAdapter, Packing
 from atts.stored_blocks import content_digest, unit_digests
 
 _Floats = NDArray[np.float32]
-_MOST_LAYOUTS = 1024
+_Rows = slice | Ints
+_MOST_LAYOUTS = 256
 MANY = 4
 """Rows of a sequence in a step that attend by the kernels for many, whatever the model."""
 
@@ -42,29 +43,29 @@ class Stage(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
 
+class _Keeping(NamedTuple):
+    """Rows whose states before a unit are read from where they are kept, marked as known or not, and kept."""
+
+    unit: int
+    begun: _Rows
+    marked: _Rows
+    is_known: NDArray[np.bool_]
+    known: _Rows
+
+
 class _Layout(NamedTuple):
-    """Where the rows of some chains stand in a batch, and where those that logits are asked of stand among them."""
+    """What is run of a step, in stages of which some keep states first; and what adapters add to."""
 
-    rows: Ints
-    starts: Ints  # of each sequence among these rows
-    logits: Ints
-    logit_rows: Ints
+    stages: list[tuple[_Keeping | None, Ints]]
     segments: list[Segment]
-    is_all: bool  # in the order of the batch
-
-
-class _Part(NamedTuple):
-    """The rows of some chains, as a batch of their own."""
-
-    batch: StepBatch
-    layout: _Layout
+    unit_calls: int
+    unit_rows: int
 
 
 class _Chain(NamedTuple):
     model: NativeModel
     units: tuple[str, ...]  # what each is called: equal where chains can pass it together
     lineage: Lineage
-    config: WorkerConfig
     adapter: PackedAdapter | None
 
 
@@ -72,6 +73,7 @@ class ChainModel:
     """Runs steps of sequences of several models over one cache; a `Model` whose hidden states end with their chain.
 
     A chain's weights are loaded when it is first asked; those of blocks that another chain has are not kept twice.
+    Sequences are computed in an order in which chains that share blocks are neighbours, so that a block takes a slice.
     """
 
     def __init__(
@@ -81,10 +83,11 @@ class ChainModel:
         self._packing = Packing(library)
         self._configs = [first]
         self._chains: dict[int, _Chain] = {}
-        self._stages: dict[tuple[int, ...], list[Stage]] = {}
-        self._layouts: dict[tuple[object, ...], _Layout] = {}
+        self._order: list[int] = []
+        self._layouts: dict[tuple[bytes, ...], _Layout] = {}
         self.unit_rows = self.unit_calls = 0  # rows taken through units, and how often a unit was run
         self.open(0)
+        self._model = self._chains[0].model  # whose buffers all use
 
     def add(self, config: WorkerConfig) -> None:
         """One more chain; its number follows the last one's."""
@@ -96,13 +99,22 @@ class ChainModel:
             chains = {**self._chains, number: self._load(self._configs[number])}
             self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
             self._chains = chains
-            self._stages.clear()
-            self._layouts.clear()
+            self._enter(number)
+
+    def _enter(self, number: int) -> None:
+        """Number the chains, in an order in which neighbours differ in few of their units."""
+        self._order = _neighbours([*self._order, number], {at: chain.units for at, chain in self._chains.items()})
+        heads = {self._chains[chain].units[-1]: chain for chain in self._order}
+        self._ranks, self._depths, self._heads = np.zeros((3, 1 + max(self._order)), dtype=np.int64)
+        for rank, chain in enumerate(self._order):
+            units = self._chains[chain].units
+            self._ranks[chain], self._depths[chain], self._heads[chain] = rank, len(units), heads[units[-1]]
+        self._layouts.clear()
 
     @property
     def device_name(self) -> str:
         """What computes."""
-        return f"{self._chains[0].model.device_name}, shared blocks"
+        return f"{self._model.device_name}, shared blocks"
 
     @property
     def num_bytes(self) -> int:
@@ -114,59 +126,106 @@ class ChainModel:
 
         There is a table for each column of the ledger's.
         """
-        present = tuple(sorted(set(batch.chains.tolist())))
-        width = self._chains[present[0]].config.model.hidden_size
+        owners = batch.chains.repeat(np.diff(batch.query_starts))[batch.logit_rows]
+        batch, back = self._ordered(batch, table)
+        layout, width = self._layout(batch, table), self._configs[0].model.hidden_size
         x = np.empty((len(batch.tokens), width), dtype=np.float32)
-        hidden = np.empty((len(batch.logit_rows), width), dtype=np.float32)
-        counts, parts = np.diff(batch.query_starts), dict[tuple[object, ...], list[_Part]]()
-        positions = np.arange(len(batch.tokens)) + (batch.context_lens - batch.query_starts[1:]).repeat(counts)
-        slots = table[:, batch.table_rows.repeat(counts), positions].astype(np.int64, order="C")
+        hidden = np.empty((len(back), width), dtype=np.float32)
+        step = self._model.prepare(batch, table, (x, hidden), layout.segments)
+        for keeping, parts in layout.stages:
+            if keeping is not None:
+                self._keep(keeping, batch.slots, x)
+            self._model.run(step, parts)
+        self.unit_calls += layout.unit_calls
+        self.unit_rows += layout.unit_rows
+        return torch.from_numpy(np.concatenate([hidden[back], owners[:, None].astype(np.float32)], axis=1))
+
+    def _ordered(self, batch: StepBatch, table: SlotIds) -> tuple[StepBatch, Ints]:
+        """A batch in the order of chains, with slots of all columns; and where its logit rows stand then."""
+        order = np.lexsort((self._ranks[batch.chains], batch.units))
+        counts, lengths = np.diff(batch.query_starts)[order], batch.context_lens[order]
+        table_rows = batch.table_rows[order]
+        starts = np.concatenate([[0], counts.cumsum()])
+        rows = np.arange(starts[-1]) + (batch.query_starts[order] - starts[:-1]).repeat(counts)
+        places = np.arange(starts[-1]) + (lengths - starts[1:]).repeat(counts)
+        where = rows.argsort()[batch.logit_rows]
+        logit_rows = np.sort(where)
+        found = StepBatch(
+            tokens=batch.tokens[rows],
+            positions=batch.positions[rows],
+            slots=table[:, table_rows.repeat(counts), places].astype(np.int64, order="C"),
+            table_rows=table_rows,
+            query_starts=starts,
+            context_lens=lengths,
+            num_logits=batch.num_logits[order],
+            num_single=0,
+            logit_rows=logit_rows,
+            chains=batch.chains[order],
+            units=batch.units[order],
+        )
+        return found, logit_rows.searchsorted(where)
+
+    def _layout(self, batch: StepBatch, table: SlotIds) -> _Layout:
+        """Where each sequence writes one token it is the same step after step."""
+        key = tuple([part.tobytes() for part in (batch.chains, batch.units, batch.query_starts, batch.logit_rows)])
+        if key not in self._layouts:
+            if len(self._layouts) == _MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = self._lay_out(batch, table)
+        return self._layouts[key]
+
+    def _lay_out(self, batch: StepBatch, table: SlotIds) -> _Layout:
+        starts, stages, segments = batch.query_starts, list[tuple[_Keeping | None, Ints]](), list[Segment]()
+        bounds = np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
+        present = [chain for chain in self._order if chain in batch.chains]
         for stage in self.stages(present):
-            column, is_due = self._ledger.column_of(stage.start // 2), batch.units <= stage.start
-            if stage.start in self._ledger.kept:
-                self._keep(stage.start, batch, slots, x)
+            column, parts = self._ledger.column_of(stage.start // 2), list[tuple[int, ...]]()
+            begins = column * len(batch.tokens), column * table[0].size
             for group in stage.groups:
-                key = group, column, is_due.sum()
-                if key not in parts:
-                    parts[key] = self._parts(replace(batch, slots=slots[column]), group, is_due)
-                for part in parts[key]:
-                    self._run(stage, group, part, (table[column], x, hidden))
-        owners = np.repeat(batch.chains, counts)[batch.logit_rows]
-        return torch.from_numpy(np.concatenate([hidden, owners[:, None].astype(np.float32)], axis=1))
+                head = self._chains[group[0]].model.address, stage.start, stage.stop, *begins
+                is_due = np.array([chain in group for chain in batch.chains.tolist()]) & (batch.units <= stage.start)
+                parts += [(*head, *span) for span in _spans(bounds, is_due, self._configs[0].options.block_rows)]
+            keeping = self._keeping(stage.start, batch) if stage.start in self._ledger.kept else None
+            stages.append((keeping, np.array(parts, dtype=np.int64).reshape(-1, 11)))
+        for chain in present:
+            if (adapter := self._chains[chain].adapter) is not None:
+                for first, last, _, _, logits, end in _spans(bounds, batch.chains == chain):
+                    segments.append(Segment(first, last, logits, end, adapter))
+        passed = np.concatenate([parts for _, parts in stages])
+        units, rows = passed[:, 2] - passed[:, 1], passed[:, 6] - passed[:, 5]
+        return _Layout(stages, segments, int(units.sum()), int(units @ rows))
 
-    def _keep(self, unit: int, batch: StepBatch, slots: Ints, x: _Floats) -> None:
+    def _keeping(self, unit: int, batch: StepBatch) -> _Keeping:
+        """States of rows computed among many are kept, unless their sequence is computed from there on."""
+        counts = np.diff(batch.query_starts)
+        passes = (self._depths[batch.chains] > unit) & (batch.units < unit)
+        marked, known = passes.repeat(counts), (passes & (counts >= MANY)).repeat(counts)
+        begun = (batch.units == unit).repeat(counts)
+        return _Keeping(unit, _among(begun), _among(marked), known[marked], _among(known))
+
+    def _keep(self, keeping: _Keeping, slots: Ints, x: _Floats) -> None:
         """Read what goes into a unit for sequences that are computed from there on; remember it of the others."""
-        kept, counts = self._ledger.kept[unit], np.diff(batch.query_starts)
-        passes = np.array([unit < len(self._chains[chain].units) for chain in batch.chains.tolist()])
-        if len(counts) == len(batch.tokens) and passes.all() and not batch.units.any():  # all write a token
-            kept.is_known[slots[kept.column]] = False
-            return
-        begins = (batch.units == unit).repeat(counts)
-        x[begins] = kept.states[slots[kept.column, begins]]
-        for which, is_known in ((counts < MANY, False), (counts >= MANY, True)):
-            rows = (which & passes & (batch.units < unit)).repeat(counts)
-            kept.is_known[slots[kept.column, rows]] = is_known
-            if is_known:
-                kept.states[slots[kept.column, rows]] = x[rows]
+        kept = self._ledger.kept[keeping.unit]
+        mine = slots[kept.column]
+        x[keeping.begun] = kept.states[mine[keeping.begun]]
+        kept.is_known[mine[keeping.marked]] = keeping.is_known
+        kept.states[mine[keeping.known]] = x[keeping.known]
 
-    def stages(self, present: tuple[int, ...]) -> list[Stage]:
+    def stages(self, present: Sequence[int]) -> list[Stage]:
         """How the chains of a step pass their units: together wherever these are equal; cut where states are kept."""
-        if present not in self._stages:
-            units = {chain: self._chains[chain].units for chain in present}
-            cuts = {*self._ledger.kept, *(1 + 2 * start for start in self._ledger.starts[1:])}
-            found = list[Stage]()
-            for at in range(max(map(len, units.values()))):
-                groups = dict[str, tuple[int, ...]]()
-                for chain, names in units.items():
-                    if at < len(names):
-                        groups[names[at]] = (*groups.get(names[at], ()), chain)
-                partition = tuple(groups.values())
-                if found and found[-1].groups == partition and at not in cuts:
-                    found[-1] = found[-1]._replace(stop=at + 1)
-                else:
-                    found.append(Stage(at, at + 1, partition))
-            self._stages[present] = found
-        return self._stages[present]
+        cuts = {*self._ledger.kept, *(1 + 2 * start for start in self._ledger.starts[1:])}
+        found = list[Stage]()
+        for at in range(max(len(self._chains[chain].units) for chain in present)):
+            groups = dict[str, tuple[int, ...]]()
+            for chain in present:
+                if at < len(units := self._chains[chain].units):
+                    groups[units[at]] = (*groups.get(units[at], ()), chain)
+            partition = tuple(groups.values())
+            if found and found[-1].groups == partition and at not in cuts:
+                found[-1] = found[-1]._replace(stop=at + 1)
+            else:
+                found.append(Stage(at, at + 1, partition))
+        return found
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Their logits: [logits, vocabulary] float32."""
@@ -193,95 +252,19 @@ class ChainModel:
 
     def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
         """One token a row."""
-        return self._chains[0].model.sample(logits, sampling, uniforms)
+        return self._model.sample(logits, sampling, uniforms)
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
         """Each row's token under the raw distribution."""
-        return self._chains[0].model.logprobs(logits, tokens)
+        return self._model.logprobs(logits, tokens)
 
     def _by_head(self, hidden: Tensor) -> list[tuple[NativeModel, Tensor]]:
         """Rows by the head that they go to, and a model that has it."""
-        owners, heads = hidden[:, -1].numpy().astype(np.int64), dict[str, list[int]]()
-        for chain in sorted(set(owners.tolist())):
-            heads.setdefault(self._chains[chain].units[-1], []).append(chain)
-        if len(heads) == 1:
-            return [(self._chains[owners[0]].model, torch.arange(len(hidden)))]
-        found = [(self._chains[chains[0]].model, np.isin(owners, chains)) for chains in heads.values()]
-        return [(model, torch.from_numpy(mask.nonzero()[0])) for model, mask in found]
-
-    def _run(self, stage: Stage, group: tuple[int, ...], part: _Part, whole: tuple[SlotIds, _Floats, _Floats]) -> None:
-        (table, x, hidden), (batch, layout) = whole, part
-        self.unit_calls += stage.stop - stage.start
-        self.unit_rows += (stage.stop - stage.start) * len(layout.rows)
-        mine = (x, hidden) if layout.is_all else (x[layout.rows], hidden[layout.logits])
-        self._chains[group[0]].model.run(batch, table, mine, (stage.start, stage.stop), layout.segments)
-        if not layout.is_all:
-            x[layout.rows], hidden[layout.logits] = mine
-
-    def _parts(self, batch: StepBatch, group: tuple[int, ...], is_due: NDArray[np.bool_]) -> list[_Part]:
-        """The sequences of some chains, chain after chain, so that an adapter's rows lie side by side.
-
-        They are cut where a block would run over its limit of rows; a sequence that alone is more stays in one piece.
-        """
-        chosen = np.concatenate([((batch.chains == chain) & is_due).nonzero()[0] for chain in group])
-        most = self._configs[0].options.block_rows
-        if most is None or len(batch.tokens) <= most:
-            return [self._part(batch, group, chosen)] if len(chosen) else []
-        cuts, rows = [0], 0
-        for at, count in enumerate(np.diff(batch.query_starts)[chosen].tolist()):
-            if rows and rows + count > most:
-                cuts.append(at)
-                rows = 0
-            rows += count
-        return [self._part(batch, group, piece) for piece in np.split(chosen, cuts[1:]) if len(piece)]
-
-    def _part(self, batch: StepBatch, group: tuple[int, ...], chosen: Ints) -> _Part:
-        layout = self._layout(batch, group, chosen)
-        if layout.is_all:
-            return _Part(batch, layout)
-        part = StepBatch(
-            tokens=batch.tokens[layout.rows],
-            positions=batch.positions[layout.rows],
-            slots=batch.slots[layout.rows],
-            table_rows=batch.table_rows[chosen],
-            query_starts=layout.starts,
-            context_lens=batch.context_lens[chosen],
-            num_logits=batch.num_logits[chosen],
-            num_single=0,
-            logit_rows=layout.logit_rows,
-            chains=batch.chains[chosen],
-        )
-        return _Part(part, layout)
-
-    def _layout(self, batch: StepBatch, group: tuple[int, ...], chosen: Ints) -> _Layout:
-        """Where each sequence writes one token it is the same step after step, and made once."""
-        if len(batch.tokens) > len(batch.table_rows):
-            return self._lay_out(batch, group, chosen)
-        key = (group, chosen.tobytes(), batch.chains.tobytes(), batch.logit_rows.tobytes())
-        if key not in self._layouts:
-            if len(self._layouts) == _MOST_LAYOUTS:
-                self._layouts.clear()
-            self._layouts[key] = self._lay_out(batch, group, chosen)
-        return self._layouts[key]
-
-    def _lay_out(self, batch: StepBatch, group: tuple[int, ...], chosen: Ints) -> _Layout:
-        counts = np.diff(batch.query_starts)[chosen]
-        starts = np.concatenate([[0], counts.cumsum()])
-        is_all = len(group) == 1 and len(chosen) == len(batch.table_rows) and (np.diff(batch.logit_rows) > 0).all()
-        rows = np.arange(starts[-1]) + (batch.query_starts[chosen] - starts[:-1]).repeat(counts)
-        places = np.full(len(batch.tokens), -1)
-        places[rows] = np.arange(len(rows))
-        where = places[batch.logit_rows]
-        logits = np.flatnonzero(where >= 0)
-        logits = logits[where[logits].argsort(kind="stable")]
-        segments = list[Segment]()
-        for chain in group:
-            adapter, mine = self._chains[chain].adapter, (batch.chains[chosen] == chain).nonzero()[0]
-            if adapter is not None and len(mine):
-                start, stop = int(starts[mine[0]]), int(starts[mine[-1] + 1])
-                first, last = np.searchsorted(where[logits], [start, stop]).tolist()
-                segments.append(Segment(start, stop, first, last, adapter))
-        return _Layout(rows, starts, logits, where[logits], segments, bool(is_all))
+        heads = self._heads[hidden[:, -1].numpy().astype(np.int64)]
+        return [
+            (self._chains[head].model, torch.from_numpy((heads == head).nonzero()[0]))
+            for head in sorted(set(heads.tolist()))
+        ]
 
     def _load(self, config: WorkerConfig) -> _Chain:
         folder, shape, name = config.folder, config.model, config.name
@@ -302,7 +285,51 @@ class ChainModel:
             units += [f"{digests[1 + 2 * at]} {rope} {at == last}", f"{digests[2 + 2 * at]} {at == last}"]
         head = f"{digests[-1]} {digests[0] if shape.ties_embeddings else ''}"
         adapter = self._packing.adapter(deltas) if added else None
-        return _Chain(model, (*units, head), _lineage(config, weights, (digests, ropes, deltas)), config, adapter)
+        return _Chain(model, (*units, head), _lineage(config, weights, (digests, ropes, deltas)), adapter)
+
+
+def _neighbours(chains: Sequence[int], units: Mapping[int, Sequence[str]]) -> list[int]:
+    """An order of chains; each is put, then put anew, where the fewest of its units differ from its neighbours'."""
+    order = list[int]()
+
+    def apart(one: int, other: int) -> int:
+        return sum(mine != theirs for mine, theirs in zip_longest(units[one], units[other]))
+
+    def put(chain: int) -> None:
+        costs = [0] * (len(order) + 1)
+        for at in range(len(costs)):
+            beside = order[max(0, at - 1) : at + 1]
+            costs[at] = sum(apart(chain, other) for other in beside) - (apart(*beside) if len(beside) == 2 else 0)
+        order.insert(costs.index(min(costs)), chain)
+
+    for chain in chains:
+        put(chain)
+    for chain in chains:
+        order.remove(chain)
+        put(chain)
+    return order
+
+
+def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> list[tuple[int, ...]]:
+    """From and to of rows, sequences and logit rows of neighbouring sequences, so many rows at most.
+
+    One that alone is more stays in one piece.
+    """
+    edges = list[int]()
+    for begin, end in np.diff(mask, prepend=False, append=False).nonzero()[0].reshape(-1, 2).tolist():
+        for at in range(begin + 1, end) if most is not None else ():
+            if bounds[at + 1, 0] - bounds[begin, 0] > most:
+                edges += [begin, at]
+                begin = at
+        edges += [begin, end]
+    return [tuple(span) for span in bounds[edges].reshape(-1, 2, 3).swapaxes(1, 2).reshape(-1, 6).tolist()]
+
+
+def _among(mask: NDArray[np.bool_]) -> _Rows:
+    """Which they are; a slice where they are neighbours."""
+    found = mask.nonzero()[0]
+    first, count = int(found[0]) if len(found) else 0, len(found)
+    return slice(first, first + count) if mask[first : first + count].all() else found
 
 
 def _lineage(

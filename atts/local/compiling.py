@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None
     "atts_supports": (_INT, _INT),
     "atts_pack": (None, _POINTER, _INT, _INT, _INT, _POINTER),
     "atts_forward": (None, _POINTER, _POINTER),
+    "atts_forward_parts": (None, _POINTER, _POINTER, _INT),
     "atts_logits": (None, _POINTER, _POINTER, _INT, _POINTER, _INT),
     "atts_score": (None, _POINTER, _INT),
     "atts_sample": (None, _POINTER),

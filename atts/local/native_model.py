@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atts.decode import SampledTokens, SamplingBatch, filtered_rows, sample, spread_rows
 from atts.local.allocator import SlotIds
-from atts.local.batch import StepBatch, Tap
+from atts.local.batch import Ints, StepBatch, Tap
 from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.packing import PackedAdapter, Packing, is_bfloat16
@@ -31,8 +31,8 @@ def _address(array: NDArray[Any]) -> int:
 
 
 def _fill(step: _Step, batch: StepBatch, table: SlotIds, hidden: _Floats) -> None:
-    step.num_tokens, step.num_sequences = len(batch.tokens), len(batch.table_rows)
-    step.num_logit_rows, step.table_width = len(batch.logit_rows), table.shape[1]
+    step.last_row, step.last_sequence = len(batch.tokens), len(batch.table_rows)
+    step.last_logit, step.table_width = len(batch.logit_rows), table.shape[-1]
     step.table, step.hidden = _address(table), _address(hidden)
     for name in _ARRAYS:
         setattr(step, name, _address(getattr(batch, name)))
@@ -67,7 +67,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Segment(ctypes.Structure):
-    _fields_ = [*_members("start stop logits_start logits_stop", _INT), ("deltas", _POINTER)]
+    _fields_ = [*_members("first_row last_row first_logit last_logit", _INT), ("deltas", _POINTER)]
 
 
 class _Model(ctypes.Structure):
@@ -80,8 +80,10 @@ class _Model(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
+    keeps: object  # what it points into
+
     _fields_ = [
-        *_members("num_tokens num_sequences num_logit_rows table_width threads", _INT),
+        *_members("table_width threads first_row last_row first_sequence last_sequence first_logit last_logit", _INT),
         *_members("tokens positions slots table_rows query_starts context_lens num_logits logit_rows table", _POINTER),
         *_members("x normed qkv attended gate_up hidden scratch", _POINTER),
         ("scratch_floats", _INT),
@@ -119,10 +121,10 @@ class AheadBatch(NamedTuple):
 class Segment(NamedTuple):
     """Rows of a step to which an adapter adds, and which of its logit rows they are."""
 
-    start: int
-    stop: int
-    logits_start: int
-    logits_stop: int
+    first_row: int
+    last_row: int
+    first_logit: int
+    last_logit: int
     adapter: PackedAdapter
 
 
@@ -158,7 +160,7 @@ class NativeModel:
         self._row_block = int(library.atts_row_block())
         self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
         self._sample_scratch = np.empty(config.vocabulary // 4 + 1, dtype=np.float32)
-        self._next_items = np.zeros(config.num_layers, dtype=np.int32)
+        self._next_items = np.zeros(len(cache), dtype=np.int32)
         self._capacity = 0
         self._buffers: dict[str, _Floats] = {}
         self._logits = np.empty((0, config.vocabulary), dtype=np.float32)  # of a block of scored rows
@@ -181,39 +183,46 @@ class NativeModel:
         if tap is not None:
             return self._tapped(batch, table, hidden, tap)
         self._grow_buffers(len(batch.tokens))
-        self._next_items[:] = 0
         _fill(self._step, batch, table, hidden)
         self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(self._step))
         return torch.from_numpy(hidden)
 
-    def run(
-        self,
-        batch: StepBatch,
-        table: SlotIds,
-        rows: tuple[_Floats, _Floats],
-        units: tuple[int, int],
-        segments: Sequence[Segment] = (),
-    ) -> None:
-        """Take rows on through some of a model's units: its embedding (0), the halves of its layers, its last norm.
+    def prepare(
+        self, batch: StepBatch, table: SlotIds, rows: tuple[_Floats, _Floats], segments: Sequence[Segment] = ()
+    ) -> _Step:
+        """A step of which parts are to be run.
 
         `rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer goes on alone; both are
         changed in place. To those of `segments` adapters add.
         """
         self._grow_buffers(len(batch.tokens))
-        self._next_items[:] = 0
         step, (x, hidden) = _Step.from_buffer_copy(self._step), rows
         _fill(step, batch, table, hidden)
-        step.x, (step.first_unit, step.last_unit) = _address(x), units
         array = (_Segment * len(segments))(*[_Segment(*part[:4], deltas=part.adapter.address) for part in segments])
         low = _floats(self._row_block, max([part.adapter.rank for part in segments], default=0))
-        step.num_segments, step.segments, step.low = len(segments), ctypes.addressof(array), low.ctypes.data
-        self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(step))
+        step.x, step.low = _address(x), low.ctypes.data
+        step.num_segments, step.segments = len(segments), ctypes.addressof(array)
+        step.keeps = batch, table, rows, array, low
+        return step
+
+    def run(self, step: _Step, parts: Ints) -> None:
+        """Take rows of a prepared step on through units of models: [parts, 11], the numbers of `Part` in `model.h`.
+
+        A model's units are its embedding (0), the halves of its layers, its last norm.
+        """
+        self._library.atts_forward_parts(ctypes.byref(step), _address(parts), len(parts))
+
+    @property
+    def address(self) -> int:
+        """Where the kernels find it."""
+        return ctypes.addressof(self._model)
 
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: Tap) -> Tensor:
         x, (middle, last) = _floats(len(batch.tokens), hidden.shape[1]), (1 + 2 * tap.layers, self._step.last_unit)
-        self.run(batch, table, (x, hidden), (0, middle))
+        step, all_ = self.prepare(batch, table, (x, hidden)), (0, len(x), 0, len(batch.table_rows), 0, len(hidden))
+        self.run(step, np.array([(self.address, 0, middle, 0, 0, *all_)]))
         tap.hear(torch.from_numpy(x[batch.logit_rows]))
-        self.run(batch, table, (x, hidden), (middle, last))
+        self.run(step, np.array([(self.address, middle, last, 0, 0, *all_)]))
         return torch.from_numpy(hidden)
 
     def draw_ahead(self, ahead: AheadBatch, table: SlotIds) -> NDArray[np.int64]:

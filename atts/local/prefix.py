@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ class PrefixNode:
     children: dict[int, PrefixNode] = field(default_factory=dict[int, "PrefixNode"])
     locks: int = 0  # sequences that read through this node
     last_used: int = 0  # on the tree's own clock
+    is_idle: bool = False  # among those to be evicted
     scores: NDArray[np.float32] | None = None  # log-probability of each token where it is known, else NaN
 
 
@@ -58,6 +60,7 @@ class PrefixTree:
         self._clock = 0
         self.num_cached = 0  # slots the tree owns
         self._num_locked = 0  # of them, those a running sequence reads
+        self._idle: list[tuple[int, int, PrefixNode]] = []  # leaves without locks, and some that were; by last use then
         self._logits: OrderedDict[int, tuple[PrefixNode, Tensor]] = OrderedDict()
         self._max_logits = max_logits
 
@@ -102,6 +105,7 @@ class PrefixTree:
         leaf = PrefixNode(ids[known:], slots[known:].copy(), found.node, depth, last_used=self._clock)
         found.node.children[ids[known]] = leaf
         self.num_cached += len(leaf.slots)
+        self._offer(leaf)
         return PrefixMatch(leaf, found.slots)
 
     def lock(self, node: PrefixNode, after: PrefixNode | None = None) -> None:
@@ -122,22 +126,27 @@ class PrefixTree:
             assert step.locks >= 0, "unlocked more often than locked"
             if step.locks == 0:
                 self._num_locked -= len(step.slots)
+                self._offer(step)
             step = step.parent
 
     def evict(self, count: int) -> list[SlotIds]:
         """Forget at least `count` unlocked slots if there are as many, those least recently used first."""
         freed: list[SlotIds] = []
-        missing = count
-        while missing > 0:
-            leaves = sorted(self._unlocked_leaves(), key=lambda node: node.last_used)
-            if not leaves:
-                break
-            for leaf in leaves:
-                freed.append(self._remove(leaf))
-                missing -= len(leaf.slots)
-                if missing <= 0:
-                    break
+        while count > 0 and self._idle:
+            used, _, node = heappop(self._idle)
+            node.is_idle = False
+            if used < node.last_used:
+                self._offer(node)
+            elif not node.children and not node.locks:
+                freed.append(self._remove(node))
+                count -= len(node.slots)
         return freed
+
+    def _offer(self, node: PrefixNode) -> None:
+        """Let a leaf without locks be evicted in its turn."""
+        if not (node.children or node.locks or node.is_idle):
+            node.is_idle = True
+            heappush(self._idle, (node.last_used, id(node), node))
 
     def keep_logits(self, node: PrefixNode, logits: Tensor) -> None:
         """Remember the logits after this node's last token; the oldest such memory goes when there are too many."""
@@ -188,14 +197,12 @@ class PrefixTree:
         for node, slots in divided:
             node.slots = slots
 
-    def _unlocked_leaves(self) -> list[PrefixNode]:
-        return [node for node in self.nodes() if not node.children and node.locks == 0]
-
     def _remove(self, leaf: PrefixNode) -> SlotIds:
         assert leaf.parent is not None, "the root is locked"
         del leaf.parent.children[leaf.ids[0]]
         self._logits.pop(id(leaf), None)
         self.num_cached -= len(leaf.slots)
+        self._offer(leaf.parent)
         return leaf.slots
 
     def _split(self, child: PrefixNode, at: int) -> PrefixNode:

@@ -364,12 +364,13 @@ void attention(const Model *model, const Step *step, int64_t layer, int64_t thre
   View all = {keys, keys + model->slots * stride, stride, model->head_dim, 0, 0, model->layers[layer].window};
   const Kind *kind = kinds;
   while (kind->dim != model->head_dim) kind++;
-  int64_t groups = num_head_groups(kv, group), parts = step->num_sequences >= 2 * threads ? 1 : groups;
+  int64_t sequences = step->sequences.to - step->sequences.from;
+  int64_t groups = num_head_groups(kv, group), parts = sequences >= 2 * threads ? 1 : groups;
   const int is_last = layer + 1 == model->num_layers;  // the others' output is not needed there
   for (;;) {
     int64_t item = __atomic_fetch_add(step->next_items + layer, 1, __ATOMIC_RELAXED);
-    if (item >= step->num_sequences * parts) return;
-    int64_t each = groups / parts, from = item % parts * each, sequence = item / parts;
+    if (item >= sequences * parts) return;
+    int64_t each = groups / parts, from = item % parts * each, sequence = step->sequences.from + item / parts;
     int64_t count = is_last ? step->num_logits[sequence] : step->query_starts[sequence + 1] - step->query_starts[sequence];
     for (int64_t index = from; count && index < from + each; index++)
       attend(model, step, &all, sequence, count, head_group(kind, kv, group, index), scratch);

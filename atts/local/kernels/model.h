@@ -23,9 +23,13 @@ typedef struct {
 } Delta;
 enum { QKV, OUT, GATE_UP, DOWN, MATRICES };
 
-// Rows from `from` to `to` of a step, or of its logit_rows, to which an adapter adds
 typedef struct {
-  int64_t from, to, logits_from, logits_to;
+  int64_t from, to;
+} Range;
+
+// Rows of a step, and of its logit_rows, to which an adapter adds
+typedef struct {
+  Range rows, logits;
   const Delta *deltas;  // [layers, MATRICES]
 } Segment;
 
@@ -49,19 +53,27 @@ typedef struct {
 } Model;
 
 typedef struct {
-  int64_t num_tokens, num_sequences, num_logit_rows, table_width, threads;
+  int64_t table_width, threads;
+  Range rows, sequences, logits;  // what is computed of the arrays below
   const int64_t *tokens, *positions, *slots;  // per token
   const int64_t *table_rows, *query_starts, *context_lens, *num_logits;  // per sequence
   const int64_t *logit_rows;  // tokens whose hidden state is returned
   const int32_t *table;  // slot table, [rows, table_width]
   float *x, *normed, *qkv, *attended, *gate_up, *hidden, *scratch;  // normed and gate_up hold ROW_BLOCK rows
   int64_t scratch_floats;  // per thread
-  int32_t *next_items;  // one per layer, zeroed by the caller: attention's work is taken from there
-  int64_t first_unit, last_unit;  // what is computed: 0 embedding, 1 + 2 * layer attention, 2 + 2 * layer MLP, then norm
+  int32_t *next_items;  // one per layer: attention's work is taken from there
+  int64_t first_unit, last_unit;  // what they pass: 0 embedding, 1 + 2 * layer attention, 2 + 2 * layer MLP, then norm
   int64_t num_segments;
   const Segment *segments;
   float *low;  // [ROW_BLOCK, rank] for the narrow products of adapters
 } Step;
+
+// Units of a model for some of a step's rows, and where slots and table of their layers begin among the step's
+typedef struct {
+  const Model *model;
+  int64_t first_unit, last_unit, slots, table;
+  Range rows, sequences, logits;
+} Part;
 
 typedef struct {
   const Model *model;

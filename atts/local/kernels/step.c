@@ -91,15 +91,20 @@ static void add_deltas(const Worker *w, int64_t matrix, int are_logits, const fl
   for (int64_t s = 0; s < step->num_segments; s++) {
     const Segment *segment = step->segments + s;
     const Delta *delta = segment->deltas + matrix;
-    int64_t from = (are_logits ? segment->logits_from : segment->from) - top, to = (are_logits ? segment->logits_to : segment->to) - top;
-    if (from < 0) from = 0;
-    if (to > count) to = count;
+    Range its = are_logits ? segment->logits : segment->rows;
+    int64_t from = its.from < top ? 0 : its.from - top, to = its.to - top < count ? its.to - top : count;
     if (from >= to || !delta->rank) continue;
     matmul(0, a + from * stride, stride, to - from, k, delta->down, delta->rank, step->low, 0, 0, w->thread, w->threads);
     BARRIER
     matmul(0, step->low, delta->rank, to - from, delta->rank, delta->up, n, out + from * n, 0, 1, w->thread, w->threads);
     BARRIER
   }
+}
+
+// What a thread does of some rows
+static Range share(Range rows, const Worker *w) {
+  int64_t count = rows.to - rows.from;
+  return (Range){rows.from + count * w->thread / w->threads, rows.from + count * (w->thread + 1) / w->threads};
 }
 
 // Queries, keys and values of `count` tokens from `top` on, rotated; keys and values go into the cache
@@ -165,8 +170,9 @@ static void feed_forward(const Worker *w, int64_t index, const Rows *rows) {
 // Only logit_rows go on from the last attention: side by side in `hidden`, their attention output in `qkv`
 static void gather_logit_rows(const Worker *w, int64_t attn_size) {
   const Step *step = w->step;
-  int64_t width = w->model->hidden_size, count = step->num_logit_rows;
-  for (int64_t i = count * w->thread / w->threads; i < count * (w->thread + 1) / w->threads; i++) {
+  int64_t width = w->model->hidden_size;
+  Range mine = share(step->logits, w);
+  for (int64_t i = mine.from; i < mine.to; i++) {
     memcpy(step->hidden + i * width, step->x + step->logit_rows[i] * width, (size_t)width * 4);
     memcpy(step->qkv + i * attn_size, step->attended + step->logit_rows[i] * attn_size, (size_t)attn_size * 4);
   }
@@ -182,34 +188,36 @@ typedef struct {
 static void forward(const void *task, int64_t thread, int64_t threads) {
   const Model *model = ((const Job *)task)->model;
   const Step *step = ((const Job *)task)->step;
-  int64_t m = step->num_tokens, width = model->hidden_size, attn_size = model->num_heads * model->head_dim;
+  int64_t width = model->hidden_size, attn_size = model->num_heads * model->head_dim;
   Worker w = {model, step, thread, threads};
+  Range all = step->rows, mine = share(all, &w);
   int64_t first = step->first_unit, last = step->last_unit, layers = model->num_layers;
   if (first == 0)
-    for (int64_t t = m * thread / threads; t < m * (thread + 1) / threads; t++)
+    for (int64_t t = mine.from; t < mine.to; t++)
       memcpy(step->x + t * width, model->embedding + step->tokens[t] * width, (size_t)width * 4);
   BARRIER
   for (int64_t index = first ? (first - 1) / 2 : 0; index < layers && 1 + 2 * index < last; index++) {
     const int is_last = index + 1 == layers, attends = 1 + 2 * index >= first, feeds = 2 + 2 * index < last;
     if (attends) {
-      for (int64_t top = 0; top < m; top += ROW_BLOCK) project_qkv(&w, index, top, min_of(ROW_BLOCK, m - top));
+      for (int64_t top = all.from; top < all.to; top += ROW_BLOCK) project_qkv(&w, index, top, min_of(ROW_BLOCK, all.to - top));
       BARRIER
       attention(model, step, index, threads, step->scratch + thread * step->scratch_floats);
       BARRIER
       if (is_last) gather_logit_rows(&w, attn_size);
       BARRIER
     }
-    int64_t count = is_last ? step->num_logit_rows : m;
+    Range left = is_last ? step->logits : all;
     float *x = is_last ? step->hidden : step->x, *attended = is_last ? step->qkv : step->attended;
-    for (int64_t top = 0; top < count; top += ROW_BLOCK) {
-      Rows rows = {x + top * width, attended + top * attn_size, top, min_of(ROW_BLOCK, count - top), is_last};
+    for (int64_t top = left.from; top < left.to; top += ROW_BLOCK) {
+      Rows rows = {x + top * width, attended + top * attn_size, top, min_of(ROW_BLOCK, left.to - top), is_last};
       if (attends) project_out(&w, index, &rows);
       if (feeds) feed_forward(&w, index, &rows);
     }
   }
   float *hidden = step->hidden;
+  mine = share(step->logits, &w);
   if (last > 1 + 2 * layers)
-    for (int64_t i = step->num_logit_rows * thread / threads; i < step->num_logit_rows * (thread + 1) / threads; i++)
+    for (int64_t i = mine.from; i < mine.to; i++)
       rms_norm(hidden + i * width, model->norm, width, model->eps, hidden + i * width);
 }
 
@@ -217,7 +225,19 @@ EXPORT int64_t atts_row_block(void) { return ROW_BLOCK; }
 
 EXPORT void atts_forward(const Model *model, const Step *step) {
   Job job = {model, step};
+  memset(step->next_items, 0, (size_t)model->num_layers * sizeof *step->next_items);
   parallel(step->threads, forward, &job);
+}
+
+// Parts of a step one after the other
+EXPORT void atts_forward_parts(const Step *step, const Part *parts, int64_t count) {
+  for (const Part *part = parts; part < parts + count; part++) {
+    Step own = *step;
+    own.first_unit = part->first_unit, own.last_unit = part->last_unit;
+    own.slots += part->slots, own.table += part->table;
+    own.rows = part->rows, own.sequences = part->sequences, own.logits = part->logits;
+    atts_forward(part->model, &own);
+  }
 }
 
 void compute_logits(const Model *model, const float *hidden, int64_t rows, float *logits, int64_t thread, int64_t threads) {
@@ -244,7 +264,6 @@ EXPORT void atts_draw_ahead(const Model *model, const Step *first, const Step *n
   Sampling own = *sampling;
   for (int64_t turn = 0; turn < turns; turn++) {
     int64_t count = counts[turn];
-    memset(step.next_items, 0, (size_t)model->num_layers * sizeof *step.next_items);
     atts_forward(model, &step);
     atts_logits(model, step.hidden, count, (float *)own.logits, step.threads);
     own.num_rows = count;
@@ -253,7 +272,7 @@ EXPORT void atts_draw_ahead(const Model *model, const Step *first, const Step *n
     step.tokens = own.tokens;
     own.uniforms += sampling->num_rows, own.tokens += sampling->num_rows;
     if (turn + 1 == turns) return;
-    step.num_tokens = step.num_sequences = step.num_logit_rows = counts[turn + 1];
+    step.rows.to = step.sequences.to = step.logits.to = counts[turn + 1];
     for (int64_t i = 0; turn && i < counts[turn + 1]; i++) {
       int64_t place = ((int64_t *)step.context_lens)[i]++;
       ((int64_t *)step.positions)[i]++;

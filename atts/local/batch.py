@@ -148,6 +148,12 @@ class TappedModel(Model, Protocol):
         ...
 
 
+class GroupedModel(Model, Protocol):
+    """One that may compute the attentions of a group of layers at once, from the first one's input: not exact."""
+
+    is_grouped: bool
+
+
 class ModelAround:
     """Wraps a model: what a subclass does not say anew is as the model does it."""
 

@@ -203,11 +203,10 @@ def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> Pro
     own = replace(config.drafter, options=replace(options, kv_tokens=models.slots))
     assert weights is not None, "they were loaded"
     own_cache = allocate_cache(own, cache.dtype, cache.device, least=models.slots)
+    model = _model(own, weights, own_cache, options.fuzzy)[0]
     if options.fuzzy > 1:
-        grouped = TorchModel(own.model, weights, own_cache)
-        return FuzzyDrafter(grouped, own.model, scheduler, config.model.vocabulary, group=options.fuzzy)
-    model = _padded(own, _model(own, weights, own_cache)[0], own_cache)
-    return ModelDrafter(model, own.model, scheduler, config.model.vocabulary)
+        return FuzzyDrafter(model, own.model, scheduler, config.model.vocabulary)
+    return ModelDrafter(_padded(own, model, own_cache), own.model, scheduler, config.model.vocabulary)
 
 
 def ahead_drafter(
@@ -300,8 +299,13 @@ def _device(config: WorkerConfig) -> torch.device:
     return torch.device("cuda" if has_cuda else "cpu")
 
 
-def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> tuple[TappedModel, str]:
-    """Native kernels where they can be had and are allowed, else torch; and what its user should know of that."""
+def _model(
+    config: WorkerConfig, weights: Weights, cache: Tensor, group: int = 1
+) -> tuple[NativeModel | TorchModel, str]:
+    """Native kernels where they can be had and are allowed, else torch; and what its user should know of that.
+
+    With groups of several attentions it is plain torch on a GPU.
+    """
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
     if config.options.kernel == "native" and not is_fit:
         raise UnsupportedByEngine(
@@ -318,10 +322,10 @@ def _model(config: WorkerConfig, weights: Weights, cache: Tensor) -> tuple[Tappe
                 raise
             trouble = f"{error.problem}: torch operations are used, several times slower"
         else:
-            return NativeModel(library, config.model, weights, cache, _threads(config)), trouble
-    if cache.device.type == "cuda":
+            return NativeModel(library, config.model, weights, cache, _threads(config), group=group), trouble
+    if cache.device.type == "cuda" and group == 1:
         return cuda_model(config.model, weights, cache, graphs=config.options.graphs)
-    return TorchModel(config.model, weights, cache), trouble
+    return TorchModel(config.model, weights, cache, group=group), trouble
 
 
 def _shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.CDLL | None, str]:

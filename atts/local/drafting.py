@@ -17,11 +17,10 @@ from torch.nn.functional import pad
 
 from atts.decode import SamplingBatch, batch_sampling, filtered_rows, first_rows, inverse_cdf, probabilities
 from atts.local.allocator import SlotAllocator, SlotIds
-from atts.local.batch import Ints, Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
+from atts.local.batch import GroupedModel, Ints, Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
 from atts.local.model_config import ModelConfig
 from atts.local.native_model import AheadBatch, NativeModel
 from atts.local.sequence import Sequence
-from atts.local.torch_model import TorchModel
 from atts.speculation import NOTHING, Ask, Proposer, TokenProposal
 
 _CONFIDENCE = 0.8  # of a drafted token, beside those that are looked up
@@ -204,34 +203,27 @@ class ModelDrafter(Proposer):
 
 
 class FuzzyDrafter(ModelDrafter):
-    """EasySpec's: drafts with `group` attentions that read one input, first and last layer apart.
+    """EasySpec's: drafts with attentions of a group that read one input, first and last layer apart.
 
     Keys and values computed so are used within the round alone: the exact pass over what stood and the token after it
     computes them anew and gives the first token of the next round. With calibration "none" they are kept, and their
     errors pile up: for comparison.
     """
 
-    def __init__(
-        self,
-        model: TorchModel,
-        config: ModelConfig,
-        scheduler: DraftedRows,
-        vocabulary: int,
-        *,
-        group: int,
-        calibration: Calibration = "exact",
-    ) -> None:
+    calibration: Calibration = "exact"
+
+    def __init__(self, model: GroupedModel, config: ModelConfig, scheduler: DraftedRows, vocabulary: int) -> None:
         super().__init__(model, config, scheduler, vocabulary)
-        self._torch, self._group, self._calibration = model, group, calibration
+        self._groups = model
 
     def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
         """What the round computed is forgotten."""
-        if self._calibration == "none":
+        if self.calibration == "none":
             super().settled(key, proposal, stood)
 
     def _draw(self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool) -> tuple[list[int], Tensor | None]:
-        self._torch.group = self._group if turn else 1
+        self._groups.is_grouped = turn > 0
         try:
             return super()._draw(batch, asks, turn, wants_laws)
         finally:
-            self._torch.group = 1
+            self._groups.is_grouped = False

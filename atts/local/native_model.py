@@ -15,13 +15,13 @@ from torch import Tensor
 from atts.decode import SampledTokens, SamplingBatch, filtered_rows, sample, spread_rows
 from atts.local.allocator import SlotIds
 from atts.local.batch import Ints, StepBatch, Tap
-from atts.local.loader import LayerWeights, Rope, Weights
-from atts.local.model_config import ModelConfig, rope_rows
-from atts.local.packing import PackedAdapter, Packing, is_bfloat16
+from atts.local.loader import Weights
+from atts.local.model_config import ModelConfig
+from atts.local.native_weights import INT, POINTER, NativeWeights, members
+from atts.local.packing import PackedAdapter, Packing
 
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name not in ("num_single", "chains", "units"))
 
 
@@ -42,69 +42,36 @@ def _floats(rows: int, columns: int) -> _Floats:
     return np.empty((rows, columns), dtype=np.float32)
 
 
-def _members(names: str, kind: Any) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-_SIZES = "num_layers hidden_size num_heads num_kv_heads head_dim intermediate_size vocabulary"
-
-
-_PLAIN = "norm qkv_bias query_norm key_norm out_bias mlp_norm gate_up_bias down_bias"
-_PACKED = "qkv out gate_up down"
-_HALVES = (
-    ("qkv out", "norm qkv_bias query_norm key_norm out_bias"),
-    ("gate_up down", "mlp_norm gate_up_bias down_bias"),
-)
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *_members(_PLAIN, _POINTER),
-        *_members(_PACKED, _POINTER),
-        *_members("cosines sines", _POINTER),
-        *_members("window attention_bf16 mlp_bf16", _INT),
-    ]
-
-
 class _Segment(ctypes.Structure):
-    _fields_ = [*_members("first_row last_row first_logit last_logit", _INT), ("deltas", _POINTER)]
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        *_members(f"{_SIZES} is_bf16", _INT),
-        *_members("eps query_scale", ctypes.c_float),
-        *_members("embedding norm head layers cache", _POINTER),
-        ("slots", _INT),
-    ]
+    _fields_ = [*members("first_row last_row first_logit last_logit", INT), ("deltas", POINTER)]
 
 
 class _Step(ctypes.Structure):
     keeps: object  # what it points into
 
     _fields_ = [
-        *_members("table_width threads first_row last_row first_sequence last_sequence first_logit last_logit", _INT),
-        *_members("tokens positions slots table_rows query_starts context_lens num_logits logit_rows table", _POINTER),
-        *_members("x normed qkv attended gate_up hidden scratch", _POINTER),
-        ("scratch_floats", _INT),
-        ("next_items", _POINTER),
-        *_members("first_unit last_unit num_segments", _INT),
-        *_members("segments low", _POINTER),
+        *members("table_width threads first_row last_row first_sequence last_sequence first_logit last_logit", INT),
+        *members("tokens positions slots table_rows query_starts context_lens num_logits logit_rows table", POINTER),
+        *members("x normed qkv attended gate_up hidden scratch", POINTER),
+        ("scratch_floats", INT),
+        ("next_items", POINTER),
+        *members("first_unit last_unit num_segments", INT),
+        *members("segments low", POINTER),
     ]
 
 
 class _Scoring(ctypes.Structure):
     _fields_ = [
-        ("model", _POINTER),
-        *_members("num_rows num_kept", _INT),
-        *_members("hidden tokens kept_rows logprobs kept_logits logits", _POINTER),
+        ("model", POINTER),
+        *members("num_rows num_kept", INT),
+        *members("hidden tokens kept_rows logprobs kept_logits logits", POINTER),
     ]
 
 
 class _Sampling(ctypes.Structure):
     _fields_ = [
-        *_members("num_rows vocabulary", _INT),
-        *_members("logits temperatures uniforms tokens logprobs scratch", _POINTER),
+        *members("num_rows vocabulary", INT),
+        *members("logits temperatures uniforms tokens logprobs scratch", POINTER),
     ]
 
 
@@ -145,17 +112,17 @@ class NativeModel:
         allocate: Allocate = _floats,
         packing: Packing | None = None,
         keys: Sequence[str] = (),
+        group: int = 1,
     ) -> None:
-        """`allocate` makes the buffers of a step, and may raise MemoryError.
+        """`allocate` makes the buffers of a step, and may raise MemoryError; of `group`, see `is_grouped`.
 
         Models that share a `packing` share what has equal `keys`: of the embedding, each layer's halves, and the head.
         """
         self._library, self._config, self._threads, self._allocate = library, config, threads, allocate
         self._packing = packing or Packing(library)
-        self._packing.keep(cache)
-        self._keys = keys or [""] * (2 * config.num_layers + 2)
-        self._is_bf16 = True  # as far as is known
-        self._model = self._describe(weights, cache)
+        self._weights = NativeWeights(config, weights, cache, self._packing, keys, group)
+        self._model, self._grouped = self._weights.exact, self._weights.grouped
+        self.is_grouped = False  # whether attentions of a group read one input: not exact
         self._scratch_floats = int(library.atts_scratch_floats(config.head_dim, config.context_length))
         self._row_block = int(library.atts_row_block())
         self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
@@ -175,7 +142,8 @@ class NativeModel:
     @property
     def device_name(self) -> str:
         """What computes."""
-        return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{', bf16 weights' * self._is_bf16}"
+        halves = ", bf16 weights" * self._weights.is_bf16
+        return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{halves}"
 
     def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
@@ -184,7 +152,8 @@ class NativeModel:
             return self._tapped(batch, table, hidden, tap)
         self._grow_buffers(len(batch.tokens))
         _fill(self._step, batch, table, hidden)
-        self._library.atts_forward(ctypes.byref(self._model), ctypes.byref(self._step))
+        model = self._grouped if self.is_grouped else self._model
+        self._library.atts_forward(ctypes.byref(model), ctypes.byref(self._step))
         return torch.from_numpy(hidden)
 
     def prepare(
@@ -226,7 +195,7 @@ class NativeModel:
         return torch.from_numpy(hidden)
 
     def draw_ahead(self, ahead: AheadBatch, table: SlotIds) -> NDArray[np.int64]:
-        """Tokens to come, [turns, sequences], each drawn after the one before and fed to draw the next."""
+        """Tokens to come, [turns, sequences], each drawn after the one before and fed, in groups, to draw the next."""
         count, vocabulary = len(ahead.temperatures), self._config.vocabulary
         hidden, logits = np.empty((count, self._config.hidden_size), dtype=np.float32), torch.empty(count, vocabulary)
         self._grow_buffers(len(ahead.first.tokens))
@@ -243,7 +212,7 @@ class NativeModel:
             tokens=_address(tokens),
             scratch=_address(self._sample_scratch),
         )
-        parts = [ctypes.byref(part) for part in (self._model, self._step, following, sampling)]
+        parts = [ctypes.byref(part) for part in (self._model, self._grouped, self._step, following, sampling)]
         self._library.atts_draw_ahead(*parts, len(tokens), _address(ahead.counts))
         return tokens
 
@@ -324,11 +293,12 @@ class NativeModel:
         if tokens <= self._capacity:
             return
         config = self._config
-        across = config.num_heads * config.head_dim
+        most = self._weights.most_attentions
+        across = most * config.num_heads * config.head_dim
         widths = {
             "x": config.hidden_size,
             "normed": config.hidden_size,
-            "qkv": across + 2 * config.num_kv_heads * config.head_dim,
+            "qkv": across + 2 * most * config.num_kv_heads * config.head_dim,
             "attended": across,
             "gate_up": 2 * config.intermediate_size,
         }
@@ -339,51 +309,6 @@ class NativeModel:
         for name, buffer in self._buffers.items():
             setattr(self._step, name, buffer.ctypes.data)
         self._capacity = capacity
-
-    def _describe(self, weights: Weights, cache: Tensor) -> _Model:
-        config, packing, keys = self._config, self._packing, self._keys
-        tables = {kind: self._table(rope, rope_rows(config, cache.shape[2])) for kind, rope in weights.ropes.items()}
-        places = zip(weights.layers, config.ropes, config.windows, strict=True)
-        layers = (_Layer * config.num_layers)(
-            *[self._layer(at, each, tables[kind], window) for at, (each, kind, window) in enumerate(places)]
-        )
-        packing.keep(layers)
-        is_bf16 = is_bfloat16(weights.head)
-        self._is_bf16 &= is_bf16
-        head = keys[0] if weights.head is weights.embedding else keys[-1]
-        return _Model(
-            **{name: getattr(config, name) for name in _SIZES.split()},
-            is_bf16=int(is_bf16),
-            eps=config.norm_eps,
-            query_scale=config.query_scale,
-            embedding=packing.pin(weights.embedding, _key(keys[0], "embedding")),
-            norm=packing.pin(weights.norm, _key(keys[-1], "norm")),
-            head=packing.pack(weights.head, is_bf16, _key(head, "head")),
-            layers=ctypes.addressof(layers),
-            cache=cache.data_ptr(),
-            slots=cache.shape[2],
-        )
-
-    def _layer(self, at: int, layer: LayerWeights, table: tuple[int | None, int | None], window: int) -> _Layer:
-        packing, flags, addresses = self._packing, list[bool](), dict[str, int | None]()
-        for key, (packed, plain) in zip(self._keys[1 + 2 * at :], _HALVES, strict=False):
-            matrices = {name: getattr(layer, name) for name in packed.split()}
-            flags.append(all(map(is_bfloat16, matrices.values())))
-            addresses |= {name: packing.pack(each, flags[-1], _key(key, name)) for name, each in matrices.items()}
-            addresses |= {name: packing.pin(getattr(layer, name), _key(key, name)) for name in plain.split()}
-        self._is_bf16 &= all(flags)
-        bits = {"attention_bf16": flags[0], "mlp_bf16": flags[1]}
-        return _Layer(**addresses, **bits, cosines=table[0], sines=table[1], window=window)
-
-    def _table(self, rope: Rope, rows: int) -> tuple[int | None, int | None]:
-        angles, key = rope.angles(rows), f"{rows} {rope.frequencies.tolist()} {rope.scales.tolist()}"
-        cosines = self._packing.pin(angles.cos() * rope.scales, (key, "cosines"))
-        return cosines, self._packing.pin(angles.sin() * rope.scales, (key, "sines"))
-
-
-def _key(content: str, name: str) -> tuple[str, str] | None:
-    """Under what a part of a block is known; nothing where the block has no name."""
-    return (content, name) if content else None
 
 
 def unknown_parts(config: ModelConfig) -> str:

@@ -37,7 +37,7 @@ class LocalOptions:
     drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
     speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
     beside: Beside = "thread"  # where a drafter works that does so while the target verifies
-    fuzzy: int = 1  # attentions of the drafter that read one input, in torch; 1: exact
+    fuzzy: int = 1  # attentions of the drafter that read one input; 1: exact
     k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
     pad: str = ""  # the cost of a model of so many weights, as 20M or 8B, at the model's own words
     pad_vocabulary: int = 0  # tokens the padding's output matrix is made for; 0: as many as the model knows

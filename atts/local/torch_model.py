@@ -18,6 +18,7 @@ from atts.local.allocator import SlotIds
 from atts.local.attention import Attend, GatheredAttention, MakeAttend
 from atts.local.batch import StepBatch, Tap
 from atts.local.blocks import DeviceStep, RowBlocks, layout_of, packed, unpacked
+from atts.local.grouping import AttentionGroup, attention_groups, joined
 from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.step_graphs import Capture, StepGraphs
@@ -41,12 +42,19 @@ class TorchModel:
         attention: MakeAttend = GatheredAttention,
         most_rows: int | None = None,
         capture: Capture | None = None,
+        group: int = 1,
     ) -> None:
-        """`most_rows` is the most that a block may have for this `attention`; `capture` makes graphs of steps."""
+        """`most_rows` is the most that a block may have for this `attention`; `capture` makes graphs of steps.
+
+        Of `group`, see `is_grouped`.
+        """
         self._config, self._cache, self._device = config, cache, cache.device
         self._attention, self._most_rows = attention, most_rows
-        self.group = 1  # attentions that read one input, between the first layer and the last: exact with 1
+        self.is_grouped = False  # whether attentions of a group read one input: not exact
         self._weights = replace(weights, layers=tuple(_interleaved(layer, config) for layer in weights.layers))
+        groups = attention_groups(config, cache, group)
+        self._grouped = [self._attention_of(own) for own in groups]
+        self._exact = [self._attention_of(own.one(at)) for own in groups for at in own.layers]
         rows = rope_rows(config, cache.shape[2])
         self._rotations = {kind: _rotations(rope, rows).to(self._device) for kind, rope in weights.ropes.items()}
         self.graphs = None if capture is None else StepGraphs(self._compute, capture, cache)
@@ -63,7 +71,7 @@ class TorchModel:
         blocks = RowBlocks.of(batch, self._most_rows)
         if (
             self.graphs is not None
-            and self.group == 1
+            and not self.is_grouped
             and tap is None
             and (hidden := self.graphs.run(batch, table, blocks)) is not None
         ):
@@ -81,33 +89,30 @@ class TorchModel:
         x = self._weights.embedding[step.tokens]
         if config.embedding_scale != 1.0:
             x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
-        for group in self._groups():
-            mixed = [self._mixed(x, step, index, attends, rotations) for index in group]
-            for index, attended in zip(group, mixed, strict=True):
+        for group, weights in self._grouped if self.is_grouped else self._exact:
+            mixed = self._mixed(x, step, (group, weights), attends, rotations)
+            for index, attended in zip(group.layers, mixed.chunk(len(group.layers), 1), strict=True):
                 if index == config.num_layers - 1 and step.logit_rows is not None:  # only these go on from here
                     x, attended = x[step.logit_rows], attended[step.logit_rows]
                 x = self._fed_forward(x, attended, self._weights.layers[index])
-            if tap is not None and tap.layers == group[-1] + 1:
+            if tap is not None and tap.layers == group.layers.stop:
                 tap.hear(x if step.logit_rows is None else x[step.logit_rows])
         return self._norm(x, self._weights.norm)
 
-    def _groups(self) -> list[range]:
-        """Layers whose attentions read one input; MLPs follow each other in any case."""
-        last, size = self._config.num_layers - 1, self.group
-        inner = [range(first, min(first + size, last)) for first in range(1, last, size)]
-        return [range(1), *inner, range(last, last + 1)] if last else [range(1)]
+    def _attention_of(self, group: AttentionGroup) -> _Attention:
+        layers = self._weights.layers[group.layers.start : group.layers.stop]
+        return group, joined(layers, self._config)
 
     def _mixed(
-        self, x: Tensor, step: DeviceStep, index: int, attends: Mapping[int, Attend], rotations: Mapping[str, Tensor]
+        self, x: Tensor, step: DeviceStep, own: _Attention, attends: Mapping[int, Attend], turns: Mapping[str, Tensor]
     ) -> Tensor:
-        """What a layer's heads attend to; its keys and values go into the cache."""
-        config, layer = self._config, self._weights.layers[index]
+        """What the heads of a layer, or a group, attend to; their keys and values go into the cache."""
+        config, ((layers, keys, values), layer) = self._config, own
         qkv = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias)
-        query, key, value = self._split(qkv, layer, rotations[config.ropes[index]])
-        keys, values = self._cache[index, 0], self._cache[index, 1]
+        query, key, value = self._split(qkv, layer, turns[config.ropes[layers.start]], len(layers))
         keys.index_copy_(0, step.slots, key)
         values.index_copy_(0, step.slots, value)
-        return attends[config.windows[index]](query, keys, values)
+        return attends[config.windows[layers.start]](query, keys, values)
 
     def _fed_forward(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
         """The rest of a layer, added to what comes in."""
@@ -118,8 +123,15 @@ class TorchModel:
         return x + self._norm(F.linear(gated * up, layer.down, layer.down_bias), layer.down_norm)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Root-mean-square norm; nothing where there are no weights for it."""
-        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self._config.norm_eps)
+        """Root-mean-square norm; nothing where there are no weights for it.
+
+        Where there are those of several layers, one after the other, each is for its share of the heads.
+        """
+        if weight is None or weight.dim() == 1:
+            return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self._config.norm_eps)
+        rows = x.reshape(len(x), len(weight), -1, *x.shape[2:])
+        weight = weight[:, None] if rows.dim() == 4 else weight
+        return (F.rms_norm(rows, rows.shape[-1:], None, self._config.norm_eps) * weight).flatten(1, 2)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -156,10 +168,10 @@ class TorchModel:
     def _logprobs(self, logits: Tensor, tokens: list[int]) -> Tensor:
         return raw_logprobs(logits, torch.tensor(tokens, device=logits.device))
 
-    def _split(self, qkv: Tensor, layer: LayerWeights, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(self, qkv: Tensor, layer: LayerWeights, rotations: Tensor, layers: int) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of each token, [tokens, heads, head_dim]; queries and keys rotated to their position."""
         config, dim = self._config, self._config.head_dim
-        sizes = [config.num_heads * dim, config.num_kv_heads * dim, config.num_kv_heads * dim]
+        sizes = [layers * heads * dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
         query, key, value = torch.split(qkv, sizes, 1)
         if config.rules.head_norms == "all heads":
             query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
@@ -167,6 +179,9 @@ class TorchModel:
         if config.rules.head_norms == "each head":
             query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
         return apply_rope(query, rotations), apply_rope(key, rotations), value
+
+
+_Attention = tuple[AttentionGroup, LayerWeights]
 
 
 def _rotations(rope: Rope, rows: int) -> Tensor:

@@ -12,28 +12,69 @@ import torch
 from atts.core import ScoreRequest
 from atts.errors import OptionError
 from atts.local import LocalOptions
-from atts.local.batch import PrefillChunk, StepPlan, step_batch
-from atts.local.drafting import FuzzyDrafter
+from atts.local.batch import GroupedModel, PrefillChunk, StepPlan, step_batch
+from atts.local.compiling import native_library
+from atts.local.drafting import FuzzyDrafter, ModelDrafter
 from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
+from atts.local.native_model import NativeModel
 from atts.local.sequence import new_sequence
 from atts.local.torch_model import TorchModel
-from tests.local.speculating import Driven, Make, counts, ids_of, requests, run, same
+from tests.local.speculating import LAWS, Driven, Make, counts, ids_of, requests, run, same
 
 DEEP = {"num_hidden_layers": 8, "initializer_range": 0.12}
 
 
-def hidden(folder: Path, group: int) -> torch.Tensor:
-    """The final states of a text, fed at once."""
+class OneByOne(TorchModel):
+    """The plain meaning of a group: each attention by itself, all of the first one's input."""
+
+    def _mixed(self, x: Any, step: Any, own: Any, attends: Any, turns: Any) -> torch.Tensor:
+        mixed = [super(OneByOne, self)._mixed(x, step, self._exact[at], attends, turns) for at in own[0].layers]
+        return torch.cat(mixed, 1)
+
+
+def hidden(folder: Path, group: int, kernel: type[GroupedModel] = NativeModel, threads: int = 1) -> torch.Tensor:
+    """The final states of a text, some tokens at once, then one; attentions in groups, of one where that is 1."""
     config = read_model_config(folder, "tiny")
     weights = load_weights(folder, config, torch.float32, torch.device("cpu"), "tiny")
-    size = (config.num_layers, 2, 40, config.num_kv_heads, config.head_dim)
-    model, ids = TorchModel(config, weights, torch.zeros(size)), ids_of(1, 20)
-    model.group = group
+    cache = torch.zeros(config.num_layers, 2, 40, config.num_kv_heads, config.head_dim)
+    model: GroupedModel
+    if kernel is NativeModel:
+        library = native_library("tiny", config)[0]
+        model = NativeModel(library, config, weights, cache, threads, group=group)
+    else:
+        model = (OneByOne if kernel is OneByOne else TorchModel)(config, weights, cache, group=group)
+    model.is_grouped, ids = True, ids_of(1, 20)
     sequence = new_sequence(1, ScoreRequest(ids[:1], ids[1:]), 0.0)
     sequence.row = 0
     table = torch.arange(1, 21, dtype=torch.int32)[None].numpy()
-    return model.forward(step_batch(StepPlan([], [PrefillChunk(sequence, 0, 20, 0)], [], []), table), table)
+    parts = [PrefillChunk(sequence, *part) for part in ((0, 17, 0), (17, 18, 17), (18, 20, 18))]
+    return torch.cat([model.forward(step_batch(StepPlan([], [part], [], []), table), table) for part in parts])
+
+
+WINDOWS = ["sliding_attention"] * 4 + ["full_attention"] * 4
+GEMMA = {"query_pre_attn_scalar": 24, "pad_token_id": None, "sliding_window": 7, "layer_types": WINDOWS}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 4},
+    "olmo2": {"pad_token_id": None},
+    "gemma3_text": GEMMA,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_group_computes_what_its_attentions_do_one_by_one(make_model: Make, family: str) -> None:
+    """Norms of inputs and heads, biases and shared keys included; exact steps have no bit of another layout."""
+    folder = make_model(family, **DEEP, **FAMILIES[family])
+    kernels = [TorchModel, NativeModel] if family in ("llama", "qwen2", "qwen3") else [TorchModel]
+    for group in (2, 3, 6):
+        known = hidden(folder, group, OneByOne)
+        assert (known - hidden(folder, 1, TorchModel)).abs().max() > 1e-3
+        for kernel in kernels:
+            assert torch.allclose(hidden(folder, group, kernel), known, atol=2e-5)
+    if NativeModel in kernels:
+        assert torch.equal(hidden(folder, 4, NativeModel, 2), hidden(folder, 4, NativeModel))
 
 
 def test_groups_of_one_are_exact_and_larger_ones_are_near(make_model: Make) -> None:
@@ -51,10 +92,7 @@ def test_groups_of_one_are_exact_and_larger_ones_are_near(make_model: Make) -> N
 def drafted(folder: Path, group: int, patch: pytest.MonkeyPatch, calibration: str = "exact") -> Driven:
     """A model that drafts for itself in groups."""
 
-    def make(*args: Any, **changes: Any) -> FuzzyDrafter:
-        return FuzzyDrafter(*args, **{**changes, "calibration": calibration})
-
-    patch.setattr("atts.local.build.FuzzyDrafter", make)
+    patch.setattr(FuzzyDrafter, "calibration", calibration)
     return run(folder, [requests(4, 60)], None, 6, folder, fuzzy=group)
 
 
@@ -76,7 +114,22 @@ def test_grouped_drafts_change_no_token_and_calibration_keeps_them_near(
     assert shares[2, "exact"] > shares[2, "none"]
 
 
-def test_groups_need_a_drafter_that_computes_in_torch() -> None:
+def test_one_call_of_the_kernels_drafts_what_steps_of_the_model_do(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is filtered all tokens of a round are drawn in one call, the first by an exact step."""
+    folder, whole = make_model("llama", **DEEP), [requests(4, 60, LAWS[:3])]
+    at_once = run(folder, whole, None, 6, folder, fuzzy=3)
+    monkeypatch.setattr(ModelDrafter, "_filters", lambda *_: True)
+    in_turns = run(folder, whole, None, 6, folder, fuzzy=3)
+    assert same(run(folder, whole), at_once)
+    assert same(at_once, in_turns)
+    both = [(counts(done).tested_at, counts(done).stood_at) for done in (at_once, in_turns)]
+    assert both[0] == both[1]
+    assert sum(both[0][0]) > sum(both[0][1]), "some were wrong, all of which are written over"
+
+
+def test_groups_need_a_drafter_of_its_own_size_that_takes_turns() -> None:
     """What cannot be is refused."""
     good = LocalOptions(drafter="embedded:draft", fuzzy=2)
     good.check()

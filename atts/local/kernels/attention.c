@@ -108,14 +108,17 @@ typedef void One(const View *view, const float *query, float *scratch, float *ou
   static void one_##D##_##H##_##G(const View *view, const float *query, float *scratch, float *out) {   \
     attend_one(view, D, H, G, query, scratch, out);                                                     \
   }
-#define ALL(D) ONE(D, 1, 1) ONE(D, 1, 2) ONE(D, 1, 3) ONE(D, 1, 4) ONE(D, 2, 2) ONE(D, 4, 1)
+#define ALL(D) ONE(D, 1, 1) ONE(D, 1, 2) ONE(D, 1, 3) ONE(D, 1, 4) ONE(D, 2, 2) ONE(D, 2, 1) ONE(D, 3, 1) ONE(D, 4, 1)
 ALL(16) ALL(32) ALL(64) ALL(96) ALL(128)
 
-#define NAMES(D) {D, {one_##D##_1_1, one_##D##_1_2, one_##D##_1_3, one_##D##_1_4}, one_##D##_2_2, one_##D##_4_1}
+#define NAMES(D)                                                          \
+  {D,                                                                     \
+   {one_##D##_1_1, one_##D##_1_2, one_##D##_1_3, one_##D##_1_4},          \
+   {one_##D##_1_1, one_##D##_2_1, one_##D##_3_1, one_##D##_4_1},          \
+   {one_##D##_1_2, one_##D##_2_2}}
 typedef struct {
   int64_t dim;
-  One *single[4];  // 1 to 4 query heads of one kv head
-  One *pair, *quad;  // two heads each of two kv heads, one each of four
+  One *single[4], *ones[4], *twos[2];  // 1 to 4 query heads of one kv head, one each of so many kv heads, two each
 } Kind;
 static const Kind kinds[] = {NAMES(16), NAMES(32), NAMES(64), NAMES(96), NAMES(128)};
 
@@ -126,13 +129,14 @@ typedef struct {
 } HeadGroup;
 
 static int64_t num_head_groups(int64_t kv, int64_t group) {
-  return group == 1 ? kv / 4 + kv % 4 : group == 2 ? kv / 2 + kv % 2 : kv * ((group + 3) / 4);
+  return group == 1 ? (kv + 3) / 4 : group == 2 ? (kv + 1) / 2 : kv * ((group + 3) / 4);
 }
 
 static HeadGroup head_group(const Kind *kind, int64_t kv, int64_t group, int64_t index) {
-  int64_t wide = group == 1 ? 4 : group == 2 ? 2 : 1, whole = wide > 1 ? kv / wide : 0;
-  if (index < whole) return (HeadGroup){wide, index * wide, 0, wide == 4 ? kind->quad : kind->pair};
-  if (wide > 1) return (HeadGroup){1, index - whole + whole * wide, 0, kind->single[group - 1]};
+  if (group <= 2) {
+    int64_t head = index * 4 / group, beside = kv - head < 4 / group ? kv - head : 4 / group;
+    return (HeadGroup){beside, head, 0, (group == 1 ? kind->ones : kind->twos)[beside - 1]};
+  }
   int64_t parts = (group + 3) / 4, within = index % parts * 4, left = group - within;
   return (HeadGroup){1, index / parts, within, kind->single[left < 4 ? left - 1 : 3]};
 }
@@ -307,10 +311,10 @@ static void attend_two_vectors(const View *view, const Chunk *chunk, int64_t fro
 }
 
 // `count` queries of one sequence that share a kv head, from token `first` on, the last of them at position length - 1
-static void attend_many(const Model *model, const Step *step, const View *view, int64_t head, int64_t first,
+static void attend_many(const Layer *layer, const Step *step, const View *view, int64_t head, int64_t first,
                         int64_t count, int64_t length, float *scratch) {
-  int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads, pairs = count * group;
-  int64_t attn_size = model->num_heads * dim, row = (model->num_heads + 2 * model->num_kv_heads) * dim;
+  int64_t dim = view->dim, group = layer->num_heads / layer->num_kv_heads, pairs = count * group;
+  int64_t attn_size = layer->num_heads * dim, row = (layer->num_heads + 2 * layer->num_kv_heads) * dim;
   int64_t at = head * group * dim;
   Chunk chunk = {step->qkv + first * row + at, step->attended + first * attn_size + at, row, attn_size, group, dim};
   for (int64_t from = 0; from < pairs; from += PAIRS) {
@@ -334,9 +338,10 @@ EXPORT int64_t atts_scratch_floats(int64_t head_dim, int64_t context) {
 }
 
 // `count` last tokens of a sequence, for the query heads of one group
-static void attend(const Model *model, const Step *step, const View *all, int64_t sequence, int64_t count, HeadGroup heads,
+static void attend(const Layer *layer, const Step *step, const View *all, int64_t sequence, int64_t count, HeadGroup heads,
                    float *scratch) {
-  int64_t dim = model->head_dim, group = model->num_heads / model->num_kv_heads, attn_size = model->num_heads * dim;
+  int64_t dim = all->dim, group = layer->num_heads / layer->num_kv_heads, attn_size = layer->num_heads * dim;
+  int64_t row = attn_size + 2 * layer->num_kv_heads * dim;
   int64_t first = step->query_starts[sequence + 1] - count, length = step->context_lens[sequence];
   View view = *all;
   const int32_t *slots = view.slots = step->table + step->table_rows[sequence] * step->table_width;
@@ -344,7 +349,7 @@ static void attend(const Model *model, const Step *step, const View *all, int64_
     view.length = length;
     for (int64_t head = heads.head; heads.within == 0 && head < heads.head + heads.kv; head++) {
       view.keys = all->keys + head * dim, view.values = all->values + head * dim;
-      attend_many(model, step, &view, head, first, count, length, scratch);
+      attend_many(layer, step, &view, head, first, count, length, scratch);
     }
     return;
   }
@@ -353,26 +358,26 @@ static void attend(const Model *model, const Step *step, const View *all, int64_
   for (int64_t i = 0; i < count; i++) {
     view.length = length - count + 1 + i, view.slots = slots;
     if (view.window && view.length > view.window) view.slots += view.length - view.window, view.length = view.window;
-    heads.one(&view, step->qkv + (first + i) * (attn_size + 2 * all->stride) + at, scratch,
+    heads.one(&view, step->qkv + (first + i) * row + at, scratch,
               step->attended + (first + i) * attn_size + at);
   }
 }
 
-void attention(const Model *model, const Step *step, int64_t layer, int64_t threads, float *scratch) {
-  int64_t kv = model->num_kv_heads, group = model->num_heads / kv, stride = kv * model->head_dim;
-  const float *keys = model->cache + 2 * layer * model->slots * stride;
-  View all = {keys, keys + model->slots * stride, stride, model->head_dim, 0, 0, model->layers[layer].window};
+void attention(const Model *model, const Step *step, int64_t index, int64_t threads, float *scratch) {
+  const Layer *layer = model->layers + index;
+  int64_t kv = layer->num_kv_heads, group = layer->num_heads / kv;
+  View all = {layer->keys, layer->values, layer->stride, model->head_dim, 0, 0, layer->window};
   const Kind *kind = kinds;
   while (kind->dim != model->head_dim) kind++;
   int64_t sequences = step->sequences.to - step->sequences.from;
   int64_t groups = num_head_groups(kv, group), parts = sequences >= 2 * threads ? 1 : groups;
-  const int is_last = layer + 1 == model->num_layers;  // the others' output is not needed there
+  const int is_last = index + 1 == model->num_layers;  // the others' output is not needed there
   for (;;) {
-    int64_t item = __atomic_fetch_add(step->next_items + layer, 1, __ATOMIC_RELAXED);
+    int64_t item = __atomic_fetch_add(step->next_items + index, 1, __ATOMIC_RELAXED);
     if (item >= sequences * parts) return;
     int64_t each = groups / parts, from = item % parts * each, sequence = step->sequences.from + item / parts;
     int64_t count = is_last ? step->num_logits[sequence] : step->query_starts[sequence + 1] - step->query_starts[sequence];
-    for (int64_t index = from; count && index < from + each; index++)
-      attend(model, step, &all, sequence, count, head_group(kind, kv, group, index), scratch);
+    for (int64_t at = from; count && at < from + each; at++)
+      attend(layer, step, &all, sequence, count, head_group(kind, kv, group, at), scratch);
   }
 }

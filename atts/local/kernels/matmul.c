@@ -108,7 +108,7 @@ void matmul(int64_t is_bf16, const float *a, int64_t stride, int64_t m, int64_t 
     int64_t block = m - top < ROW_BLOCK ? m - top : ROW_BLOCK, step = tile_rows(block), panels;
     for (int64_t panel = first; panel < last; panel += panels) {
       panels = panels_for(step, is_bf16);
-      if (last - panel < panels) panels = 1;
+      if (last - panel < panels) panels = step <= 6 && last - panel >= HALF_PANELS ? HALF_PANELS : 1;
       Tile *const (*table)[2] = panels == 1 ? by_one : panels == WIDE_PANELS ? by_wide : by_half;
       const char *w = (const char *)weights + panel * k * PANEL * (is_bf16 ? 2 : 4);
       for (int64_t i = 0; i < block; i += step) {

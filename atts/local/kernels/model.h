@@ -1,4 +1,5 @@
-// The structures Python fills (the same fields, in the same order, as in native_model.py), and the functions kernels share.
+// The structures Python fills (the same fields, in the same order, as in native_model.py and native_weights.py), and the
+// functions kernels share.
 
 #ifndef ATTS_MODEL_H
 #define ATTS_MODEL_H
@@ -37,7 +38,10 @@ typedef struct {
   const float *norm, *qkv_bias, *query_norm, *key_norm, *out_bias, *mlp_norm, *gate_up_bias, *down_bias;
   const void *qkv, *out, *gate_up, *down;  // packed panels, float32 or bfloat16
   const float *cosines, *sines;  // [positions, head_dim / 2]
-  int64_t window;  // how many tokens back it sees, itself included; 0: all
+  float *keys, *values;  // of its heads in slot 0; those of the next slot are `stride` floats on
+  int64_t stride, window;  // window: how many tokens back it sees, itself included; 0: all
+  int64_t num_heads, num_kv_heads;  // that attend here: those of a group's layers at its first, none at the others
+  int64_t across, place;  // floats of a token's attended heads, and where those begin that `out` reads
   int64_t attention_bf16, mlp_bf16;  // whether packed panels are bfloat16
 } Layer;
 
@@ -48,8 +52,6 @@ typedef struct {
   const float *embedding, *norm;
   const void *head;
   const Layer *layers;
-  float *cache;  // [layers, 2, slots, kv_heads, head_dim]
-  int64_t slots;
 } Model;
 
 typedef struct {
@@ -106,6 +108,6 @@ void compute_logits(const Model *model, const float *hidden, int64_t rows, float
 
 // attended = attention of every token of the step, in the last layer of logit_rows alone; threads take sequences, or heads
 // of them, as they come
-void attention(const Model *model, const Step *step, int64_t layer, int64_t threads, float *scratch);
+void attention(const Model *model, const Step *step, int64_t index, int64_t threads, float *scratch);
 
 #endif

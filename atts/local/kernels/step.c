@@ -62,19 +62,23 @@ static void silu_mul(const float *gate_up, int64_t inner, float *out) {
   for (; i < inner; i++) out[i] = gate_up[i] / (1.0f + expf(-gate_up[i])) * gate_up[inner + i];
 }
 
-static void store_kv(const Model *model, const Step *step, int64_t index, const Layer *layer, int64_t from, int64_t to) {
-  int64_t dim = model->head_dim, heads = model->num_heads, kv = model->num_kv_heads, half = dim / 2;
+// The norm of a head, those of a group's layers one after the other
+INLINE const float *norm_of(const float *norms, int64_t layer, int64_t dim) { return norms ? norms + layer * dim : 0; }
+
+static void store_kv(const Model *model, const Step *step, const Layer *layer, int64_t from, int64_t to) {
+  int64_t dim = model->head_dim, heads = layer->num_heads, kv = layer->num_kv_heads, half = dim / 2;
   float factor = model->query_scale;
-  float *keys = model->cache + 2 * index * model->slots * kv * dim, *values = keys + model->slots * kv * dim;
   for (int64_t t = from; t < to; t++) {
     float *row = step->qkv + t * (heads + 2 * kv) * dim;
     const float *cosines = layer->cosines + step->positions[t] * half, *sines = layer->sines + step->positions[t] * half;
     for (int64_t h = 0; h < heads; h++)
-      apply_rope(row + h * dim, layer->query_norm, cosines, sines, dim, model->eps, factor, row + h * dim);
-    float *key = keys + step->slots[t] * kv * dim;
+      apply_rope(row + h * dim, norm_of(layer->query_norm, h / model->num_heads, dim), cosines, sines, dim, model->eps,
+                 factor, row + h * dim);
+    float *key = layer->keys + step->slots[t] * layer->stride;
     for (int64_t h = 0; h < kv; h++)
-      apply_rope(row + (heads + h) * dim, layer->key_norm, cosines, sines, dim, model->eps, 1.0f, key + h * dim);
-    memcpy(values + step->slots[t] * kv * dim, row + (heads + kv) * dim, (size_t)(kv * dim) * 4);
+      apply_rope(row + (heads + h) * dim, norm_of(layer->key_norm, h / model->num_kv_heads, dim), cosines, sines, dim,
+                 model->eps, 1.0f, key + h * dim);
+    memcpy(layer->values + step->slots[t] * layer->stride, row + (heads + kv) * dim, (size_t)(kv * dim) * 4);
   }
 }
 
@@ -112,7 +116,7 @@ static void project_qkv(const Worker *w, int64_t index, int64_t top, int64_t cou
   const Model *model = w->model;
   const Step *step = w->step;
   const Layer *layer = model->layers + index;
-  int64_t width = model->hidden_size, row = (model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
+  int64_t width = model->hidden_size, row = (layer->num_heads + 2 * layer->num_kv_heads) * model->head_dim;
   int64_t from = count * w->thread / w->threads, to = count * (w->thread + 1) / w->threads;
   for (int64_t t = from; t < to; t++)
     rms_norm(step->x + (top + t) * width, layer->norm, width, model->eps, step->normed + t * width);
@@ -121,7 +125,7 @@ static void project_qkv(const Worker *w, int64_t index, int64_t top, int64_t cou
          w->thread, w->threads);
   BARRIER
   add_deltas(w, index * MATRICES + QKV, 0, step->normed, width, width, row, step->qkv + top * row, top, count);
-  store_kv(model, step, index, layer, top + from, top + to);
+  store_kv(model, step, layer, top + from, top + to);
 }
 
 // Some rows on their way through a layer: all of a step's, or its logit_rows alone
@@ -136,10 +140,11 @@ typedef struct {
 static void project_out(const Worker *w, int64_t index, const Rows *rows) {
   const Layer *layer = w->model->layers + index;
   int64_t width = w->model->hidden_size, attn_size = w->model->num_heads * w->model->head_dim;
-  matmul(layer->attention_bf16, rows->attended, attn_size, rows->count, attn_size, layer->out, width, rows->x, layer->out_bias, 1,
+  const float *attended = rows->attended + layer->place;
+  matmul(layer->attention_bf16, attended, layer->across, rows->count, attn_size, layer->out, width, rows->x, layer->out_bias, 1,
          w->thread, w->threads);
   BARRIER
-  add_deltas(w, index * MATRICES + OUT, rows->are_logits, rows->attended, attn_size, attn_size, width, rows->x, rows->top,
+  add_deltas(w, index * MATRICES + OUT, rows->are_logits, attended, layer->across, attn_size, width, rows->x, rows->top,
              rows->count);
 }
 
@@ -188,7 +193,7 @@ typedef struct {
 static void forward(const void *task, int64_t thread, int64_t threads) {
   const Model *model = ((const Job *)task)->model;
   const Step *step = ((const Job *)task)->step;
-  int64_t width = model->hidden_size, attn_size = model->num_heads * model->head_dim;
+  int64_t width = model->hidden_size;
   Worker w = {model, step, thread, threads};
   Range all = step->rows, mine = share(all, &w);
   int64_t first = step->first_unit, last = step->last_unit, layers = model->num_layers;
@@ -198,18 +203,19 @@ static void forward(const void *task, int64_t thread, int64_t threads) {
   BARRIER
   for (int64_t index = first ? (first - 1) / 2 : 0; index < layers && 1 + 2 * index < last; index++) {
     const int is_last = index + 1 == layers, attends = 1 + 2 * index >= first, feeds = 2 + 2 * index < last;
-    if (attends) {
+    const Layer *layer = model->layers + index;
+    if (attends && layer->num_heads) {
       for (int64_t top = all.from; top < all.to; top += ROW_BLOCK) project_qkv(&w, index, top, min_of(ROW_BLOCK, all.to - top));
       BARRIER
       attention(model, step, index, threads, step->scratch + thread * step->scratch_floats);
       BARRIER
-      if (is_last) gather_logit_rows(&w, attn_size);
+      if (is_last) gather_logit_rows(&w, layer->across);
       BARRIER
     }
     Range left = is_last ? step->logits : all;
     float *x = is_last ? step->hidden : step->x, *attended = is_last ? step->qkv : step->attended;
     for (int64_t top = left.from; top < left.to; top += ROW_BLOCK) {
-      Rows rows = {x + top * width, attended + top * attn_size, top, min_of(ROW_BLOCK, left.to - top), is_last};
+      Rows rows = {x + top * width, attended + top * layer->across, top, min_of(ROW_BLOCK, left.to - top), is_last};
       if (attends) project_out(&w, index, &rows);
       if (feeds) feed_forward(&w, index, &rows);
     }
@@ -257,9 +263,10 @@ EXPORT void atts_logits(const Model *model, const float *hidden, int64_t n, floa
 }
 
 // Draws `turns` tokens for each sequence of `first`, which feeds what it was not fed yet; every token is fed, as a row of
-// `next`, to draw the one after. Turn after turn: uniforms and tokens, as many as there are sequences; `counts` go on.
-EXPORT void atts_draw_ahead(const Model *model, const Step *first, const Step *next, const Sampling *sampling,
-                            int64_t turns, const int64_t *counts) {
+// `next`, to draw the one after, which the model `later` computes. Turn after turn: uniforms and tokens, as many as there
+// are sequences; `counts` go on.
+EXPORT void atts_draw_ahead(const Model *model, const Model *later, const Step *first, const Step *next,
+                            const Sampling *sampling, int64_t turns, const int64_t *counts) {
   Step step = *first;
   Sampling own = *sampling;
   for (int64_t turn = 0; turn < turns; turn++) {
@@ -268,7 +275,7 @@ EXPORT void atts_draw_ahead(const Model *model, const Step *first, const Step *n
     atts_logits(model, step.hidden, count, (float *)own.logits, step.threads);
     own.num_rows = count;
     atts_sample(&own);
-    if (turn == 0) step = *next;
+    if (turn == 0) step = *next, model = later;
     step.tokens = own.tokens;
     own.uniforms += sampling->num_rows, own.tokens += sampling->num_rows;
     if (turn + 1 == turns) return;

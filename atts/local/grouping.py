@@ -1,0 +1,66 @@
+"""Attentions of a row of layers that read one input, as one layer's with as many times the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atts.local.loader import LayerWeights
+from atts.local.model_config import ModelConfig
+
+
+class AttentionGroup(NamedTuple):
+    """Layers whose attentions may be computed at once, and where their keys and values are kept, side by side."""
+
+    layers: range
+    keys: Tensor  # [slots, kv heads of all of them, head_dim]
+    values: Tensor
+
+    def one(self, index: int) -> AttentionGroup:
+        """A layer by itself."""
+        heads = self.keys.shape[1] // len(self.layers)
+        own = slice((index - self.layers.start) * heads, (index - self.layers.start + 1) * heads)
+        return AttentionGroup(range(index, index + 1), self.keys[:, own], self.values[:, own])
+
+
+def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[AttentionGroup]:
+    """So many layers at a time, of one window and rotation; the first and the last layer stay apart."""
+    last, ranges = config.num_layers - 1, list[range]()
+    for at in range(config.num_layers):
+        kinds = [(config.windows[each], config.ropes[each]) for each in (ranges[-1].start if ranges else 0, at)]
+        if at > 1 and at < last and len(ranges[-1]) < size and kinds[0] == kinds[1]:
+            ranges[-1] = range(ranges[-1].start, at + 1)
+        else:
+            ranges.append(range(at, at + 1))
+    side_by_side = [cache[own.start : own.stop].view(2, cache.shape[2], -1, config.head_dim) for own in ranges]
+    return [AttentionGroup(own, *both) for own, both in zip(ranges, side_by_side, strict=True)]
+
+
+def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
+    """The first layer with the attention of all: what norms their input has gone into the matrix."""
+    first, sizes = layers[0], [heads * config.head_dim for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
+    if len(layers) == 1:
+        return first
+
+    def by_kind(parts: Sequence[Tensor]) -> Tensor:
+        """All queries' rows, then all keys', then all values'."""
+        return torch.cat([torch.cat(kind) for kind in zip(*[torch.split(part, sizes) for part in parts], strict=True)])
+
+    def stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+        return None if parts[0] is None else torch.stack([part for part in parts if part is not None])
+
+    norms = stacked([each.norm for each in layers])
+    scales = [torch.ones_like(first.qkv[0])] * len(layers) if norms is None else list(norms)
+    biases = [each.qkv_bias for each in layers if each.qkv_bias is not None]
+    return replace(
+        first,
+        norm=None if norms is None else torch.ones_like(norms[0]),
+        qkv=by_kind([each.qkv * scale for each, scale in zip(layers, scales, strict=True)]),
+        qkv_bias=by_kind(biases) if biases else None,
+        query_norm=stacked([each.query_norm for each in layers]),
+        key_norm=stacked([each.key_norm for each in layers]),
+    )

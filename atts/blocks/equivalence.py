@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from atts.errors import OptionError
 from atts.importing import import_lock
 from atts.stored_blocks import BLOCKS, MANIFEST, MARK, MODELS, SCHEMA, StoredModel, block_path, content_digest
 
@@ -81,21 +80,6 @@ def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
     blocks = tuple(replace(block, digest=digests.get(block.place, block.digest)) for block in model.blocks)
     mark = content_digest(*(block.digest.encode() for block in blocks))
     return replace(model, marks=(mark[:8], mark[:32]), blocks=blocks)
-
-
-def fitting(model: StoredModel, models: Sequence[StoredModel], bound: float, advice: str) -> StoredModel:
-    """What was kept for a model and diverges from it by at most so many nats a token: of these what diverges most.
-
-    :raises OptionError: nothing was.
-    """
-    own = model.name, model.marks[1]
-    kept = {one.loss.nats: one for one in models if one.loss and (one.loss.model, one.loss.weights) == own}
-    fits = [nats for nats in kept if nats <= bound]
-    if not fits:
-        known = ", ".join(f"{one.name} diverges by {nats:.3g}" for nats, one in kept.items()) or "nothing was kept yet"
-        problem = f"no stand-in for {model.name!r} within {bound:g} nats a token ({known})"
-        raise OptionError("lossy", f"{problem}; make one: {advice} --lossy {bound:g} --keep NAME")
-    return kept[max(fits)]
 
 
 @contextmanager

@@ -79,9 +79,9 @@ def completed(own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_l
     return _block("weights", {name: (name, tensor) for name, tensor in found.values()})
 
 
-def whole_block(place: str, files: Sequence[WeightFile]) -> Block:
-    """All tensors of some files as one block."""
-    return _block(place, {name: (name, tensor) for file in files for name, tensor in file.tensors.items()})
+def whole_block(place: str, file: WeightFile) -> Block:
+    """All tensors of a file as one block."""
+    return _block(place, {name: (name, tensor) for name, tensor in file.tensors.items()})
 
 
 def joined(file: StoredFile, tensors: dict[str, memoryview]) -> Iterator[bytes | memoryview]:

@@ -11,14 +11,14 @@ from secrets import token_hex
 
 import msgspec
 
-from atts.blocks.equivalence import Likeness, changed, fitting, likenesses
+from atts.blocks.equivalence import Likeness, changed, likenesses
 from atts.blocks.folders import bytes_of, check_name, checked, complete, copy_files, side_files, unadapted
 from atts.blocks.sharing import ZooContents, contents
 from atts.blocks.splitting import Block, WeightFile, joined, split, whole_block
 from atts.errors import OptionError, ZooError
 from atts.files import storage, sync_directory, write_atomic
 from atts.journal import locked
-from atts.local import Family, check_adapter, check_model
+from atts.local import check_adapter, check_model
 from atts.model_folder import read_object, weight_files, weights_marks
 from atts.stored_blocks import (
     ADAPTER,
@@ -119,46 +119,34 @@ class Zoo:
             raise OptionError("FOLDER", f"{folder} is no folder; name one with a model's configuration and weights")
         if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
             return self._add_adapter(name, folder, base)
-        if not base:
-            family = checked(folder, name)
-            with self._adding(name):
-                return self._add_model(name, folder, folder, family)
-        with self._adding(name):
-            whole = self.directory / _COMPLETED
-            try:
+        family = None if base else checked(folder, name)  # before a new directory becomes a zoo
+        with self._adding(name), ExitStack() as stack:
+            whole = self.directory / _COMPLETED if base else folder
+            if base:
+                stack.callback(shutil.rmtree, whole, ignore_errors=True)
                 with storage(whole):
                     complete(folder, self.folder(base), whole, name)
-                return self._add_model(name, whole, folder, checked(whole, name))
-            finally:
-                shutil.rmtree(whole, ignore_errors=True)
-
-    def _add_model(self, name: str, folder: Path, source: Path, family: Family) -> StoredModel:
-        """Store a model that was seen to be one."""
-        with ExitStack() as stack:
-            with storage(folder):
-                files = weight_files(folder, name)
+            with storage(whole):
+                files, side = weight_files(whole, name), side_files(whole)
                 mapped = [WeightFile(path, stack) for path in files]
-                blocks = split(mapped, family)
-                marks = weights_marks(files)
-            ours = {block.stored.digest for block in blocks}
-            sharers = [other for other in self._known() if ours & other.digests]
-            side = side_files(folder)
+                blocks = split(mapped, family or checked(whole, name))
             model = StoredModel(
                 name=name,
-                source=str(source.resolve()),
+                source=str(folder.resolve()),
                 base="",
-                is_whole=not sharers,
+                is_whole=False,
                 bytes=bytes_of([*side, *files]),
-                marks=marks,
+                marks=weights_marks(files),
                 files=tuple(file.stored() for file in mapped),
                 blocks=tuple(block.stored for block in blocks),
             )
+            sharers = [other for other in self._known() if model.digests & other.digests]
             for other in sharers:
                 self._separate(other)
             if sharers:
                 self._write_blocks(blocks)
-            self._put(model, [*side, *([] if sharers else files)])
-            return model
+                return self._put(model, side)
+            return self._put(replace(model, is_whole=True), [*side, *files])
 
     def _add_adapter(self, name: str, folder: Path, base: str) -> StoredModel:
         """Store an adapter as the model that it makes of another: the same blocks, and one more."""
@@ -168,9 +156,8 @@ class Zoo:
             config, _ = check_model(home, name)
             check_adapter(folder, file, config, name)
             with storage(folder):
-                mapped = WeightFile(file, stack)
-                block, side = whole_block(ADAPTER, [mapped]), side_files(folder)
-                own = weights_marks([file, folder / ADAPTER_CONFIG])
+                mapped, side = WeightFile(file, stack), side_files(folder)
+                block, own = whole_block(ADAPTER, mapped), weights_marks([file, folder / ADAPTER_CONFIG])
             self._separate(found)
             self._write_blocks([block])
             model = StoredModel(
@@ -183,8 +170,7 @@ class Zoo:
                 files=(mapped.stored(),),
                 blocks=(*found.blocks, block.stored),
             )
-            self._put(model, side_files(home), side)
-            return model
+            return self._put(model, side_files(home), side)
 
     def _base_of(self, folder: Path, base: str, name: str) -> StoredModel:
         """The model that an adapter was trained on."""
@@ -227,22 +213,15 @@ class Zoo:
         folder = self.folder(name)
         model = check_stored(folder)
         assert model is not None, "a model of a zoo has a manifest"
-        temporary = out.with_name(f".{out.name}.{token_hex(6)}")
-        try:
-            with storage(out), ExitStack() as stack:
-                temporary.mkdir(parents=True)
-                home = folder / ADAPTER if model.base else folder
-                copy_files([path for path in home.iterdir() if path.is_file() and path.name != MANIFEST], temporary)
-                tensors = {} if model.is_whole else self._tensors(model, stack)
-                for file in () if model.is_whole else model.files:
-                    path = temporary / file.name
-                    write_atomic(path, joined(file, tensors))
-                    if file_digest(path) != file.digest:
-                        raise ZooError(self.directory, f"{file.name} of {name!r} did not come out as it was added")
-                temporary.rename(out)
-                sync_directory(out.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with _made(out) as temporary, ExitStack() as stack:
+            home = folder / ADAPTER if model.base else folder
+            copy_files([path for path in home.iterdir() if path.is_file() and path.name != MANIFEST], temporary)
+            tensors = {} if model.is_whole else self._tensors(model, stack)
+            for file in () if model.is_whole else model.files:
+                path = temporary / file.name
+                write_atomic(path, joined(file, tensors))
+                if file_digest(path) != file.digest:
+                    raise ZooError(self.directory, f"{file.name} of {name!r} did not come out as it was added")
 
     def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[Likeness]:
         """For each block of a model those of its shape that are nearest by parameters; models that are whole are cut.
@@ -270,8 +249,7 @@ class Zoo:
                 tensors = self._tensors(made, stack)
                 digest = {file.name: content_digest(*joined(file, tensors)) for file in made.files}
             made = replace(made, files=tuple(replace(file, digest=digest[file.name]) for file in made.files))
-            self._put(made, side_files(self.folder(model.name)))
-            return made
+            return self._put(made, side_files(self.folder(model.name)))
 
     def within(self, name: str, bound: float) -> StoredModel:
         """What was kept for a model and diverges from it by at most so many nats a token: of these what does most.
@@ -279,7 +257,13 @@ class Zoo:
         :raises OptionError: nothing was.
         :raises ZooError: there is no such model, or its manifest is damaged.
         """
-        return fitting(self.model(name), self._known(), bound, f"atts zoo compare {name} --zoo {self.directory}")
+        own = name, self.model(name).marks[1]
+        kept = {one.loss.nats: one for one in self._known() if one.loss and (one.loss.model, one.loss.weights) == own}
+        if fits := [nats for nats in kept if nats <= bound]:
+            return kept[max(fits)]
+        known = ", ".join(f"{one.name} diverges by {nats:.3g}" for nats, one in kept.items()) or "nothing was kept yet"
+        advice = f"make one: atts zoo compare {name} --zoo {self.directory} --lossy {bound:g} --keep NAME"
+        raise OptionError("lossy", f"no stand-in for {name!r} within {bound:g} nats a token ({known}); {advice}")
 
     def _known(self) -> list[StoredModel]:
         """The models whose manifests can be read."""
@@ -354,24 +338,17 @@ class Zoo:
             if not is_there:
                 write_atomic(path, block.parts)
 
-    def _put(self, model: StoredModel, files: Sequence[Path], adapter: Sequence[Path] = ()) -> None:
+    def _put(self, model: StoredModel, files: Sequence[Path], adapter: Sequence[Path] = ()) -> StoredModel:
         """Write a model's folder beside the others, an adapter's files in a folder below, then give it its name."""
-        temporary = self._models / f".adding-{token_hex(6)}"
-        with storage(self._models / model.name):
-            try:
-                temporary.mkdir()
-                copy_files(files, temporary)
-                if adapter:
-                    (temporary / ADAPTER).mkdir()
-                    copy_files(adapter, temporary / ADAPTER)
-                if model.is_whole and any(file_digest(temporary / file.name) != file.digest for file in model.files):
-                    raise ZooError(self.directory, f"the files of {model.source} changed while they were read", "Again")
-                write_atomic(temporary / MANIFEST, msgspec.json.encode(model))
-                temporary.rename(self._models / model.name)
-                sync_directory(self._models)
-            except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
-                raise
+        with _made(self._models / model.name) as temporary:
+            copy_files(files, temporary)
+            if adapter:
+                (temporary / ADAPTER).mkdir()
+                copy_files(adapter, temporary / ADAPTER)
+            if model.is_whole and any(file_digest(temporary / file.name) != file.digest for file in model.files):
+                raise ZooError(self.directory, f"the files of {model.source} changed while they were read", "Again")
+            write_atomic(temporary / MANIFEST, msgspec.json.encode(model))
+        return model
 
     def _collect(self) -> None:
         """Delete what no model names: of adds and removes that were cut off, and of models that are gone.
@@ -395,3 +372,17 @@ class Zoo:
     def _size(self) -> int:
         with storage(self.directory):
             return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
+
+
+@contextmanager
+def _made(folder: Path) -> Generator[Path, None, None]:
+    """A folder under another name, which is given its own when all is written; else nothing is left."""
+    temporary = folder.with_name(f".{folder.name}.{token_hex(6)}")
+    with storage(folder):
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            temporary.rename(folder)
+            sync_directory(folder.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -87,10 +87,6 @@ class StoredModel:
         """The names of its blocks' contents."""
         return frozenset(block.digest for block in self.blocks)
 
-    def block_of(self, digest: str) -> StoredBlock:
-        """The first of its blocks with this content."""
-        return next(block for block in self.blocks if block.digest == digest)
-
 
 class TensorFile(NamedTuple):
     """A safetensors file, and the names in it of a model's tensors; None where they are the model's own."""
@@ -156,8 +152,7 @@ def check_stored(folder: Path) -> StoredModel | None:
         for file in stored.files:
             _check_file(folder / file.name, file.digest, (zoo, stored.name, f"its file {file.name}"))
         return stored
-    for digest in sorted(stored.digests):
-        place = stored.block_of(digest).place
+    for digest, place in sorted({block.digest: block.place for block in reversed(stored.blocks)}.items()):
         _check_file(block_path(zoo, digest), digest, (zoo, stored.name, f"block {digest} ({place})"))
     return stored
 

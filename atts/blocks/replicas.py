@@ -36,14 +36,20 @@ class Dispatch:
     def choose(self, free: Sequence[ReplicaLoad], request: SampleRequest | ScoreRequest) -> int:
         """Which of the replicas that are up."""
         given = len(request.ids if isinstance(request, SampleRequest) else request.prefix + request.suffix)
-        engines = [self._engines[int(load.name)] for load in free]
+        problem, engines = request.rollout.rpartition("/")[0], [self._engines[int(load.name)] for load in free]
         each, token = self._seconds(engines)
         instances = list[Instance]()
         for load, engine in zip(free, engines, strict=True):
-            missing = given - self._known(load.name, request.rollout, given)
+            known = max(self._cached.get((load.name, key), 0) for key in (request.rollout, problem))
+            missing = given - min(given, known)
             instances.append(Instance(engine.in_loop * each, each, not missing, math.inf, missing * token, 0.0))
         chosen = dispatched(instances)
-        self._remember(free[chosen].name, request.rollout, given)
+        if request.rollout:
+            self._cached[free[chosen].name, request.rollout] = given
+        if problem:
+            self._cached.setdefault((free[chosen].name, problem), given)
+        while len(self._cached) > _REMEMBERED:
+            self._cached.popitem(last=False)
         return chosen
 
     @staticmethod
@@ -54,20 +60,3 @@ class Dispatch:
         tokens = sum(one.prefilled_tokens + one.scored_tokens + one.sampled_tokens for one in stats)
         done = sum(one.requests - one.in_flight for one in stats)
         return (busy / done, busy / tokens) if busy and done and tokens else _FIRST
-
-    def _known(self, name: str, rollout: str, given: int) -> int:
-        """How many of so many tokens a replica has cached: of the rollout, or of its problem's prompt."""
-        return min(given, max((self._cached.get((name, key), 0) for key in _keys(rollout)), default=0))
-
-    def _remember(self, name: str, rollout: str, given: int) -> None:
-        for key in _keys(rollout)[1:]:
-            self._cached.setdefault((name, key), given)
-        for key in _keys(rollout)[:1]:
-            self._cached[name, key] = given
-        while len(self._cached) > _REMEMBERED:
-            self._cached.popitem(last=False)
-
-
-def _keys(rollout: str) -> list[str]:
-    """What a request's tokens may be known by: its rollout, and the problem that its siblings are of."""
-    return [key for key in (rollout, rollout.rpartition("/")[0]) if key]

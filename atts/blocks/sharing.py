@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from atts.stored_blocks import StoredModel
+from atts.stored_blocks import StoredBlock, StoredModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +49,22 @@ class ZooContents:
 
 def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContents:
     """What a zoo holds; `stored` are the bytes on its disk."""
-    owners, first = dict[str, tuple[str, ...]](), dict[str, StoredModel]()
+    owners, parts = dict[str, tuple[str, ...]](), dict[tuple[str, ...], list[StoredBlock]]()
     for model in models:
         for digest in model.digests:
             owners[digest] = (*owners.get(digest, ()), model.name)
-            first.setdefault(digest, model)
-    parts = dict[tuple[str, ...], list[str]]()
-    for digest, names in owners.items():
-        parts.setdefault(names, []).append(digest)
+    for model in models:
+        for block in model.blocks:
+            if owners[block.digest][0] == model.name:
+                parts.setdefault(owners[block.digest], []).append(block)
     groups = [
-        SharedPart(names, _places(first[digests[0]], digests), sum(first[d].block_of(d).bytes for d in digests), ())
-        for names, digests in parts.items()
+        SharedPart(
+            names,
+            tuple([block.place for block in found]),
+            sum({block.digest: block.bytes for block in found}.values()),
+            (),
+        )
+        for names, found in parts.items()
     ]
     lines = [
         ModelLine(
@@ -71,11 +77,6 @@ def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContent
         for model in models
     ]
     return ZooContents(zoo, tuple(lines), _tree(groups), len(owners), stored, sum(model.bytes for model in models))
-
-
-def _places(model: StoredModel, digests: Sequence[str]) -> tuple[str, ...]:
-    chosen = set(digests)
-    return tuple(block.place for block in model.blocks if block.digest in chosen)
 
 
 def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
@@ -98,21 +99,15 @@ def written_places(places: Sequence[str]) -> str:
     >>> written_places(["layers.0.mlp", "layers.2.attention", "layers.2.mlp", "head"])
     'layer 0 mlp, layer 2, head'
     """
-    found, layers = list[str](), dict[int, set[str]]()
+    found, layers = list[str](), dict[int, list[str]]()
     for place in places:
         if place.startswith("layers."):
-            _, at, part = place.split(".")
-            layers.setdefault(int(at), set()).add(part)
-    runs = list[list[int]]()
-    for number, parts in layers.items():
-        last = runs[-1][-1] if runs else -2
-        if last == number - 1 and len(parts) == len(layers[last]) == 2:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    for run in runs:
-        parts = layers[run[0]]
-        only = "" if len(parts) == 2 else f" {next(iter(parts))}"
-        found.append(f"layers {run[0]}-{run[-1]}" if len(run) > 1 else f"layer {run[0]}{only}")
+            _, at, half = place.split(".")
+            layers.setdefault(int(at), []).append(half)
+    runs = groupby(enumerate(layers.items()), lambda one: (one[1][0] - one[0], -1 if len(one[1][1]) > 1 else one[0]))
+    for _, run in runs:
+        (_, (first, halves)), *more = run
+        only = f" {halves[0]}" if len(halves) < 2 else ""
+        found.append(f"layers {first}-{more[-1][1][0]}" if more else f"layer {first}{only}")
     after = [place for place in places if place != "embedding" and not place.startswith("layers.")]
     return ", ".join([*(["embedding"] if "embedding" in places else []), *found, *after])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from dataclasses import replace
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from atts.local.batch import Ints, StepBatch
 from atts.local.ledger import Lineage, SlotLedger
 from atts.local.loader import Weights, layer_deltas, load_adapter, load_weights
 from atts.local.messages import WorkerConfig
+from atts.local.model_config import ModelConfig
 from atts.local.native_model import NativeModel, Segment
 from atts.local.packing import PackedAdapter, Packing
 from atts.stored_blocks import content_digest, unit_digests
@@ -239,16 +241,13 @@ class ChainModel:
 
     def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
         """One log-probability a row, and the logits of some."""
-        values, kept = [0.0] * len(tokens), torch.empty(len(kept_rows), self._configs[0].model.vocabulary)
+        values, asked = np.empty(len(tokens)), np.array(kept_rows, dtype=np.int64)
+        kept = torch.empty(len(kept_rows), self._configs[0].model.vocabulary)
         for model, rows in self._by_head(hidden):
-            places = {row: at for at, row in enumerate(rows.tolist())}
-            mine = [at for at, row in enumerate(kept_rows) if row in places]
-            own = [places[kept_rows[at]] for at in mine]
-            found, logits = model.score(hidden[rows, :-1].contiguous(), [tokens[row] for row in places], own)
-            kept[mine] = logits
-            for row, value in zip(places, found, strict=True):
-                values[row] = value
-        return values, kept
+            mine, own = np.isin(asked, rows), [tokens[row] for row in rows]
+            found, logits = model.score(hidden[rows, :-1].contiguous(), own, rows.searchsorted(asked[mine]).tolist())
+            values[rows], kept[mine.nonzero()[0]] = found, logits
+        return values.tolist(), kept
 
     def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
         """One token a row."""
@@ -258,13 +257,10 @@ class ChainModel:
         """Each row's token under the raw distribution."""
         return self._model.logprobs(logits, tokens)
 
-    def _by_head(self, hidden: Tensor) -> list[tuple[NativeModel, Tensor]]:
+    def _by_head(self, hidden: Tensor) -> list[tuple[NativeModel, Ints]]:
         """Rows by the head that they go to, and a model that has it."""
         heads = self._heads[hidden[:, -1].numpy().astype(np.int64)]
-        return [
-            (self._chains[head].model, torch.from_numpy((heads == head).nonzero()[0]))
-            for head in sorted(set(heads.tolist()))
-        ]
+        return [(self._chains[head].model, (heads == head).nonzero()[0]) for head in sorted(set(heads.tolist()))]
 
     def _load(self, config: WorkerConfig) -> _Chain:
         folder, shape, name = config.folder, config.model, config.name
@@ -276,30 +272,29 @@ class ChainModel:
         added = load_adapter(folder, shape, name)
         deltas = layer_deltas(added, shape) if added else [None] * 4 * shape.num_layers
         ropes = [
-            f"{weights.ropes[kind].frequencies.tolist()} {window}"
+            f"{_content(None, weights.ropes[kind].frequencies, weights.ropes[kind].scales)} {window}"
             for kind, window in zip(shape.ropes, shape.windows, strict=True)
         ]
-        last = shape.num_layers - 1
-        units = [digests[0]]
-        for at, rope in enumerate(ropes):
-            units += [f"{digests[1 + 2 * at]} {rope} {at == last}", f"{digests[2 + 2 * at]} {at == last}"]
+        halves = [f"{digest} {ropes[at // 2]}" for at, digest in enumerate(digests[1:-1])]
+        units = [f"{half} {at // 2 + 1 == shape.num_layers}" for at, half in enumerate(halves)]
+        alone = [f"{half} {[_content(low) for low in deltas[2 * at : 2 * at + 2]]}" for at, half in enumerate(halves)]
         head = f"{digests[-1]} {digests[0] if shape.ties_embeddings else ''}"
+        lineage = Lineage((digests[0], *alone, head), _keys(shape, weights, ropes, deltas), 2 * shape.num_layers - 1)
         adapter = self._packing.adapter(deltas) if added else None
-        return _Chain(model, (*units, head), _lineage(config, weights, (digests, ropes, deltas)), adapter)
+        return _Chain(model, (digests[0], *units, head), lineage, adapter)
 
 
 def _neighbours(chains: Sequence[int], units: Mapping[int, Sequence[str]]) -> list[int]:
     """An order of chains; each is put, then put anew, where the fewest of its units differ from its neighbours'."""
     order = list[int]()
 
-    def apart(one: int, other: int) -> int:
+    def apart(one: int | None, other: int | None) -> int:
+        if one is None or other is None:
+            return 0
         return sum(mine != theirs for mine, theirs in zip_longest(units[one], units[other]))
 
     def put(chain: int) -> None:
-        costs = [0] * (len(order) + 1)
-        for at in range(len(costs)):
-            beside = order[max(0, at - 1) : at + 1]
-            costs[at] = sum(apart(chain, other) for other in beside) - (apart(*beside) if len(beside) == 2 else 0)
+        costs = [apart(a, chain) + apart(chain, b) - apart(a, b) for a, b in pairwise([None, *order, None])]
         order.insert(costs.index(min(costs)), chain)
 
     for chain in chains:
@@ -332,22 +327,20 @@ def _among(mask: NDArray[np.bool_]) -> _Rows:
     return slice(first, first + count) if mask[first : first + count].all() else found
 
 
-def _lineage(
-    config: WorkerConfig, weights: Weights, parts: tuple[Sequence[str], Sequence[str], Sequence[LowRank | None]]
-) -> Lineage:
-    """What a chain computes, by the contents of its blocks, its layers' rotations and what an adapter adds."""
-    shape, (digests, ropes, deltas) = config.model, parts
-    asked = shape.num_heads * shape.head_dim  # rows of queries, before those of keys and values
-    units, keys = [digests[0]], list[str]()
-    for at, (layer, rope) in enumerate(zip(weights.layers, ropes, strict=True)):
-        added = [_content(*([low.down, low.up] if low else [])) for low in deltas[4 * at : 4 * at + 4]]
-        units += [f"{digests[1 + 2 * at]} {rope} {added[:2]}", f"{digests[2 + 2 * at]} {added[2:]}"]
-        low = deltas[4 * at]
-        adds = [low.down, low.up[asked:]] if low and low.up[asked:].any() else []
+def _keys(
+    shape: ModelConfig, weights: Weights, ropes: Sequence[str], deltas: Sequence[LowRank | None]
+) -> tuple[str, ...]:
+    """Of each layer what makes its keys and values: rotation, norms, its rows of the first product, an adapter's."""
+    asked, found = shape.num_heads * shape.head_dim, list[str]()  # rows of queries, before those of keys and values
+    for rope, layer, low in zip(ropes, weights.layers, deltas[::4], strict=True):
         own = [None if part is None else part[asked:] for part in (layer.qkv, layer.qkv_bias)]
-        keys.append(f"{rope} {_content(layer.norm, layer.key_norm, *own, *adds)}")
-    return Lineage((*units, f"{digests[-1]} head"), tuple(keys), 2 * shape.num_layers - 1)
+        added = low and replace(low, up=low.up[asked:])
+        found.append(f"{rope} {_content(added, layer.norm, layer.key_norm, *own)}")
+    return tuple(found)
 
 
-def _content(*tensors: Tensor | None) -> str:
-    return content_digest(*[part.contiguous().numpy().data.cast("B") if part is not None else b"-" for part in tensors])
+def _content(low: LowRank | None, *tensors: Tensor | None) -> str:
+    """Equal for equal numbers; an adapter that adds nothing is none."""
+    added = (low.down, low.up) if low and low.up.any() else ()
+    parts = [part.contiguous().numpy().data.cast("B") if part is not None else b"-" for part in (*added, *tensors)]
+    return content_digest(*parts)

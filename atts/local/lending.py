@@ -65,4 +65,5 @@ class Lending:
         start = max(start, self._tree.match(ids, len(ids), self._tree.root(sequence.kind)).length)
         for kin, kind in self.kinds(sequence):
             found = self._tree.match(ids, len(ids), self._tree.root(kind))
-            self.ledger.exchange(kin, row[start : found.length], found.slots[start:])
+            if found.length > start:
+                self.ledger.exchange(kin, row[start : found.length], found.slots[start:])

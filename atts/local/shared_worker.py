@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from atts.core import SampleRequest
+from atts.core import SampleRequest, ScoreRequest
 from atts.errors import EngineError, EngineUnavailable
 from atts.local.messages import (
     AddChain,
@@ -15,8 +17,8 @@ from atts.local.messages import (
     FailureReply,
     LoopReport,
     LoopStats,
+    Reply,
     SampleReply,
-    ScoreReply,
     Submit,
     WorkerConfig,
     WorkerReady,
@@ -39,11 +41,8 @@ class SharedWorker:
         self._host: _Host | None = None
         self._own: LoopWorker | None = None  # where no loop can be shared
         self._chain = 0
-        self._deliver: Deliver = _unheard
-        self._sent: dict[int, tuple[int, int]] = {}  # the loop's numbers of requests: ours, and how many ids were given
-        self._numbers: dict[int, int] = {}
+        self._deliver: Deliver = lambda report: None
         self._stats = LoopStats()
-        self._lock = threading.Lock()
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Join the loop of these models, or start one.
@@ -51,25 +50,22 @@ class SharedWorker:
         :raises EngineError: it could not be started.
         """
         self._deliver, config = deliver, replace(config, depth=self._depth(config))
+        key = self._zoo, self._replica, config.depth, _shape(config)
         with _HOSTS_LOCK:
-            key = self._zoo, self._replica, config.depth, _shape(config)
-            host = _HOSTS.get(key)
-            if host is None:
-                try:
-                    host = _HOSTS[key] = _Host(config)
-                except OSError as error:
-                    advice = "End other processes, or write ?worker=thread behind the engine's name"
-                    raise EngineUnavailable(config.name, f"its process cannot be started ({error})", advice) from error
+            try:
+                host = _HOSTS[key] = _HOSTS.get(key) or _Host(config)
+            except OSError as error:
+                advice = "End other processes, or write ?worker=thread behind the engine's name"
+                raise EngineUnavailable(config.name, f"its process cannot be started ({error})", advice) from error
             host.members.append(self)
         try:
             ready = host.start()
             if ready.shares or host.members[0] is self:
                 self._host, self._chain = host, host.chain_of(config)
                 return ready
-        except EngineError:
-            _leave(host, self)
-            raise
-        _leave(host, self)
+        finally:
+            if self._host is None:
+                host.leave(self)
         self._own = new_worker(config.options.worker)
         return self._own.open(config, deliver)
 
@@ -90,33 +86,21 @@ class SharedWorker:
         if self._own is not None:
             self._own.send(command)
             return
-        host = self._host
-        assert host is not None, "opened before it is asked"
+        assert self._host is not None, "opened before it is asked"
         match command:
             case Submit(request_id, request):
+                self._stats.requests += 1
                 given = request.ids if isinstance(request, SampleRequest) else (*request.prefix, *request.suffix)
-                with self._lock:
-                    self._stats.requests += 1
-                    with host.lock:  # numbers rise from one request to the next
-                        number = host.next_number(self)
-                        self._sent[number], self._numbers[request_id] = (request_id, len(given)), number
-                        host.worker.send(Submit(number, request, self._chain))
+                self._host.submit(_Asked(self, request_id, len(given)), request, self._chain)
             case Cancel(request_id):
-                with self._lock:
-                    number = self._numbers.pop(request_id, 0)
-                    is_unanswered = self._sent.pop(number, None) is not None
-                    self._stats.cancelled += is_unanswered
-                if is_unanswered:
-                    host.forget(number)
-                    host.worker.send(Cancel(number))
+                self._stats.cancelled += self._host.cancel(self, request_id)
             case _:
                 raise AssertionError("an engine samples, scores and cancels")  # and leaves by `close`
 
     @property
     def in_loop(self) -> int:
         """Requests in the loop, of whichever engine."""
-        members = [self] if self._host is None else list(self._host.members)
-        return sum(len(member._sent) for member in members)
+        return 0 if self._host is None else len(self._host.asked)
 
     def close(self) -> None:
         """Leave the loop; closing twice is fine."""
@@ -124,31 +108,20 @@ class SharedWorker:
         if own is not None:
             own.close()
         if host is not None:
-            for number in list(self._sent):
-                host.worker.send(Cancel(number))
-            _leave(host, self)
+            host.cancel(self)
+            host.leave(self)
 
-    def hear(self, report: LoopReport, mine: set[int]) -> None:
-        """Pass on what is this engine's of a report, with its own numbers and counters."""
-        replies = list[SampleReply | ScoreReply | FailureReply]()
-        with self._lock:
-            for reply in report.replies:
-                if reply.request_id in mine and (sent := self._sent.pop(reply.request_id, None)):
-                    self._numbers.pop(sent[0], None)
-                    self._count(reply, sent[1])
-                    replies.append(replace(reply, request_id=sent[0]))
-                elif not reply.request_id:
-                    replies.append(reply)
-            stats = report.stats and replace(
-                report.stats,
-                **{name: getattr(self._stats, name) for name in _OWN},
-                in_flight=len(self._sent),
-            )
-        self._deliver(LoopReport(tuple(replies), stats))
+    def hear(self, replies: list[tuple[Reply, int]], stats: LoopStats | None, in_flight: int) -> None:
+        """Take replies that are this engine's, each with how many ids were given, and the loop's counters."""
+        for reply, given in replies:
+            self._count(reply, given)
+        own = {name: getattr(self._stats, name) for name in _OWN}
+        told = stats and replace(stats, **own, in_flight=in_flight)
+        self._deliver(LoopReport(tuple([reply for reply, _ in replies]), told))
 
-    def _count(self, reply: SampleReply | ScoreReply | FailureReply, given: int) -> None:
+    def _count(self, reply: Reply, given: int) -> None:
         if isinstance(reply, FailureReply):
-            self._stats.failed += 1
+            self._stats.failed += bool(reply.request_id)
             return
         self._stats.cached_tokens += reply.cached_tokens
         self._stats.prefilled_tokens += max(0, given - reply.cached_tokens)
@@ -165,87 +138,99 @@ _OWN = (
 """Counters that each engine keeps for itself."""
 
 
+class _Asked(NamedTuple):
+    """A request in the loop: whose it is, its number there, and how many ids were given."""
+
+    member: SharedWorker
+    request_id: int
+    given: int
+
+
 class _Host:
     """A loop and the engines that share it."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.members: list[SharedWorker] = []
-        self.lock = threading.Lock()
-        self.worker: LoopWorker = new_worker(config.options.worker)
+        self.asked: dict[int, _Asked] = {}  # by the loop's numbers of requests
+        self._worker: LoopWorker = new_worker(config.options.worker)
         self._config = config
         self._ready: WorkerReady | None = None
-        self._owners: dict[int, SharedWorker] = {}
-        self._chains: dict[Path, int] = {}
+        self._chains: dict[Path, int] = {config.folder: 0}
         self._last = 0
+        self._lock = threading.Lock()
 
     def start(self) -> WorkerReady:
         """Start the loop once; those that come meanwhile wait.
 
         :raises EngineError: it could not be started.
         """
-        with self.lock:
+        with self._lock:
             if self._ready is None:
-                self._ready = self.worker.open(replace(self._config, shares=True), self._hear)
-                self._chains[self._config.folder] = 0
+                self._ready = self._worker.open(replace(self._config, shares=True), self._hear)
             return self._ready
 
     def chain_of(self, config: WorkerConfig) -> int:
         """The number of a model in the loop; it is told of one that is new."""
-        with self.lock:
+        with self._lock:
             if config.folder not in self._chains:
                 self._chains[config.folder] = len(self._chains)
-                self.worker.send(AddChain(config))
+                self._worker.send(AddChain(config))
             return self._chains[config.folder]
 
-    def next_number(self, owner: SharedWorker) -> int:
-        """A number for a request of this engine; the lock is held."""
-        self._last += 1
-        self._owners[self._last] = owner
-        return self._last
+    def submit(self, asked: _Asked, request: SampleRequest | ScoreRequest, chain: int) -> None:
+        """Pass a request on; numbers rise from one to the next."""
+        with self._lock:
+            self._last += 1
+            self.asked[self._last] = asked
+            self._worker.send(Submit(self._last, request, chain))
 
-    def forget(self, number: int) -> None:
-        """A request is not waited for any more."""
-        self._owners.pop(number, None)
+    def cancel(self, member: SharedWorker, request_id: int | None = None) -> int:
+        """Cancel an engine's request, or all of them; how many were not answered."""
+        with self._lock:
+            mine = [number for number, asked in self.asked.items() if asked.member is member]
+            gone = [number for number in mine if request_id in (None, self.asked[number].request_id)]
+            for number in gone:
+                del self.asked[number]
+                self._worker.send(Cancel(number))
+            return len(gone)
 
     def _hear(self, report: LoopReport) -> None:
+        replies: dict[SharedWorker, list[tuple[Reply, int]]] = {member: [] for member in list(self.members)}
+        with self._lock:
+            for reply in report.replies:
+                if not reply.request_id:  # of the loop's end, for all
+                    for heard in replies.values():
+                        heard.append((reply, 0))
+                elif (asked := self.asked.pop(reply.request_id, None)) and asked.member in replies:
+                    replies[asked.member].append((replace(reply, request_id=asked.request_id), asked.given))
+            in_flight = Counter(asked.member for asked in self.asked.values())
         if any(not reply.request_id for reply in report.replies):
-            _retire(self)
-        mine = dict[SharedWorker, set[int]]()
-        for reply in report.replies:
-            owner = self._owners.pop(reply.request_id, None)
-            if owner is not None:
-                mine.setdefault(owner, set()).add(reply.request_id)
-        for member in list(self.members):
-            member.hear(report, mine.get(member, set()))
+            self._retire()
+        for member, heard in replies.items():
+            member.hear(heard, report.stats, in_flight[member])
+
+    def leave(self, member: SharedWorker) -> None:
+        """One engine less; the last one ends the loop."""
+        with _HOSTS_LOCK:
+            if member in self.members:
+                self.members.remove(member)
+            is_last = not self.members
+        if is_last:
+            self._retire()
+            self._worker.close()
+
+    def _retire(self) -> None:
+        """Those that open from now on start another loop."""
+        with _HOSTS_LOCK:
+            for key in [key for key, known in _HOSTS.items() if known is self]:
+                del _HOSTS[key]
 
 
 _HOSTS: dict[tuple[Path, int, int, object], _Host] = {}
 _HOSTS_LOCK = threading.Lock()
 
 
-def _leave(host: _Host, member: SharedWorker) -> None:
-    """One engine less; the last one ends the loop."""
-    with _HOSTS_LOCK:
-        if member in host.members:
-            host.members.remove(member)
-        is_last = not host.members
-    if is_last:
-        _retire(host)
-        host.worker.close()
-
-
-def _retire(host: _Host) -> None:
-    """A loop that has ended, or will: those that open from now on start another."""
-    with _HOSTS_LOCK:
-        for key in [key for key, known in _HOSTS.items() if known is host]:
-            del _HOSTS[key]
-
-
 def _shape(config: WorkerConfig) -> object:
     """What models must have alike to be run in one step, beside their options."""
     shape = replace(config.model, num_layers=0, ropes=(), windows=(), ties_embeddings=False)
     return shape, config.pieces, config.options
-
-
-def _unheard(report: LoopReport) -> None:
-    """What is said to an engine that is not open."""

@@ -7,55 +7,35 @@ if TYPE_CHECKING:
     from atts.evaluators.answers.extraction import Extraction, extract, extraction
     from atts.evaluators.datasets.arithmetic import Exercise, exercises
     from atts.evaluators.datasets.catalogue import BENCHMARKS, Benchmark, Columns, LoadOptions, find_benchmark
-    from atts.evaluators.datasets.hub import cached_snapshot
-    from atts.evaluators.datasets.loading import Dataset, load_dataset
+    from atts.evaluators.datasets.loading import Dataset, Selection, cached_snapshot, load_dataset, select
     from atts.evaluators.datasets.rows import json_lines
-    from atts.evaluators.datasets.selection import Selection, select
-    from atts.evaluators.equivalence.fast import equivalent
-    from atts.evaluators.equivalence.grouping import group
+    from atts.evaluators.equivalence.grouping import equivalent, group
     from atts.evaluators.grading import GradedRecord, GradeTally, grade, judge, reference
     from atts.evaluators.metrics.intervals import Estimate, accuracy_estimate, mean_estimate, share_estimate
-    from atts.evaluators.metrics.paired import (
-        Comparison,
-        ConfidenceSequence,
-        McNemar,
-        Sequential,
-        compare_in_order,
-        compare_runs,
-        mcnemar,
-        problems_needed,
-    )
-    from atts.evaluators.metrics.rates import (
-        Counts,
-        Votes,
-        avg_at_n,
-        count,
-        g_pass_at_k,
-        maj_at_k,
-        pass_at_k,
-        pass_hat_k,
-        rate,
-        votes,
-    )
-    from atts.evaluators.metrics.scorecard import Samples, Scorecard, answer_classes, samples_of, score
     from atts.evaluators.verdict import Limits, Status, Verdict
+
+    # isort: off
+    from atts.evaluators.metrics.paired import (
+        Comparison, ConfidenceSequence, McNemar, Sequential, compare_in_order, compare_runs, mcnemar, problems_needed,
+    )  # fmt: skip
+    from atts.evaluators.metrics.rates import (
+        Counts, Samples, Scorecard, Votes, answer_classes, avg_at_n, count, g_pass_at_k, maj_at_k, pass_at_k,
+        pass_hat_k, rate, samples_of, score, votes,
+    )  # fmt: skip
 
 _NAMES = {
     "answers.extraction": "Extraction extract extraction",
     "datasets.arithmetic": "Exercise exercises",
     "datasets.catalogue": "BENCHMARKS Benchmark Columns LoadOptions find_benchmark",
-    "datasets.hub": "cached_snapshot",
-    "datasets.loading": "Dataset load_dataset",
+    "datasets.loading": "Dataset Selection cached_snapshot load_dataset select",
     "datasets.rows": "json_lines",
-    "datasets.selection": "Selection select",
-    "equivalence.fast": "equivalent",
-    "equivalence.grouping": "group",
+    "equivalence.grouping": "equivalent group",
     "grading": "GradeTally GradedRecord grade judge reference",
     "metrics.intervals": "Estimate accuracy_estimate mean_estimate share_estimate",
     "metrics.paired": "Comparison ConfidenceSequence McNemar Sequential compare_in_order compare_runs mcnemar "
     "problems_needed",
-    "metrics.rates": "Counts Votes avg_at_n count g_pass_at_k maj_at_k pass_at_k pass_hat_k rate votes",
-    "metrics.scorecard": "Samples Scorecard answer_classes samples_of score",
+    "metrics.rates": "Counts Samples Scorecard Votes answer_classes avg_at_n count g_pass_at_k maj_at_k pass_at_k "
+    "pass_hat_k rate samples_of score votes",
     "verdict": "Limits Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -9,7 +9,7 @@ from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.answers.extraction import Extraction, Fallback, extraction
 from atts.evaluators.datasets.catalogue import LETTERS
-from atts.evaluators.equivalence.fast import equivalent
+from atts.evaluators.equivalence.grouping import equivalent
 from atts.evaluators.metrics.wilson import wilson_interval
 from atts.evaluators.verdict import STRICT, Verdict, changed
 

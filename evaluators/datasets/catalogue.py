@@ -7,13 +7,14 @@ from typing import Literal, get_args
 
 from atts.core import AnswerKind, Grading
 from atts.errors import OptionError
-from atts.evaluators.datasets.hub import Network
 from atts.evaluators.syntax.vocabulary import Tables
 from atts.evaluators.verdict import STRICT, changed
 
 AnswerForm = Literal["plain", "integer", "final"]
 """How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####" of a solution."""
 Answers = Literal["required", "optional"]
+Network = Literal["auto", "never"]
+"""auto: fetch what the cache lacks, unless HF_HUB_OFFLINE says otherwise; never: the cache alone."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
@@ -90,8 +91,7 @@ def find_benchmark(name: str) -> Benchmark | None:
     >>> [found.name for text in ("MATH-500", "aime_2025") if (found := find_benchmark(text))]
     ['math500', 'aime25']
     """
-    key = _bare(name)
-    return next((it for it in BENCHMARKS.values() if key in (_bare(it.name), *it.aliases)), None)
+    return next((it for it in BENCHMARKS.values() if _bare(name) in (_bare(it.name), *it.aliases)), None)
 
 
 def _bare(name: str) -> str:

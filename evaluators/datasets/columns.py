@@ -127,8 +127,7 @@ def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
     for field, aliases in ALIASES.items():
         named[field] = named[field] or next((lower[alias] for alias in aliases.split() if alias in lower), "")
     if not named["text"]:
-        advice = "Say which one with --column text=NAME"
-        raise _missing(table, "no column holds the problem's text", "problem", advice)
+        raise _missing(table, "no column holds the problem's text", "problem", "Say which one with --column text=NAME")
     if not named["answer"] and answers == "required":
         advice = "Say which one with --column answer=NAME, or take problems without one with --answers optional"
         raise _missing(table, "no column holds the reference answer", "answer", advice)

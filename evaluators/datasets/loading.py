@@ -1,22 +1,204 @@
-"""Dataset loader: a benchmark of the catalogue, the hub or a file, with a digest of exactly which problems they are."""
+"""Dataset loader: a benchmark, the hub's cache or a file, with a digest of exactly which problems they are."""
 
 import json
+import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
+from fnmatch import fnmatch
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from atts.core import Problem
 from atts.errors import DatasetError, OptionError
-from atts.evaluators.datasets import arithmetic, hub
+from atts.evaluators.datasets import arithmetic
 from atts.evaluators.datasets.catalogue import BENCHMARKS, Benchmark, Columns, HubSource, LoadOptions, find_benchmark
 from atts.evaluators.datasets.columns import Reader, cell, problems_of
 from atts.evaluators.datasets.rows import RowTable, kind_of, read_table
-from atts.evaluators.datasets.selection import Selection, select, split_slice
+
+DATA = ("*.jsonl", "*.json", "*.csv", "*.tsv", "*.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which problems, applied in the order of the fields: by id, level and subject, then a draw, then a slice.
+
+    `sample` draws that many with `random.Random(seed).sample`, in the order drawn; ids come in the order asked for.
+    """
+
+    ids: tuple[str, ...] = ()
+    levels: tuple[int, ...] = ()
+    subjects: tuple[str, ...] = ()
+    sample: int | None = None
+    seed: int = 0
+    start: int | None = None
+    stop: int | None = None
+    step: int | None = None
+
+    def words(self) -> str:
+        """The selection in words; "" when everything is selected."""
+        ends = ["" if end is None else str(end) for end in (self.start, self.stop, self.step)]
+        parts = [
+            f"{len(self.ids)} ids" if self.ids else "",
+            f"levels {', '.join(map(str, self.levels))}" if self.levels else "",
+            f"subjects {', '.join(self.subjects)}" if self.subjects else "",
+            f"{self.sample} drawn with seed {self.seed}" if self.sample is not None else "",
+            f"slice [{':'.join(ends if ends[2] else ends[:2])}]" if any(ends) else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+def split_slice(name: str) -> tuple[str, Selection]:
+    """A name such as "math500[:100]" as the name and the slice.
+
+    >>> split_slice("aime24[10:20]")[1].words()
+    'slice [10:20]'
+    """
+    found = re.fullmatch(r"(.+?)\[(-?\d{0,18}):(-?\d{0,18})(?::(-?\d{0,18}))?\]", name)
+    if not found:
+        return name, Selection()
+    start, stop, step = (int(end) if end and end != "-" else None for end in found.groups()[1:])
+    if step == 0:
+        raise OptionError("dataset", f"{name!r} has a step of 0")
+    return found[1], Selection(start=start, stop=stop, step=step)
+
+
+def select(problems: Sequence[Problem], selection: Selection, source: str = "selection") -> list[Problem]:
+    """The problems selected; raises DatasetError for an id, level or subject that none has, and for an empty result."""
+    chosen = list(problems)
+    if selection.ids:
+        chosen = _by_id(chosen, selection.ids, source)
+    for trait, wanted in (("level", selection.levels), ("subject", selection.subjects)):
+        chosen = _by(chosen, trait, wanted, source) if wanted else chosen
+    if selection.sample is not None:
+        if not 0 < selection.sample <= len(chosen):
+            raise DatasetError(source, f"cannot draw {selection.sample} of {len(chosen)} problems", "Ask for fewer")
+        chosen = random.Random(selection.seed).sample(chosen, selection.sample)
+    chosen = chosen[selection.start : selection.stop : selection.step]
+    if not chosen:
+        raise DatasetError(source, f"nothing is left of {len(problems)} problems by {selection.words()}", "Select less")
+    return chosen
+
+
+def _by_id(problems: list[Problem], ids: Sequence[str], source: str) -> list[Problem]:
+    by_id = {problem.id: problem for problem in problems}
+    short = {name.split("/", 1)[-1]: problem for name, problem in by_id.items()}
+    for name in ids:
+        if name not in by_id and name not in short:
+            near = get_close_matches(name, [*by_id, *short], n=3)
+            raise DatasetError(source, f"no problem has the id {name!r}", f"Near it: {', '.join(near or [*by_id][:3])}")
+    return [by_id.get(name) or short[name] for name in dict.fromkeys(ids)]
+
+
+def _by(problems: list[Problem], field: str, wanted: Sequence[int | str], source: str) -> list[Problem]:
+    def folded(value: int | str | None) -> int | str | None:
+        return value.casefold() if isinstance(value, str) else value
+
+    there = {folded(getattr(problem, field)): getattr(problem, field) for problem in problems}
+    asked = [folded(name) for name in wanted]
+    if unknown := [name for name in asked if name not in there]:
+        known = ", ".join(sorted(str(name) for name in there.values() if name not in (None, "")))
+        raise DatasetError(source, f"no problem has {field} {unknown[0]!r}", f"Known: {known or 'it states none'}")
+    return [problem for problem in problems if folded(getattr(problem, field)) in asked]
+
+
+@dataclass(frozen=True, slots=True)
+class HubSnapshot:
+    """One commit of a hub dataset on this machine, in the folder of its name."""
+
+    repo: str
+    folder: Path
+
+    def files(self, patterns: Sequence[str]) -> list[Path]:
+        """The files that match, in the order of the patterns, then by name; none while a shard or file is missing."""
+        names = sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
+        found = dict.fromkeys(name for pattern in patterns for name in names if fnmatch(name, pattern))
+        shards = [match for name in found if (match := re.search(r"^(.*)-(\d{5})-of-(\d{5})", name))]
+        held = Counter(match[1] for match in shards)
+        exact = {pattern for pattern in patterns if not re.search(r"[*?\[]", pattern)}
+        is_whole = exact <= {*found} and all(held[match[1]] >= int(match[3]) for match in shards)
+        return [self.folder / name for name in found] if is_whole else []
+
+
+def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSnapshot:
+    """The commit that the revision asked for names, with the files that match `patterns`: from the cache, else fetched.
+
+    A cached branch is not moved: the commit found is the one recorded. Raises DatasetError saying how to get the files.
+    """
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
+
+    revision = options.revision
+    if here := cached_snapshot(repo, revision, patterns, options.cache):
+        return here
+    if options.network == "never":
+        raise _absent(repo, revision, "it is not in the local cache, and the network is not to be used")
+    try:
+        here = _download(repo, revision, patterns, options.cache, fetch=True)
+    except GatedRepoError:
+        problem = f"it is gated; accept its terms at https://huggingface.co/datasets/{repo} and run: hf auth login"
+        raise _absent(repo, revision, problem) from None
+    except RevisionNotFoundError:
+        problem = f"the hub has no revision {revision!r} of it"
+        raise DatasetError(repo, problem, "Name a branch, tag or commit") from None
+    except (OSError, EntryNotFoundError, HfHubHTTPError, ValueError) as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise _absent(repo, revision, f"it could not be fetched ({said})") from error
+    if not here.files(patterns):
+        raise DatasetError(
+            repo, f"commit {here.folder.name} has no files {', '.join(patterns)}", "Its layout has changed"
+        )
+    return here
+
+
+def cached_snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> HubSnapshot | None:
+    """The snapshot if it is on this machine with all files asked for; never uses the network."""
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        here = _download(repo, revision, patterns, cache, fetch=False)
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise DatasetError(repo, f"that is no name of a hub dataset ({error})", "Names are owner/name") from None
+    return here if here.files(patterns) else None
+
+
+def _download(repo: str, revision: str, patterns: Sequence[str], cache: Path | None, *, fetch: bool) -> HubSnapshot:
+    from huggingface_hub import snapshot_download
+
+    what: dict[str, Any] = {"revision": revision, "cache_dir": cache, "allow_patterns": list(patterns)}
+    folder = Path(snapshot_download(repo, repo_type="dataset", local_files_only=not fetch, **what))
+    return HubSnapshot(repo, folder)
+
+
+def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
+    """The data files of one split of an unknown dataset, told by their names.
+
+    Raises DatasetError naming what there is when the split or the configuration is not clear.
+    """
+
+    def parted(name: str, word: str) -> bool:
+        return bool(re.search(rf"(^|[-_/.]){re.escape(word)}([-_/.]|$)", name))
+
+    files = (path for path in here.files(DATA) if path.name not in ("dataset_infos.json", "dataset_dict.json"))
+    names = [path.relative_to(here.folder).as_posix() for path in files]
+    ours = [name for name in names if not config or parted(name, config)]
+    chosen = [name for name in ours if parted(name, split)]
+    chosen = chosen or (ours if len(ours) == 1 else [])
+    if len({Path(name).parent for name in chosen}) != 1:
+        problem = f"{'no' if not chosen else 'more than one'} set of files is split {split!r}"
+        raise DatasetError(here.repo, problem, f"Name split and config; its data files are {', '.join(names[:12])}")
+    return [here.folder / name for name in sorted(chosen)]
+
+
+def _absent(repo: str, revision: str, problem: str) -> DatasetError:
+    at = "" if revision == "main" else f" --revision {revision}"
+    advice = f"On a machine with network: hf download --repo-type dataset {repo}{at}; or name a file of it with --file"
+    return DatasetError(f"{repo}@{revision}", problem, advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,34 +266,36 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
     if benchmark and options.file:
         return _file(options.file, options, benchmark)
     if benchmark:
-        there = (it for it in benchmark.hubs if hub.cached_snapshot(it.repo, options.revision, it.files, options.cache))
+        there = (it for it in benchmark.hubs if cached_snapshot(it.repo, options.revision, it.files, options.cache))
         return _copy(benchmark, next(there, benchmark.hubs[0]), options)
     repo = re.fullmatch(r"(?:hub:)?([\w.-]+/[\w.-]+?)(?:@([\w.\-/]+))?", name)
     path, is_hub = Path(name), name.startswith("hub:")
     if repo and (is_hub or not (kind_of(path) or path.exists())):
         known = ((it, copy) for it in BENCHMARKS.values() for copy in it.hubs if copy.repo.lower() == repo[1].lower())
-        benchmark, copy = next(known, (Benchmark.unknown(repo[1]), HubSource(repo[1], hub.DATA, Columns())))
+        benchmark, copy = next(known, (Benchmark.unknown(repo[1]), HubSource(repo[1], DATA, Columns())))
         return _copy(benchmark, copy, replace(options, revision=repo[2] or options.revision))
     if path.exists() or (kind_of(path) and not is_hub):  # the reader says which kinds of file are read
         return _file(path, options, Benchmark.unknown(name))
-    near = get_close_matches(name.lower(), BENCHMARKS, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise OptionError("dataset", f"there is no benchmark or file {name!r}{hint}", [*BENCHMARKS])
+    raise OptionError("dataset", f"there is no benchmark or file {name!r}", [*BENCHMARKS], given=name.lower())
 
 
 def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Dataset:
-    here = hub.snapshot(copy.repo, options.revision, copy.files, options.cache, options.network)
-    files = here.files(copy.files) if benchmark.hubs else hub.split_files(here, options.split, options.config)
+    here = snapshot(copy.repo, copy.files, options)
+    files = here.files(copy.files) if benchmark.hubs else split_files(here, options.split, options.config)
     table = read_table(files, copy.repo)
     if copy.keep:
-        table = _keep(table, *copy.keep)
+        column, part = copy.keep
+        kept = [index for index, row in enumerate(table.rows) if part in cell(row.get(column))]
+        if not kept:
+            raise DatasetError(table.source, f"no row has {part!r} in column {column!r}", "Its layout has changed")
+        table = replace(table, rows=tuple(table.rows[i] for i in kept), places=tuple(table.places[i] for i in kept))
     # side columns that the copy has lost since: problems can do without them, not without a text
     sides = {**asdict(copy.columns), **dict.fromkeys(("text", "answer", "choices", "distractors"), "")}
     gone = {field: name for field, name in sides.items() if name and name not in table.columns and not options.asked}
     columns = replace(copy.columns, **dict.fromkeys(gone, ""), distractors=copy.columns.distractors)
     found = _dataset(benchmark, table, columns, options)
     notes = (*found.notes, *(f"column {name!r} of this copy is gone" for name in gone.values()))
-    return replace(found, source=f"hub:{copy.repo}", revision=here.commit, notes=notes)
+    return replace(found, source=f"hub:{copy.repo}", revision=here.folder.name, notes=notes)
 
 
 def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
@@ -128,26 +312,14 @@ def _dataset(benchmark: Benchmark, table: RowTable, columns: Columns, options: L
     """The table's problems; by these columns where the caller asks for no others."""
     problems, notes = problems_of(Reader(table, options.asked or columns, benchmark, options))
     if benchmark.sample:
-        problems = _drawn(benchmark, problems, *benchmark.sample, table.source)
+        if len(problems) != (whole := BENCHMARKS[benchmark.prefix].size):
+            problem = f"{benchmark.name} is drawn from {whole} problems in order, this source has {len(problems)}"
+            raise DatasetError(table.source, problem, f"Give the whole of {benchmark.prefix}")
+        problems = select(problems, Selection(sample=benchmark.sample[0], seed=benchmark.sample[1]), table.source)
         notes.append(benchmark.note)
     elif benchmark.hubs and len(problems) != benchmark.size:
         notes.append(f"{benchmark.title} has {benchmark.size} problems, this source {len(problems)}")
     return Dataset(benchmark.name, table.source, f"sha256:{table.digest}", "", tuple(problems), tuple(notes))
-
-
-def _drawn(benchmark: Benchmark, problems: list[Problem], count: int, seed: int, source: str) -> list[Problem]:
-    """The subset that this name stands for."""
-    if len(problems) != (whole := BENCHMARKS[benchmark.prefix].size):
-        problem = f"{benchmark.name} is drawn from {whole} problems in order, this source has {len(problems)}"
-        raise DatasetError(source, problem, f"Give the whole of {benchmark.prefix}")
-    return select(problems, Selection(sample=count, seed=seed), source)
-
-
-def _keep(table: RowTable, column: str, part: str) -> RowTable:
-    kept = [index for index, row in enumerate(table.rows) if part in cell(row.get(column))]
-    if not kept:
-        raise DatasetError(table.source, f"no row has {part!r} in column {column!r}", "Its layout has changed")
-    return replace(table, rows=tuple(table.rows[i] for i in kept), places=tuple(table.places[i] for i in kept))
 
 
 def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:

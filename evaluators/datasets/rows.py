@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from atts.errors import DatasetError
 from atts.files import open_ordinary
@@ -169,7 +169,10 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     rows, held = list[Row](), 0
     try:
         file = parquet.ParquetFile(pyarrow.BufferReader(data))
-        for batch in file.iter_batches(batch_size=_batch(file.metadata)):
+        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+        # a value can be as large as its chunk, and a few bytes can repeat it in every row
+        rows_at_once = _MOST_BYTES // max((group.total_byte_size for group in groups), default=1)
+        for batch in file.iter_batches(batch_size=max(1, min(1024, rows_at_once))):
             held += batch.nbytes + _ROW_BYTES * len(batch)
             if held > _MOST_BYTES:
                 raise _too_large(path, source)
@@ -177,9 +180,3 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DatasetError(source, f"{path.name} is not a Parquet file ({error})", "Fetch it again") from None
     return rows
-
-
-def _batch(metadata: Any) -> int:
-    """Rows to inflate at once: a value can be as large as its chunk, and a few bytes can repeat it in every row."""
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    return max(1, min(1024, _MOST_BYTES // max((group.total_byte_size for group in groups), default=1)))

@@ -12,7 +12,7 @@ from atts.evaluators.equivalence.sets import Line, speaks_of_reals
 from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, substituted, variables
-from atts.evaluators.syntax.units import is_generic, measure
+from atts.evaluators.syntax.vocabulary import is_generic, measure
 from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefined
 
 _PAIRWISE = 64  # unordered members compared with one another; more are first matched by structure
@@ -88,8 +88,6 @@ class Comparer:
             value = substituted(value, {arg.text: other for arg, other in zip(one.args, two.args, strict=False)})
         return self.ruled("name", one == two or views.may_name_one(one, two)) and self.same(value, right.value)
 
-    # -- relations -------------------------------------------------------------------------
-
     def relations(self, gold: Node, answer: Node) -> bool:
         """Equations up to a factor, inequalities up to a positive one, chains side by side."""
         if gold.kind != "relation" or answer.kind != "relation":
@@ -97,8 +95,7 @@ class Comparer:
         one, two = gold.text.split(), answer.text.split()
         has_class = has(gold, "congruence") or has(answer, "congruence")
         if len(one) == len(two) == 1 and {*one, *two} <= FLIPPED.keys() and not has_class:
-            ratio = self.prober.proportional(minus(*gold.args), minus(*answer.args))
-            sign = 0 if ratio is None else views.sign_of(ratio)
+            sign = self.prober.proportional(minus(*gold.args), minus(*answer.args))
             return self.ruled("relation", sign != 0 and two == [one[0] if sign > 0 else FLIPPED[one[0]]])
         sides = answer.args
         if one != two:
@@ -126,8 +123,6 @@ class Comparer:
         except Undecided:
             return False
 
-    # -- collections -----------------------------------------------------------------------
-
     def values(self, gold: Node, answer: Node) -> bool:
         """Two answers that are no relations."""
         if has(gold, "plusminus") or has(answer, "plusminus"):
@@ -150,7 +145,8 @@ class Comparer:
         if kinds & {"tuple", "matrix", "union", "setminus"}:
             return self.ordered(gold, answer)
         if "word" in kinds:
-            return self.words(gold, answer)
+            one, two = (vocabulary.squashed(node.text) if node.kind == "word" else None for node in (gold, answer))
+            return self.ruled("text", one == two)
         return self.plain(gold, answer)
 
     def special(self, gold: Node, answer: Node, kinds: set[str]) -> bool:
@@ -262,20 +258,13 @@ class Comparer:
         verdict = len(one) == len(two) and all(self.same(a, b) for a, b in zip(one, two, strict=True))
         return self.ruled(rule, verdict)
 
-    # -- single values ---------------------------------------------------------------------
-
-    def words(self, gold: Node, answer: Node) -> bool:
-        one, two = (vocabulary.squashed(node.text) if node.kind == "word" else None for node in (gold, answer))
-        return self.ruled("text", one == two)
-
     def plain(self, gold: Node, answer: Node) -> bool:
         """Two single values, their units, percent and degree signs, bases and ratios included."""
         kinds = (gold.kind, answer.kind)
         signs = [views.mark(gold), views.mark(answer)]
         if all(signs) and signs[0] != signs[1]:
-            is_angle = set(signs) == {"degree", "rad"}
             values = [node.args[0] if node.kind == "quantity" else node for node in (gold, answer)]
-            return self.ruled("unit", is_angle and self.numbers(values[0], values[1]))
+            return self.ruled("unit", {*signs} == {"degree", "rad"} and self.numbers(*values))
         if "quantity" in kinds:
             return self.quantities(gold, answer)
         if "ratio" in kinds:

@@ -1,41 +1,36 @@
 """Evaluation of a tree: exact in rational numbers, else to high precision with a running error bound."""
 
 import hashlib
-import math
 import operator
 import time
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import TypeGuard
 
-from atts.evaluators.equivalence.approx import FUNCTIONS, MAX_MAGNITUDE, NOTHING, Approx, Arithmetic, magnitude
-from atts.evaluators.equivalence.exact import FUNCTIONS as EXACT
-from atts.evaluators.equivalence.exact import NotRational, digits_in_base, rational_power
+from atts.evaluators.equivalence import approx
+from atts.evaluators.equivalence.approx import NOTHING, Approx, Arithmetic, NotRational, magnitude
 from atts.evaluators.syntax.tree import OTHERWISE, PI, Node, minus, number, variables
 from atts.evaluators.verdict import Limits, Outside, TooLarge, Undecided, Undefined
 
 Value = Fraction | Approx
 Environment = Mapping[str, Fraction]
-_EMPTY: Environment = {}
+NOWHERE: Environment = {}
 
 
 class Clock:
-    """Processor time for one pair from the first look on; looked at seldom: that costs as much as many a comparison."""
+    """Processor time for one pair; looked at seldom: that costs as much as many a comparison."""
 
-    def __init__(self, seconds: float = math.inf) -> None:
-        self.seconds = seconds
-        self.end: float | None = None
+    def __init__(self, seconds: float) -> None:
+        self.end = time.thread_time() + seconds
         self.ticks = 0
 
     def look(self) -> None:
         """Raise TooLarge when the time is over."""
-        now = time.thread_time()
-        self.end = now + self.seconds if self.end is None else self.end
-        if now > self.end:
+        if time.thread_time() > self.end:
             raise TooLarge("evaluation takes too long")
 
 
-def exact(node: Node, limits: Limits, env: Environment = _EMPTY) -> Fraction:
+def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
     """The value of the tree with its variables bound by `env`.
 
     Raises NotRational when rationals do not suffice, Undefined for a division by zero, TooLarge past a cap.
@@ -51,7 +46,7 @@ class Evaluator(Arithmetic):
     At a precision of no bits what is not rational raises NotRational. Raises Undecided where there is no number.
     """
 
-    def __init__(self, bits: int, limits: Limits, env: Environment = _EMPTY, clock: Clock | None = None) -> None:
+    def __init__(self, bits: int, limits: Limits, env: Environment = NOWHERE, clock: Clock | None = None) -> None:
         super().__init__(bits)
         self.limits = limits
         self.env = env
@@ -85,7 +80,7 @@ class Evaluator(Arithmetic):
             return result if self.fits(result) else self.approximate(result)
         if not self.mp.isfinite(result.value):
             raise Undefined("not finite")
-        if abs(result.magnitude) > MAX_MAGNITUDE and result.magnitude != NOTHING:
+        if abs(result.magnitude) > approx.MAX_MAGNITUDE and result.magnitude != NOTHING:
             raise TooLarge("a number of enormous size")
         self.has_left_reals |= hasattr(result.value, "_mpc_")
         return result
@@ -101,8 +96,6 @@ class Evaluator(Arithmetic):
         if not self.bits:
             raise NotRational("a function") if self.fits(value) else TooLarge(f"past {self.limits.bits} bits")
         return self.rational(value)
-
-    # -- leaves and arithmetic -------------------------------------------------------------
 
     def symbol(self, node: Node) -> Value:
         bound = self.env.get(node.text)
@@ -156,14 +149,15 @@ class Evaluator(Arithmetic):
     def pow(self, node: Node) -> Value:
         base, exponent = node.args
         power, left = self.value(exponent), self.value(base)
-        if not _is_whole(power) and variables(exponent) and _is_negative(left):
+        below = left < 0 if isinstance(left, Fraction) else left.is_negative and not left.may_vanish
+        if below and not _is_whole(power) and variables(exponent):
             raise Undefined("a varying power of a negative number")
         return self.power(left, power)
 
     def power(self, base: Value, power: Value) -> Value:
         if isinstance(base, Fraction) and isinstance(power, Fraction):
             try:
-                return rational_power(base, power, self.limits)
+                return approx.rational_power(base, power, self.limits)
             except (NotRational, TooLarge):
                 if not self.bits:
                     raise
@@ -174,12 +168,12 @@ class Evaluator(Arithmetic):
         self.widen(-power.magnitude)
         if left.magnitude == NOTHING:
             raise Undefined("a power of zero")
-        return self.exp(self.times(power, self.ln(left)))
+        return self.exp(self.times(power, self.by_direction("log", left)))
 
     def root(self, node: Node) -> Value:
         index, base = self.value(node.args[1]), self.value(node.args[0])
         if isinstance(index, Approx):
-            return self.exp(self.times(self.inverse(index), self.ln(self.approximate(base))))
+            return self.exp(self.times(self.inverse(index), self.by_direction("log", self.approximate(base))))
         if index == 0:
             raise Undefined("a root of index zero")
         return self.power(base, 1 / index)
@@ -248,26 +242,24 @@ class Evaluator(Arithmetic):
         digest = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
         return self.rational(Fraction(digest, 1 << 62))
 
-    # -- functions -------------------------------------------------------------------------
-
     def func(self, node: Node) -> Value:
         """Exact for rational arguments where it can be; floor and ceiling by a guarded rounding otherwise."""
         args = [self.value(arg) for arg in node.args]
         known = [arg for arg in args if isinstance(arg, Fraction)]
-        if len(known) == len(args) and node.text in EXACT:
+        if len(known) == len(args) and node.text in approx.EXACT:
             try:
-                return EXACT[node.text](known, self.limits)
+                return approx.EXACT[node.text](known, self.limits)
             except NotRational:
                 if not self.bits:
                     raise
         near = [self.approximate(arg) for arg in args]
-        if node.text not in FUNCTIONS and max(item.magnitude for item in near) > self.limits.bits:
+        if node.text not in approx.FUNCTIONS and max(item.magnitude for item in near) > self.limits.bits:
             raise TooLarge(f"{node.text} of a number past {self.limits.bits} bits")
         if node.text in ("floor", "ceil"):
             return self.stepped(node.text, near[0])
         if node.text in ("max", "min"):
             return (max if node.text == "max" else min)(near, key=lambda item: self.mp.re(item.value))
-        rule = FUNCTIONS.get(node.text)
+        rule = approx.FUNCTIONS.get(node.text)
         if rule is None:
             raise Undecided(f"the function {node.text}")
         size = near[0].magnitude
@@ -290,10 +282,6 @@ def _is_whole(value: Value) -> TypeGuard[Fraction]:
     return isinstance(value, Fraction) and value.denominator == 1
 
 
-def _is_negative(value: Value) -> bool:
-    return value < 0 if isinstance(value, Fraction) else value.is_negative and not value.may_vanish
-
-
 _SMALL = frozenset({"number", "symbol", "add", "mul"})  # exact values are bounded where they are made
 _SCALES = {"percent": (number(Fraction(1, 100)),), "degree": (number(Fraction(1, 180)), PI)}
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
@@ -302,7 +290,7 @@ _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
 _KINDS = "symbol constant add mul pow root cases call func sum".split()
 _RULES: dict[str, Callable[[Evaluator, Node], Value]] = {
     "number": lambda evaluator, node: node.value or Fraction(),
-    "based": lambda evaluator, node: Fraction(digits_in_base(node)),
+    "based": lambda evaluator, node: Fraction(approx.digits_in_base(node)),
     **dict.fromkeys(_SCALES, Evaluator.scaled),
     **{kind: getattr(Evaluator, kind) for kind in _KINDS},
 }

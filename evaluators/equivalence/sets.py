@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cmp_to_key
 from itertools import pairwise
+from typing import NamedTuple
 
-from atts.evaluators.equivalence.exact import NotRational
+from atts.evaluators.equivalence.approx import NotRational
 from atts.evaluators.equivalence.numeric import exact
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.views import FLIPPED, is_name
@@ -18,8 +19,7 @@ _PAIRS = frozenset({"()", "[]", "(]", "[)"})
 _REAL_SETS = frozenset({"union", "setminus", "builder"})
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """A place on the real line: just before a number, or just after it."""
 
     value: Node
@@ -43,11 +43,11 @@ def speaks_of_reals(node: Node) -> bool:
     return is_inequality(node) or any(each.kind in _REAL_SETS or each.text == "cap" for each in node.walk())
 
 
+@dataclass(frozen=True)
 class Line:
     """Works out regions; their ends are compared in numbers where they have no variables."""
 
-    def __init__(self, prober: Prober) -> None:
-        self.prober = prober
+    prober: Prober
 
     def region(self, node: Node) -> Region | None:
         """The set of reals a node describes, None when it describes none that can be worked out."""

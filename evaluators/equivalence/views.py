@@ -2,26 +2,25 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import reduce
 from itertools import product
+from typing import NamedTuple
 
 from atts.core import Grading
-from atts.evaluators.equivalence.exact import NotRational, digits_in_base
-from atts.evaluators.equivalence.numeric import Value, exact
+from atts.evaluators.equivalence.approx import NotRational, digits_in_base
+from atts.evaluators.equivalence.numeric import exact
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.syntax.tree import REALS, Kind, Node, grid, has, negated, number, substituted, symbol, variables
-from atts.evaluators.syntax.units import Dimension, is_generic, measure
+from atts.evaluators.syntax.vocabulary import Dimension, is_generic, measure
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
-ROUNDED_DIGITS = 5  # significant digits from which a decimal may stand for a value it only rounds
 _CHAIN, _IMPLICATIONS = frozenset({"=", "~"}), frozenset({"=>>", "<=>"})
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "~"}
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(NamedTuple):
     """A value with the name it was given, if any."""
 
     name: Node | None
@@ -177,11 +176,6 @@ def members(node: Node) -> tuple[Node, ...]:
     return signs_expanded(inner) if has(inner, "plusminus") else (node,)
 
 
-def sign_of(value: Value) -> int:
-    size = value if isinstance(value, Fraction) else value.value
-    return 0 if hasattr(size, "_mpc_") else (size > 0) - (size < 0)
-
-
 def variable_of(node: Node) -> str:
     """The one variable a set of reals is about, empty when it is not named."""
     if has(node, "builder"):
@@ -256,7 +250,7 @@ def decimal_digits(node: Node) -> int:
 
 def is_decimal(node: Node) -> bool:
     """Whether a literal has digits enough to be the rounding of another value."""
-    return decimal_digits(node) >= ROUNDED_DIGITS
+    return decimal_digits(node) >= 5
 
 
 def terminates(value: Fraction) -> bool:
@@ -267,15 +261,13 @@ def terminates(value: Fraction) -> bool:
 def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
     """Whether one is a decimal of enough digits and the other a value that no decimal of its kind can be."""
     decimal, other = (gold, answer) if decimal_digits(gold) else (answer, gold)
-    digits = decimal_digits(decimal)
-    value = None if digits < ROUNDED_DIGITS or decimal_digits(other) else prober.known(other)
+    value = prober.known(other) if is_decimal(decimal) and not decimal_digits(other) else None
     if value is None or (isinstance(value, Fraction) and terminates(value)):
         return False
     assert decimal.value is not None
     unit = Fraction(10) ** -len(decimal.text.partition(".")[2])
-    low, middle, high = (
-        prober.approximate(each, 200).value for each in (decimal.value - unit, value, decimal.value + unit)
-    )
+    ends = decimal.value - unit, value, decimal.value + unit
+    low, middle, high = (prober.approximate(each).value for each in ends)
     return not hasattr(middle, "_mpc_") and bool(low < middle < high)
 
 
@@ -288,7 +280,7 @@ def held_to(grading: Grading, gold: Node) -> Grading:
 def is_near(prober: Prober, gold: Node, answer: Node, grading: Grading) -> bool:
     """Whether two numbers are no further apart than the policy tolerates, as in math.isclose."""
     values = [prober.known(node) if grading.relative or grading.absolute else None for node in (gold, answer)]
-    one, two = (None if value is None else prober.approximate(value, 200).value for value in values)
+    one, two = (None if value is None else prober.approximate(value).value for value in values)
     if one is None or two is None:
         return False
     gap, size = abs(one - two), max(abs(one), abs(two))

@@ -63,9 +63,8 @@ class Estimate:
         return replace(self, unscored=unscored, if_right=(best.value, best.low, best.high)) if unscored else self
 
     def as_json(self) -> dict[str, object]:
-        """The fields; what is not finite becomes None, for strict JSON."""
-        fields: dict[str, object] = asdict(self)
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+        """The fields; NaN becomes None, for strict JSON."""
+        return {name: None if value != value else value for name, value in asdict(self).items()}
 
 
 def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> Estimate:
@@ -119,8 +118,8 @@ def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: fl
     moderate = (float(right.sum()) + usual / 2) / (total + usual)
     squares = float(((right - moderate * of) ** 2).sum()) + usual**2 * ((1 - moderate) ** 2 + moderate**2) / 2
     n = effective_n(moderate, squares / total**2, *range_of_n) if 0 < value < 1 and problems > 1 else problems
-    estimated = samples > problems > 1  # then n is a guess from the problems' spread: t, not the normal
-    low, high = wilson_interval(value, n, reach(problems - 1 if estimated else math.inf, level))
+    freedom = problems - 1 if samples > problems > 1 else math.inf  # n is a guess from the spread: t, not the normal
+    low, high = wilson_interval(value, n, reach(freedom, level))
     return Estimate(value, low, high, problems, samples, "wilson", level=level)
 
 

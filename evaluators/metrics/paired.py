@@ -119,10 +119,9 @@ def problems_needed(deviation: float, difference: float, *, power: float = 0.8, 
     check_level(level)
     if difference == 0 or not math.isfinite(difference) or not deviation >= 0 or not 0 < power < 1:
         raise OptionError("difference", f"{difference!r} with deviation {deviation!r}, power {power!r} has no answer")
-    effect = deviation / abs(difference)
     needed = freedom = math.inf
     for _ in range(51):  # t depends on n; the map contracts
-        again = max(2.0, (reach(freedom, level) + reach(freedom, 2 * power - 1)) ** 2 * effect**2)
+        again = max(2.0, (reach(freedom, level) + reach(freedom, 2 * power - 1)) ** 2 * (deviation / difference) ** 2)
         if abs(again - needed) < 1e-6 * needed:
             break
         needed, freedom = again, max(1.0, again - 1)
@@ -137,15 +136,11 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
     mean = float(delta.mean())
     if not np.ptp(delta) and abs(mean) <= 1:
         return Estimate(mean, *_no_spread(mean, delta.size, level), delta.size, n_samples, "no spread", level=level)
-    half = reach(delta.size - 1, level) * math.sqrt(_with_both_outcomes(delta))
+    # the variance of the mean were there half a problem more that is won, half a one that is lost, and a tied one
+    middle = float(delta.sum()) / (delta.size + 2)
+    squares = float(((delta - middle) ** 2).sum()) + ((1 - middle) ** 2 + (1 + middle) ** 2) / 2 + middle**2
+    half = reach(delta.size - 1, level) * math.sqrt(squares / (delta.size + 1) / delta.size)
     return Estimate(mean, mean - half, mean + half, delta.size, n_samples, "paired agresti-min", level=level)
-
-
-def _with_both_outcomes(delta: Floats) -> float:
-    """The variance of the mean were there half a problem more that is won, half a one that is lost, and a tied one."""
-    mean = float(delta.sum()) / (delta.size + 2)
-    squares = float(((delta - mean) ** 2).sum()) + ((1 - mean) ** 2 + (1 + mean) ** 2) / 2 + mean**2
-    return squares / (delta.size + 1) / delta.size
 
 
 def _no_spread(mean: float, problems: int, level: float) -> tuple[float, float]:
@@ -239,13 +234,9 @@ class ConfidenceSequence:
     def answer(self, points: float = 0.0) -> Sequential:
         """Where the comparison stands."""
         low, high = self.interval
-        settled: Settled = "undecided"
-        if (self._means > 0).all():
-            settled = "better"
-        elif (self._means < 0).all():
-            settled = "worse"
-        elif max(-low, high) <= points / 100:
-            settled = "alike"
+        is_better, is_worse = (self._means > 0).all(), (self._means < 0).all()
+        alike: Settled = "alike" if max(-low, high) <= points / 100 else "undecided"
+        settled: Settled = "better" if is_better else "worse" if is_worse else alike
         return Sequential(settled, self.problems, low, high, points, level=-math.expm1(-self._bar))
 
 

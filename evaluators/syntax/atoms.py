@@ -1,4 +1,4 @@
-"""Parser of atoms: numbers, variables, functions, fractions, roots, matrices, sums."""
+"""Parser of answers, by what stands alone in them: numbers, variables, functions, fractions, roots, matrices, sums."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -15,7 +15,7 @@ _MAX_LITERAL = 4000  # digits; Python refuses to convert much longer ones
 _E, _I = Node("constant", text="e"), Node("constant", text="i")
 
 
-class Atoms(Phrases):
+class Parser(Phrases):
     """What stands alone in an expression."""
 
     def atom(self) -> Node:
@@ -113,7 +113,7 @@ class Atoms(Phrases):
         base: Node | None = None
         while sign := self.took("^", "_"):
             if sign == "^":
-                power = self.exponent()
+                power = self.signed(self.tower)
             else:
                 base = self.argument(is_whole=True)
         if power is not None and power.value == -1 and name in _INVERSES:
@@ -185,24 +185,24 @@ class Atoms(Phrases):
         return Node("opaque", (body, symbol(self.take().text), *bounds.values()), "int")
 
 
-_READ: dict[str, Callable[[Atoms, str], Node]] = {
+_READ: dict[str, Callable[[Parser, str], Node]] = {
     "number": lambda _, text: literal(text),
-    "symbol": Atoms.variable,
-    "command": Atoms.command,
-    "function": Atoms.function,
+    "symbol": Parser.variable,
+    "command": Parser.command,
+    "function": Parser.function,
 }
-_MACROS: dict[str, Callable[[Atoms, str], Node]] = {
+_MACROS: dict[str, Callable[[Parser, str], Node]] = {
     "frac": lambda self, _: quotient(self.argument(), self.argument()),
     "binom": lambda self, _: function("binom", self.argument(), self.argument()),
     "sqrt": lambda self, _: self.root(),
     "int": lambda self, _: self.integral(),
-    "begin": Atoms.environment,
+    "begin": Parser.environment,
     "accent": lambda self, rest: _accented(rest, self.argument()),
     "mathbb": lambda _, rest: symbol(f"mathbb:{rest}"),
     "based": lambda _, rest: Node("based", text=rest.partition("_")[0], value=Fraction(rest.partition("_")[2])),
-    **dict.fromkeys(("lfloor", "lceil"), Atoms.stepped),
-    **dict.fromkeys(("angle", "triangle"), Atoms.figure),
-    **dict.fromkeys(("sum", "prod", "lim"), Atoms.big_operator),
+    **dict.fromkeys(("lfloor", "lceil"), Parser.stepped),
+    **dict.fromkeys(("angle", "triangle"), Parser.figure),
+    **dict.fromkeys(("sum", "prod", "lim"), Parser.big_operator),
 }
 
 
@@ -238,20 +238,20 @@ def _accented(accent: str, node: Node) -> Node:
     return Node("call", (node,), accent)
 
 
+_SPELLED: dict[str, Callable[[Node], Node]] = {
+    "sqrt": lambda node: Node("root", (node, TWO)),
+    "cbrt": lambda node: Node("root", (node, number(3, "3"))),
+    "exp": lambda node: Node("pow", (_E, node)),
+    "cis": lambda node: Node("pow", (_E, Node("mul", (_I, node)))),
+}
+
+
 def _applied(name: str, arguments: tuple[Node, ...], base: Node | None) -> Node:
     """A function of its arguments, spelled by those that are computed."""
-    match name:
-        case "log" | "lg" | "ln":
-            top = function("ln" if name == "ln" or base is not None else "log", *arguments)
-            return top if base is None else quotient(top, function("ln", base))
-        case "sqrt" | "cbrt":
-            return Node("root", (arguments[0], TWO if name == "sqrt" else number(3, "3")))
-        case "exp":
-            return Node("pow", (_E, arguments[0]))
-        case "cis":
-            return Node("pow", (_E, Node("mul", (_I, arguments[0]))))
-        case _:
-            return function(name, *arguments)
+    if name in ("log", "lg", "ln"):
+        top = function("ln" if name == "ln" or base is not None else "log", *arguments)
+        return top if base is None else quotient(top, function("ln", base))
+    return _SPELLED[name](*arguments) if name in _SPELLED else function(name, *arguments)
 
 
 def literal(text: str) -> Node:

@@ -1,13 +1,12 @@
-"""Recursive-descent parser of answers: lists, relations, expressions; bounded in depth, linear in length."""
+"""Grammar of answers: lists, relations, expressions, read by recursive descent, bounded in depth, linear in length."""
 
+from collections.abc import Callable
 from fractions import Fraction
 
 from atts.evaluators.syntax import vocabulary
-from atts.evaluators.syntax.atoms import Atoms
-from atts.evaluators.syntax.lexer import SIGNS, STARTS
-from atts.evaluators.syntax.phrases import stated_property
-from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, Node, function, joined, number, quotient
-from atts.evaluators.syntax.units import measure
+from atts.evaluators.syntax.lexer import SIGNS, STARTS, Stream
+from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, TWO, Node, function, joined, number, quotient
+from atts.evaluators.syntax.vocabulary import measure
 from atts.evaluators.verdict import Malformed, Undecided
 
 _RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":=", "=>",
@@ -16,13 +15,18 @@ _SPELLED = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
 """What ^ may raise that is no exponent."""
 _CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",)}
+_BETWEEN: dict[str, Callable[[Node, Node], Node]] = {"over": quotient, "choose": lambda n, k: function("binom", n, k)}
 _BLOCKS = frozenset({"rfloor", "rceil"})
 
 
-class Parser(Atoms):
+class Grammar(Stream):
     """Recursive descent over a token list; every method consumes what it reads."""
 
-    # -- lists and relations ---------------------------------------------------------------
+    atom: Callable[[], Node]  # these are of the layers above
+    called: Callable[[str], Node]
+    phrase_before: Callable[[], Node | None]
+    phrase_after: Callable[[Node], Node]
+    taken_together: Callable[[Node, str, Node], Node | None]
 
     def answer(self) -> Node:
         """The whole answer; raises Malformed when something is left over."""
@@ -126,8 +130,6 @@ class Parser(Atoms):
         if self.is_op(":"):
             raise Malformed("a ratio without its second part")
         return Node("ratio", tuple(parts))
-
-    # -- expressions -----------------------------------------------------------------------
 
     def expression(self) -> Node:
         """Terms joined by + and -."""
@@ -236,7 +238,7 @@ class Parser(Atoms):
             length = inside.index("}") + 2 if "}" in inside else 0
             mark = "".join(inside[: length - 2]) if length else ""
         if mark not in _MARKS:
-            return Node("pow", (base, self.exponent()))
+            return Node("pow", (base, self.signed(self.tower)))
         self.at += length
         if mark in ("circ", "degree"):
             return Node("degree", (base,))
@@ -246,11 +248,8 @@ class Parser(Atoms):
             raise Undecided(f"the mark {mark}")
         return base
 
-    def exponent(self) -> Node:
-        """What stands after ^: a signed atom with its own exponents, so that towers group to the right."""
-        return self.signed(self.tower)
-
     def tower(self) -> Node:
+        """What stands after ^ and its signs: an atom with its own exponents, so that towers group to the right."""
         node = self.atom()
         if self.is_op("^", "**"):
             return self.raised(node)
@@ -271,8 +270,6 @@ class Parser(Atoms):
             raise Undecided("a subscript on an expression")
         return node
 
-    # -- brackets --------------------------------------------------------------------------
-
     def bracketed(self) -> Node:
         """( … ), [ … ], { … } or \\{ … \\}: a group, tuple, interval or set."""
         opening = self.take().text
@@ -280,7 +277,9 @@ class Parser(Atoms):
             self.take()
             return EMPTY_SET
         outer, self.in_set = self.in_set, opening == "\\{"
-        inside = self.braced_operator(self.items())
+        inside = self.items()
+        if sign := self.took(*_BETWEEN):
+            inside = _BETWEEN[sign](inside, self.relation())
         if self.in_set and self.took("mid", ":"):
             inside = Node("builder", (inside, self.items()))
         self.in_set = outer
@@ -300,12 +299,6 @@ class Parser(Atoms):
             return inside
         return Node("tuple", members, opening + token.text)
 
-    def braced_operator(self, inside: Node) -> Node:
-        """{a \\over b} and {n \\choose k}."""
-        if self.took("over"):
-            return quotient(inside, self.relation())
-        return function("binom", inside, self.relation()) if self.took("choose") else inside
-
 
 def _is_proper(node: Node) -> bool:
     """Whether a fraction is of plain integers and below one, as in a mixed number."""
@@ -314,3 +307,9 @@ def _is_proper(node: Node) -> bool:
             return power is MINUS_ONE and top.denominator == bottom.denominator == 1 and 0 < top < bottom
         case _:
             return False
+
+
+def stated_property(word: str) -> Node:
+    """What a number that is even, odd or prime is equal to."""
+    is_parity = word in ("even", "odd")
+    return Node("congruence", (number(int(word == "odd")), TWO)) if is_parity else Node("word", text=word)

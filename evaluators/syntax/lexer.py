@@ -4,11 +4,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
-from atts.evaluators.answers.boxes import OPENING, closing
+from atts.evaluators.answers.extraction import OPENING, closing
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.tree import Node, negated
-from atts.evaluators.syntax.units import is_symbol, unit_at
-from atts.evaluators.syntax.vocabulary import spelled, table, words
+from atts.evaluators.syntax.vocabulary import FORMS, SYMBOLS, spelled, table, unit_at, words
 from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided
 
 TokenKind = Literal[
@@ -44,11 +43,8 @@ _COMMANDS: dict[str, tuple[TokenKind, str]] = {
         for name, text in spelled(commands).items()
     },
 }
-_FREE = re.compile(r"\s*(?:$|[,;:.)}\]=<>\d&]|\\(?:le|ge|lt|gt|ne|approx|cup|\\|text)|(?:and|or|if|for|per)\b)")
-_VALUE_AHEAD = re.compile(r"\s*[\d.(]|\s*\\(?:d?frac|sqrt|pi)")
 _LIKE_NUMBERS = frozenset({"pi", "infty", "!", "%", "degree", "circ"}) | vocabulary.LARGE.keys()
-_FACTORS = re.compile(r"^(?:sqrt|sin|cos|tan|log|ln)(?=.)|(?<=^.)(?:sqrt|pi)$|.")
-_NEXT_WORD = re.compile(r"\s+([a-z]{3,})\b")
+_FREE, _VALUE_AHEAD, _FACTORS, _NEXT_WORD = (FORMS[name] for name in ("free", "value_ahead", "factors", "next_word"))
 _WORDS_OF_TWO = words("words_of_two")
 _LEADING = {"minus": "-", "negative": "-", "plus": "+"}
 _ESCAPES = table("escapes", dict[str, tuple[TokenKind, str]])
@@ -96,7 +92,9 @@ class _Lexer:
             elif kind == "command":
                 position = self.command(piece.strip("\\* "), text, position, depth)
             elif kind == "escaped":
-                self.escaped(piece)
+                if piece in _ESCAPES:
+                    self.add(*_ESCAPES[piece])
+                self.gap = True
             elif kind == "letters":
                 self.letters(piece, mode, text[position : position + 16])
             elif kind == "based":
@@ -118,7 +116,7 @@ class _Lexer:
             return None
         phrase, end = found
         first, _, rest = phrase.partition(" ")
-        if mode == "maths" and text[start] != "\\" and is_symbol(first):
+        if mode == "maths" and text[start] != "\\" and first in SYMBOLS and len(first) < 4:
             if not _FREE.match(text, end):
                 return None
             is_word = first in vocabulary.ATTACHED or (len(first) > 2 and vocabulary.is_word(first))
@@ -141,11 +139,6 @@ class _Lexer:
             self.gap = True
         else:
             self.add("word", char)
-
-    def escaped(self, piece: str) -> None:
-        if piece in _ESCAPES:
-            self.add(*_ESCAPES[piece])
-        self.gap = True
 
     def command(self, name: str, text: str, position: int, depth: int) -> int:
         if name in _COMMANDS:
@@ -244,21 +237,7 @@ def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:
 
 
 class Stream:
-    """A token list and a place in it; counts nesting against the limits.
-
-    What is declared first is the grammar's: each reads, and passes over, what it names.
-    """
-
-    items: Callable[[], Node]  # relations between separators
-    quantity: Callable[[], Node]  # an expression and its unit
-    expression: Callable[[], Node]  # terms joined by + and -
-    term: Callable[[], Node]  # factors multiplied and divided
-    factor: Callable[[], Node]  # an atom with its exponents, subscripts and marks
-    exponent: Callable[[], Node]  # what stands after ^
-    lowered: Callable[[Node], Node]  # the node with the subscript that follows it
-    bracketed: Callable[[], Node]  # a bracket and what it holds
-    starts_factor: Callable[[], bool]  # whether a factor begins here
-    remark: Callable[[], bool]  # whether a bracket here holds words
+    """A token list and a place in it; counts nesting against the limits."""
 
     def __init__(self, tokens: list[Token], limits: Limits) -> None:
         self.tokens = paired_bars(tokens)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from atts.evaluators.syntax import vocabulary
-from atts.evaluators.syntax.lexer import END, Stream, Token
+from atts.evaluators.syntax.grammar import Grammar, stated_property
+from atts.evaluators.syntax.lexer import END, Token
 from atts.evaluators.syntax.tree import OTHERWISE, TWO, Node, number, symbol
-from atts.evaluators.syntax.units import TAILS, measure
-from atts.evaluators.syntax.vocabulary import words
+from atts.evaluators.syntax.vocabulary import TAILS, measure, words
 from atts.evaluators.verdict import Prose, UnknownWords
 
 _PROPERTIES, _CONDITIONS, REST = words("properties"), words("conditions"), words("rest")
@@ -16,7 +16,7 @@ _PASSED_OVER = {"-", "=", "~", "or"} | vocabulary.NEUTRAL | vocabulary.APPROXIMA
 _RAISED = {"squared": TWO, "cubed": number(3, "3")}
 
 
-class Phrases(Stream):
+class Phrases(Grammar):
     """What words may stand before a value, after it and between two."""
 
     def phrase_after(self, node: Node) -> Node:
@@ -65,8 +65,7 @@ class Phrases(Stream):
 
     def modulo(self, node: Node) -> Node:
         """The class of a value by the modulus that is said after it."""
-        is_braced = self.take().text == "pmod"
-        return Node("congruence", (node, self.factor() if is_braced else self.expression()))
+        return Node("congruence", (node, self.factor() if self.take().text == "pmod" else self.expression()))
 
     def in_base(self, node: Node) -> Node:
         """The value as a numeral of the base that is said after it."""
@@ -166,18 +165,11 @@ def unknown(words: Sequence[str]) -> Prose:
     return Prose(f"the word {denials[0]!r}") if denials else UnknownWords(f"the words {' '.join(words)!r}")
 
 
-def stated_property(word: str) -> Node:
-    """What a number that is even, odd or prime is equal to."""
-    is_parity = word in ("even", "odd")
-    return Node("congruence", (number(int(word == "odd")), TWO)) if is_parity else Node("word", text=word)
-
-
 def _clock(node: Node, half: str) -> Node:
     parts = [arg.text for arg in node.args] if node.kind == "ratio" else [node.text, "00"]
     if not all(part.isdigit() for part in parts) or not 0 < int(parts[0]) < 13:
         raise UnknownWords(f"the word {half!r}")
-    hour = int(parts[0]) % 12 + 12 * (half == "pm")
-    return Node("clock", text=":".join([str(hour), *parts[1:]]))
+    return Node("clock", text=":".join([str(int(parts[0]) % 12 + 12 * (half == "pm")), *parts[1:]]))
 
 
 def joined_quantities(first: Node, second: Node) -> Node | None:

@@ -43,7 +43,6 @@ class Node:
         return found
 
 
-ONE = Node("number", text="1", value=Fraction(1))
 TWO = Node("number", text="2", value=Fraction(2))
 MINUS_ONE = Node("number", text="-1", value=Fraction(-1))
 INFINITY = Node("constant", text="inf")

@@ -1,9 +1,10 @@
-"""Vocabulary of answers, read from data files: number words, neutral words, and phrases that have one meaning."""
+"""Vocabulary of answers, read from data files: number words, neutral words, phrases of one meaning, and units."""
 
 import re
 import tomllib
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from string import ascii_lowercase
 from typing import TypeVar
@@ -43,6 +44,7 @@ class Tables:
 
 _WORDS = Tables("words.toml")
 words, table = _WORDS.words, _WORDS.table
+FORMS = _WORDS.patterns("forms")
 
 
 def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
@@ -104,16 +106,7 @@ def base(name: str) -> Fraction | None:
     return None if value is None else Fraction(value)
 
 
-def meaning(phrase: str) -> str:
-    """What a phrase such as "there are no solutions" says in one fixed form, or the phrase itself."""
-    return next((fixed for fixed, form in MEANINGS.items() if form.fullmatch(phrase)), phrase)
-
-
 _MONTHS = {form: index for index, name in enumerate(table("months", str).split(), 1) for form in (name, name[:3])}
-_DATE = re.compile(
-    rf"(?:(?P<y>\d{{4}})-(?P<m>\d\d)-(?P<d>\d\d))|(?:(?P<d1>\d\d?)(?:st|nd|rd|th)?\s+(?:of\s+)?)?"
-    rf"(?P<name>{'|'.join(_MONTHS)})\b\.?(?:\s+(?P<d2>\d\d?)(?:st|nd|rd|th)?(?!\d))?(?:,?\s+(?P<y1>\d{{4}}))?"
-)
 
 
 def date_in_words(phrase: str) -> str:
@@ -122,7 +115,7 @@ def date_in_words(phrase: str) -> str:
     >>> date_in_words("March 5, 2024") == date_in_words("5th of march 2024") == date_in_words("2024-03-05")
     True
     """
-    found = _DATE.fullmatch(phrase.strip().lower())
+    found = FORMS["date"].fullmatch(phrase.strip().lower())
     if found is None or not (day := found["d"] or found["d1"] or found["d2"]) or (found["d1"] and found["d2"]):
         return ""
     month = int(found["m"]) if found["m"] else _MONTHS[found["name"]]
@@ -144,17 +137,158 @@ def is_word(letters: str) -> bool:
     return True
 
 
-_PIECE = re.compile(r"[^\W_]+|(?<=\d)['\"]+|[-+*/^=<>!?%|\\]")
-_HYPHEN = re.compile(r"(?<=[^\W\d_])-(?=[^\W\d_])")
-
-
 def squashed(text: str) -> str:
     """A phrase as it is compared: lower case, punctuation and a leading article dropped, operators kept.
 
     >>> squashed("An  Ellipse.")
     'ellipse'
     """
-    pieces = _PIECE.findall(_HYPHEN.sub(" ", text.lower()))
+    pieces = FORMS["piece"].findall(FORMS["hyphen"].sub(" ", text.lower()))
     if len(pieces) > 1 and pieces[0] in ("a", "an", "the") and pieces[1].isalnum():
         pieces = pieces[1:]
     return " ".join(pieces)
+
+
+_DATA = Tables("units.toml")
+_UNITS = _DATA.patterns("forms")
+_FILLERS, _NO_COUNTS, TAILS, _LINKS = (_DATA.words(name) for name in ("fillers", "no_counts", "tails", "links"))
+_POWERS = _DATA.table("powers", dict[str, int])
+_SPELLED_OUT = _DATA.table("spelled_out", dict[str, str])
+_UNWEIGHED = _LINKS | _FILLERS
+_BESIDE, _NEVER_FIRST = _UNWEIGHED | _POWERS.keys() | {"u"}, _LINKS | {"squared", "cubed"}
+
+Dimension = tuple[tuple[str, int], ...]
+Measure = tuple[Dimension, Fraction]
+
+
+def _combined(parts: list[tuple[Measure, int]]) -> Measure:
+    total: dict[str, int] = {}
+    scale = Fraction(1)
+    for (dimension, factor), power in parts:
+        scale *= factor**power
+        for name, size in dimension:
+            total[name] = total.get(name, 0) + size * power
+    return tuple(sorted((name, size) for name, size in total.items() if size)), scale
+
+
+def _defined(text: str, known: dict[str, Measure]) -> Measure:
+    """A definition such as "1/1000 kg m^-1"."""
+    words = text.split()
+    scale = Fraction(words.pop(0)) if text[0].isdigit() else Fraction(1)
+    parts = [each.partition("^") for each in words]
+    return _combined([(((), scale), 1), *((known[name], int(power or 1)) for name, _, power in parts)])
+
+
+def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
+    """Units by symbol, as written, and by name, in lower case and in the singular."""
+    symbols: dict[str, Measure] = {name: (((name, 1),), Fraction(1)) for name in _DATA.words("bases")}
+    names: dict[str, Measure] = {noun: (((f"#{noun}", 1),), Fraction(1)) for noun in _DATA.words("nouns")}
+    names |= dict.fromkeys(_DATA.words("counters"), ((), Fraction(1)))
+    prefixes = _DATA.table("prefixes", dict[str, tuple[str, str]])
+    for symbol, (definition, spellings) in _DATA.table("scaled", dict[str, tuple[str, str]]).items():
+        dimension, scale = symbols[symbol] = _defined(definition, symbols)
+        names |= dict.fromkeys(spellings.split(), symbols[symbol])
+        for prefix, (factor, name) in prefixes.items():
+            larger = dimension, scale * Fraction(factor)
+            symbols.setdefault(prefix + symbol, larger)
+            names |= {name + spelling: larger for spelling in spellings.split()}
+    for spelling, definition in spelled(_DATA.table("fixed", dict[str, str])).items():
+        symbols[spelling] = names[spelling] = _defined(definition, symbols)
+    return symbols, names
+
+
+SYMBOLS, _NAMES = _catalogue()
+_IRREGULAR = _DATA.table("irregular", dict[str, str])
+
+
+@lru_cache(maxsize=2048)
+def entry(word: str) -> Measure | None:
+    """What one word measures: a unit, nothing at all for what counts anything, or itself for a known noun."""
+    if word in SYMBOLS:
+        return SYMBOLS[word]
+    lower = word.lower()
+    singulars = (
+        re.sub(f"(?<=..){ending}$", instead, lower) for ending, instead in (("ies", "y"), ("es", ""), ("s", ""))
+    )
+    for each in (lower, _IRREGULAR.get(lower, lower), *singulars):
+        if each in _NAMES:
+            return _NAMES[each]
+    if _UNITS["plural"].fullmatch(word) and lower not in _NO_COUNTS:
+        return ((f"#{lower.removesuffix('s')}", 1),), Fraction(1)
+    return SYMBOLS.get(lower) if len(word) > 1 else None
+
+
+@lru_cache(maxsize=2048)
+def measure(unit: str) -> Measure | None:
+    """Dimension and scale of a unit phrase such as "square feet" or "cm^2", None when a word is unknown.
+
+    >>> measure("km / h") == measure("kilometers per hour")
+    True
+    """
+    parts: list[tuple[Measure, int]] = []
+    sign, power = 1, 1
+    tokens: list[str] = re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit)
+    for word in " ".join(_SPELLED_OUT.get(token, token) for token in tokens).split():  # mph and the like spelled out
+        if word in ("per", "/"):
+            sign = -1
+        elif word[0] == "^":
+            if not parts:
+                return None
+            last, size = parts.pop()
+            parts.append((last, size * int(word[1:])))
+        elif word in _POWERS:
+            power = _POWERS[word]
+        elif word not in _UNWEIGHED:
+            found = entry(word)
+            if found is None:
+                return None
+            parts.append((found, sign * power))
+            power = 1
+    dimension, scale = _combined(parts)
+    return (dimension if is_generic(dimension) else tuple(each for each in dimension if each[0] != "unit")), scale
+
+
+def is_generic(dimension: Dimension) -> bool:
+    """Whether an amount is of squares or cubes of an unnamed length, as in "5 square units"."""
+    return dimension in ((("unit", 2),), (("unit", 3),))
+
+
+_GREEK = {"\\mu": "u", "\\Omega": "ohm"}
+
+
+def unit_at(text: str, start: int) -> tuple[str, int] | None:
+    """The longest unit phrase of known words that starts here, macros and braces passed over, and where it ends."""
+    position, depth, said, held = start, 0, list[str](), False
+    found: tuple[str, int] | None = None
+    while True:
+        step = _UNITS["step"].match(text, position)
+        if step is None:
+            return found
+        position = step.end()
+        if step["skip"]:
+            depth += (step["skip"] == "{") - (step["skip"] == "}")
+            if depth < 0:
+                return found
+        elif step["word"]:
+            word = _GREEK.get(step["word"], step["word"])
+            if said and (said[-1] == "u" or (word == "ohm" and said[-1] in "kMmG")):
+                word = said.pop() + word
+            is_beside = word in _BESIDE or (word in "kMmG" and _UNITS["ohm"].match(text, position) is not None)
+            is_unit = word.lower() not in ("am", "pm") and (word in _SPELLED_OUT or entry(word) is not None)
+            is_preposition = word == "in" and (held or _UNITS["letter"].match(text, position))
+            if is_preposition or not (is_beside or is_unit) or (not said and word in _NEVER_FIRST):
+                return found
+            said.append(word)
+            if is_beside:
+                continue
+            held = True
+        elif not said or (step["power"] and not held):
+            return found
+        elif step["power"]:
+            said.append("^" + step["power"].replace(" ", ""))
+        else:
+            said += ["/"] if step["divide"] else []
+            held = False
+            continue
+        if depth == 0 and held and (said[-1][0] == "^" or entry(said[-1]) or said[-1] in _SPELLED_OUT):
+            found = " ".join(said), position

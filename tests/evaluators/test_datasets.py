@@ -17,9 +17,8 @@ from atts.core import Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.datasets.catalogue import Columns, LoadOptions
 from atts.evaluators.datasets.columns import letter_order
-from atts.evaluators.datasets.loading import digest, load_dataset
+from atts.evaluators.datasets.loading import Selection, digest, load_dataset, select, split_slice
 from atts.evaluators.datasets.rows import read_table
-from atts.evaluators.datasets.selection import Selection, select, split_slice
 
 ROWS: list[dict[str, Any]] = [
     {"id": "a", "problem": "1 + 1?", "answer": "2", "level": 1, "subject": "Addition"},

@@ -15,8 +15,7 @@ from atts.errors import DatasetError
 from atts.evaluators import judge
 from atts.evaluators.datasets import arithmetic
 from atts.evaluators.datasets.catalogue import BENCHMARKS, Columns, LoadOptions
-from atts.evaluators.datasets.loading import Dataset, load_dataset
-from atts.evaluators.datasets.selection import Selection
+from atts.evaluators.datasets.loading import Dataset, Selection, load_dataset
 
 FILES = {
     "math500": "math500",

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from atts.errors import OptionError
-from atts.evaluators.metrics.scorecard import Samples, coverage, score
+from atts.evaluators.metrics.rates import Samples, coverage, score
 
 RUN = [
     Samples("p1", (True, True, False, None), ("a", "a", "b", "c"), ("graded", "graded", "graded", "timeout")),

@@ -271,15 +271,15 @@ def _zoo(words: str) -> tuple[Zoo, str]:
 def _drafter_model(words: str) -> str:
     """The folder or hub id of a draft model that is named as engines are."""
     scheme, _, model = words.partition(":")
-    if scheme == "embedded" and model in ("", "draft", "target"):
+    if scheme == "embedded" and model in ("", "draft", "target", "deep"):
         from atts.models import path
 
-        return str(path("target" if model == "target" else "draft"))
+        return str(path(cast(Any, model or "draft")))
     if scheme == "zoo" and model:
         zoo, name = _zoo(model)
         return str(zoo.folder(name))
     if scheme != "hf" or not model or "?" in model:
-        known = "embedded:draft, hf:OWNER/NAME, hf:./FOLDER or zoo:DIR/NAME"
+        known = "embedded:draft, embedded:deep, hf:OWNER/NAME, hf:./FOLDER or zoo:DIR/NAME"
         raise OptionError("drafter", f"{words!r} names no draft model; write {known}, without settings")
     return model
 

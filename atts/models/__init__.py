@@ -10,11 +10,13 @@ from typing import Any, Final, Literal, get_args
 
 from atts.errors import ModelLoadError, OptionError
 
-__all__ = ["EMBEDDED", "Embedded", "ModelInfo", "info", "path", "scores_path"]
+__all__ = ["EMBEDDED", "Drafter", "Embedded", "ModelInfo", "info", "path", "scores_path"]
 
 Embedded = Literal["draft", "target"]
 EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
 """The names of the embedded models; they share one tokenizer."""
+Drafter = Literal["deep"]
+"""Of the same tokenizer, made to propose tokens to the embedded target: eight narrow layers."""
 
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -38,7 +40,7 @@ class ModelInfo:
         return 2.0 * (self.weights_per_token + 2 * context * self.attention_width)
 
 
-def path(name: Embedded) -> Path:
+def path(name: Embedded | Drafter) -> Path:
     """The folder of an embedded model: configuration, weights, tokenizer, as the transformers library lays them out.
 
     :raises OptionError: there is no embedded model of that name.
@@ -47,8 +49,8 @@ def path(name: Embedded) -> Path:
     >>> path("draft").name
     'draft'
     """
-    if name not in EMBEDDED:
-        raise OptionError("model", f"no embedded model is called {name!r}", EMBEDDED, given=name)
+    if name not in (known := (*EMBEDDED, *get_args(Drafter))):
+        raise OptionError("model", f"no embedded model is called {name!r}", known, given=name)
     folder = Path(str(resources.files(__name__))) / name
     missing = [file for file in _FILES if not (folder / file).is_file()]
     if missing:

@@ -21,6 +21,7 @@ from scripts.studies.harness import Options, Row, Spent, Table, interleaved, rat
 from scripts.studies.local_subjects import Lab, send_all
 
 _PAIR = {"drafter": str(path("draft"))}
+_DEEP = {"drafter": str(path("deep")), "speculate": "draft", "k": 8}
 _ARMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
     "plain, two threads": {"threads": 2},
@@ -33,10 +34,9 @@ _ARMS: Mapping[str, Mapping[str, Any]] = {
     "ssd": {**_PAIR, "speculate": "ssd", "k": 16},
     "mirror": {**_PAIR, "speculate": "mirror", "k": 16},
     "mirror, untrained": {**_PAIR, "speculate": "mirror", "k": 16},
-    "easy, groups of 2": {"drafter": str(path("target")), "speculate": "draft", "k": 4, "fuzzy": 2},
+    "deep, k=8": _DEEP,
+    "easy: deep in groups of 4": {**_DEEP, "fuzzy": 4},
 }
-_EMBEDDED_ALONE = ("easy, groups of 2",)
-"""Arms for the target at its own size: a drafter that is the target would not be padded as it is."""
 
 
 def live(options: Options) -> list[Table]:
@@ -55,7 +55,6 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
         engines = {
             name: stack.enter_context(lab.engine(_folder(name, Path(bare)), **{"pad": pad, **changes}))
             for name, changes in _ARMS.items()
-            if not (pad and name in _EMBEDDED_ALONE)
         }
         requests = _requests(next(iter(engines.values())), count, options.seed)
         texts = {name: [portal.call(engine.sample, one).ids for one in requests] for name, engine in engines.items()}

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from atts.evaluators.datasets.arithmetic import Exercise, exercises
-from scripts.studies import train_heads
+from scripts.studies import train_drafter, train_heads
 from scripts.studies.train_data import Batch, Cursor, Encoder, Errors, Mixture, batches, build_tokenizer, prompt
+from scripts.studies.train_drafter import DrafterRecipe
 from scripts.studies.train_eval import answer, chunked, first_wrong, generate
 from scripts.studies.train_heads import HeadsRecipe
 from scripts.studies.train_model import Llama, ModelConfig, load, save
@@ -270,7 +271,7 @@ def main() -> None:
     """Tokenizer, draft and target by default; a second call takes up where the first stopped."""
     parser = argparse.ArgumentParser(prog="scripts/train", description=main.__doc__)
     parser.add_argument(
-        "parts", nargs="*", default=["tokenizer", "draft", "target"], help="tokenizer, draft, target, heads"
+        "parts", nargs="*", default=["tokenizer", "draft", "target"], help="tokenizer, draft, target, deep, heads"
     )
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "train", help="checkpoints and logs")
     parser.add_argument(
@@ -290,6 +291,9 @@ def main() -> None:
         elif part == "heads":
             target, drafter = found.target or options.models / "target", found.drafter or options.models / "draft"
             train_heads.main(HeadsRecipe(target, drafter, found.prompts))
+        elif part == "deep":
+            models = options.models
+            train_drafter.main(DrafterRecipe(models / "target", models / "draft", models / "deep"))
         else:
             recipe = RECIPES[part]
             train(part, recipe if found.steps is None else replace(recipe, steps=found.steps), options)

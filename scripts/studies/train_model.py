@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-HEAD = 64
 CONTEXT = 2048
 
 
@@ -24,6 +23,7 @@ class ModelConfig:
     num_kv_heads: int
     intermediate_size: int
     vocabulary: int = 512
+    head_dim: int = 64
 
 
 _FIELDS = {
@@ -32,6 +32,7 @@ _FIELDS = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
 }
 """What the fields are called in a saved configuration."""
 
@@ -59,7 +60,7 @@ class Linear(nn.Module):
 
 
 Cache = list[tuple[Tensor, Tensor]]
-"""Keys and values of each layer, [batch, kv_heads, capacity, 64]."""
+"""Keys and values of each layer, [batch, kv_heads, capacity, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +79,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
-        self.q_proj = Linear(config.hidden_size, config.num_heads * HEAD)
-        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * HEAD)
-        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * HEAD)
-        self.o_proj = Linear(config.num_heads * HEAD, config.hidden_size, (2 * config.num_layers) ** -0.5)
+        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
+        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, (2 * config.num_layers) ** -0.5)
 
     def forward(self, x: Tensor, where: Where, cache: tuple[Tensor, Tensor] | None) -> Tensor:
         batch, length, _ = x.shape
         weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)).to(x.dtype)
-        joined = F.linear(x, weight).view(batch, length, self.heads + 2 * self.kv_heads, HEAD).transpose(1, 2)
+        joined = F.linear(x, weight).view(batch, length, self.heads + 2 * self.kv_heads, self.dim).transpose(1, 2)
         turned = _rotate(joined[:, : self.heads + self.kv_heads], where.cos, where.sin)
         q, k = turned[:, : self.heads], turned[:, self.heads :]
         v = joined[:, self.heads + self.kv_heads :]
@@ -98,8 +99,8 @@ class Attention(nn.Module):
         groups = self.heads // self.kv_heads
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        weights = torch.softmax((q * HEAD**-0.5) @ k.transpose(-1, -2) + where.mask, -1)
-        mixed: Tensor = self.o_proj((weights @ v).transpose(1, 2).reshape(batch, length, self.heads * HEAD))
+        weights = torch.softmax((q * self.dim**-0.5) @ k.transpose(-1, -2) + where.mask, -1)
+        mixed: Tensor = self.o_proj((weights @ v).transpose(1, 2).reshape(batch, length, self.heads * self.dim))
         return mixed
 
 
@@ -163,7 +164,7 @@ class Llama(nn.Module):
     def where(self, length: int, compute: torch.dtype) -> Where:
         """Positions of a fresh sequence."""
         mask = torch.full((length, length), -1e9).triu(1).to(compute)
-        return Where(*_tables(0, length, compute), mask)
+        return Where(*_tables(0, length, self.config.head_dim, compute), mask)
 
     def states(self, ids: Tensor, where: Where, cache: Cache | None = None) -> list[Tensor]:
         """The residual stream after every layer, [batch, seq, hidden] each."""
@@ -180,7 +181,7 @@ class Llama(nn.Module):
 
     def new_cache(self, batch: int, capacity: int, compute: torch.dtype) -> Cache:
         """An empty cache for `batch` sequences."""
-        size = (batch, self.config.num_kv_heads, capacity, HEAD)
+        size = (batch, self.config.num_kv_heads, capacity, self.config.head_dim)
         return [
             (torch.zeros(size, dtype=compute), torch.zeros(size, dtype=compute)) for _ in range(self.config.num_layers)
         ]
@@ -189,11 +190,12 @@ class Llama(nn.Module):
         """Positions start to stop of sequences with a cache; `hidden`: keys out of sight, [batch, capacity]."""
         mask = torch.full((stop - start, stop), -1e9).triu(1 + start)
         mask = mask + hidden[:, None, None, :stop] * -1e9
-        return Where(*_tables(start, stop, compute), mask.clamp_min(-1e9).to(compute), start, stop)
+        turns = _tables(start, stop, self.config.head_dim, compute)
+        return Where(*turns, mask.clamp_min(-1e9).to(compute), start, stop)
 
 
-def _tables(start: int, stop: int, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-    rates = 10_000.0 ** (-torch.arange(0, HEAD, 2) / HEAD)
+def _tables(start: int, stop: int, dim: int, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+    rates = 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
     angles = torch.outer(torch.arange(start, stop).float(), rates)
     return angles.cos().to(compute), angles.sin().to(compute)
 
@@ -206,7 +208,6 @@ def save(model: Llama, folder: Path, end: int, pad: int) -> None:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **{name: getattr(model.config, field) for field, name in _FIELDS.items()},
-        "head_dim": HEAD,
         "vocab_size": model.config.vocabulary,
         "max_position_embeddings": CONTEXT,
         "rope_theta": 10000.0,

@@ -113,6 +113,7 @@ async def test_an_engine_with_a_drafter_answers_as_one_without(worker: Any, make
         ("embedded:target?speculate=draft", "needs a draft model"),
         ("embedded:target?drafter=vllm:http://host:8000/M", "names no draft model"),
         ("embedded:target?drafter=hf:", "names no draft model"),
+        ("embedded:target?drafter=embedded:deap", "embedded:deep"),
         ("vllm:http://host:8000/M?drafter=embedded:draft", "for models of this machine"),
         ("server:http://host:8000?speculate=auto", "for models of this machine"),
         ("openai:https://host/v1/M?k=4", "for models of this machine"),

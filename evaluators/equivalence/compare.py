@@ -51,7 +51,7 @@ class Comparer:
             found = self.by_label(one, two, left.value, right.value)
             if found is not None:
                 return found
-        if left.name is not None and right.name is not None and "in" not in (gold.text, answer.text):
+        if left.name is not None and right.name is not None and (gold.text == "in") == (answer.text == "in"):
             return self.both_named(left, right, gold, answer)
         if speaks_of_reals(left.value) or speaks_of_reals(right.value):
             verdict = self.as_regions(gold, answer)

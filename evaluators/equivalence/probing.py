@@ -127,8 +127,7 @@ def rational(node: Node, limits: Limits, point: Point | None = None) -> Fraction
     """The value of a tree as a fraction, square roots to nine digits; None where it has none of moderate size."""
     try:
         if node.kind == "root" and node.args[1].value == 2:
-            inside = exact(node.args[0], limits, point or {})
-            return Fraction(math.isqrt(int(abs(inside) * 10**18)), 10**9)
+            return Fraction(math.isqrt(int(abs(exact(node.args[0], limits, point or {})) * 10**18)), 10**9)
         value = exact(node, limits, point or {})
     except (NotRational, Undefined, TooLarge):
         return None

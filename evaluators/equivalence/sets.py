@@ -69,7 +69,8 @@ class Line:
 
     def combined(self, node: Node) -> Region | None:
         parts = [part for arg in node.args if (part := self._region(arg)) is not None]
-        if len(parts) < len(node.args) or len(parts) > 100:
+        about = [variables(arg) for arg in node.args if arg.kind == "relation"]
+        if len(parts) < len(node.args) or len(parts) > 100 or (about and not frozenset.intersection(*about)):
             return None
         if node.kind == "setminus":
             return self.shared([parts[0], _rest(parts[1])], 2)

@@ -117,13 +117,11 @@ def labelled(node: Node) -> dict[Node, Node] | None:
 
 def bound_alike(node: Node) -> Node:
     """The tree with integer parameters such as k in "k pi, k in Z" named by their order."""
-    names = [
-        each.args[0].text
-        for each in node.walk()
-        if each.kind == "relation" and each.text == "in" and each.args[0].kind == "symbol" and each.args[1] != REALS
-    ]
-    if not names or node.kind not in ("list", "builder"):
+    if node.kind not in ("list", "builder"):
         return node
+    inside = node.walk()
+    homes = [each.args for each in inside if each.kind == "relation" and each.text == "in"]
+    names = [name.text for name, home in homes if name.kind == "symbol" and home != REALS and inside.count(name) > 1]
     return substituted(node, {name: symbol(f"#{index}") for index, name in enumerate(dict.fromkeys(names))})
 
 

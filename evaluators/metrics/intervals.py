@@ -130,8 +130,7 @@ def effective_n(mean: float, variance: float, units: int, samples: int) -> float
     """
     if samples <= units or mean in (0.0, 1.0) or math.isnan(variance):
         return float(units)
-    equal = mean * (1 - mean) / variance if variance > 0 else math.inf
-    return min(max(equal, units), samples)
+    return min(max(mean * (1 - mean) / variance if variance > 0 else math.inf, units), samples)
 
 
 def undefined_estimate(n_problems: int, n_samples: int, level: float, note: str) -> Estimate:

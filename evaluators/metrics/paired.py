@@ -219,8 +219,7 @@ class ConfidenceSequence:
         self.problems += 1
         self._logs += np.log1p(self._bets * (difference - self._means))
         top = self._logs.max(axis=0, initial=-math.inf)
-        capital = top + np.log(np.exp(self._logs - top).mean(axis=0))
-        left = capital < self._bar
+        left = top + np.log(np.exp(self._logs - top).mean(axis=0)) < self._bar  # by their capital
         if not left.all():
             self._means, self._bets, self._logs = self._means[left], self._bets[:, left], self._logs[:, left]
 

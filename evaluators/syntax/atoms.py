@@ -37,7 +37,7 @@ class Parser(Phrases):
 
     def variable(self, name: str) -> Node:
         """A variable with its subscript and primes, or a constant of one letter."""
-        if name in ("e", "i") and self.here.text != "_":
+        if name in ("e", "i") and self.here.text != "_" and not (name == "i" and self.sums_over_i):
             return _E if name == "e" else _I
         if self.is_op("_"):
             name = self.lowered(symbol(name)).text
@@ -119,8 +119,8 @@ class Parser(Phrases):
         if power is not None and power.value == -1 and name in _INVERSES:
             name, power = _INVERSES[name], None
         arguments = self.arguments(name)
-        if name not in _MANY and len(arguments) != 1:
-            raise Malformed(f"{name} of {len(arguments)} values")
+        if (name in _MANY) == (len(arguments) == 1):
+            raise (UnknownWords if name in _MANY else Malformed)(f"{name} of {len(arguments)} values")
         node = _applied(name, arguments, base)
         return node if power is None else Node("pow", (node, power))
 
@@ -164,6 +164,8 @@ class Parser(Phrases):
 
     def big_operator(self, name: str) -> Node:
         """A sum or product with its bounds, or a limit, which is kept as it is."""
+        is_over_i = "{i=" in "".join(token.text for token in self.tokens[self.at : self.at + 9])
+        self.sums_over_i += is_over_i
         bounds = self.bounds()
         lower, upper = bounds.get("_", EMPTY_SET), bounds.get("^")
         if name == "lim" and "_" not in bounds:
@@ -172,7 +174,9 @@ class Parser(Phrases):
             return Node("opaque", (self.term(), *lower.args), name)
         if name == "lim" or lower.text != "=" or lower.args[0].kind != "symbol" or upper is None:
             raise Undecided(f"a {name} over a condition")
-        return Node("sum", (self.term(), *lower.args, upper), name)
+        body = self.term()
+        self.sums_over_i -= is_over_i
+        return Node("sum", (body, *lower.args, upper), name)
 
     def integral(self) -> Node:
         """An integral, kept as it is."""

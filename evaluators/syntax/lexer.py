@@ -244,7 +244,7 @@ class Stream:
         self.limits = limits
         self.at = 0
         self.depth = 0
-        self.integrals = 0
+        self.integrals = self.sums_over_i = 0
         self.in_set = False
         self.currencies: set[str] = set()
 

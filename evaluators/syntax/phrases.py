@@ -31,9 +31,9 @@ class Phrases(Grammar):
                 node = self.word_after(node, self.take().text)
             elif self.is_op("pmod", "mod"):
                 node = self.modulo(node)
-            elif token.text == "(" and self.ahead().text == "mod":
+            elif token.text == "(" and self.ahead().text in ("mod", "base"):
                 self.take()
-                node = self.modulo(node)
+                node = self.modulo(node) if self.is_op("mod") else self.in_base(node)
                 self.expect("close", ")")
             elif token.text == "(" and self.remark():
                 node = self.remarked(node)

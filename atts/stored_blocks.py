@@ -148,27 +148,20 @@ def check_stored(folder: Path) -> StoredModel | None:
     if not (folder / MANIFEST).is_file():
         return None
     stored, zoo = read_stored(folder), folder.parent.parent
+    blocks = {block.digest: block.place for block in reversed(stored.blocks)}
+    parts = [(block_path(zoo, digest), digest, f"block {digest} ({place})") for digest, place in sorted(blocks.items())]
     if stored.is_whole:
-        for file in stored.files:
-            _check_file(folder / file.name, file.digest, (zoo, stored.name, f"its file {file.name}"))
-        return stored
-    for digest, place in sorted({block.digest: block.place for block in reversed(stored.blocks)}.items()):
-        _check_file(block_path(zoo, digest), digest, (zoo, stored.name, f"block {digest} ({place})"))
+        parts = [(folder / file.name, file.digest, f"its file {file.name}") for file in stored.files]
+    advice = f"Models without it are not affected; remove {stored.name!r} and add it again from its folder"
+    for path, digest, what in parts:
+        try:
+            found = file_digest(path)
+        except OSError as error:
+            problem = f"{what} of {stored.name!r} cannot be read ({error.strerror})"
+            raise ZooError(zoo, problem, advice) from error
+        if found != digest:
+            raise ZooError(zoo, f"{what} of {stored.name!r} is damaged: its content is {found[:16]}", advice)
     return stored
-
-
-def _check_file(path: Path, digest: str, at: tuple[Path, str, str]) -> None:
-    zoo, model, what = at
-    try:
-        found = file_digest(path)
-    except OSError as error:
-        problem = f"{what} of {model!r} cannot be read ({error.strerror})"
-        raise ZooError(zoo, problem, _AGAIN.format(model)) from error
-    if found != digest:
-        raise ZooError(zoo, f"{what} of {model!r} is damaged: its content is {found[:16]}", _AGAIN.format(model))
-
-
-_AGAIN = "Models without it are not affected; remove {!r} and add it again from its folder"
 
 
 def read_stored(folder: Path) -> StoredModel:

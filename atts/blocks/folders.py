@@ -12,7 +12,7 @@ from atts.errors import ModelLoadError, OptionError
 from atts.files import open_ordinary, storage, write_atomic
 from atts.local import Family, check_model, check_weights
 from atts.model_folder import WEIGHT_FILES, read_object, weight_files
-from atts.stored_blocks import MANIFEST, StoredModel, check_stored, tensor_files
+from atts.stored_blocks import MANIFEST, StoredModel, block_path, check_stored
 
 _OTHER_WEIGHTS = (*WEIGHT_FILES, "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 """Weights in forms that no local engine reads: they stay where they are."""
@@ -59,10 +59,7 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
     side = [*side_files(base), *side_files(folder)]
     copy_files([path for path in side if not path.name.endswith(_INDEX)], whole)
     with ExitStack() as stack:
-        theirs = dict[str, StoredTensor]()
-        for path, names in tensor_files(base, name):
-            found = WeightFile(path, stack).tensors
-            theirs |= {outer: found[inner] for outer, inner in (names or {key: key for key in found}).items()}
+        theirs = tensors_of(base, stored, stack)
         try:
             has_weights = any(path.match(kind) for path in folder.iterdir() for kind in _OTHER_WEIGHTS)
             own = [WeightFile(path, stack) for path in weight_files(folder, name)] if has_weights else []
@@ -70,6 +67,17 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
             raise ModelLoadError(name, f"the weights in {folder} are damaged ({error})", "Download it again") from error
         block = completed(own, theirs, layers if isinstance(layers, int) else len(theirs))
         write_atomic(whole / "model.safetensors", block.parts)
+
+
+def tensors_of(folder: Path, model: StoredModel, stack: ExitStack) -> dict[str, StoredTensor]:
+    """Every tensor of a model of a zoo, an adapter's included, by its name in the model's files."""
+    found = dict[str, StoredTensor]()
+    for file in model.files if model.is_whole else ():
+        found |= WeightFile(folder / file.name, stack).tensors
+    for block in () if model.is_whole else model.blocks:
+        theirs = WeightFile(block_path(folder.parent.parent, block.digest), stack).tensors
+        found |= {outer: theirs[inner] for outer, inner in block.tensors.items()}
+    return found
 
 
 def unadapted(model: StoredModel, option: str) -> StoredModel:

@@ -57,25 +57,13 @@ def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContent
         for block in model.blocks:
             if owners[block.digest][0] == model.name:
                 parts.setdefault(owners[block.digest], []).append(block)
-    groups = [
-        SharedPart(
-            names,
-            tuple([block.place for block in found]),
-            sum({block.digest: block.bytes for block in found}.values()),
-            (),
-        )
-        for names, found in parts.items()
-    ]
-    lines = [
-        ModelLine(
-            model.name,
-            model.base,
-            model.bytes,
-            {block.place: len(owners[block.digest]) for block in model.blocks},
-            model.is_whole,
-        )
-        for model in models
-    ]
+    groups, lines = list[SharedPart](), list[ModelLine]()
+    for names, found in parts.items():
+        size = sum({block.digest: block.bytes for block in found}.values())
+        groups.append(SharedPart(names, tuple([block.place for block in found]), size, ()))
+    for model in models:
+        counts = {block.place: len(owners[block.digest]) for block in model.blocks}
+        lines.append(ModelLine(model.name, model.base, model.bytes, counts, model.is_whole))
     return ZooContents(zoo, tuple(lines), _tree(groups), len(owners), stored, sum(model.bytes for model in models))
 
 

@@ -84,12 +84,12 @@ def whole_block(place: str, file: WeightFile) -> Block:
     return _block(place, {name: (name, tensor) for name, tensor in file.tensors.items()})
 
 
-def joined(file: StoredFile, tensors: dict[str, memoryview]) -> Iterator[bytes | memoryview]:
+def joined(file: StoredFile, tensors: Mapping[str, StoredTensor]) -> Iterator[bytes | memoryview]:
     """The parts of a weight file as it was added, from its header and its tensors."""
     header = file.header.encode()
     yield len(header).to_bytes(_LENGTH, "little") + header
     for name, _, _, _ in sorted(_entries(file.header), key=lambda entry: entry[2]):
-        yield tensors[name]
+        yield tensors[name].data
 
 
 def _entries(header: str) -> Iterator[tuple[str, dict[str, Any], int, int]]:

@@ -12,7 +12,7 @@ from secrets import token_hex
 import msgspec
 
 from atts.blocks.equivalence import Likeness, changed, likenesses
-from atts.blocks.folders import bytes_of, check_name, checked, complete, copy_files, side_files, unadapted
+from atts.blocks.folders import bytes_of, check_name, checked, complete, copy_files, side_files, tensors_of, unadapted
 from atts.blocks.sharing import ZooContents, contents
 from atts.blocks.splitting import Block, WeightFile, joined, split, whole_block
 from atts.errors import OptionError, ZooError
@@ -130,16 +130,10 @@ class Zoo:
                 files, side = weight_files(whole, name), side_files(whole)
                 mapped = [WeightFile(path, stack) for path in files]
                 blocks = split(mapped, family or checked(whole, name))
-            model = StoredModel(
-                name=name,
-                source=str(folder.resolve()),
-                base="",
-                is_whole=False,
-                bytes=bytes_of([*side, *files]),
-                marks=weights_marks(files),
-                files=tuple(file.stored() for file in mapped),
-                blocks=tuple(block.stored for block in blocks),
-            )
+                size, marks = bytes_of([*side, *files]), weights_marks(files)
+            source, stored = str(folder.resolve()), tuple([file.stored() for file in mapped])
+            cut = tuple([block.stored for block in blocks])
+            model = StoredModel(name, source, "", False, size, marks, files=stored, blocks=cut)
             sharers = [other for other in self._known() if model.digests & other.digests]
             for other in sharers:
                 self._separate(other)
@@ -160,16 +154,10 @@ class Zoo:
                 block, own = whole_block(ADAPTER, mapped), weights_marks([file, folder / ADAPTER_CONFIG])
             self._separate(found)
             self._write_blocks([block])
-            model = StoredModel(
-                name=name,
-                source=str(folder.resolve()),
-                base=found.name,
-                is_whole=False,
-                bytes=found.bytes + bytes_of([*side, file]),
-                marks=(f"{found.marks[0]}+{own[0]}", f"{found.marks[1]}+{own[1]}"),
-                files=(mapped.stored(),),
-                blocks=(*found.blocks, block.stored),
-            )
+            source, size = str(folder.resolve()), found.bytes + bytes_of([*side, file])
+            marks, blocks = (f"{found.marks[0]}+{own[0]}", f"{found.marks[1]}+{own[1]}"), (*found.blocks, block.stored)
+            stored = (mapped.stored(),)
+            model = StoredModel(name, source, found.name, False, size, marks, files=stored, blocks=blocks)
             return self._put(model, side_files(home), side)
 
     def _base_of(self, folder: Path, base: str, name: str) -> StoredModel:
@@ -216,7 +204,7 @@ class Zoo:
         with _made(out) as temporary, ExitStack() as stack:
             home = folder / ADAPTER if model.base else folder
             copy_files([path for path in home.iterdir() if path.is_file() and path.name != MANIFEST], temporary)
-            tensors = {} if model.is_whole else self._tensors(model, stack)
+            tensors = {} if model.is_whole else tensors_of(folder, model, stack)
             for file in () if model.is_whole else model.files:
                 path = temporary / file.name
                 write_atomic(path, joined(file, tensors))
@@ -246,7 +234,7 @@ class Zoo:
         with self._adding(name), ExitStack() as stack:
             made = replace(changed(model, digests), name=name, loss=loss)
             with storage(self.directory):
-                tensors = self._tensors(made, stack)
+                tensors = tensors_of(self.folder(model.name), made, stack)
                 digest = {file.name: content_digest(*joined(file, tensors)) for file in made.files}
             made = replace(made, files=tuple(replace(file, digest=digest[file.name]) for file in made.files))
             return self._put(made, side_files(self.folder(model.name)))
@@ -268,14 +256,6 @@ class Zoo:
     def _known(self) -> list[StoredModel]:
         """The models whose manifests can be read."""
         return [model for model in map(self._read, self.names()) if model is not None]
-
-    def _tensors(self, model: StoredModel, stack: ExitStack) -> dict[str, memoryview]:
-        """Every tensor of a cut model, by its name in the model's files."""
-        found = dict[str, memoryview]()
-        for block in model.blocks:
-            stored = WeightFile(block_path(self.directory, block.digest), stack).tensors
-            found |= {outer: stored[inner].data for outer, inner in block.tensors.items()}
-        return found
 
     @property
     def _models(self) -> Path:
@@ -371,7 +351,7 @@ class Zoo:
 
     def _size(self) -> int:
         with storage(self.directory):
-            return sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
+            return bytes_of(path for path in self.directory.rglob("*") if path.is_file())
 
 
 @contextmanager

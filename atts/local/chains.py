@@ -26,7 +26,7 @@ from atts.local.ledger import Lineage, SlotLedger
 from atts.local.loader import Weights, layer_deltas, load_adapter, load_weights
 from atts.local.messages import WorkerConfig
 from atts.local.model_config import ModelConfig
-from atts.local.native_model import NativeModel, Segment
+from atts.local.native_model import Adapted, NativeModel, Segment
 from atts.local.packing import PackedAdapter, Packing
 from atts.stored_blocks import content_digest, unit_digests
 
@@ -56,10 +56,11 @@ class _Keeping(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What is run of a step, in stages of which some keep states first; and what adapters add to."""
+    """What is run of a step, in stages of which some keep states first; what adapters add to, and whose rows are."""
 
     stages: list[tuple[_Keeping | None, Ints]]
-    segments: list[Segment]
+    adapted: Adapted
+    owners: _Floats  # of logit rows
     unit_calls: int
     unit_rows: int
 
@@ -128,28 +129,27 @@ class ChainModel:
 
         There is a table for each column of the ledger's.
         """
-        owners = batch.chains.repeat(np.diff(batch.query_starts))[batch.logit_rows]
         batch, back = self._ordered(batch, table)
         layout, width = self._layout(batch, table), self._configs[0].model.hidden_size
         x = np.empty((len(batch.tokens), width), dtype=np.float32)
         hidden = np.empty((len(back), width), dtype=np.float32)
-        step = self._model.prepare(batch, table, (x, hidden), layout.segments)
+        step = self._model.prepare(batch, table, (x, hidden), layout.adapted)
         for keeping, parts in layout.stages:
             if keeping is not None:
                 self._keep(keeping, batch.slots, x)
             self._model.run(step, parts)
         self.unit_calls += layout.unit_calls
         self.unit_rows += layout.unit_rows
-        return torch.from_numpy(np.concatenate([hidden[back], owners[:, None].astype(np.float32)], axis=1))
+        return torch.from_numpy(np.concatenate([hidden, layout.owners], axis=1)[back])
 
     def _ordered(self, batch: StepBatch, table: SlotIds) -> tuple[StepBatch, Ints]:
         """A batch in the order of chains, with slots of all columns; and where its logit rows stand then."""
         order = np.lexsort((self._ranks[batch.chains], batch.units))
-        counts, lengths = np.diff(batch.query_starts)[order], batch.context_lens[order]
-        table_rows = batch.table_rows[order]
-        starts = np.concatenate([[0], counts.cumsum()])
-        rows = np.arange(starts[-1]) + (batch.query_starts[order] - starts[:-1]).repeat(counts)
-        places = np.arange(starts[-1]) + (lengths - starts[1:]).repeat(counts)
+        begins, lengths, table_rows = batch.query_starts[order], batch.context_lens[order], batch.table_rows[order]
+        starts, counts = np.zeros(len(order) + 1, dtype=np.int64), batch.query_starts[order + 1] - begins
+        counts.cumsum(out=starts[1:])
+        at = np.arange(len(batch.tokens))
+        rows, places = at + (begins - starts[:-1]).repeat(counts), at + (lengths - starts[1:]).repeat(counts)
         where = rows.argsort()[batch.logit_rows]
         logit_rows = np.sort(where)
         found = StepBatch(
@@ -177,7 +177,7 @@ class ChainModel:
         return self._layouts[key]
 
     def _lay_out(self, batch: StepBatch, table: SlotIds) -> _Layout:
-        starts, stages, segments = batch.query_starts, list[tuple[_Keeping | None, Ints]](), list[Segment]()
+        starts, stages = batch.query_starts, list[tuple[_Keeping | None, Ints]]()
         bounds = np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
         present = [chain for chain in self._order if chain in batch.chains]
         for stage in self.stages(present):
@@ -189,13 +189,19 @@ class ChainModel:
                 parts += [(*head, *span) for span in _spans(bounds, is_due, self._configs[0].options.block_rows)]
             keeping = self._keeping(stage.start, batch) if stage.start in self._ledger.kept else None
             stages.append((keeping, np.array(parts, dtype=np.int64).reshape(-1, 11)))
-        for chain in present:
-            if (adapter := self._chains[chain].adapter) is not None:
-                for first, last, _, _, logits, end in _spans(bounds, batch.chains == chain):
-                    segments.append(Segment(first, last, logits, end, adapter))
+        adapters = [(chain, adapter) for chain in present if (adapter := self._chains[chain].adapter)]
+        segments = [
+            Segment(first, last, logits, end, adapter.address)
+            for chain, adapter in adapters
+            for first, last, _, _, logits, end in _spans(bounds, batch.chains == chain)
+        ]
+        adapted = Adapted(
+            (Segment * len(segments))(*segments), max([adapter.rank for _, adapter in adapters], default=0)
+        )
+        owners = batch.chains.repeat(np.diff(starts))[batch.logit_rows, None].astype(np.float32)
         passed = np.concatenate([parts for _, parts in stages])
         units, rows = passed[:, 2] - passed[:, 1], passed[:, 6] - passed[:, 5]
-        return _Layout(stages, segments, int(units.sum()), int(units @ rows))
+        return _Layout(stages, adapted, owners, int(units.sum()), int(units @ rows))
 
     def _keeping(self, unit: int, batch: StepBatch) -> _Keeping:
         """States of rows computed among many are kept, unless their sequence is computed from there on."""

@@ -149,10 +149,6 @@ class SlotLedger(SlotAllocator):
         is_there[np.arange(slots.shape[1]), slots] = True
         return int(is_there.sum(axis=1).max())
 
-    def num_held(self, at: int) -> int:
-        """How many slots of a column are held."""
-        return self._columns[at].num_used
-
     def _count(self) -> None:
         self.num_free = min(column.num_free for column in self._columns)
         self._least_free = min(self._least_free, self.num_free)

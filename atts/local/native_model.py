@@ -18,7 +18,7 @@ from atts.local.batch import Ints, StepBatch, Tap
 from atts.local.loader import Weights
 from atts.local.model_config import ModelConfig
 from atts.local.native_weights import INT, POINTER, NativeWeights, members
-from atts.local.packing import PackedAdapter, Packing
+from atts.local.packing import Packing
 
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]
@@ -42,8 +42,20 @@ def _floats(rows: int, columns: int) -> _Floats:
     return np.empty((rows, columns), dtype=np.float32)
 
 
-class _Segment(ctypes.Structure):
+class Segment(ctypes.Structure):
+    """Rows of a step to which an adapter adds, and which of its logit rows they are."""
+
     _fields_ = [*members("first_row last_row first_logit last_logit", INT), ("deltas", POINTER)]
+
+
+class Adapted(NamedTuple):
+    """Those of a step, and the largest rank of their adapters."""
+
+    segments: ctypes.Array[Segment]
+    rank: int
+
+
+_UNADAPTED = Adapted((Segment * 0)(), 0)
 
 
 class _Step(ctypes.Structure):
@@ -83,16 +95,6 @@ class AheadBatch(NamedTuple):
     counts: NDArray[np.int64]  # [turns] how many of them draw
     temperatures: Tensor  # [sequences] float64
     uniforms: NDArray[np.float64]  # [turns, sequences]
-
-
-class Segment(NamedTuple):
-    """Rows of a step to which an adapter adds, and which of its logit rows they are."""
-
-    first_row: int
-    last_row: int
-    first_logit: int
-    last_logit: int
-    adapter: PackedAdapter
 
 
 class NativeModel:
@@ -157,21 +159,20 @@ class NativeModel:
         return torch.from_numpy(hidden)
 
     def prepare(
-        self, batch: StepBatch, table: SlotIds, rows: tuple[_Floats, _Floats], segments: Sequence[Segment] = ()
+        self, batch: StepBatch, table: SlotIds, rows: tuple[_Floats, _Floats], adapted: Adapted = _UNADAPTED
     ) -> _Step:
         """A step of which parts are to be run.
 
         `rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer goes on alone; both are
-        changed in place. To those of `segments` adapters add.
+        changed in place. To those of `adapted` adapters add.
         """
         self._grow_buffers(len(batch.tokens))
         step, (x, hidden) = _Step.from_buffer_copy(self._step), rows
         _fill(step, batch, table, hidden)
-        array = (_Segment * len(segments))(*[_Segment(*part[:4], deltas=part.adapter.address) for part in segments])
-        low = _floats(self._row_block, max([part.adapter.rank for part in segments], default=0))
-        step.x, step.low = _address(x), low.ctypes.data
-        step.num_segments, step.segments = len(segments), ctypes.addressof(array)
-        step.keeps = batch, table, rows, array, low
+        low = _floats(self._row_block, adapted.rank)
+        step.x, step.low = _address(x), _address(low)
+        step.num_segments, step.segments = len(adapted.segments), ctypes.addressof(adapted.segments)
+        step.keeps = batch, table, rows, adapted, low
         return step
 
     def run(self, step: _Step, parts: Ints) -> None:

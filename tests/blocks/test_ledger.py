@@ -147,7 +147,7 @@ def check_ledger(loop: StepLoop) -> int:
                 holders[column][slot] += 1
     for column, counted in enumerate(holders):
         assert {slot: int(n) for slot, n in enumerate(ledger.holders[column]) if n} == dict(counted)
-        assert ledger.num_held(column) == len(counted)
+        assert ledger._columns[column].num_used == len(counted)
     return sum(count > 1 for counted in holders for count in counted.values())
 
 
@@ -218,7 +218,7 @@ def test_slots_are_free_when_nobody_holds_them() -> None:
     second = ledger.borrow(kin, first[:2])
     assert (second[:, 0] == first[:2, 0]).all()
     ledger.free([first])
-    assert [ledger.num_held(at) for at in (0, 1)] == [2, 2]
+    assert [column.num_used for column in ledger._columns] == [2, 2]
     assert ledger.num_free == 8
     ledger.free([second])
     assert ledger.num_free == 10

@@ -23,7 +23,7 @@ from atts.local.exits import Ear, Exits, Told
 from atts.local.growing import BranchWriter, DraftBranch, DraftJob, DraftLine
 from atts.local.model_config import ModelConfig
 from atts.local.streams import StreamHeads
-from atts.local.transport import DraftTransport
+from atts.local.transport import PATIENCE, DraftTransport
 from atts.speculation import (
     NOTHING,
     Ask,
@@ -41,7 +41,6 @@ BRANCH_SLOTS = 4096  # of all branches together
 _MOST_BRANCHES = 64
 _LEAST = 2  # tokens that a guess is continued by even where no draft step fits into one of the target's
 _ALWAYS = False, 0  # draft steps of any context are timed as one
-_PATIENCE = 5.0  # seconds
 _FADE = 0.98  # a round, of what is known of how much stands
 
 
@@ -122,7 +121,7 @@ class AheadDrafter(ModelDrafter):
         """
         if self._job is not None:
             self._job.is_enough = True
-            if not self._transport.wait(_PATIENCE):
+            if not self._transport.wait(PATIENCE):
                 raise RuntimeError("it does not end what it began")
             self._is_late = False
             self._collect([])

@@ -19,6 +19,7 @@ from atts.errors import EngineError
 from atts.local.exits import Ear, Exits, Told
 from atts.local.messages import GONE, WorkerConfig, first_answer, write
 from atts.local.scheduler import Scheduler
+from atts.local.transport import PATIENCE
 from atts.processes import python_command
 from atts.speculation import NOTHING, Ask, OverlapStats, Proposer, TokenProposal, standing
 
@@ -43,12 +44,21 @@ class DraftStep(NamedTuple):
     seconds: float  # that the last step took
 
 
+class DraftAnew(NamedTuple):
+    """What is under way is given up; outcomes are guessed from so many tokens at a place."""
+
+    fan: int
+
+
 class DraftedLine(NamedTuple):
     """What follows a sequence of so many ids and this proposal, by the outcomes (stood, next token) guessed."""
 
     base: int
     proposal: TokenIds
     follows: dict[tuple[int, int], TokenIds]
+
+
+Order = DraftStep | DraftAnew | Told
 
 
 class Drafted(NamedTuple):
@@ -71,7 +81,7 @@ class DrafterProcess(Proposer):
         command, pipe = python_command("atts.local.apart_child", str(os.getpid())), subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0)
         self.pid = process.pid
-        self._orders: SimpleQueue[DraftStep | Told | None] = SimpleQueue()  # a full pipe must not hold the target up
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()  # a full pipe must not hold the target up
         self._answers: SimpleQueue[Drafted] = SimpleQueue()
         try:
             first_answer(process, setup, setup.config.name)
@@ -119,14 +129,24 @@ class DrafterProcess(Proposer):
         """What was guessed."""
         return self.stats
 
-    def _is_answered(self) -> bool:
+    def begin_anew(self, fan: int) -> None:
+        """Give up what is under way; from now on outcomes are guessed from so many tokens at a place.
+
+        :raises RuntimeError: the other process does not answer, or is gone.
+        """
+        if self._is_open and not self._is_answered(PATIENCE):
+            raise RuntimeError("it does not end what it began")
+        self._lines = {}
+        self._orders.put(DraftAnew(fan))
+
+    def _is_answered(self, patience: float | None = None) -> bool:
         """Whether the last step is; a late answer is waited for once, as long as that took at the most."""
         if self._hears:
             self._heard({})  # the exit was not passed: the other side waits for nothing
         if not self._is_late:
             self._seconds = perf_counter() - self._began
         try:
-            answer = self._answers.get(timeout=1e-6 if self._is_late else self._seconds)
+            answer = self._answers.get(timeout=patience or (1e-6 if self._is_late else self._seconds))
         except Empty:
             self._is_late = True
             return False
@@ -172,7 +192,7 @@ class DrafterProcess(Proposer):
         self._orders.put({} if isinstance(told, Exception) else told)
 
 
-def _pass_on(orders: SimpleQueue[DraftStep | Told | None], stream: IO[bytes]) -> None:
+def _pass_on(orders: SimpleQueue[Order | None], stream: IO[bytes]) -> None:
     with suppress(OSError), stream:  # the process is gone, which its missing answers say
         while (order := orders.get()) is not None:
             write(stream, order)
@@ -187,7 +207,7 @@ def _read(stream: IO[bytes], answers: SimpleQueue[Drafted]) -> None:
             answers.put(Drafted({}, OverlapStats(), "the drafter's process has ended"))
 
 
-def _end(process: subprocess.Popen[bytes], orders: SimpleQueue[DraftStep | Told | None]) -> None:
+def _end(process: subprocess.Popen[bytes], orders: SimpleQueue[Order | None]) -> None:
     """When its user is gone, or Python ends."""
     orders.put(None)
     process.kill()

@@ -14,8 +14,8 @@ import numpy as np
 from atts.errors import EngineError
 from atts.local.ahead import AheadDrafter
 from atts.local.allocator import SlotAllocator, SlotIds
-from atts.local.apart import Drafted, DraftedLine, DraftSetup, DraftStep
-from atts.local.exits import Ear, Told
+from atts.local.apart import DraftAnew, Drafted, DraftedLine, DraftSetup, DraftStep, Order
+from atts.local.exits import Ear
 from atts.local.messages import GONE, FailureReply, write
 from atts.local.sequence import Sequence, new_sequence
 from atts.local.speculating import ask_of
@@ -120,9 +120,12 @@ class Drafting(NamedTuple):
     rows: DraftRows
     target: ToldTarget
 
-    def take(self, message: DraftStep | Told) -> bool:
+    def take(self, message: Order) -> bool:
         """Work on a message; whether that was all of a step."""
         ear = self.target.ear
+        if isinstance(message, DraftAnew):
+            self.drafter.begin_anew(message.fan)
+            return False
         if not isinstance(message, DraftStep):
             self.target.listen(None)
             if ear is not None:

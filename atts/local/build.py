@@ -138,7 +138,8 @@ def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | 
     """A model on its own, its padding beside it."""
     dtype = getattr(torch, config.options.dtype)
     weights = load_weights(config.folder, config.model, dtype, device, config.name)
-    drafter = None if config.options.beside == "process" else _drafter_weights(config, dtype, device)
+    is_here = config.options.beside == "thread" or config.options.speculate not in OVERLAPPED
+    drafter = _drafter_weights(config, dtype, device) if is_here else None
     cache = allocate_cache(config, dtype, device)
     inner, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
     target = _padded(config, inner, cache)
@@ -153,11 +154,12 @@ def _speculation(config: WorkerConfig, models: _Models, scheduler: Scheduler, ta
     if config.proposer:
         proposer = config.proposer()
     elif _may_learn(config, device):
-        transport = ThreadTransport()
-        ahead = ahead_drafter(config, scheduler, transport, None, slots=models.slots, weights=models.drafter)
-        lengths = proposer = SchemeDrafting(_proposer("auto", ahead.serial()), ahead, lengths, _K_AHEAD)
+        ahead = _drafter_beside(config, models, scheduler)
+        serial = ahead.serial() if isinstance(ahead, AheadDrafter) else _drafter(config, models, scheduler)
+        lengths = proposer = SchemeDrafting(_proposer("auto", serial), ahead, lengths, _K_AHEAD)
     else:
-        proposer = _proposer(options.speculate or "auto", _drafter(config, models, scheduler))
+        make = _drafter_beside if options.speculate in OVERLAPPED else _drafter
+        proposer = _proposer(options.speculate or "auto", make(config, models, scheduler))
     clock = thread_time if device.type == "cpu" else perf_counter
     return Speculation(proposer, lengths, scheduler, clock, vocabulary=config.model.vocabulary, table=table)
 
@@ -187,19 +189,11 @@ def _with_exit(config: WorkerConfig, model: TappedModel, inner: Model, weights: 
     return ExitModel(model, inner, adapter, config.model.norm_eps)
 
 
-def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> Proposer | None:
+def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> ModelDrafter | None:
     """The draft model, with a cache of as many slots as the target's; None where none is named."""
     if config.drafter is None:
         return None
-    options, cache, weights, exits = config.options, models.cache, models.drafter, models.exits
-    if options.speculate in OVERLAPPED and options.beside == "process":
-        rows, width = scheduler.table.shape
-        return DrafterProcess(DraftSetup(config, models.slots, rows, width, exits is not None), scheduler, exits)
-    if options.speculate in OVERLAPPED:
-        if cache.device.type != "cpu":
-            problem = f"speculate={options.speculate} drafts in a thread beside the target, which is for a CPU"
-            raise UnsupportedByEngine(config.name, problem, "Write speculate=draft, beside=process or device=cpu")
-        return ahead_drafter(config, scheduler, ThreadTransport(), exits, slots=models.slots, weights=weights)
+    options, cache, weights = config.options, models.cache, models.drafter
     own = replace(config.drafter, options=replace(options, kv_tokens=models.slots))
     assert weights is not None, "they were loaded"
     own_cache = allocate_cache(own, cache.dtype, cache.device, least=models.slots)
@@ -207,6 +201,17 @@ def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> Pro
     if options.fuzzy > 1:
         return FuzzyDrafter(model, own.model, scheduler, config.model.vocabulary)
     return ModelDrafter(_padded(own, model, own_cache), own.model, scheduler, config.model.vocabulary)
+
+
+def _drafter_beside(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> AheadDrafter | DrafterProcess:
+    """The draft model at work while the target verifies, in a thread or a process of its own."""
+    exits, slots, (rows, width) = models.exits, models.slots, scheduler.table.shape
+    if config.options.beside == "process":
+        return DrafterProcess(DraftSetup(config, slots, rows, width, exits is not None), scheduler, exits)
+    if models.cache.device.type != "cpu":
+        problem = f"speculate={config.options.speculate} drafts in a thread beside the target, which is for a CPU"
+        raise UnsupportedByEngine(config.name, problem, "Write speculate=draft, beside=process or device=cpu")
+    return ahead_drafter(config, scheduler, ThreadTransport(), exits, slots=slots, weights=models.drafter)
 
 
 def ahead_drafter(

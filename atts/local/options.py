@@ -77,8 +77,10 @@ class LocalOptions:
                 f"is {self.fuzzy}: a number from 1 on, for a draft model that is neither padded nor beside the target"
             )
             raise OptionError("fuzzy", problem)
-        if self.beside == "process" and self.speculate not in OVERLAPPED:
-            raise OptionError("beside", f"process is for a drafter beside the target: write speculate={OVERLAPPED[0]}")
+        is_open = bool(self.drafter) and self.speculate in (None, "auto") and self.k is None and self.fuzzy == 1
+        if self.beside == "process" and self.speculate not in OVERLAPPED and not is_open:
+            problem = f"process is for a drafter beside the target: write speculate={OVERLAPPED[0]}, or auto without k"
+            raise OptionError("beside", problem)
         if self.speculate in ("draft", *OVERLAPPED) and not self.drafter:
             advice = "write drafter=embedded:draft, or another's name"
             raise OptionError("speculate", f"{self.speculate} needs a draft model: {advice}")

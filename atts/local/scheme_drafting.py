@@ -6,6 +6,7 @@ from collections.abc import Sequence as Many
 from time import perf_counter
 
 from atts.local.ahead import AheadDrafter
+from atts.local.apart import DrafterProcess
 from atts.local.batch import StepPlan
 from atts.local.speculating import FixedLength, Lengths, SpeculationRound
 from atts.speculation import Ask, Forecast, OverlapStats, Proposer, SchemeControl, TokenProposal
@@ -21,7 +22,7 @@ class SchemeDrafting(Proposer, Lengths):
     tried where the first one proposes.
     """
 
-    def __init__(self, serial: Proposer, ahead: AheadDrafter, lengths: Lengths, most: int) -> None:
+    def __init__(self, serial: Proposer, ahead: AheadDrafter | DrafterProcess, lengths: Lengths, most: int) -> None:
         """`ahead` proposes up to `most` tokens."""
         self._serial, self._ahead, self._lengths, self._fixed = serial, ahead, lengths, FixedLength(most)
         self._control = SchemeControl(1 + len(_FANS))

@@ -11,6 +11,9 @@ from typing import Protocol
 
 Work = Callable[[], None]
 
+PATIENCE = 5.0
+"""Seconds in which a drafter must end what it began, where another way to draft is tried."""
+
 
 class DraftTransport(Protocol):
     """Does pieces of work one after the other, in the order given."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -150,9 +151,11 @@ def test_sequences_without_room_are_not_drafted_for(rows: DraftRows) -> None:
 
 
 def test_a_process_is_for_what_drafts_beside(make_model: Make) -> None:
-    """Elsewhere it is refused."""
-    for way in ("draft", "suffix", None):
+    """Elsewhere it is refused; what is left open may come to that."""
+    open_one = LocalOptions(drafter="embedded:draft", beside="process")
+    open_one.check()
+    for wrong in ({"speculate": "draft"}, {"speculate": "suffix"}, {"k": 4}, {"fuzzy": 2}, {"drafter": ""}):
         with pytest.raises(OptionError, match="beside"):
-            LocalOptions(drafter="embedded:draft", speculate=way, beside="process").check()
+            replace(open_one, **wrong).check()
     with pytest.raises(OptionError, match="no such beside"):
         LocalOptions(beside="elsewhere").check()  # type: ignore[arg-type]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from atts.core import Sampling
-from atts.local.ahead import _PATIENCE, AheadDrafter  # pyright: ignore[reportPrivateUsage]
+from atts.local.ahead import AheadDrafter
+from atts.local.apart import DrafterProcess
 from atts.local.scheme_drafting import SchemeDrafting
-from atts.local.transport import InlineTransport, ThreadTransport
+from atts.local.transport import PATIENCE, InlineTransport, ThreadTransport
 from tests.local.speculating import Make, counts, requests, run, same
 
 HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
@@ -36,28 +37,33 @@ class Changing:
         self._steps += 1
 
 
-@pytest.mark.parametrize("transport", [InlineTransport, ThreadTransport])
+@pytest.mark.parametrize("transport", [InlineTransport, ThreadTransport, DrafterProcess])
 def test_schemes_that_change_change_no_token(
     transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids, ends and log-probabilities to the bit; every scheme has its turn on one draft model."""
+    """Ids, ends and log-probabilities to the bit; every scheme has its turn, in a thread or in another process."""
     folder, orders, fans = make_model("llama"), requests(4, 60, HOT), set[int]()
-    begin = AheadDrafter.begin_anew
+    drafter: Any = transport if transport is DrafterProcess else AheadDrafter
+    begin = drafter.begin_anew
 
-    def seen(self: AheadDrafter, fan: int) -> None:
+    def seen(self: Any, fan: int) -> None:
         fans.add(fan)
         begin(self, fan)
 
-    monkeypatch.setattr("atts.local.build.ThreadTransport", transport)
+    if transport is not DrafterProcess:
+        monkeypatch.setattr("atts.local.build.ThreadTransport", transport)
     monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
-    monkeypatch.setattr(AheadDrafter, "begin_anew", seen)
+    monkeypatch.setattr(drafter, "begin_anew", seen)
     plain = run(folder, [orders])
-    done = run(folder, [orders], None, None, near, speculate="auto")
+    beside = "process" if transport is DrafterProcess else "thread"
+    done = run(folder, [orders], None, None, near, speculate="auto", beside=beside)
     assert same(plain, done)
     assert counts(done).trouble == ""
     assert fans == {0, 3}
     assert counts(done).accepted > 0
+    assert (found := counts(done).overlap) is not None
+    assert found.hits + found.misses > 0
 
 
 def test_only_what_is_left_open_is_learned(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,13 +108,13 @@ def test_a_late_job_makes_no_other_scheme_late(make_model: Make, near: Path, mon
     class Late(InlineTransport):
         def wait(self, seconds: float) -> bool:
             waits.append(seconds)
-            return seconds == _PATIENCE
+            return seconds == PATIENCE
 
     monkeypatch.setattr("atts.local.build.ThreadTransport", Late)
     monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
     run(make_model("llama"), [requests(2, 40, HOT)], None, None, near, speculate="auto")
-    first = [then for before, then in pairwise(waits) if before == _PATIENCE]
+    first = [then for before, then in pairwise(waits) if before == PATIENCE]
     assert 0.0 in waits, "some were late"
     assert len(first) > 2
     assert min(first) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 
 from scripts.studies.harness import Options, Table
+from scripts.studies.overlap_groups import groups
 from scripts.studies.overlap_live import live
 from scripts.studies.overlap_timelines import drawn, schemes
 from scripts.studies.overlap_virtual import closed_forms, published, record, recorded
@@ -12,7 +13,7 @@ from scripts.studies.overlap_virtual import closed_forms, published, record, rec
 
 def study(options: Options) -> list[Table]:
     """This machine's tables."""
-    return live(options)
+    return [*live(options), groups(options)]
 
 
 def part(name: str, options: Options) -> list[Table]:

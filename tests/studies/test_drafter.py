@@ -14,6 +14,8 @@ from atts.models import path
 from atts.seeds import Seed
 from atts.tokenizing import ModelTokenizer
 from scripts.studies import train_drafter
+from scripts.studies.harness import Options
+from scripts.studies.overlap_groups import groups
 from scripts.studies.train_drafter import DrafterRecipe
 from tests.local.speculating import Driven, counts, run, same
 
@@ -55,3 +57,12 @@ def test_the_shipped_one_is_small_and_mostly_right() -> None:
     assert sum(file.stat().st_size for file in path("deep").iterdir()) < 700_000
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (path("deep") / name).read_bytes() == (path("draft") / name).read_bytes()
+
+
+def test_the_study_of_groups_says_what_stands_with_calibration_and_without() -> None:
+    """A row for each size of a group; the exact one needs no calibration."""
+    rows = groups(Options("quick")).rows
+    assert [row[0] for row in rows] == [1, 2, 3, 4, 6]
+    assert rows[0][2] is None
+    shares = [(float(str(row[1])), float(str(row[2]))) for row in rows[1:]]
+    assert all(0.5 < without <= calibrated <= 1 for calibrated, without in shares)

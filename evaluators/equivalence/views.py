@@ -52,7 +52,7 @@ def named(node: Node) -> Named:
     if node.kind != "relation":
         return Named(None, node)
     signs = node.text.split()
-    if _IMPLICATIONS.intersection(signs):
+    if _IMPLICATIONS.intersection(signs) and not all(map(is_name, node.args)):
         last = max(at for at, sign in enumerate(signs) if sign in _IMPLICATIONS) + 1
         rest = node.args[last:]
         return named(Node("relation", rest, " ".join(signs[last:])) if len(rest) > 1 else node.args[-1])
@@ -76,8 +76,9 @@ def _of_chain(sides: list[Node], node: Node) -> Named:
         return Named(sides[0], sides[-1])
     if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]) and not _mentions(sides[0], sides[1]):
         return Named(sides[1], sides[0])
-    is_result = len(sides) > 2 or not any(map(variables, sides)) or all(side.kind == "quantity" for side in sides)
-    return Named(None, sides[-1] if is_result else Node("relation", tuple(sides), "="))
+    is_result = len(sides) > 2 and variables(sides[-1]) <= variables(sides[0])  # else an equation of its variables
+    is_result = is_result or not any(map(variables, sides)) or all(side.kind == "quantity" for side in sides)
+    return Named(None, sides[-1] if is_result else Node("relation", tuple(sides), " ".join("=" * (len(sides) - 1))))
 
 
 def _mentions(node: Node, name: Node) -> bool:

@@ -106,12 +106,11 @@ class Line:
         if signs in (["in"], ["notin"]):
             inside = self._region(sides[1]) if is_name(sides[0]) else None
             return inside if inside is None or signs == ["in"] else _rest(inside)
-        parts = list[Region]()
-        for sign, left, right in zip(signs, sides, sides[1:], strict=False):
-            part = self.solved(left, sign, right)
-            if part is None:
-                return None
-            parts.append(part)
+        links = list(zip(signs, sides, sides[1:], strict=False))
+        parts = [part for sign, left, right in links if (part := self.solved(left, sign, right)) is not None]
+        about = [variables(left) | variables(right) for _, left, right in links]
+        if len(parts) < len(links) or not frozenset.intersection(*about):
+            return None
         return parts[0] if len(parts) == 1 else self.shared(parts, len(parts))
 
     def solved(self, left: Node, sign: str, right: Node) -> Region | None:

@@ -52,7 +52,7 @@ def named(node: Node) -> Named:
     if node.kind != "relation":
         return Named(None, node)
     signs = node.text.split()
-    if _IMPLICATIONS.intersection(signs) and not all(map(is_name, node.args)):
+    if _IMPLICATIONS.intersection(signs) and ({*signs} - _IMPLICATIONS or not any(map(variables, node.args))):
         last = max(at for at, sign in enumerate(signs) if sign in _IMPLICATIONS) + 1
         rest = node.args[last:]
         return named(Node("relation", rest, " ".join(signs[last:])) if len(rest) > 1 else node.args[-1])
@@ -177,10 +177,8 @@ def members(node: Node) -> tuple[Node, ...]:
 
 def variable_of(node: Node) -> str:
     """The one variable a set of reals is about, empty when it is not named."""
-    if has(node, "builder"):
-        return ""
-    found = {side.text for each in node.walk() if each.kind == "relation" for side in each.args if is_name(side)}
-    return found.pop() if len(found) == 1 else ""
+    found = [] if has(node, "builder") else list(variables(node))
+    return found[0] if len(found) == 1 else ""
 
 
 def infinity(node: Node) -> int:

@@ -21,7 +21,7 @@ from atts.local.loader import Weights
 from atts.local.loop import is_out_of_memory
 from atts.local.messages import Cancel, Command, FailureReply, Submit, WorkerConfig
 from atts.local.native_model import NativeModel
-from atts.local.prefix import PrefixTree
+from atts.local.prefix import PrefixNode, PrefixTree
 from atts.local.sequence import Sequence, ending
 from atts.local.torch_model import TorchModel
 from atts.seeds import Seed, uniforms
@@ -304,6 +304,27 @@ def test_the_prefix_tree_is_a_set_of_sequences(actions: list[tuple[str, list[int
         kept = {kept_ids[:end] for _, kept_ids in locked for end in range(1, len(kept_ids) + 1)}
         assert kept <= set(truth), "a locked sequence was forgotten"
         assert tree.num_evictable == len(truth) - len(kept)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["use", "lock", "unlock", "evict"]), st.integers(1, 8)), max_size=60))
+def test_what_was_used_longest_ago_is_evicted_first(actions: list[tuple[str, int]]) -> None:
+    """Also where it was used, locked or let go after it first could be evicted; what is locked stays."""
+    tree, used, locked = PrefixTree(max_logits=0), list[int](), dict[int, PrefixNode]()
+    for action, first in actions:
+        if action == "use":
+            tree.insert((first, 0), np.array([first, first + 10], dtype=np.int32))
+            used = [other for other in used if other != first] + [first]
+        elif action == "lock" and first in used and first not in locked:
+            locked[first] = tree.match((first, 0), 2).node
+            tree.lock(locked[first])
+            used = [other for other in used if other != first] + [first]
+        elif action == "unlock" and first in locked:
+            tree.unlock(locked.pop(first))
+        elif action == "evict":
+            oldest = [other for other in used if other not in locked][:1]
+            assert [int(run[0]) for run in tree.evict(1)] == oldest
+            used = [other for other in used if other not in oldest]
 
 
 def test_a_slot_is_never_handed_out_twice() -> None:

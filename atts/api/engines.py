@@ -42,7 +42,8 @@ def build_engine(
 
     "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=.01", what `atts zoo compare`
     kept to stand in for it within so many nats a token: what that loses is logged as a warning. With "?replicas=2" as
-    many processes hold the model.
+    many processes hold the model. With "?stages=2" one model of any folder is in two processes, each with some of its
+    layers.
     Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
     "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs with commas
     between them are replicas of one engine (`docs/servers.md`). Settings follow a question mark:
@@ -160,7 +161,7 @@ def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
     if not all(words.startswith("zoo:") for words in (draft, target)):
         return False
     one, other = (_zoo_model(words[4:].partition("?")[0], words.partition("?")[2]) for words in (draft, target))
-    alike = (one.settings, one.replicas) == (other.settings, other.replicas)
+    alike = (one.settings, one.replicas) == (other.settings, other.replicas) and "stages=" not in one.settings
     return alike and share_blocks(Path(one.folder), Path(other.folder))
 
 

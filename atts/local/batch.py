@@ -17,6 +17,7 @@ from atts.local.allocator import SlotIds
 from atts.local.sequence import Sequence
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
 
 
 class PrefillChunk(NamedTuple):
@@ -152,6 +153,14 @@ class GroupedModel(Model, Protocol):
     """One that may compute the attentions of a group of layers at once, from the first one's input: not exact."""
 
     is_grouped: bool
+
+
+class RangedModel(TappedModel, Protocol):
+    """One that takes rows through some of its units: its embedding (0), the halves of its layers, its last norm."""
+
+    def through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int], /) -> None:
+        """`rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer goes on alone."""
+        ...
 
 
 class ModelAround:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter, thread_time
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
 from atts.local.apart import DrafterProcess, DraftSetup
-from atts.local.batch import Model, TappedModel
+from atts.local.batch import Model, RangedModel, TappedModel
+from atts.local.cache import SPARE_SLOTS, allocate_cache, default_tokens, free_room
 from atts.local.chains import ChainModel
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
@@ -35,16 +34,14 @@ from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.scheme_drafting import SchemeDrafting
 from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
+from atts.local.stages import ProcessLine, StagedModel, StageSetup, stage_setups
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
 from atts.local.transport import DraftTransport, ThreadTransport
 from atts.processes import usable_cores
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
-_CPU_CACHE_BYTES = 2 << 30
 _MOST_THREADS = torch.get_num_threads()  # before a small model sets its own: what is set counts for new threads too
-_GPU_CACHE_SHARE = 0.8  # of what the weights leave free
-_SPARE_SLOTS = 2  # the first, which stays zero, and the last, which rows that only fill a step up are written to
 _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
 _MOST_LOGITS = 4096
 _K_BY_RATIO = 8
@@ -95,7 +92,7 @@ class _Models(NamedTuple):
     @property
     def slots(self) -> int:
         """Tokens that may be cached."""
-        return self.cache.shape[2] - _SPARE_SLOTS
+        return self.cache.shape[2] - SPARE_SLOTS
 
 
 def _build(
@@ -105,7 +102,7 @@ def _build(
     kernels, trouble = _shared_kernels(config, device)
     if kernels is None:
         config = replace(config, depth=0)
-        models = _models(config, device, make_model)
+        models = _staged(config, device) if config.options.stages > 1 else _models(config, device, make_model)
     else:
         models = _shared_models(config, device, kernels)
     options, model = config.options, config.model
@@ -130,7 +127,7 @@ def _build(
 def _shared_models(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL) -> _Models:
     """A model of a zoo, which others may join."""
     cache = allocate_cache(config, getattr(torch, config.options.dtype), device)
-    ledger = SlotLedger(cache.shape[2] - _SPARE_SLOTS, config.model.hidden_size)
+    ledger = SlotLedger(cache.shape[2] - SPARE_SLOTS, config.model.hidden_size)
     return _Models(ChainModel(kernels, cache, _threads(config), config, ledger), cache, ledger)
 
 
@@ -147,6 +144,41 @@ def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | 
     return _Models(exits or target, cache, None, drafter, exits, trouble)
 
 
+def _staged(config: WorkerConfig, device: torch.device) -> _Models:
+    """A model whose layers behind the first are in workers of their own, which load while this one does."""
+    dtype, options = getattr(torch, config.options.dtype), config.options
+    tokens = options.kv_tokens or default_tokens(config, dtype, device)
+    options = replace(options, kv_tokens=tokens, threads=_threads(config))
+    first, *others = stage_setups(replace(config, options=options, pieces=(), drafter=None, proposer=None))
+    line = ProcessLine(others)
+    try:
+        model, cache, trouble = _stage(first)
+        drafter = None if options.beside == "process" else _drafter_weights(config, dtype, device)
+        line.load()
+    except BaseException:
+        line.close()
+        raise
+    return _Models(StagedModel(first, model, line, cache), cache, drafter=drafter, trouble=trouble)
+
+
+def build_stage(setup: StageSetup) -> RangedModel:
+    """The layers of one stage, for the thread that runs them.
+
+    :raises EngineError: they cannot be loaded.
+    """
+    set_threads(setup.config)
+    return _stage(setup)[0]
+
+
+def _stage(setup: StageSetup) -> tuple[RangedModel, Tensor, str]:
+    config, device = setup.config, _device(setup.config)
+    dtype, own = getattr(torch, config.options.dtype), replace(config, model=config.model.part(setup.layers))
+    weights = load_weights(config.folder, config.model, dtype, device, config.name, layers=setup.layers)
+    cache = allocate_cache(own, dtype, device, config.options.kv_tokens)
+    model, trouble = _model(own, weights, cache)
+    return model, cache, trouble
+
+
 def _speculation(config: WorkerConfig, models: _Models, scheduler: Scheduler, table: TokenTable) -> Speculation:
     """What proposes to the target, and how much."""
     options, device = config.options, models.cache.device
@@ -160,7 +192,8 @@ def _speculation(config: WorkerConfig, models: _Models, scheduler: Scheduler, ta
     else:
         make = _drafter_beside if options.speculate in OVERLAPPED else _drafter
         proposer = _proposer(options.speculate or "auto", make(config, models, scheduler))
-    clock = thread_time if device.type == "cpu" else perf_counter
+    is_here = device.type == "cpu" and options.stages == 1
+    clock = thread_time if is_here else perf_counter
     return Speculation(proposer, lengths, scheduler, clock, vocabulary=config.model.vocabulary, table=table)
 
 
@@ -257,12 +290,12 @@ def _padded(config: WorkerConfig, model: TappedModel, cache: Tensor) -> TappedMo
     stack = config.padding
     if stack is None:
         return model
-    slots = cache.shape[2] - _SPARE_SLOTS
+    slots = cache.shape[2] - SPARE_SLOTS
     options = replace(config.options, kv_tokens=slots, threads=_threads(config))
     own = replace(config, model=stack, options=options, padding=None, drafter=None)
     bits = 16 if isinstance(model, NativeModel) else 8 * cache.dtype.itemsize
     weights = stack.matrix_weights * bits // 8
-    if weights > (room := _room(cache.device)):
+    if weights > (room := free_room(cache.device)):
         raise _too_large(config, f"its padding takes {weights / 1e9:.1f} GB, {room / 1e9:.1f} are free")
     try:
         numbers = padding_weights(stack, cache.dtype, cache.device)
@@ -274,17 +307,6 @@ def _padded(config: WorkerConfig, model: TappedModel, cache: Tensor) -> TappedMo
 
 def _too_large(config: WorkerConfig, problem: str) -> OutOfMemory:
     return OutOfMemory(config.name, problem, "Write a smaller pad=, or lower kv_tokens")
-
-
-def _room(device: torch.device) -> int:
-    """Bytes of memory that are free there; as many as there can be where the system does not tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 1 << 60
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 1 << 60)
 
 
 def _proposer(way: str, drafter: Proposer | None) -> Proposer:
@@ -355,38 +377,3 @@ def _threads(config: WorkerConfig) -> int:
 def set_threads(config: WorkerConfig) -> None:
     """Fix how many threads a step uses; called in the loop's own thread, for OpenMP counts per calling thread."""
     torch.set_num_threads(_threads(config))
-
-
-def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None) -> Tensor:
-    """The key-value cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros; halved until it fits.
-
-    :raises OutOfMemory: not even one whole context fits.
-    """
-    model = config.model
-    tokens = config.options.kv_tokens or _default_tokens(config, dtype, device)
-    least = least or min(tokens, model.context_length)
-    while True:
-        size = (config.num_layers, 2, tokens + _SPARE_SLOTS, model.num_kv_heads, model.head_dim)
-        try:
-            return _zeros(size, dtype, device)
-        except (torch.OutOfMemoryError, MemoryError):
-            if tokens <= least:
-                advice = "Lower kv_tokens, use bfloat16, or a smaller model"
-                raise OutOfMemory(config.name, f"a cache of {tokens} tokens does not fit", advice) from None
-            tokens = max(least, tokens // 2)
-
-
-def _default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
-    budget = _CPU_CACHE_BYTES
-    if device.type == "cuda":
-        later = sum(part.padding.matrix_weights for part in (config, config.drafter) if part and part.padding)
-        budget = int((_room(device) - later * dtype.itemsize) * _GPU_CACHE_SHARE)
-    return max(config.model.context_length, budget // (config.kv_floats_per_token * dtype.itemsize))
-
-
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    # numpy asks the system for zeroed pages, which cost nothing until they are written; torch would write them all
-    words = np.zeros(size, dtype=np.float32 if dtype == torch.float32 else np.int16)
-    return torch.from_numpy(words).view(dtype)

@@ -188,7 +188,7 @@ class LocalEngine:
         """What runs the step loop: a zoo's models share one where nothing else is computed beside them."""
         options, folder = self._options, Path(self.model).expanduser()
         drafts = options.speculates or self._proposer or (self._lent and options.takes_lent)
-        is_plain = not (drafts or options.pad) and options.kernel != "torch"
+        is_plain = not (drafts or options.pad or options.stages > 1) and options.kernel != "torch"
         if is_plain and (folder / MANIFEST).is_file():
             return SharedWorker(folder.resolve().parent.parent, self._replica)
         return new_worker(options.worker)

@@ -69,15 +69,25 @@ class Weights:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, name: str, *, merges: bool = True
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str,
+    *,
+    merges: bool = True,
+    layers: range | None = None,
 ) -> Weights:
     """Read and fuse the weights of the model in `folder`, what an adapter adds to them included if it `merges`.
+
+    Of some `layers` alone there are no embedding and no head unless these are the first.
 
     :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another shape.
     :raises OutOfMemory: the weights do not fit.
     """
     advice = "Use a smaller model, bfloat16, or another device"
-    needed, free = config.matrix_weights * dtype.itemsize, free_memory() if device.type == "cpu" else None
+    layers = range(config.num_layers) if layers is None else layers
+    needed, free = config.part(layers).matrix_weights * dtype.itemsize, free_memory() if device.type == "cpu" else None
     if free is not None and needed > free:
         problem = f"the weights take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory are free"
         raise OutOfMemory(name, problem, advice)
@@ -86,7 +96,7 @@ def load_weights(
             reader = _TensorReader(folder, dtype, device, name, stack)
             if merges:
                 reader.adapter = load_adapter(folder, config, name)
-            return _fuse(reader, config, load_ropes(folder, config, name))
+            return _fuse(reader, config, load_ropes(folder, config, name), layers)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(name, f"the weights do not fit into memory on {device}", advice) from error
 
@@ -109,11 +119,14 @@ def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
     return read_adapter(file, folder / ADAPTER, config, name) if file else {}
 
 
-def _fuse(read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope]) -> Weights:
-    embedding = read("embed_tokens.weight", config.vocabulary, config.hidden_size)
-    layers = tuple(_layer(read, config, f"layers.{index}.") for index in range(config.num_layers))
+def _fuse(read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope], places: range) -> Weights:
+    layers = tuple(_layer(read, config, f"layers.{index}.") for index in places)
     norm = read.norm(config, "norm", config.hidden_size)
     assert norm is not None, "every model norms its last states"
+    if places.start:
+        nothing = norm.new_empty(0, config.hidden_size)
+        return Weights(nothing, layers, norm, nothing, ropes)
+    embedding = read("embed_tokens.weight", config.vocabulary, config.hidden_size)
     head = embedding if config.ties_embeddings else read("lm_head.weight", config.vocabulary, config.hidden_size)
     return Weights(embedding, layers, norm, head, ropes)
 

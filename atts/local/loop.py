@@ -15,6 +15,7 @@ from torch import Tensor
 
 from atts.core import SampleRequest
 from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
+from atts.errors import EngineUnavailable
 from atts.local.batch import Model, PrefillChunk, StepPlan, step_batch
 from atts.local.chains import ChainModel
 from atts.local.drawing import DrawnTokens, beginning, draw_scored, extend_drawn
@@ -142,6 +143,8 @@ class StepLoop:
             return
         try:
             computed = self._compute(plan)
+        except EngineUnavailable:  # part of the model is gone
+            raise
         except Exception as error:  # noqa: BLE001  told to the callers whose requests it concerns
             if self._speculation is not None and plan.proposals:
                 self._speculation.give_way(plan, shorten=is_out_of_memory(error))

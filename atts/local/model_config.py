@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -85,6 +85,12 @@ class ModelConfig:
     def kv_floats_per_token(self) -> int:
         """Numbers the cache keeps per token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def part(self, layers: range) -> ModelConfig:
+        """Some of its layers as a model, without words where these are not the first."""
+        cut, vocabulary = slice(layers.start, layers.stop), 0 if layers.start else self.vocabulary
+        ropes, windows = self.ropes[cut], self.windows[cut]
+        return replace(self, num_layers=len(layers), ropes=ropes, windows=windows, vocabulary=vocabulary)
 
     @property
     def rules(self) -> Family:

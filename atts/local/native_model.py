@@ -189,11 +189,16 @@ class NativeModel:
 
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: Tap) -> Tensor:
         x, (middle, last) = _floats(len(batch.tokens), hidden.shape[1]), (1 + 2 * tap.layers, self._step.last_unit)
-        step, all_ = self.prepare(batch, table, (x, hidden)), (0, len(x), 0, len(batch.table_rows), 0, len(hidden))
-        self.run(step, np.array([(self.address, 0, middle, 0, 0, *all_)]))
+        self.through(batch, table, (x, hidden), (0, middle))
         tap.hear(torch.from_numpy(x[batch.logit_rows]))
-        self.run(step, np.array([(self.address, middle, last, 0, 0, *all_)]))
+        self.through(batch, table, (x, hidden), (middle, last))
         return torch.from_numpy(hidden)
+
+    def through(self, batch: StepBatch, table: SlotIds, rows: tuple[_Floats, _Floats], units: tuple[int, int]) -> None:
+        """Take all rows of a step, and those of its `logit_rows`, on through some units."""
+        step, (x, hidden) = self.prepare(batch, table, rows), rows
+        all_ = 0, len(x), 0, len(batch.table_rows), 0, len(hidden)
+        self.run(step, np.array([(self.address, *units, 0, 0, *all_)]))
 
     def draw_ahead(self, ahead: AheadBatch, table: SlotIds) -> NDArray[np.int64]:
         """Tokens to come, [turns, sequences], each drawn after the one before and fed, in groups, to draw the next."""

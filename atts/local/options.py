@@ -14,6 +14,7 @@ Kernel = Literal["auto", "torch", "native"]
 Graphs = Literal["auto", "off"]
 WorkerKind = Literal["thread", "process"]
 Beside = Literal["thread", "process"]
+StageWorker = Literal["process", "ray"]
 SPECULATE = ("auto", "draft", "suffix", "pearl", "ssd", "mirror", "off")
 OVERLAPPED = ("pearl", "ssd", "mirror")
 MOST_PROPOSED = 32
@@ -34,6 +35,8 @@ class LocalOptions:
     chunk_tokens: int = 512  # tokens in one step, decoding apart
     block_rows: int | None = None  # most that one run of a block takes, where models of a zoo share them; None: all
     threads: int | None = None  # of one step; None leaves torch's setting
+    stages: int = 1  # ranges of layers, each of the others with its keys and values in a worker of its own
+    stage_worker: StageWorker = "process"  # what such a worker is; behind "ray:", an actor
     drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
     speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
     beside: Beside = "thread"  # where a drafter works that does so while the target verifies
@@ -49,12 +52,12 @@ class LocalOptions:
         :raises OptionError: one is not.
         """
         kinds = {"device": Device, "dtype": Dtype, "worker": WorkerKind, "kernel": Kernel, "graphs": Graphs}
-        kinds["beside"] = Beside
+        kinds |= {"beside": Beside, "stage_worker": StageWorker}
         for option, known in kinds.items():
             choice = getattr(self, option)
             if choice not in get_args(known):
                 raise OptionError(str(choice), f"no such {option}", get_args(known))
-        for option in ("kv_tokens", "max_batch", "chunk_tokens", "block_rows", "threads"):
+        for option in ("kv_tokens", "max_batch", "chunk_tokens", "block_rows", "threads", "stages"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise OptionError(option, f"is {value}, expected at least 1")
@@ -68,6 +71,8 @@ class LocalOptions:
             raise OptionError("pad_vocabulary", "needs a padded model: write pad=20M as well, or another size")
         if self.drafter_pad and not self.drafter:
             raise OptionError("drafter_pad", "needs a draft model: write drafter=embedded:draft, or another's name")
+        if self.stages > 1 and (self.pad or self.speculate == "mirror"):
+            raise OptionError("stages", "are of a model that is not padded, and not heard between its layers (mirror)")
         for words in (self.pad, self.drafter_pad):
             read_size(words or "0")
         if self.fuzzy < 1 or (

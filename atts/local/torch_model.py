@@ -16,7 +16,7 @@ from torch import Tensor
 from atts.decode import SampledTokens, SamplingBatch, raw_logprobs, sample
 from atts.local.allocator import SlotIds
 from atts.local.attention import Attend, GatheredAttention, MakeAttend
-from atts.local.batch import StepBatch, Tap
+from atts.local.batch import Floats, StepBatch, Tap
 from atts.local.blocks import DeviceStep, RowBlocks, layout_of, packed, unpacked
 from atts.local.grouping import AttentionGroup, attention_groups, joined
 from atts.local.loader import LayerWeights, Rope, Weights
@@ -76,19 +76,37 @@ class TorchModel:
             and (hidden := self.graphs.run(batch, table, blocks)) is not None
         ):
             return hidden
+        return self._compute(self._sent(batch, table, blocks), tap)
+
+    @torch.inference_mode()
+    def through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int]) -> None:
+        """Take rows through all layers, before that the embedding and behind it the last norm if `units` hold these."""
+        step = self._sent(batch, table, RowBlocks.of(batch, self._most_rows))
+        given = torch.from_numpy(rows[0]).to(self._cache, copy=True) if units[0] else self._embedded(step)
+        x = self._behind_layers(given, step)
+        ends = units[1] > 1 + 2 * self._config.num_layers
+        rows[1][:] = (self._norm(x, self._weights.norm) if ends else x).float().numpy(force=True)
+
+    def _sent(self, batch: StepBatch, table: SlotIds, blocks: RowBlocks) -> DeviceStep:
+        """A step on the device."""
         classes = blocks.classes() if self._most_rows is None else [blocks]
         layout = layout_of(batch, classes)
         array = torch.from_numpy(packed(batch, table, classes, layout, self._cache.shape[2] - 1))
-        return self._compute(unpacked(array.to(self._device, non_blocking=True), layout), tap)
+        return unpacked(array.to(self._device, non_blocking=True), layout)
 
     def _compute(self, step: DeviceStep, tap: Tap | None = None) -> Tensor:
         """The same of a step on the device; every operation depends on the step's arrays and sizes alone."""
+        return self._norm(self._behind_layers(self._embedded(step), step, tap), self._weights.norm)
+
+    def _embedded(self, step: DeviceStep) -> Tensor:
+        x, scale = self._weights.embedding[step.tokens], self._config.embedding_scale
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
+
+    def _behind_layers(self, x: Tensor, step: DeviceStep, tap: Tap | None = None) -> Tensor:
+        """Rows behind the last layer."""
         config = self._config
         attends = {window: self._attention(step, config, window) for window in set(config.windows)}
         rotations = {kind: turns[step.positions].unsqueeze(1) for kind, turns in self._rotations.items()}
-        x = self._weights.embedding[step.tokens]
-        if config.embedding_scale != 1.0:
-            x = x * torch.tensor(config.embedding_scale, dtype=x.dtype)
         for group, weights in self._grouped if self.is_grouped else self._exact:
             mixed = self._mixed(x, step, (group, weights), attends, rotations)
             for index, attended in zip(group.layers, mixed.chunk(len(group.layers), 1), strict=True):
@@ -97,7 +115,7 @@ class TorchModel:
                 x = self._fed_forward(x, attended, self._weights.layers[index])
             if tap is not None and tap.layers == group.layers.stop:
                 tap.hear(x if step.logit_rows is None else x[step.logit_rows])
-        return self._norm(x, self._weights.norm)
+        return x
 
     def _attention_of(self, group: AttentionGroup) -> _Attention:
         layers = self._weights.layers[group.layers.start : group.layers.stop]

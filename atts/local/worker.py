@@ -197,7 +197,9 @@ def new_worker(kind: WorkerKind) -> LoopWorker:
 
 
 def broken(error: BaseException) -> FailureReply:
-    """The last word of a loop that hit an error of ours."""
+    """The last word of a loop that hit an error of ours, or lost a part of its model."""
+    if isinstance(error, EngineError):
+        return FailureReply.of(error)
     return FailureReply(0, "broken", f"its step loop broke ({type(error).__name__}: {error})", "Please report this")
 
 

@@ -160,7 +160,7 @@ def matrices(model: Any) -> Iterator[Tensor]:
 @pytest.mark.anyio
 async def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what it takes and what there is."""
-    monkeypatch.setattr("atts.local.build._room", lambda device: 1_000_000_000)
+    monkeypatch.setattr("atts.local.build.free_room", lambda device: 1_000_000_000)
     with pytest.raises(OutOfMemory, match=r"padding takes 64\.0 GB, 1\.0 are free. Write a smaller pad="):
         async with build_engine("embedded:target?pad=32B&worker=thread", "target"):
             pass

@@ -18,7 +18,7 @@ from atts.core import SampleRequest, Sampling
 from atts.errors import OptionError, OutOfMemory
 from atts.local import LocalEngine, LocalOptions
 from atts.local.batch import StepPlan
-from atts.local.build import allocate_cache
+from atts.local.cache import allocate_cache
 from atts.local.loop import StepLoop
 from atts.local.messages import SampleReply, Submit
 from atts.seeds import Seed
@@ -162,7 +162,7 @@ def test_a_drafter_without_room_for_its_cache_is_refused(
 
     def scarce(config: Any, dtype: Any, device: Any, least: int | None = None) -> Any:
         if config.name == "tiny" and least is not None:
-            monkeypatch.setattr("atts.local.build._zeros", refuse)
+            monkeypatch.setattr("atts.local.cache._zeros", refuse)
         return allocate_cache(config, dtype, device, least)
 
     def refuse(*sizes: object) -> Any:

@@ -1,0 +1,59 @@
+"""The key-value cache: how many tokens it holds, and its memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atts.errors import OutOfMemory
+from atts.local.loader import free_memory
+from atts.local.messages import WorkerConfig
+
+_CPU_CACHE_BYTES = 2 << 30
+_GPU_CACHE_SHARE = 0.8  # of what the weights leave free
+SPARE_SLOTS = 2  # the first, which stays zero, and the last, which rows that only fill a step up are written to
+
+
+def free_room(device: torch.device) -> int:
+    """Bytes of memory that are free there; as many as there can be where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = free_memory()
+    return 1 << 60 if free is None else free
+
+
+def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None) -> Tensor:
+    """The key-value cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros; halved until it fits.
+
+    :raises OutOfMemory: not even one whole context fits.
+    """
+    model = config.model
+    tokens = config.options.kv_tokens or default_tokens(config, dtype, device)
+    least = least or min(tokens, model.context_length)
+    while True:
+        size = (config.num_layers, 2, tokens + SPARE_SLOTS, model.num_kv_heads, model.head_dim)
+        try:
+            return _zeros(size, dtype, device)
+        except (torch.OutOfMemoryError, MemoryError):
+            if tokens <= least:
+                advice = "Lower kv_tokens, use bfloat16, or a smaller model"
+                raise OutOfMemory(config.name, f"a cache of {tokens} tokens does not fit", advice) from None
+            tokens = max(least, tokens // 2)
+
+
+def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Tokens that a cache holds where no number is given."""
+    budget = _CPU_CACHE_BYTES
+    if device.type == "cuda":
+        later = sum(part.padding.matrix_weights for part in (config, config.drafter) if part and part.padding)
+        budget = int((free_room(device) - later * dtype.itemsize) * _GPU_CACHE_SHARE)
+    return max(config.model.context_length, budget // (config.kv_floats_per_token * dtype.itemsize))
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # numpy asks the system for zeroed pages, which cost nothing until they are written; torch would write them all
+    words = np.zeros(size, dtype=np.float32 if dtype == torch.float32 else np.int16)
+    return torch.from_numpy(words).view(dtype)

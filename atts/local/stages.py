@@ -89,7 +89,7 @@ class HeldLayers:
         return hidden
 
 
-class Line(Protocol):
+class StageLine(Protocol):
     """The stages behind the first, in their order."""
 
     close: Callable[[], object]  # end them; twice is fine
@@ -112,7 +112,7 @@ class Line(Protocol):
 class StagedModel(ModelAround):
     """A model whose layers behind the first are elsewhere; every number is what it would be here."""
 
-    def __init__(self, setup: StageSetup, model: RangedModel, line: Line, like: Tensor) -> None:
+    def __init__(self, setup: StageSetup, model: RangedModel, line: StageLine, like: Tensor) -> None:
         """States that are returned are on the device and of the type that `like` is."""
         super().__init__(model)
         self._first, self._line, self._like = HeldLayers(setup, model), line, like

@@ -35,6 +35,10 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self.child: subprocess.Popen[bytes] | None = None
 
+    def __reduce__(self) -> tuple[type[TemplateProcess], tuple[float]]:
+        """In another process: one of its own."""
+        return TemplateProcess, (self._seconds,)
+
     def start(self) -> subprocess.Popen[bytes]:
         """A new child, which ends with this object."""
         self.child = _started(self._seconds)

@@ -204,7 +204,7 @@ def _on_ray(words: str, role: Role, chat: bool) -> Engine:
     from atts.remote import RayEngine
 
     inner, options = _ray_words(words)
-    here = LocalOptions(worker="thread")  # an actor is a process of its own already
+    here = LocalOptions(worker="thread", stage_worker="ray")  # an actor is a process of its own already
     return RayEngine(partial(build_engine, inner, role, here, chat=chat), name=role, options=options)
 
 

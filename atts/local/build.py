@@ -30,11 +30,12 @@ from atts.local.native_model import NativeModel, unknown_parts
 from atts.local.options import MOST_PROPOSED, OVERLAPPED
 from atts.local.padding import PaddedModel, padding_weights
 from atts.local.prefix import PrefixTree
+from atts.local.ray_stages import RayLine
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.scheme_drafting import SchemeDrafting
 from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
-from atts.local.stages import ProcessLine, StagedModel, StageSetup, stage_setups
+from atts.local.stages import ProcessLine, StagedModel, StageLine, StageSetup, stage_setups
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
 from atts.local.transport import DraftTransport, ThreadTransport
@@ -150,7 +151,7 @@ def _staged(config: WorkerConfig, device: torch.device) -> _Models:
     tokens = options.kv_tokens or default_tokens(config, dtype, device)
     options = replace(options, kv_tokens=tokens, threads=_threads(config))
     first, *others = stage_setups(replace(config, options=options, pieces=(), drafter=None, proposer=None))
-    line = ProcessLine(others)
+    line: StageLine = ProcessLine(others) if options.stage_worker == "process" else RayLine(others, build_stage)
     try:
         model, cache, trouble = _stage(first)
         drafter = None if options.beside == "process" else _drafter_weights(config, dtype, device)

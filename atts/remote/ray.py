@@ -266,12 +266,17 @@ class Host:
         self._life: asyncio.Task[None] | None = None
 
     async def open(self) -> tuple[EngineSpec, Tokenizer] | Failure:
-        """Open the engine, unless it is; what it is, or why it could not be opened."""
+        """Open the engine, unless it is, anew where its loop has ended; what it is, or why it could not be opened."""
         if self._life is None:
             self._life = asyncio.create_task(self._live())
         await self._open.wait()
         if self._failure is not None or self._engine is None:
             return self._failure or Failure(EngineUnavailable, "it is closed")
+        try:
+            if recheck := getattr(self._engine, "recheck", None):
+                await recheck()
+        except ATTSError as error:
+            return Failure(type(error), str(error))
         return self._engine.spec, self._engine.tokenizer
 
     async def sample(self, request: SampleRequest) -> Completion | Failure:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from atts.core import SampleRequest, Sampling, ScoreRequest
+from atts.core import Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import EngineUnavailable, ModelLoadError, OptionError, UnsupportedByEngine
 from atts.local import LocalEngine, LocalOptions
 from atts.local.allocator import SlotIds
@@ -27,6 +28,7 @@ from atts.local.model_config import read_model_config
 from atts.local.stages import HeldLayers, StageSetup, StageStep, stage_setups
 from atts.seeds import Seed
 from atts.testing import check_engine
+from atts.tokenizing import ModelTokenizer
 
 from .speculating import ids_of
 
@@ -121,6 +123,8 @@ async def test_what_cannot_be_loaded_or_divided_is_told(make_model: Make, tmp_pa
     assert not stage_processes()
     with pytest.raises(UnsupportedByEngine, match="3 layers make no 4 stages"):
         await LocalEngine(make_model("llama"), options=replace(HERE, stages=4)).__aenter__()
+    with pytest.raises(UnsupportedByEngine, match="ray:"):
+        await LocalEngine(make_model("llama"), options=replace(HERE, stage_worker="ray")).__aenter__()
     for options in (replace(HERE, pad="1M"), replace(HERE, stages=0), replace(HERE, speculate="mirror", drafter="d")):
         with pytest.raises(OptionError, match="stages"):
             LocalEngine(folder, options=options)
@@ -151,6 +155,15 @@ def test_what_breaks_in_one_stage_passes_through_the_others(make_model: Make) ->
         assert two._table.tolist() == [[7, 0, 0]]
     assert isinstance(done.rows, MemoryError)
     assert "layers 1 to 1" in str(done.rows)
+
+
+def test_a_tokenizer_goes_into_another_process(make_model: Make) -> None:
+    """As an actor sends it to the process that asks."""
+    tokenizer = ModelTokenizer(make_model("llama"), "m")
+    again = pickle.loads(pickle.dumps(tokenizer))
+    messages = [Message("user", "the step is done")]
+    assert again.render(messages) == tokenizer.render(messages)
+    assert again.digest == tokenizer.digest
 
 
 def test_layers_are_divided_by_bytes(make_model: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import signal
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -122,6 +123,29 @@ def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: 
     assert {name: outcome.answer for name, outcome in one.items()} == {n: outcome.answer for n, outcome in two.items()}
     texts = [(ours.text, theirs.text) for name in one for ours, theirs in zip(one[name].rollouts, two[name].rollouts)]  # noqa: B905
     assert sum(ours == theirs for ours, theirs in texts) >= len(texts) - 1  # a tie of two logits may flip one
+
+
+def stage_actors() -> list[int]:
+    """Processes of actors that hold layers."""
+    found = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if b"StageActor" in path.read_bytes()]
+    return [int(path.name) for path in found]
+
+
+@pytest.mark.anyio
+async def test_stages_in_actors_say_what_one_process_says(cluster: Any) -> None:
+    """The bits of one process; an actor that is killed with its layers loses no request."""
+    words, law = "embedded:target?threads=1&kv_tokens=4096", Sampling(0.8)
+    ask = SampleRequest((5, 6, 7), 40, law, Seed(run=1), rollout="r")
+    async with build_engine(words, "target") as alone:
+        wanted = await alone.sample(ask)
+    async with build_engine(f"ray:{words}&stages=3&cpus=0.25", "target") as engine:
+        assert (await engine.sample(ask)).logprobs == wanted.logprobs
+        assert (await engine.sample(ask)).ids == wanted.ids
+        stages = stage_actors()
+        assert len(stages) == 2
+        os.kill(stages[0], signal.SIGKILL)
+        with anyio.fail_after(120):
+            assert (await engine.sample(ask)).logprobs == wanted.logprobs
 
 
 def test_without_ray_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,6 +264,7 @@ class Host:
         self._closing = asyncio.Event()
         self._failure: Failure | None = None
         self._life: asyncio.Task[None] | None = None
+        self._again: asyncio.Task[Failure | None] | None = None
 
     async def open(self) -> tuple[EngineSpec, Tokenizer] | Failure:
         """Open the engine, unless it is, anew where its loop has ended; what it is, or why it could not be opened."""
@@ -272,12 +273,10 @@ class Host:
         await self._open.wait()
         if self._failure is not None or self._engine is None:
             return self._failure or Failure(EngineUnavailable, "it is closed")
-        try:
-            if recheck := getattr(self._engine, "recheck", None):
-                await recheck()
-        except ATTSError as error:
-            return Failure(type(error), str(error))
-        return self._engine.spec, self._engine.tokenizer
+        if self._again is None or self._again.done():
+            self._again = asyncio.create_task(self._recheck(self._engine))
+        failure = await asyncio.shield(self._again)  # who asks may give up meanwhile, and ask again
+        return failure or (self._engine.spec, self._engine.tokenizer)
 
     async def sample(self, request: SampleRequest) -> Completion | Failure:
         """A completion, or why there is none."""
@@ -308,6 +307,15 @@ class Host:
         finally:
             self._engine = None
             self._open.set()
+
+    @staticmethod
+    async def _recheck(engine: Engine) -> Failure | None:
+        try:
+            if recheck := getattr(engine, "recheck", None):
+                await recheck()
+        except ATTSError as error:
+            return Failure(type(error), str(error))
+        return None
 
     async def _ask(self, call: Callable[[Engine], Awaitable[T]]) -> T | Failure:
         if self._engine is None:

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -133,7 +133,7 @@ def stage_actors() -> list[int]:
 
 @pytest.mark.anyio
 async def test_stages_in_actors_say_what_one_process_says(cluster: Any) -> None:
-    """The bits of one process; an actor that is killed with its layers loses no request."""
+    """The bits of one process; an actor that is killed with its layers is an outage, which ends."""
     words, law = "embedded:target?threads=1&kv_tokens=4096", Sampling(0.8)
     ask = SampleRequest((5, 6, 7), 40, law, Seed(run=1), rollout="r")
     async with build_engine(words, "target") as alone:
@@ -145,6 +145,9 @@ async def test_stages_in_actors_say_what_one_process_says(cluster: Any) -> None:
         assert len(stages) == 2
         os.kill(stages[0], signal.SIGKILL)
         with anyio.fail_after(120):
+            with pytest.raises(EngineUnavailable, match="a stage of it died"):
+                await engine.sample(ask)
+            assert await cast(RayEngine, engine).comes_back()  # as a run waits before it asks again
             assert (await engine.sample(ask)).logprobs == wanted.logprobs
 
 

@@ -101,6 +101,7 @@ class StepBatch:
     num_logits: Ints  # [sequences] how many of each one's tokens need logits: always its last ones
     num_single: int  # sequences at the front that feed exactly one token
     logit_rows: Ints  # [logits] tokens whose hidden state is returned
+    num_scored: tuple[int, int] = (0, 0)  # how many tokens, and logit rows, at the end are of chunks that are scored
     chains: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [sequences] of which model each is
     units: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [sequences] of it, computed from there
 
@@ -210,6 +211,7 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     sampled = starts[1:][(is_scoring == 0) & (num_logits > 0)] - 1
     num_scored = num_logits * is_scoring
     scored = np.arange(num_scored.sum()) + (starts[1:] - num_scored.cumsum()).repeat(num_scored)
+    last = len(is_scoring) - int(is_scoring[::-1].cumprod().sum())
     return StepBatch(
         tokens=tokens,
         positions=positions + ropes.repeat(counts),
@@ -220,6 +222,7 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
         num_logits=num_logits,
         num_single=int((counts == 1).sum()),
         logit_rows=np.concatenate([sampled, scored]),
+        num_scored=(int(counts[last:].sum()), int(num_logits[last:].sum())),
         chains=chains,
         units=units,
     )

@@ -228,7 +228,7 @@ def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> Mod
     if config.drafter is None:
         return None
     options, cache, weights = config.options, models.cache, models.drafter
-    own = replace(config.drafter, options=replace(options, kv_tokens=models.slots))
+    own = replace(config.drafter, options=replace(options, kv_tokens=models.slots, scores="float32"))
     assert weights is not None, "they were loaded"
     own_cache = allocate_cache(own, cache.dtype, cache.device, least=models.slots)
     model = _model(own, weights, own_cache, options.fuzzy)[0]
@@ -266,7 +266,7 @@ def ahead_drafter(
     device, dtype, options = _device(config), getattr(torch, config.options.dtype), config.options
     weights = weights or _drafter_weights(config, dtype, device)
     assert weights is not None, "there is a model to load"
-    own = replace(config.drafter, options=replace(options, kv_tokens=slots + BRANCH_SLOTS))
+    own = replace(config.drafter, options=replace(options, kv_tokens=slots + BRANCH_SLOTS, scores="float32"))
     cache = allocate_cache(own, dtype, device, least=slots + BRANCH_SLOTS)
     heads = StreamHeads.read(own.folder, own.model, weights, own.name) if exits is not None else None
     return AheadDrafter(
@@ -335,7 +335,9 @@ def _model(
     With groups of several attentions it is plain torch on a GPU.
     """
     is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
-    if config.options.kernel == "native" and not is_fit:
+    rounds = config.options.scores == "bfloat16"
+    is_needed = rounds or config.options.kernel == "native"
+    if is_needed and not is_fit:
         raise UnsupportedByEngine(
             config.name, "the native kernels compute float32 on a CPU", "Write ?kernel=torch behind the engine's name"
         )
@@ -345,12 +347,17 @@ def _model(
             if unknown := unknown_parts(config.model):
                 raise UnsupportedByEngine(config.name, f"the native kernels do not know {unknown}", "Use torch")
             library, trouble = native_library(config.name, config.model)
+            if rounds and not library.atts_has_pairs():
+                problem = "this processor does not multiply bfloat16 numbers"
+                raise UnsupportedByEngine(config.name, problem, "Leave scores=bfloat16 out")
         except UnsupportedByEngine as error:
-            if config.options.kernel == "native":
+            if is_needed:
                 raise
             trouble = f"{error.problem}: torch operations are used, several times slower"
         else:
-            return NativeModel(library, config.model, weights, cache, _threads(config), group=group), trouble
+            threads = _threads(config)
+            model = NativeModel(library, config.model, weights, cache, threads, group=group, rounds_scores=rounds)
+            return model, trouble
     if cache.device.type == "cuda" and group == 1:
         return cuda_model(config.model, weights, cache, graphs=config.options.graphs)
     return TorchModel(config.model, weights, cache, group=group), trouble

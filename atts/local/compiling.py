@@ -27,6 +27,7 @@ _INSTEAD = "Write ?kernel=torch behind the engine's name"
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None, ...]] = {  # result, then arguments
     "atts_row_block": (_INT,),
+    "atts_has_pairs": (_INT,),
     "atts_packed_bytes": (_INT, _INT, _INT, _INT),
     "atts_scratch_floats": (_INT, _INT, _INT),
     "atts_supports": (_INT, _INT),

@@ -188,7 +188,8 @@ class LocalEngine:
         """What runs the step loop: a zoo's models share one where nothing else is computed beside them."""
         options, folder = self._options, Path(self.model).expanduser()
         drafts = options.speculates or self._proposer or (self._lent and options.takes_lent)
-        is_plain = not (drafts or options.pad or options.stages > 1) and options.kernel != "torch"
+        is_alone = drafts or options.pad or options.stages > 1 or options.scores != "float32"
+        is_plain = not is_alone and options.kernel != "torch"
         if is_plain and (folder / MANIFEST).is_file():
             return SharedWorker(folder.resolve().parent.parent, self._replica)
         return new_worker(options.worker)
@@ -381,7 +382,7 @@ def _spec(marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, dige
         end_ids=model.end_ids,
         vocabulary=model.vocabulary,
         engine=_KIND,
-        dtype=config.options.dtype,
+        dtype=config.options.dtype + ", scores in bfloat16" * (config.options.scores == "bfloat16"),
         capabilities=frozenset({"sample", "score", "draw"}),
         flops_per_token=2.0 * config.matrix_weights,
     )

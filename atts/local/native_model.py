@@ -22,7 +22,9 @@ from atts.local.packing import Packing
 
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]
-_ARRAYS = tuple(field.name for field in fields(StepBatch) if field.name not in ("num_single", "chains", "units"))
+_ARRAYS = tuple(
+    field.name for field in fields(StepBatch) if field.name not in ("num_single", "num_scored", "chains", "units")
+)
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -33,6 +35,8 @@ def _address(array: NDArray[Any]) -> int:
 def _fill(step: _Step, batch: StepBatch, table: SlotIds, hidden: _Floats) -> None:
     step.last_row, step.last_sequence = len(batch.tokens), len(batch.table_rows)
     step.last_logit, step.table_width = len(batch.logit_rows), table.shape[-1]
+    rounded = batch.num_scored if step.pairs else (0, 0)
+    step.rounded_row, step.rounded_logit = step.last_row - rounded[0], step.last_logit - rounded[1]
     step.table, step.hidden = _address(table), _address(hidden)
     for name in _ARRAYS:
         setattr(step, name, _address(getattr(batch, name)))
@@ -69,6 +73,8 @@ class _Step(ctypes.Structure):
         ("next_items", POINTER),
         *members("first_unit last_unit num_segments", INT),
         *members("segments low", POINTER),
+        *members("rounded_row rounded_logit", INT),
+        ("pairs", POINTER),
     ]
 
 
@@ -76,7 +82,7 @@ class _Scoring(ctypes.Structure):
     _fields_ = [
         ("model", POINTER),
         *members("num_rows num_kept", INT),
-        *members("hidden tokens kept_rows logprobs kept_logits logits", POINTER),
+        *members("hidden tokens kept_rows logprobs kept_logits logits pairs", POINTER),
     ]
 
 
@@ -115,14 +121,20 @@ class NativeModel:
         packing: Packing | None = None,
         keys: Sequence[str] = (),
         group: int = 1,
+        rounds_scores: bool = False,
     ) -> None:
         """`allocate` makes the buffers of a step, and may raise MemoryError; of `group`, see `is_grouped`.
+
+        With `rounds_scores` rows that are scored are rounded to bfloat16 for products; this processor must have those.
 
         Models that share a `packing` share what has equal `keys`: of the embedding, each layer's halves, and the head.
         """
         self._library, self._config, self._threads, self._allocate = library, config, threads, allocate
         self._packing = packing or Packing(library)
         self._weights = NativeWeights(config, weights, cache, self._packing, keys, group)
+        if rounds_scores:
+            self._weights.add_pairs(weights)
+        self._rounds_scores = rounds_scores
         self._model, self._grouped = self._weights.exact, self._weights.grouped
         self.is_grouped = False  # whether attentions of a group read one input: not exact
         self._scratch_floats = int(library.atts_scratch_floats(config.head_dim, config.context_length))
@@ -145,6 +157,7 @@ class NativeModel:
     def device_name(self) -> str:
         """What computes."""
         halves = ", bf16 weights" * self._weights.is_bf16
+        halves += ", scores in bf16" * self._rounds_scores
         return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{halves}"
 
     def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
@@ -248,6 +261,7 @@ class NativeModel:
             logprobs=_address(logprobs),
             kept_logits=kept.data_ptr(),
             logits=_address(self._logits),
+            pairs=self._step.pairs,
         )
         self._library.atts_score(ctypes.byref(scoring), self._threads)
         values: list[float] = logprobs.tolist()
@@ -309,7 +323,9 @@ class NativeModel:
             "gate_up": 2 * config.intermediate_size,
         }
         capacity = max(tokens, self._capacity + self._capacity // 4)
-        rows = {"normed": min(capacity, self._row_block), "gate_up": min(capacity, self._row_block)}
+        if self._rounds_scores:
+            widths["pairs"] = max(config.hidden_size, across, config.intermediate_size) // 2
+        rows = dict.fromkeys(("normed", "gate_up", "pairs"), min(capacity, self._row_block))
         self._buffers, self._capacity = {}, 0  # the old ones first go, then the new ones come
         self._buffers = {name: self._allocate(rows.get(name, capacity), width) for name, width in widths.items()}
         for name, buffer in self._buffers.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 from atts.local.grouping import AttentionGroup, attention_groups, joined
 from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.model_config import ModelConfig, rope_rows
-from atts.local.packing import Packing, is_bfloat16
+from atts.local.packing import Packing, PanelKind, is_bfloat16
 
 POINTER, INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -35,6 +35,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *members(_PLAIN, POINTER),
         *members(_PACKED, POINTER),
+        *members("qkv_pairs out_pairs gate_up_pairs down_pairs", POINTER),
         *members("cosines sines keys values", POINTER),
         *members("stride window num_heads num_kv_heads across place attention_bf16 mlp_bf16", INT),
     ]
@@ -44,7 +45,7 @@ class _Model(ctypes.Structure):
     _fields_ = [
         *members(f"{_SIZES} is_bf16", INT),
         *members("eps query_scale", ctypes.c_float),
-        *members("embedding norm head layers", POINTER),
+        *members("embedding norm head head_pairs layers", POINTER),
     ]
 
 
@@ -77,6 +78,7 @@ class NativeWeights:
         head = keys[0] if weights.head is weights.embedding else keys[-1]
         arrays = [(_Layer * config.num_layers)(*own) for own in (exact, grouped)]
         packing.keep(arrays)
+        self._layers = arrays[0]
         model = _Model(
             **{name: getattr(config, name) for name in _SIZES.split()},
             is_bf16=int(is_bf16),
@@ -84,12 +86,19 @@ class NativeWeights:
             query_scale=config.query_scale,
             embedding=packing.pin(weights.embedding, _key(keys[0], "embedding")),
             norm=packing.pin(weights.norm, _key(keys[-1], "norm")),
-            head=packing.pack(weights.head, is_bf16, _key(head, "head")),
+            head=packing.pack(weights.head, PanelKind(is_bf16), _key(head, "head")),
             layers=ctypes.addressof(arrays[0]),
         )
         other = _Model.from_buffer_copy(model)
         other.layers = ctypes.addressof(arrays[1])
         return model, other
+
+    def add_pairs(self, weights: Weights) -> None:
+        """Matrices once more, for rows that are rounded to bfloat16."""
+        for own, layer in zip(self._layers, weights.layers, strict=True):
+            for name in _PACKED.split():
+                setattr(own, f"{name}_pairs", self._packing.pack(getattr(layer, name), PanelKind.PAIRS))
+        self.exact.head_pairs = self._packing.pack(weights.head, PanelKind.PAIRS)
 
     def _layer(self, group: AttentionGroup, layer: LayerWeights, table: tuple[int | None, int | None]) -> _Layer:
         at = group.layers.start
@@ -124,7 +133,7 @@ class NativeWeights:
         is_bf16 = all(map(is_bfloat16, matrices.values()))
         self.is_bf16 &= is_bf16
         for name, each in matrices.items():
-            setattr(own, name, packing.pack(each, is_bf16, _key(key, name)))
+            setattr(own, name, packing.pack(each, PanelKind(is_bf16), _key(key, name)))
         for name in plain.split():
             setattr(own, name, packing.pin(getattr(layer, name), _key(key, name)))
         setattr(own, ("attention_bf16", "mlp_bf16")[half], int(is_bf16))

@@ -28,6 +28,7 @@ class LocalOptions:
     device: Device = "auto"  # CUDA where there is one
     dtype: Dtype = "float32"
     worker: WorkerKind = "process"  # overlaps with other engines and a busy caller; a thread opens at once
+    scores: Dtype = "float32"  # what rows that are scored are rounded to for products, which this processor must have
     kernel: Kernel = "auto"  # native where it can be built and fits the model, else torch
     graphs: Graphs = "auto"  # decoding steps are captured and replayed on a GPU, not launched one by one
     kv_tokens: int | None = None  # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
@@ -52,7 +53,7 @@ class LocalOptions:
         :raises OptionError: one is not.
         """
         kinds = {"device": Device, "dtype": Dtype, "worker": WorkerKind, "kernel": Kernel, "graphs": Graphs}
-        kinds |= {"beside": Beside, "stage_worker": StageWorker}
+        kinds |= {"scores": Dtype, "beside": Beside, "stage_worker": StageWorker}
         for option, known in kinds.items():
             choice = getattr(self, option)
             if choice not in get_args(known):
@@ -61,6 +62,9 @@ class LocalOptions:
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise OptionError(option, f"is {value}, expected at least 1")
+        is_native = self.dtype == "float32" and self.kernel != "torch" and self.stages == 1
+        if self.scores != "float32" and not is_native:
+            raise OptionError("scores", "bfloat16 is for the native kernels in one process, in float32 otherwise")
         if self.k is not None and not 0 <= self.k <= MOST_PROPOSED:
             raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
         if self.speculate is not None and self.speculate not in SPECULATE:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from atts.local.adapters import LowRank
+
+
+class PanelKind(IntEnum):
+    """How a packed matrix is kept, as in model.h."""
+
+    FULL = 0
+    HALF = 1  # bfloat16, read as float32: for weights that lose nothing by it
+    PAIRS = 2  # bfloat16, multiplied as it is, two by two
 
 
 class _Delta(ctypes.Structure):
@@ -45,14 +54,14 @@ class Packing:
             self._known[key] = address
         return address
 
-    def pack(self, matrix: Tensor, is_bf16: bool, key: Hashable = None) -> int:
-        """The address of a matrix in panels; bfloat16 only where that loses nothing."""
+    def pack(self, matrix: Tensor, kind: PanelKind, key: Hashable = None) -> int:
+        """The address of a matrix in panels."""
         if (known := self._known.get(key) if key is not None else None) is not None:
             return known
         rows, columns = matrix.shape
         matrix = matrix.contiguous()
-        packed = torch.empty(self._library.atts_packed_bytes(rows, columns, int(is_bf16)), dtype=torch.uint8)
-        self._library.atts_pack(matrix.data_ptr(), rows, columns, int(is_bf16), packed.data_ptr())
+        packed = torch.empty(self._library.atts_packed_bytes(rows, columns, int(kind)), dtype=torch.uint8)
+        self._library.atts_pack(matrix.data_ptr(), rows, columns, int(kind), packed.data_ptr())
         address = self._add(packed)
         if key is not None:
             self._known[key] = address
@@ -61,7 +70,9 @@ class Packing:
     def adapter(self, deltas: Sequence[LowRank | None]) -> PackedAdapter:
         """What an adapter adds to the matrices of all layers."""
         found = [
-            _Delta(self.pack(low.down, False), self.pack(low.up, False), len(low.down)) if low else _Delta()
+            _Delta(self.pack(low.down, PanelKind.FULL), self.pack(low.up, PanelKind.FULL), len(low.down))
+            if low
+            else _Delta()
             for low in deltas
         ]
         array = (_Delta * len(found))(*found)

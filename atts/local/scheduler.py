@@ -142,7 +142,7 @@ class Scheduler:
                 if stop > start and self._reserve(sequence, stop):
                     budget -= stop - start
                     plan.prefills.append(PrefillChunk(sequence, start, stop, _logits_from(sequence, stop)))
-        plan.prefills.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
+        plan.prefills.sort(key=lambda chunk: (chunk.stop - chunk.start > 1, chunk.sequence.is_scoring))
         return plan
 
     def widen(self, sequence: Sequence, count: int) -> int:

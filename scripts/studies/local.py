@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from anyio.from_thread import start_blocking_portal
 
+from scripts.studies import local_rounded
 from scripts.studies.harness import Options, Table
 from scripts.studies.local_overlap import overlap
 from scripts.studies.local_scoring import scoring, warm_prefix
@@ -31,3 +32,8 @@ def study(options: Options) -> list[Table]:
             warm_prefix(lab, target),
             *overlap(lab, target, draft),
         ]
+
+
+def part(name: str, options: Options) -> list[Table]:
+    """The study of rounded scores."""
+    return {"scores": local_rounded.study}[name](options)

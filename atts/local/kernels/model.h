@@ -17,6 +17,9 @@
 #define ROW_BLOCK (8 * TILE_ROWS)  // rows that stay in the second-level cache from one product to the next
 #define EXPORT __attribute__((visibility("default")))
 
+// How a packed matrix is kept: float32, bfloat16 that is read as float32, or pairs of bfloat16 to multiply as they are
+enum { FULL, HALF, PAIRS_OF_K, KINDS };
+
 // What an adapter adds to a product: up[n, rank] * down[rank, k], packed as float32; rank 0: nothing
 typedef struct {
   const void *down, *up;
@@ -37,6 +40,7 @@ typedef struct {
 typedef struct {
   const float *norm, *qkv_bias, *query_norm, *key_norm, *out_bias, *mlp_norm, *gate_up_bias, *down_bias;
   const void *qkv, *out, *gate_up, *down;  // packed panels, float32 or bfloat16
+  const void *qkv_pairs, *out_pairs, *gate_up_pairs, *down_pairs;  // the same for rows that are rounded, or none
   const float *cosines, *sines;  // [positions, head_dim / 2]
   float *keys, *values;  // of its heads in slot 0; those of the next slot are `stride` floats on
   int64_t stride, window;  // window: how many tokens back it sees, itself included; 0: all
@@ -50,7 +54,7 @@ typedef struct {
   int64_t is_bf16;  // whether the head's packed panels are bfloat16
   float eps, query_scale;
   const float *embedding, *norm;
-  const void *head;
+  const void *head, *head_pairs;
   const Layer *layers;
 } Model;
 
@@ -68,6 +72,8 @@ typedef struct {
   int64_t num_segments;
   const Segment *segments;
   float *low;  // [ROW_BLOCK, rank] for the narrow products of adapters
+  int64_t rounded_row, rounded_logit;  // rows, and logit rows, from there on are rounded to bfloat16 for products
+  uint32_t *pairs;  // [ROW_BLOCK, half of the widest] for them
 } Step;
 
 // Units of a model for some of a step's rows, and where slots and table of their layers begin among the step's
@@ -83,6 +89,7 @@ typedef struct {
   const float *hidden;
   const int64_t *tokens, *kept_rows;  // kept_rows: in rising order
   float *logprobs, *kept_logits, *logits;  // kept_logits: [num_kept, vocabulary]; logits: of ROW_BLOCK rows
+  uint32_t *pairs;  // as of a step, where rows are rounded
 } Scoring;
 
 typedef struct {
@@ -99,9 +106,13 @@ typedef void Work(const void *task, int64_t thread, int64_t threads);
 void parallel(int64_t threads, Work *work, const void *task);
 #define BARRIER _Pragma("omp barrier")
 
-// out[m, n] (+)= a[m, k] * weights + bias, rows of a `stride` apart; every thread does its share of the columns
-void matmul(int64_t is_bf16, const float *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
+// out[m, n] (+)= a[m, k] * weights + bias, rows of a `stride` apart; every thread does its share of the columns.
+// With weights in pairs, a is what round_to_pairs made of it
+void matmul(int64_t kind, const void *a, int64_t stride, int64_t m, int64_t k, const void *weights, int64_t n,
              float *out, const float *bias, int accumulate, int64_t thread, int64_t threads);
+
+// pairs[rows, k / 2]: a[rows, k] rounded to bfloat16, rows of a `stride` apart; every thread does its share of the rows
+void round_to_pairs(const float *a, int64_t stride, int64_t rows, int64_t k, uint32_t *pairs, int64_t thread, int64_t threads);
 
 // logits[rows, vocabulary] of hidden[rows, hidden_size]; every thread does its share of the columns
 void compute_logits(const Model *model, const float *hidden, int64_t rows, float *logits, int64_t thread, int64_t threads);

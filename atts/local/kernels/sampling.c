@@ -75,7 +75,15 @@ static void score(const void *task, int64_t thread, int64_t threads) {
   int64_t n = model->vocabulary, end = 0;
   for (int64_t top = 0; top < scoring->num_rows; top += ROW_BLOCK) {
     int64_t count = scoring->num_rows - top < ROW_BLOCK ? scoring->num_rows - top : ROW_BLOCK;
-    compute_logits(model, scoring->hidden + top * model->hidden_size, count, scoring->logits, thread, threads);
+    const float *hidden = scoring->hidden + top * model->hidden_size;
+    if (scoring->pairs) {
+      int64_t k = model->hidden_size;
+      round_to_pairs(hidden, k, count, k, scoring->pairs, thread, threads);
+      BARRIER
+      matmul(PAIRS_OF_K, scoring->pairs, k / 2, count, k, model->head_pairs, n, scoring->logits, 0, 0, thread, threads);
+    } else {
+      compute_logits(model, hidden, count, scoring->logits, thread, threads);
+    }
     BARRIER
     int64_t from = count * thread / threads, to = count * (thread + 1) / threads, at = top + from;
     atts_logprobs(scoring->logits + from * n, to - from, n, scoring->tokens + at, scoring->logprobs + at);

@@ -98,9 +98,9 @@ static void add_deltas(const Worker *w, int64_t matrix, int are_logits, const fl
     Range its = are_logits ? segment->logits : segment->rows;
     int64_t from = its.from < top ? 0 : its.from - top, to = its.to - top < count ? its.to - top : count;
     if (from >= to || !delta->rank) continue;
-    matmul(0, a + from * stride, stride, to - from, k, delta->down, delta->rank, step->low, 0, 0, w->thread, w->threads);
+    matmul(FULL, a + from * stride, stride, to - from, k, delta->down, delta->rank, step->low, 0, 0, w->thread, w->threads);
     BARRIER
-    matmul(0, step->low, delta->rank, to - from, delta->rank, delta->up, n, out + from * n, 0, 1, w->thread, w->threads);
+    matmul(FULL, step->low, delta->rank, to - from, delta->rank, delta->up, n, out + from * n, 0, 1, w->thread, w->threads);
     BARRIER
   }
 }
@@ -109,6 +109,31 @@ static void add_deltas(const Worker *w, int64_t matrix, int are_logits, const fl
 static Range share(Range rows, const Worker *w) {
   int64_t count = rows.to - rows.from;
   return (Range){rows.from + count * w->thread / w->threads, rows.from + count * (w->thread + 1) / w->threads};
+}
+
+// A matrix of a layer, with what it adds to
+typedef struct {
+  int64_t is_bf16;
+  const void *weights, *pairs;
+  int64_t k, n;
+  const float *bias;
+} Matrix;
+
+// out[count, n] (+)= a[count, k] * weights + bias, for rows of a step, or of its logits, from `top` on: as they are, or
+// rounded
+static void product(const Worker *w, Matrix matrix, const float *a, int64_t stride, float *out, int accumulate, int64_t top,
+                    int64_t count, int are_logits) {
+  const Step *step = w->step;
+  int64_t exact = (are_logits ? step->rounded_logit : step->rounded_row) - top, k = matrix.k, n = matrix.n;
+  exact = exact < 0 ? 0 : exact < count ? exact : count;
+  matmul(matrix.is_bf16 ? HALF : FULL, a, stride, exact, k, matrix.weights, n, out, matrix.bias, accumulate, w->thread, w->threads);
+  if (exact < count) {
+    round_to_pairs(a + exact * stride, stride, count - exact, k, step->pairs, w->thread, w->threads);
+    BARRIER
+    matmul(PAIRS_OF_K, step->pairs, k / 2, count - exact, k, matrix.pairs, n, out + exact * n, matrix.bias, accumulate,
+           w->thread, w->threads);
+  }
+  BARRIER
 }
 
 // Queries, keys and values of `count` tokens from `top` on, rotated; keys and values go into the cache
@@ -121,9 +146,8 @@ static void project_qkv(const Worker *w, int64_t index, int64_t top, int64_t cou
   for (int64_t t = from; t < to; t++)
     rms_norm(step->x + (top + t) * width, layer->norm, width, model->eps, step->normed + t * width);
   BARRIER
-  matmul(layer->attention_bf16, step->normed, width, count, width, layer->qkv, row, step->qkv + top * row, layer->qkv_bias, 0,
-         w->thread, w->threads);
-  BARRIER
+  Matrix qkv = {layer->attention_bf16, layer->qkv, layer->qkv_pairs, width, row, layer->qkv_bias};
+  product(w, qkv, step->normed, width, step->qkv + top * row, 0, top, count, 0);
   add_deltas(w, index * MATRICES + QKV, 0, step->normed, width, width, row, step->qkv + top * row, top, count);
   store_kv(model, step, layer, top + from, top + to);
 }
@@ -141,9 +165,8 @@ static void project_out(const Worker *w, int64_t index, const Rows *rows) {
   const Layer *layer = w->model->layers + index;
   int64_t width = w->model->hidden_size, attn_size = w->model->num_heads * w->model->head_dim;
   const float *attended = rows->attended + layer->place;
-  matmul(layer->attention_bf16, attended, layer->across, rows->count, attn_size, layer->out, width, rows->x, layer->out_bias, 1,
-         w->thread, w->threads);
-  BARRIER
+  Matrix out = {layer->attention_bf16, layer->out, layer->out_pairs, attn_size, width, layer->out_bias};
+  product(w, out, attended, layer->across, rows->x, 1, rows->top, rows->count, rows->are_logits);
   add_deltas(w, index * MATRICES + OUT, rows->are_logits, attended, layer->across, attn_size, width, rows->x, rows->top,
              rows->count);
 }
@@ -158,17 +181,15 @@ static void feed_forward(const Worker *w, int64_t index, const Rows *rows) {
   for (int64_t t = from; t < to; t++)
     rms_norm(rows->x + t * width, layer->mlp_norm, width, model->eps, step->normed + t * width);
   BARRIER
-  matmul(layer->mlp_bf16, step->normed, width, count, width, layer->gate_up, 2 * inner, step->gate_up, layer->gate_up_bias, 0,
-         w->thread, w->threads);
-  BARRIER
+  Matrix gate_up = {layer->mlp_bf16, layer->gate_up, layer->gate_up_pairs, width, 2 * inner, layer->gate_up_bias};
+  product(w, gate_up, step->normed, width, step->gate_up, 0, rows->top, count, rows->are_logits);
   add_deltas(w, index * MATRICES + GATE_UP, rows->are_logits, step->normed, width, width, 2 * inner, step->gate_up, rows->top,
              count);
   for (int64_t t = from; t < to; t++) silu_mul(step->gate_up + t * 2 * inner, inner, step->gate_up + t * 2 * inner);
   BARRIER
   // the gated row lies at the front of its 2 * inner floats
-  matmul(layer->mlp_bf16, step->gate_up, 2 * inner, count, inner, layer->down, width, rows->x, layer->down_bias, 1,
-         w->thread, w->threads);
-  BARRIER
+  Matrix down = {layer->mlp_bf16, layer->down, layer->down_pairs, inner, width, layer->down_bias};
+  product(w, down, step->gate_up, 2 * inner, rows->x, 1, rows->top, count, rows->are_logits);
   add_deltas(w, index * MATRICES + DOWN, rows->are_logits, step->gate_up, 2 * inner, inner, width, rows->x, rows->top, count);
 }
 
@@ -248,7 +269,7 @@ EXPORT void atts_forward_parts(const Step *step, const Part *parts, int64_t coun
 
 void compute_logits(const Model *model, const float *hidden, int64_t rows, float *logits, int64_t thread, int64_t threads) {
   int64_t width = model->hidden_size;
-  matmul(model->is_bf16, hidden, width, rows, width, model->head, model->vocabulary, logits, 0, 0, thread, threads);
+  matmul(model->is_bf16 ? HALF : FULL, hidden, width, rows, width, model->head, model->vocabulary, logits, 0, 0, thread, threads);
 }
 
 static void all_logits(const void *task, int64_t thread, int64_t threads) {

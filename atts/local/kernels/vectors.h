@@ -16,6 +16,11 @@
 #else
 #define LANES 4
 #endif
+#ifdef __AVX512BF16__
+#define HAS_PAIRS 1  // products of two pairs of bfloat16 numbers at a time, summed in float32
+#else
+#define HAS_PAIRS 0
+#endif
 #define UNROLL _Pragma("GCC unroll 32")
 #define INLINE static inline __attribute__((always_inline))
 

@@ -1,0 +1,110 @@
+"""scores=bfloat16: rows that are scored are rounded for products, all others are as they were, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import anyio
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atts.api.engines import build_engine
+from atts.core import SampleRequest, Sampling, ScoreRequest
+from atts.errors import OptionError, UnsupportedByEngine
+from atts.local import LocalEngine, LocalOptions
+from atts.local.compiling import native_library
+from atts.local.model_config import read_model_config
+from atts.models import path
+from atts.seeds import Seed
+from atts.tasks import collect
+
+HERE = LocalOptions(worker="thread", kv_tokens=2048, threads=1, device="cpu")
+TEXTS = [tuple(range(5 + 7 * n, 45 + 9 * n)) for n in range(6)]
+needs_pairs = pytest.mark.skipif(
+    not native_library("target", read_model_config(path("target"), "target"))[0].atts_has_pairs(),
+    reason="this processor does not multiply bfloat16 numbers",
+)
+
+
+async def log_probs(words: str, options: LocalOptions = HERE, *, beside: bool = True) -> list[float]:
+    """Of the last tokens of all texts, scored at once or in turn."""
+
+    async def score(engine: LocalEngine, ids: tuple[int, ...]) -> list[float]:
+        return list((await engine.score(ScoreRequest(ids[:20], ids[20:]))).logprobs)
+
+    async with build_engine(words, "target", options) as engine:
+        assert isinstance(engine, LocalEngine)
+        calls = [partial(score, engine, ids) for ids in TEXTS]
+        found = await collect(calls) if beside else [await call() for call in calls]
+    return [value for values in found for value in values]
+
+
+@needs_pairs
+@pytest.mark.anyio
+async def test_scores_are_those_of_rounded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearer to what torch computes with rounded inputs than to what it computes with float32, and near to both."""
+    exact, rounded = await log_probs("embedded:target"), await log_probs("embedded:target?scores=bfloat16")
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x.bfloat16().float(), weight.bfloat16().float(), bias)
+
+    monkeypatch.setattr("atts.local.torch_model.F", SimpleNamespace(**{**vars(F), "linear": linear}))
+    oracle = await log_probs("embedded:target?kernel=torch")
+    apart = [
+        torch.tensor(one).sub(torch.tensor(other)).abs().mean().item()
+        for one, other in ((rounded, oracle), (rounded, exact))
+    ]
+    assert apart[0] < 0.9 * apart[1]  # of noise that is not the same it would be 1.4 times
+    assert 0 < apart[1] < 0.02
+
+
+@needs_pairs
+@pytest.mark.anyio
+async def test_company_changes_no_score() -> None:
+    """A row is rounded alone: texts scored together score as in turn, on two threads as on one."""
+    words = "embedded:target?scores=bfloat16"
+    together = await log_probs(words)
+    assert together == await log_probs(words, beside=False)
+    assert together == await log_probs(f"{words}&threads=2")
+
+
+@needs_pairs
+@pytest.mark.anyio
+async def test_what_is_only_sampled_is_not_rounded() -> None:
+    """Tokens and log-probabilities to the bit, with a text scored in the same steps; and the name says what scores."""
+    found, names = list[object](), list[str]()
+    for words in ("embedded:target", "embedded:target?scores=bfloat16"):
+        async with build_engine(words, "target", HERE) as engine:
+            asked = [SampleRequest((5, 9, 40 + n), 12, Sampling(0.9), Seed(n)) for n in range(4)]
+            scored = [ScoreRequest(ids[:20], ids[20:]) for ids in TEXTS]
+            async with anyio.create_task_group() as tasks:
+                for one in scored:
+                    tasks.start_soon(engine.score, one)
+                answers = await collect([partial(engine.sample, one) for one in asked])
+            found.append([(answer.ids, answer.logprobs) for answer in answers])
+            names.append(engine.spec.dtype)
+    assert found[0] == found[1]
+    assert names == ["float32", "float32, scores in bfloat16"]
+
+
+def test_what_cannot_round_says_so() -> None:
+    """Other kernels and types, and stages."""
+    scored = LocalOptions(scores="bfloat16")
+    for options in (replace(scored, kernel="torch"), replace(scored, dtype="bfloat16"), replace(scored, stages=2)):
+        with pytest.raises(OptionError, match="scores"):
+            options.check()
+
+
+@pytest.mark.anyio
+async def test_a_processor_without_such_products_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing falls back to other arithmetic in silence."""
+    library, trouble = native_library("target", read_model_config(path("target"), "target"))
+    lesser = SimpleNamespace(atts_has_pairs=lambda: 0, atts_forward=library.atts_forward)
+    monkeypatch.setattr("atts.local.build.native_library", lambda *_: (lesser, trouble))
+    with pytest.raises(UnsupportedByEngine, match="does not multiply bfloat16"):
+        async with build_engine("embedded:target?scores=bfloat16", "target", HERE):
+            pass

@@ -325,7 +325,8 @@ class NativeModel:
         capacity = max(tokens, self._capacity + self._capacity // 4)
         if self._rounds_scores:
             widths["pairs"] = max(config.hidden_size, across, config.intermediate_size) // 2
-        rows = dict.fromkeys(("normed", "gate_up", "pairs"), min(capacity, self._row_block))
+        block = min(capacity, self._row_block)
+        rows = {"normed": block, "gate_up": block, "pairs": block}
         self._buffers, self._capacity = {}, 0  # the old ones first go, then the new ones come
         self._buffers = {name: self._allocate(rows.get(name, capacity), width) for name, width in widths.items()}
         for name, buffer in self._buffers.items():

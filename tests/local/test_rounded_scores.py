@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atts.api.engines import build_engine
-from atts.core import SampleRequest, Sampling, ScoreRequest
+from atts.core import Completion, SampleRequest, Sampling, ScoreRequest
 from atts.errors import OptionError, UnsupportedByEngine
 from atts.local import LocalEngine, LocalOptions
 from atts.local.compiling import native_library
@@ -76,7 +76,7 @@ async def test_company_changes_no_score() -> None:
 @pytest.mark.anyio
 async def test_what_is_only_sampled_is_not_rounded() -> None:
     """Tokens and log-probabilities to the bit, with a text scored in the same steps; and the name says what scores."""
-    found, names = list[object](), list[str]()
+    found, names, answers = list[object](), list[str](), list[Completion]()
     for words in ("embedded:target", "embedded:target?scores=bfloat16"):
         async with build_engine(words, "target", HERE) as engine:
             asked = [SampleRequest((5, 9, 40 + n), 12, Sampling(0.9), Seed(n)) for n in range(4)]
@@ -84,7 +84,7 @@ async def test_what_is_only_sampled_is_not_rounded() -> None:
             async with anyio.create_task_group() as tasks:
                 for one in scored:
                     tasks.start_soon(engine.score, one)
-                answers = await collect([partial(engine.sample, one) for one in asked])
+                answers = list(await collect([partial(engine.sample, one) for one in asked]))
             found.append([(answer.ids, answer.logprobs) for answer in answers])
             names.append(engine.spec.dtype)
     assert found[0] == found[1]

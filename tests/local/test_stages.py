@@ -45,7 +45,8 @@ def crowd() -> list[list[Command]]:
         ask = SampleRequest(ids, 20 + 2 * number, LAWS[number % 3], Seed(3, sample=number))
         steps[-1].append(Submit(number, ScoreRequest(ids[:9], ids[9:]) if number % 5 == 0 else ask))
         if number % 4 == 0:
-            steps += [[], [Cancel(number - 1)], [], [], []]
+            later: list[list[Command]] = [[], [Cancel(number - 1)], [], [], []]
+            steps += later
     return steps
 
 

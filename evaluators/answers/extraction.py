@@ -74,7 +74,8 @@ def last_group(found: list[Box], text: str) -> list[str]:
     begins = 0
     for box in reversed(found):
         content = inner(box.content) if "box" in box.content else box.content.strip()
-        if content.lower() in _PLACEHOLDERS:
+        before = text[max(0, box.start - 24) : box.start]
+        if content.lower() in _PLACEHOLDERS or PATTERNS["denied_box"].search(before):
             continue
         gap = text[box.end : begins]  # a comma or "and" joins two boxes
         plain = " ".join(PATTERNS["gap_noise"].sub(" ", gap[:81]).split())
@@ -176,7 +177,7 @@ def _value(following: str, kind: AnswerKind) -> str | None:
 def _listed(run: str) -> str:
     """Several values, each out of its dollar signs, as one answer."""
     items = [_MATHS.sub(_inside, found[0]) for found in PATTERNS["item"].finditer(run)]
-    return (" or " if re.search(r"\bor\b", run) and "=" in run else ", ").join(items)
+    return (" or " if re.search(r"\bor\b", run) else ", ").join(items)
 
 
 def _inside(found: re.Match[str]) -> str:

@@ -69,9 +69,8 @@ class Comparer:
             return all(self.same(value, two[name]) for name, value in one.items()) and self.ruled("name", True)
         labels, other = (one, answer) if one is not None else (two, gold)
         assert labels is not None
-        if other.kind not in ("list", "tuple") or len(labels) < 2 or len(labels) != len(other.args):
-            return None
-        if any(named(arg).name is not None for arg in other.args):
+        are_bare = all(named(arg).name is None for arg in other.args)
+        if other.kind not in ("list", "tuple") or not 1 < len(labels) == len(other.args) or not are_bare:
             return None
         if {name.text for name in labels} <= {"x", "y", "z"}:
             labels = dict(sorted(labels.items(), key=lambda item: item[0].text))
@@ -186,7 +185,8 @@ class Comparer:
             if other.kind == "set" or pair.text not in ("()", "[]", "") or other.text == "or":
                 return self.ruled("set", False)
             return self.each(pair.args, other.args, "tuple")
-        if gold.kind == answer.kind == "list" and gold.text and answer.text and gold.text != answer.text:
+        nested = {any(arg.kind == "set" for arg in node.args) for node in (gold, answer) if node.kind == "set"}
+        if len(nested) == 2 or (gold.kind == answer.kind == "list" and len({gold.text, answer.text, ""}) == 3):
             return self.ruled("logic", False)
         one, two = views.members(gold), views.members(answer)
         if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):  # one value in two forms
@@ -291,10 +291,9 @@ class Comparer:
             if one[0] != two[0] and not views.is_part(one[0], two[0]):
                 return self.ruled("unit", False)
             return self.ruled("unit", self.same(left, Node("mul", (right, number(two[1] / one[1])))))
-        if any(node.value is not None and node.kind == "quantity" for node in (gold, answer)):
-            return self.ruled("unit", False)
         said = [found[0] for found in (one, two) if found and found[0] and not is_generic(found[0])]
-        if self.grading.units == "required" and gold.kind != answer.kind and said:
+        is_missing = self.grading.units == "required" and gold.kind != answer.kind and said
+        if is_missing or any(node.value is not None and node.kind == "quantity" for node in (gold, answer)):
             return self.ruled("unit", False)
         return self.same(left, right)
 
@@ -302,7 +301,7 @@ class Comparer:
         """Ratios by proportion, times of day by their digits."""
         if gold.kind == answer.kind == "ratio":
             one, two = (tuple(quotient(each, node.args[0]) for each in node.args) for node in (gold, answer))
-            is_time = views.clock(gold) or views.clock(answer)
+            is_time = views.clock(gold) and views.clock(answer)
             return self.each(gold.args, answer.args, "ratio") or (not is_time and self.each(one, two, "ratio"))
         ratio, other = (gold, answer) if gold.kind == "ratio" else (answer, gold)
         is_number = len(ratio.args) == 2 and not views.clock(ratio)

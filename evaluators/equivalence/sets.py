@@ -115,9 +115,10 @@ class Line:
 
     def solved(self, left: Node, sign: str, right: Node) -> Region | None:
         """Where left < right, and its like, holds for the one variable on its sides."""
-        if sign == "!=":
-            below, above = self.solved(left, "<", right), self.solved(left, ">", right)
-            return None if below is None or above is None else self.shared([below, above], 1)
+        if sign in ("!=", "="):
+            signs, least = (("<", ">"), 1) if sign == "!=" else (("<=", ">="), 2)
+            below, above = (self.solved(left, sign, right) for sign in signs)
+            return None if below is None or above is None else self.shared([below, above], least)
         if sign not in ("<", ">", "<=", ">="):
             return None
         if not variables(left) or (is_name(right) and not is_name(left)):

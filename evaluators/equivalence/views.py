@@ -72,7 +72,9 @@ def named(node: Node) -> Named:
 
 
 def _of_chain(sides: list[Node], node: Node) -> Named:
-    if is_name(sides[0]) and not _mentions(sides[-1], sides[0]):
+    last, between = variables(sides[-1]), [*filter(None, map(variables, sides[1:-1]))]
+    is_tied = last and any(not names & last for names in between)  # x = 2y = 3z
+    if is_name(sides[0]) and not _mentions(sides[-1], sides[0]) and not is_tied:
         return Named(sides[0], sides[-1])
     if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]) and not _mentions(sides[0], sides[1]):
         return Named(sides[1], sides[0])

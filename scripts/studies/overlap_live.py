@@ -24,7 +24,7 @@ _PAIR = {"drafter": str(path("draft"))}
 _DEEP = {"drafter": str(path("deep")), "speculate": "draft", "k": 8}
 _ARMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
-    "plain, two threads": {"threads": 2},
+    "plain, two threads": {"threads": 2, "worker": "process"},  # other threads of this process would wake its helpers
     "serial, k=4": {**_PAIR, "speculate": "draft", "k": 4},
     "serial, k=8": {**_PAIR, "speculate": "draft", "k": 8},
     "serial, k=auto": {**_PAIR, "speculate": "draft"},

@@ -38,6 +38,8 @@ HOSTILE = {
     "control": "\x00\x1b[31m5\x7f",
     "surrogate": "5\ud83d6",
     "marks upon marks": "a" + "\u0301" * 10_000,
+    "ends of lists": "a= " + "; " * 9_000 + ")",
+    "ends of sentences": "5" + " ." * 9_000 + "x",
     "roman": "Ⅴ",
     "circled": "①",
 }

@@ -120,13 +120,13 @@ def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
 
 
 def _fuse(read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope], places: range) -> Weights:
+    embedding = None if places.start else read("embed_tokens.weight", config.vocabulary, config.hidden_size)
     layers = tuple(_layer(read, config, f"layers.{index}.") for index in places)
     norm = read.norm(config, "norm", config.hidden_size)
     assert norm is not None, "every model norms its last states"
-    if places.start:
+    if embedding is None:
         nothing = norm.new_empty(0, config.hidden_size)
         return Weights(nothing, layers, norm, nothing, ropes)
-    embedding = read("embed_tokens.weight", config.vocabulary, config.hidden_size)
     head = embedding if config.ties_embeddings else read("lm_head.weight", config.vocabulary, config.hidden_size)
     return Weights(embedding, layers, norm, head, ropes)
 

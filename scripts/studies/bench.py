@@ -32,7 +32,7 @@ STUDIES = {
     "small": Study("runs of few problems, live: rate, worst chunks, accuracy", 0, 90, smallest=True),
     "grading": Study("answer checkers beside each other", 0, 100),
     "local": Study("the local engine beside transformers", 0, 300),
-    "local-scores": Study("scores in bfloat16 beside float32: time, and what a gate decides", 0, 60),
+    "local-scores": Study("scores in bfloat16 beside float32: time, and what a gate decides", 0, 15, smallest=True),
     "speculation": Study("proposed tokens: every length, the controller, weaker drafts, assisted generation", 20, 300),
     "overlap": Study("draft and target at the same time, live", 0, 120),
     "overlap-virtual": Study("the same on virtual devices, at published costs and on recorded acceptances", 0, 60),

@@ -52,7 +52,8 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
     def watch(**settings: Any) -> list[TorchModel]:
         made = list[TorchModel]()
 
-        def make(config: ModelConfig, weights: Weights, cache: torch.Tensor) -> TorchModel:
+        def make(config: ModelConfig, weights: Weights, cache: torch.Tensor, group: int) -> TorchModel:
+            assert group == 1, "a target has no groups"
             made.append(TorchModel(config, weights, cache, **settings))
             return made[-1]
 

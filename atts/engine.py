@@ -61,6 +61,7 @@ class EngineSpec:
     vocabulary: int
     engine: str = ""  # kind and major.minor version, such as "local 0.1"
     dtype: str = "float32"
+    rounds_scores: bool = False  # what it scores, and draws meanwhile, is computed less exactly than what it samples
     logprobs: Literal["raw", "processed", "none"] = "raw"  # none: completions come without
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
     flops_per_token: float = 0.0  # of one decoded token; 0 when unknown
@@ -70,10 +71,8 @@ class EngineSpec:
     def fingerprint(self) -> dict[str, object]:
         """The fields that must match before scores of one engine calibrate another."""
         fields = asdict(self)
-        found: dict[str, object] = {
-            f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING
-        }
-        own: dict[str, object] = {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")}
+        found = {f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING}
+        own = {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")}
         return own | found | ({"weights": self.weights} if self.weights else {})
 
 

@@ -79,6 +79,9 @@ def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:
         raise UnsupportedByEngine(
             target.name, problem, "Use a local target (hf:MODEL), or the server's own speculation"
         )
+    if target.rounds_scores:
+        problem = "it rounds what it scores, and method exact keeps what the target draws while it scores"
+        raise UnsupportedByEngine(target.name, problem, "Leave scores=bfloat16 out")
     if draft.tokenizer != target.tokenizer:
         problem = "its tokenizer is not the target's, and method exact compares token by token"
         raise UnsupportedByEngine(draft.name, problem, "Use a draft of the target's family")

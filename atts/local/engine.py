@@ -188,9 +188,8 @@ class LocalEngine:
         """What runs the step loop: a zoo's models share one where nothing else is computed beside them."""
         options, folder = self._options, Path(self.model).expanduser()
         drafts = options.speculates or self._proposer or (self._lent and options.takes_lent)
-        is_alone = drafts or options.pad or options.stages > 1 or options.scores != "float32"
-        is_plain = not is_alone and options.kernel != "torch"
-        if is_plain and (folder / MANIFEST).is_file():
+        is_alone = drafts or options.pad or options.stages > 1 or options.scores == "bfloat16"
+        if not is_alone and options.kernel != "torch" and (folder / MANIFEST).is_file():
             return SharedWorker(folder.resolve().parent.parent, self._replica)
         return new_worker(options.worker)
 
@@ -372,7 +371,7 @@ def warn_once(trouble: str) -> None:
 
 
 def _spec(marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, digest: str) -> EngineSpec:
-    model = config.model
+    model, rounds_scores = config.model, config.options.scores == "bfloat16"
     return EngineSpec(
         name=config.name,
         model=marks[0],
@@ -382,7 +381,8 @@ def _spec(marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, dige
         end_ids=model.end_ids,
         vocabulary=model.vocabulary,
         engine=_KIND,
-        dtype=config.options.dtype + ", scores in bfloat16" * (config.options.scores == "bfloat16"),
+        dtype=config.options.dtype + ", scores in bfloat16" * rounds_scores,
+        rounds_scores=rounds_scores,
         capabilities=frozenset({"sample", "score", "draw"}),
         flops_per_token=2.0 * config.matrix_weights,
     )

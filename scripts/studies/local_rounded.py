@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -73,7 +72,7 @@ async def _texts(engine: LocalEngine, asked: Sequence[str]) -> list[tuple[TokenI
 
 def _chunks(engine: LocalEngine, prompt: TokenIds, text: TokenIds) -> list[ScoreRequest]:
     """A text's lines, each after what is before it."""
-    ends = [at for at in range(1, len(text)) if engine.tokenizer.decode(text[at - 1 : at]).endswith(os.linesep)]
+    ends = [at for at in range(1, len(text)) if engine.tokenizer.decode(text[at - 1 : at]).endswith("\n")]
     bounds = [0, *ends, len(text)]
     pieces = zip(bounds, bounds[1:], strict=False)
     return [ScoreRequest(prompt + text[:start], text[start:stop]) for start, stop in pieces if stop > start]

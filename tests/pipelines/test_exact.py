@@ -137,6 +137,7 @@ def test_engines_that_cannot_are_refused_before_anything_is_asked() -> None:
     check_engines(policy, gate, able, able)
     refusals = {
         "does not draw while it scores": (able, blind),
+        "rounds what it scores": (able, replace(able, rounds_scores=True)),
         "cannot go on with a stream": (blind, able),
         "its tokenizer is not the target's": (replace(able, tokenizer="other"), able),
     }

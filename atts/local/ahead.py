@@ -18,6 +18,7 @@ from torch import Tensor
 
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import Model, StepBatch
+from atts.local.devices import own_stream
 from atts.local.drafting import DraftedRows, ModelDrafter, fed_rows
 from atts.local.exits import Ear, Exits, Told
 from atts.local.growing import BranchWriter, DraftBranch, DraftJob, DraftLine
@@ -72,6 +73,7 @@ class AheadDrafter(ModelDrafter):
         """
         super().__init__(model, config, scheduler, vocabulary)
         self._cache, self._transport, self._fan, self._most, self._exits = cache, transport, fan, most, exits
+        self._stream = own_stream(cache.device)
         rows, width = scheduler.table.shape
         self._table = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
         self._first_row, self._last = rows, min(width, self._context)
@@ -246,7 +248,8 @@ class AheadDrafter(ModelDrafter):
         """In the drafter's thread; nothing else touches its cache, its table and its spare slots meanwhile."""
         try:
             if job.error is None:
-                work(job)
+                with self._stream:
+                    work(job)
         except BaseException as error:  # noqa: BLE001  raised again where it is collected
             job.error = error
 

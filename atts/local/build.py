@@ -19,6 +19,7 @@ from atts.local.cache import SPARE_SLOTS, allocate_cache, default_tokens, free_r
 from atts.local.chains import ChainModel
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
+from atts.local.devices import device_of, drafter_device
 from atts.local.drafting import DraftedRows, FuzzyDrafter, ModelDrafter
 from atts.local.exits import ExitAdapter, ExitModel, Exits
 from atts.local.ledger import SlotLedger
@@ -70,7 +71,7 @@ def build_loop(
     """
     if not config.may_lack_drafter:
         return _build(config, send, make_model)
-    if _device(config).type != "cpu":
+    if device_of(config).type != "cpu":
         return _build(config.without_drafter(), send, make_model)
     try:
         return _build(config, send, make_model)
@@ -99,7 +100,8 @@ class _Models(NamedTuple):
 def _build(
     config: WorkerConfig, send: Callable[[LoopReport], None], make_model: MakeModel | None
 ) -> tuple[StepLoop, WorkerReady]:
-    device = _device(config)
+    device = device_of(config)
+    drafter_device(config)  # one that is missing is an error before anything is loaded
     kernels, trouble = _shared_kernels(config, device)
     if kernels is None:
         config = replace(config, depth=0)
@@ -137,7 +139,7 @@ def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | 
     dtype = getattr(torch, config.options.dtype)
     weights = load_weights(config.folder, config.model, dtype, device, config.name)
     is_here = config.options.beside == "thread" or config.options.speculate not in OVERLAPPED
-    drafter = _drafter_weights(config, dtype, device) if is_here else None
+    drafter = _drafter_weights(config) if is_here else None
     cache = allocate_cache(config, dtype, device)
     inner, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
     target = _padded(config, inner, cache)
@@ -154,7 +156,7 @@ def _staged(config: WorkerConfig, device: torch.device) -> _Models:
     line: StageLine = ProcessLine(others) if options.stage_worker == "process" else RayLine(others, build_stage)
     try:
         model, cache, trouble = _stage(first)
-        drafter = None if options.beside == "process" else _drafter_weights(config, dtype, device)
+        drafter = None if options.beside == "process" else _drafter_weights(config)
         line.load()
     except BaseException:
         line.close()
@@ -172,7 +174,7 @@ def build_stage(setup: StageSetup) -> RangedModel:
 
 
 def _stage(setup: StageSetup) -> tuple[RangedModel, Tensor, str]:
-    config, device = setup.config, _device(setup.config)
+    config, device = setup.config, device_of(setup.config)
     dtype, own = getattr(torch, config.options.dtype), replace(config, model=config.model.part(setup.layers))
     weights = load_weights(config.folder, config.model, dtype, device, config.name, layers=setup.layers)
     cache = allocate_cache(own, dtype, device, config.options.kv_tokens)
@@ -193,7 +195,7 @@ def _speculation(config: WorkerConfig, models: _Models, scheduler: Scheduler, ta
     else:
         make = _drafter_beside if options.speculate in OVERLAPPED else _drafter
         proposer = _proposer(options.speculate or "auto", make(config, models, scheduler))
-    is_here = device.type == "cpu" and options.stages == 1
+    is_here = device.type == "cpu" and options.stages == 1 and options.drafter_device in ("", "cpu")
     clock = thread_time if is_here else perf_counter
     return Speculation(proposer, lengths, scheduler, clock, vocabulary=config.model.vocabulary, table=table)
 
@@ -205,10 +207,23 @@ def _may_learn(config: WorkerConfig, device: torch.device) -> bool:
     return is_open and device.type == "cpu" and usable_cores() > 1
 
 
-def _drafter_weights(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> Weights | None:
+def _drafter_weights(config: WorkerConfig) -> Weights | None:
     """The draft model's, loaded before a cache takes what is left of the memory."""
-    drafter = config.drafter
-    return None if drafter is None else load_weights(drafter.folder, drafter.model, dtype, device, drafter.name)
+    drafter, dtype = config.drafter, getattr(torch, config.options.dtype)
+    if drafter is None:
+        return None
+    return load_weights(drafter.folder, drafter.model, dtype, drafter_device(config), drafter.name)
+
+
+def _drafter_config(config: WorkerConfig, slots: int, *, captures: bool) -> WorkerConfig:
+    """The draft model, with a cache of so many slots; for the rest what is said of the target holds for it.
+
+    Steps are captured in a stream that threads and devices of a process share: not those of one beside its target.
+    """
+    assert config.drafter is not None, "there is one"
+    options, is_apart = config.options, drafter_device(config).type != device_of(config).type
+    own = replace(options, kv_tokens=slots, scores="float32", kernel="auto" if is_apart else options.kernel)
+    return replace(config.drafter, options=own if captures else replace(own, graphs="off"))
 
 
 def _with_exit(config: WorkerConfig, model: TappedModel, inner: Model, weights: Weights) -> ExitModel:
@@ -227,10 +242,10 @@ def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> Mod
     """The draft model, with a cache of as many slots as the target's; None where none is named."""
     if config.drafter is None:
         return None
-    options, cache, weights = config.options, models.cache, models.drafter
-    own = replace(config.drafter, options=replace(options, kv_tokens=models.slots, scores="float32"))
+    options, weights = config.options, models.drafter
+    own = _drafter_config(config, models.slots, captures=not options.drafter_device)
     assert weights is not None, "they were loaded"
-    own_cache = allocate_cache(own, cache.dtype, cache.device, least=models.slots)
+    own_cache = allocate_cache(own, models.cache.dtype, drafter_device(config), least=models.slots)
     model = _model(own, weights, own_cache, options.fuzzy)[0]
     if options.fuzzy > 1:
         return FuzzyDrafter(model, own.model, scheduler, config.model.vocabulary)
@@ -242,9 +257,6 @@ def _drafter_beside(config: WorkerConfig, models: _Models, scheduler: Scheduler)
     exits, slots, (rows, width) = models.exits, models.slots, scheduler.table.shape
     if config.options.beside == "process":
         return DrafterProcess(DraftSetup(config, slots, rows, width, exits is not None), scheduler, exits)
-    if models.cache.device.type != "cpu":
-        problem = f"speculate={config.options.speculate} drafts in a thread beside the target, which is for a CPU"
-        raise UnsupportedByEngine(config.name, problem, "Write speculate=draft, beside=process or device=cpu")
     return ahead_drafter(config, scheduler, ThreadTransport(), exits, slots=slots, weights=models.drafter)
 
 
@@ -262,12 +274,11 @@ def ahead_drafter(
     :raises ModelLoadError: the weights, or the heads trained for it, cannot be used.
     :raises OutOfMemory: weights or cache do not fit.
     """
-    assert config.drafter is not None, "there is one"
-    device, dtype, options = _device(config), getattr(torch, config.options.dtype), config.options
-    weights = weights or _drafter_weights(config, dtype, device)
+    options, is_alone = config.options, config.options.beside == "process"
+    own = _drafter_config(config, slots + BRANCH_SLOTS, captures=is_alone)
+    weights = weights or _drafter_weights(config)
     assert weights is not None, "there is a model to load"
-    own = replace(config.drafter, options=replace(options, kv_tokens=slots + BRANCH_SLOTS, scores="float32"))
-    cache = allocate_cache(own, dtype, device, least=slots + BRANCH_SLOTS)
+    cache = allocate_cache(own, getattr(torch, options.dtype), drafter_device(config), least=slots + BRANCH_SLOTS)
     heads = StreamHeads.read(own.folder, own.model, weights, own.name) if exits is not None else None
     return AheadDrafter(
         _padded(own, _model(own, weights, cache)[0], cache),
@@ -319,14 +330,6 @@ def _proposer(way: str, drafter: Proposer | None) -> Proposer:
     return BestProposer([HintProposer(), SuffixProposer(), *([drafter] if drafter else [])])
 
 
-def _device(config: WorkerConfig) -> torch.device:
-    has_cuda = config.options.device != "cpu" and torch.cuda.is_available()
-    if config.options.device == "cuda" and not has_cuda:
-        advice = "Write ?device=cpu behind the engine's name, or take a torch build with CUDA"
-        raise ModelLoadError(config.name, "there is no usable CUDA device", advice)
-    return torch.device("cuda" if has_cuda else "cpu")
-
-
 def _model(
     config: WorkerConfig, weights: Weights, cache: Tensor, group: int = 1
 ) -> tuple[NativeModel | TorchModel, str]:
@@ -359,7 +362,8 @@ def _model(
             model = NativeModel(library, config.model, weights, cache, threads, group=group, rounds_scores=rounds)
             return model, trouble
     if cache.device.type == "cuda" and group == 1:
-        return cuda_model(config.model, weights, cache, graphs=config.options.graphs)
+        with torch.cuda.device(cache.get_device()):
+            return cuda_model(config.model, weights, cache, graphs=config.options.graphs)
     return TorchModel(config.model, weights, cache, group=group), trouble
 
 

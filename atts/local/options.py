@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from re import ASCII, fullmatch
 from typing import Literal, get_args
 
 from atts.errors import OptionError
@@ -46,6 +47,7 @@ class LocalOptions:
     pad: str = ""  # the cost of a model of so many weights, as 20M or 8B, at the model's own words
     pad_vocabulary: int = 0  # tokens the padding's output matrix is made for; 0: as many as the model knows
     drafter_pad: str = ""  # the same for the drafter
+    drafter_device: str = ""  # cpu, cuda or cuda:1, where the drafter is computed; empty: where the target is
 
     def check(self) -> None:
         """See that every option is known and possible.
@@ -73,8 +75,11 @@ class LocalOptions:
             raise OptionError("pad_vocabulary", f"is {self.pad_vocabulary}, expected 0 to {MOST_TOKENS:,}")
         if self.pad_vocabulary and not self.pad:
             raise OptionError("pad_vocabulary", "needs a padded model: write pad=20M as well, or another size")
-        if self.drafter_pad and not self.drafter:
-            raise OptionError("drafter_pad", "needs a draft model: write drafter=embedded:draft, or another's name")
+        if not fullmatch(r"(cpu|cuda(:\d+)?)?", self.drafter_device, ASCII):
+            raise OptionError(self.drafter_device, "no such drafter_device", ("cpu", "cuda", "cuda:1"))
+        for option in ("drafter_pad", "drafter_device"):
+            if getattr(self, option) and not self.drafter:
+                raise OptionError(option, "needs a draft model: write drafter=embedded:draft, or another's name")
         if self.stages > 1 and (self.pad or self.speculate == "mirror"):
             raise OptionError("stages", "are of a model that is not padded, and not heard between its layers (mirror)")
         for words in (self.pad, self.drafter_pad):

@@ -68,6 +68,10 @@ class TorchModel:
     @torch.inference_mode()
     def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
+        with torch.cuda.device(self._cache.get_device()):  # -1, of a CPU, changes nothing
+            return self._forward(batch, table, tap)
+
+    def _forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None) -> Tensor:
         blocks = RowBlocks.of(batch, self._most_rows)
         if (
             self.graphs is not None

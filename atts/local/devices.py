@@ -1,0 +1,42 @@
+"""Where models are computed: the device of an engine, that of its drafter, and the drafter's stream on a GPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from atts.errors import ModelLoadError
+from atts.local.messages import WorkerConfig
+
+
+def device_of(config: WorkerConfig, own: str = "") -> torch.device:
+    """Where a model is computed: as its engine's options say, or on a device of its own.
+
+    :raises ModelLoadError: it is not there.
+    """
+    wanted = own or config.options.device
+    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if wanted.startswith("cuda") and int(wanted[5:] or 0) >= count:
+        problem = f"there is no usable CUDA device{f' {wanted}' if own else ''}"
+        words = f"?{'drafter_' * bool(own)}device=cpu"
+        advice = f"Write {words} behind the engine's name, or take a torch build with CUDA"
+        raise ModelLoadError(config.name, problem, advice)
+    return torch.device(wanted if wanted != "auto" else "cuda" if count else "cpu")
+
+
+def drafter_device(config: WorkerConfig) -> torch.device:
+    """Where its draft model is computed.
+
+    :raises ModelLoadError: it is not there.
+    """
+    return device_of(config, config.options.drafter_device)
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """What is computed within goes to a stream of its own where that is a GPU; all that was begun there is done now."""
+    if device.type != "cuda":
+        return nullcontext()
+    torch.cuda.synchronize(device)
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

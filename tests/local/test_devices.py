@@ -1,0 +1,113 @@
+"""A drafter on a device of its own: the option reaches its model, and on a GPU its work goes to a stream of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import current_thread
+from typing import Any
+
+import pytest
+import torch
+
+from atts.core import Sampling
+from atts.errors import ModelLoadError, OptionError
+from atts.local import LocalOptions
+from atts.local.cache import allocate_cache
+from atts.local.devices import own_stream
+from atts.local.loader import load_weights
+from atts.local.native_model import NativeModel
+from tests.local.speculating import Make, counts, requests, run, same
+
+HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("way", "beside"), [("draft", "thread"), ("pearl", "thread"), ("ssd", "process")])
+def test_a_drafter_on_the_processor_changes_no_token(way: str, beside: str, make_model: Make, near: Path) -> None:
+    """Named, it is what it is by default here."""
+    folder, orders = make_model("llama"), requests(3, 24, HOT)
+    done = run(folder, [orders], None, 4, near, speculate=way, beside=beside, drafter_device="cpu")
+    assert same(run(folder, [orders]), done)
+    assert counts(done).trouble == ""
+
+
+@pytest.mark.parametrize(("way", "beside"), [("draft", "thread"), ("pearl", "thread"), ("pearl", "process")])
+def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
+    way: str, beside: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, with what to write instead."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("atts.local.build.load_weights", None)
+    with pytest.raises(ModelLoadError, match="no usable CUDA device cuda:2") as raised:
+        run(make_model("llama"), [requests(1)], None, 4, near, speculate=way, beside=beside, drafter_device="cuda:2")
+    assert "?drafter_device=cpu" in str(raised.value)
+
+
+@pytest.mark.parametrize("words", ["gpu", "cuda:", "cuda:-1", "auto", "cuda:1 "])
+def test_what_is_no_device_is_refused(words: str) -> None:
+    """So is a device for a drafter that is not named."""
+    with pytest.raises(OptionError, match="no such drafter_device"):
+        LocalOptions(drafter="embedded:draft", drafter_device=words).check()
+    with pytest.raises(OptionError, match="needs a draft model"):
+        LocalOptions(drafter_device="cpu").check()
+
+
+@pytest.mark.parametrize("way", ["draft", "pearl"])
+def test_the_option_reaches_the_drafters_model(
+    way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights and its cache, and nothing of the target; beside it, all its forwards are within its stream."""
+    asked, streams, entered, outside = list[torch.device](), list[torch.device](), list[str](), list[str]()
+
+    def weights(folder: Path, config: Any, dtype: Any, device: torch.device, name: str) -> Any:
+        asked.append(device)
+        return load_weights(folder, config, dtype, CPU, name)
+
+    def cache(config: Any, dtype: Any, device: torch.device, **least: int) -> Any:
+        asked.append(device)
+        return allocate_cache(config, dtype, CPU, **least)
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            streams.append(device)
+
+        def __enter__(self) -> None:
+            entered.append(current_thread().name)
+
+        def __exit__(self, *args: object) -> None:
+            entered.pop()
+
+    def drawn(model: NativeModel, *args: Any) -> Any:
+        if entered != ["atts-drafter"] and streams:
+            outside.append(current_thread().name)
+        return ahead(model, *args)
+
+    ahead = NativeModel.draw_ahead
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("atts.local.build.load_weights", weights)
+    monkeypatch.setattr("atts.local.build.allocate_cache", cache)
+    monkeypatch.setattr("atts.local.ahead.own_stream", Stream)
+    monkeypatch.setattr(NativeModel, "draw_ahead", drawn)
+    done = run(make_model("llama"), [requests(2, 24, HOT[:2])], None, 4, near, speculate=way, drafter_device="cuda:1")
+    assert [device.type for device in asked] == ["cpu", "cuda", "cpu", "cuda"], "of the target, then of its drafter"
+    assert asked[1] == asked[3] == torch.device("cuda:1")
+    assert counts(done).proposed > 0
+    assert (len(streams), outside) == (way == "pearl", [])
+
+
+def test_a_stream_is_made_once_all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; elsewhere there is nothing to enter, and no GPU is looked for."""
+    said = list[tuple[str, Any]]()
+
+    def say(name: str) -> Any:
+        return lambda about: said.append((name, about)) or about
+
+    for name in ("synchronize", "Stream", "stream"):
+        monkeypatch.setattr(f"torch.cuda.{name}", say(name))
+    with own_stream(CPU):
+        assert said == []
+    device = torch.device("cuda:1")
+    own_stream(device)
+    assert said == [("synchronize", device), ("Stream", device), ("stream", device)]

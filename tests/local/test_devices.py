@@ -102,7 +102,11 @@ def test_a_stream_is_made_once_all_is_loaded(monkeypatch: pytest.MonkeyPatch) ->
     said = list[tuple[str, Any]]()
 
     def say(name: str) -> Any:
-        return lambda about: said.append((name, about)) or about
+        def found(about: Any) -> Any:
+            said.append((name, about))
+            return about
+
+        return found
 
     for name in ("synchronize", "Stream", "stream"):
         monkeypatch.setattr(f"torch.cuda.{name}", say(name))

@@ -219,11 +219,16 @@ class ServerProbe:
             return Finding("abort", "unknown", "the server does not say how many requests run")
         room = self._spec.context_length - len(self._prompt)
         request = self._request(_HOT, 11, min(2048, room))
-        most = before
+        most, over = before, anyio.Event()
+
+        async def write() -> None:
+            await self._requests.sample_raw(request)
+            over.set()
+
         async with task_group() as group:
-            group.start_soon(self._requests.sample_raw, request)
+            group.start_soon(write)
             with anyio.move_on_after(1.0):
-                while most <= before:
+                while most <= before and not over.is_set():
                     most = max(most, await self._dialect.running(self._client) or 0)
                     await anyio.sleep(0.01)
             group.cancel_scope.cancel()

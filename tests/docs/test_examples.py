@@ -74,7 +74,7 @@ def test_every_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
     """The blocks of a page in order, in one folder and one namespace, as a reader would type them."""
     if page.name == "two_servers.md":
         request.getfixturevalue("two_servers")
-    else:  # a reader has engines in processes of their own, which start later: tests/cli runs those
+    else:  # a reader has engines in processes of their own, which start later: tests/cli and tests/local run those
         for role in get_args(Role):
             monkeypatch.setenv(f"ATTS_{role.upper()}", f"embedded:{role}?worker=thread")
     monkeypatch.chdir(tmp_path)
@@ -129,11 +129,12 @@ def run_console(example: Example, where: str) -> None:
 
 
 def run_command(words: str) -> tuple[int, str]:
-    """`atts` in this process, which is quicker; anything else in a shell."""
-    if words.startswith("atts ") and not SHELL & set(words):
+    """`atts` in this process, its engines too, which is quicker; anything else in a shell."""
+    plain = re.sub(r"\$\(cat (\w+)\)", lambda found: Path(found[1]).read_text().strip(), words)
+    if plain.startswith("atts ") and not SHELL & set(plain):
         said = io.StringIO()
         with redirect_stdout(said), redirect_stderr(said):
-            code = atts(shlex.split(words)[1:])
+            code = atts([in_thread(word) for word in shlex.split(plain)[1:]])
         return code, said.getvalue()
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", words],
@@ -143,6 +144,13 @@ def run_command(words: str) -> tuple[int, str]:
         check=False,
     )
     return done.returncode, done.stdout
+
+
+def in_thread(word: str) -> str:
+    """The name of an in-process engine, with its worker; any other word, and stages, as they are."""
+    if "stages=" in word or not re.match(r"(zoo:[^?]+/\w+|embedded)(\?|$)", word):
+        return word
+    return f"{word}{'&' if '?' in word else '?'}worker=thread"
 
 
 def expect(promised: str, said: str, where: str) -> None:

@@ -111,7 +111,7 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
                     done = await remote.sample(request)
                     scores = await remote.score(ScoreRequest(request.ids, done.ids))
                 except EngineTimeout:
-                    patience = min(60.0, 2 * patience)
+                    patience = min(10.0, 2 * patience)
                     hurry(remote, max(patience, remote._opened().options.timeout_seconds))  # pyright: ignore[reportPrivateUsage]
                     continue
                 except EngineError as error:

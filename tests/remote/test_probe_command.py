@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 
 from atts.cli.app import run as command
+from atts.engine import EngineSpec
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path
+from atts.remote.probing import ServerProbe
+from atts.testing import ToyTokenizer, run_virtual
 from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
@@ -41,3 +46,31 @@ def test_a_chat_api_is_probed_as_a_run_names_it(
     assert json.loads(capsys.readouterr().out)["model"] == "toy-model"
     assert command(["probe", words.replace("toy-model", "other")]) == 3
     assert "toy-model" in capsys.readouterr().err
+
+
+class Quick:
+    """Requests to a server that answers in a moment, and is never seen to run anything."""
+
+    spec, tokenizer, client = EngineSpec("quick", "toy", "toy", 1024, (1,), 8), ToyTokenizer(), None
+    dialect = property(lambda self: self)
+
+    async def running(self, client: object) -> int:
+        """Nothing, whenever it is asked."""
+        return 0
+
+    async def sample_raw(self, request: object) -> None:
+        """Over soon."""
+        await anyio.sleep(0.05)
+
+
+def test_a_request_that_is_over_is_not_waited_for() -> None:
+    """An engine on a server that is quick opens as quickly: there is nothing left to be cancelled."""
+    requests: Any = Quick()
+
+    async def look() -> tuple[str, float]:
+        found = await ServerProbe(requests)._see_abort()  # pyright: ignore[reportPrivateUsage]
+        return found.seen, anyio.current_time()
+
+    seen, seconds = run_virtual(look)
+    assert "over before it could be cancelled" in seen
+    assert seconds < 0.1

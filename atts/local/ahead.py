@@ -28,6 +28,8 @@ from atts.local.transport import PATIENCE, DraftTransport
 from atts.speculation import (
     NOTHING,
     Ask,
+    Condition,
+    Guessing,
     OutcomeGuess,
     OverlapStats,
     PlaceLaw,
@@ -41,16 +43,15 @@ from atts.speculation import (
 BRANCH_SLOTS = 4096  # of all branches together
 _MOST_BRANCHES = 64
 _LEAST = 2  # tokens that a guess is continued by even where no draft step fits into one of the target's
-_ALWAYS = False, 0  # draft steps of any context are timed as one
 _FADE = 0.98  # a round, of what is known of how much stands
 
 
 class AheadDrafter(ModelDrafter):
     """Proposes what was drafted while the step before was verified.
 
-    With `fan` = 0 the one guess is that everything stands and the draft's own token follows (PEARL); else the likeliest
-    outcomes are continued, at every place the draft's first `fan` tokens among them (SSD), or the first of the target's
-    early exit, as soon as that tells them (Mirror).
+    Without a fan the one guess is that everything stands and the draft's own token follows (PEARL); else the likeliest
+    outcomes are continued, at every place the draft's first tokens among them (SSD), or the first of the target's early
+    exit, as soon as that tells them (Mirror).
     """
 
     def __init__(
@@ -62,17 +63,17 @@ class AheadDrafter(ModelDrafter):
         *,
         cache: Tensor,
         transport: DraftTransport,
-        fan: int,
+        guessing: Guessing,
         most: int,
         exits: Exits | None = None,
         heads: StreamHeads | None = None,
     ) -> None:
         """`cache` is the model's, with slots for branches behind those of the target's; `most` tokens are proposed.
 
-        With `heads`, branches get several tokens a pass.
+        With `heads`, branches of what `exits` tell get several tokens a pass.
         """
         super().__init__(model, config, scheduler, vocabulary)
-        self._cache, self._transport, self._fan, self._most, self._exits = cache, transport, fan, most, exits
+        self._cache, self._transport, self._most, self._all_exits = cache, transport, most, exits
         self._stream = own_stream(cache.device)
         rows, width = scheduler.table.shape
         self._table = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
@@ -86,7 +87,7 @@ class AheadDrafter(ModelDrafter):
         self._tested, self._stood = 1.0, 0.7
         self.stats = OverlapStats()
         self._writer = BranchWriter(model, self._table, self._vocabulary, heads, self.stats)
-        self._writer.fan = 0 if exits is not None else fan
+        self._guess(guessing)
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
         """Serve the guesses that came true, then begin to continue new ones."""
@@ -116,8 +117,8 @@ class AheadDrafter(ModelDrafter):
         """One that drafts before a step with the same model and cache, while nothing is drafted beside."""
         return ModelDrafter(self._model, self._config, self._scheduler, self._target_vocabulary)
 
-    def begin_anew(self, fan: int) -> None:
-        """Give up what is under way; from now on outcomes are guessed from so many tokens at a place.
+    def begin_anew(self, guessing: Guessing) -> None:
+        """Give up what is under way; from now on outcomes are guessed so.
 
         :raises RuntimeError: the drafter does not end, or what it did went wrong.
         """
@@ -127,7 +128,14 @@ class AheadDrafter(ModelDrafter):
                 raise RuntimeError("it does not end what it began")
             self._is_late = False
             self._collect([])
-        self._fan = self._writer.fan = fan
+        self._guess(guessing)
+
+    def _guess(self, guessing: Guessing) -> None:
+        if self._all_exits is not None:
+            self._all_exits.listen(None)
+        self._fan, self._exits = guessing.fan, self._all_exits if guessing.is_told else None
+        self._writer.fan, self._writer.streams = 0 if guessing.is_told else guessing.fan, guessing.is_told
+        self._before = self.stats.drafted, self.stats.passes
 
     def drafted(self) -> list[DraftLine]:
         """What is continued, or was, of the step under way.
@@ -277,7 +285,7 @@ class AheadDrafter(ModelDrafter):
                 return
             began = perf_counter()
             self._writer.grow(live)
-            self._costs.add(_ALWAYS, len(live), perf_counter() - began)
+            self._costs.add(self._condition, len(live), perf_counter() - began)
 
     def _first(self, lines: list[DraftLine]) -> StepBatch:
         """What was not computed yet of these."""
@@ -297,7 +305,7 @@ class AheadDrafter(ModelDrafter):
         for branch, tokens in zip(branches, drawn, strict=True):
             branch.tokens[:], branch.fed = tokens, len(tokens) - 1
             branch.line.cache.put(branch.accepted, branch.tokens[0], branch)
-        self._costs.add(_ALWAYS, len(lines), (perf_counter() - began) / branches[0].most)
+        self._costs.add(self._condition, len(lines), (perf_counter() - began) / branches[0].most)
 
     def _branches(self, lines: list[DraftLine], own: list[int], laws: list[PlaceLaw]) -> tuple[list[DraftBranch], int]:
         """The guesses that are continued, each with slots, and how many tokens each is to get."""
@@ -339,8 +347,14 @@ class AheadDrafter(ModelDrafter):
 
     def _length(self, count: int, lines: int) -> int:
         """How many tokens so many branches get: as fit into a step of the target, where that is known."""
-        curve = self._costs.curve(_ALWAYS) if self._transport.is_beside else None
+        curve = self._costs.curve(self._condition) if self._transport.is_beside else None
         if curve is None:
             return self._most if count <= (self._fan + 1) * lines else 0
         passes = self._budget / max(1e-9, curve.one(count))
-        return min(self._most, int(passes * max(1.0, self.stats.drafted / max(1, self.stats.passes))))
+        drafted, done = self.stats.drafted - self._before[0], self.stats.passes - self._before[1]
+        return min(self._most, int(passes * max(1.0, drafted / max(1, done))))
+
+    @property
+    def _condition(self) -> Condition:
+        """Draft steps of any context are timed as one, those with heads as others."""
+        return False, int(self._exits is not None)

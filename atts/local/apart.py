@@ -21,7 +21,7 @@ from atts.local.messages import GONE, WorkerConfig, first_answer, write
 from atts.local.scheduler import Scheduler
 from atts.local.transport import PATIENCE
 from atts.processes import python_command
-from atts.speculation import NOTHING, Ask, OverlapStats, Proposer, TokenProposal, standing
+from atts.speculation import NOTHING, Ask, Guessing, OverlapStats, Proposer, TokenProposal, standing
 
 
 class DraftSetup(NamedTuple):
@@ -44,12 +44,6 @@ class DraftStep(NamedTuple):
     seconds: float  # that the last step took
 
 
-class DraftAnew(NamedTuple):
-    """What is under way is given up; outcomes are guessed from so many tokens at a place."""
-
-    fan: int
-
-
 class DraftedLine(NamedTuple):
     """What follows a sequence of so many ids and this proposal, by the outcomes (stood, next token) guessed."""
 
@@ -58,7 +52,7 @@ class DraftedLine(NamedTuple):
     follows: dict[tuple[int, int], TokenIds]
 
 
-Order = DraftStep | DraftAnew | Told
+Order = DraftStep | Guessing | Told
 
 
 class Drafted(NamedTuple):
@@ -78,6 +72,7 @@ class DrafterProcess(Proposer):
         :raises EngineError: it cannot be loaded.
         """
         self._scheduler, self._exits, self._hears = scheduler, exits, False
+        self._all_exits = exits
         command, pipe = python_command("atts.local.apart_child", str(os.getpid())), subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0)
         self.pid = process.pid
@@ -129,15 +124,17 @@ class DrafterProcess(Proposer):
         """What was guessed."""
         return self.stats
 
-    def begin_anew(self, fan: int) -> None:
-        """Give up what is under way; from now on outcomes are guessed from so many tokens at a place.
+    def begin_anew(self, guessing: Guessing) -> None:
+        """Give up what is under way; from now on outcomes are guessed so.
 
         :raises RuntimeError: the other process does not answer, or is gone.
         """
         if self._is_open and not self._is_answered(PATIENCE):
             raise RuntimeError("it does not end what it began")
-        self._lines = {}
-        self._orders.put(DraftAnew(fan))
+        if self._exits is not None:
+            self._exits.listen(None)
+        self._lines, self._exits = {}, self._all_exits if guessing.is_told else None
+        self._orders.put(guessing)
 
     def _is_answered(self, patience: float | None = None) -> bool:
         """Whether the last step is; a late answer is waited for once, as long as that took at the most."""

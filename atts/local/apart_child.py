@@ -14,14 +14,14 @@ import numpy as np
 from atts.errors import EngineError
 from atts.local.ahead import AheadDrafter
 from atts.local.allocator import SlotAllocator, SlotIds
-from atts.local.apart import DraftAnew, Drafted, DraftedLine, DraftSetup, DraftStep, Order
+from atts.local.apart import Drafted, DraftedLine, DraftSetup, DraftStep, Order
 from atts.local.exits import Ear
 from atts.local.messages import GONE, FailureReply, write
 from atts.local.sequence import Sequence, new_sequence
 from atts.local.speculating import ask_of
 from atts.local.transport import InlineTransport
 from atts.processes import end_with
-from atts.speculation import Ask, OverlapStats, TokenProposal
+from atts.speculation import Ask, Guessing, OverlapStats, TokenProposal
 
 _SLOT_RUN = 64  # slots taken at a time
 
@@ -123,8 +123,8 @@ class Drafting(NamedTuple):
     def take(self, message: Order) -> bool:
         """Work on a message; whether that was all of a step."""
         ear = self.target.ear
-        if isinstance(message, DraftAnew):
-            self.drafter.begin_anew(message.fan)
+        if isinstance(message, Guessing):
+            self.drafter.begin_anew(message)
             return False
         if not isinstance(message, DraftStep):
             self.target.listen(None)

@@ -21,7 +21,7 @@ from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
 from atts.local.devices import device_of, drafter_device
 from atts.local.drafting import DraftedRows, FuzzyDrafter, ModelDrafter
-from atts.local.exits import ExitAdapter, ExitModel, Exits
+from atts.local.exits import EXIT_FILE, ExitAdapter, ExitModel, Exits
 from atts.local.ledger import SlotLedger
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop
@@ -33,7 +33,7 @@ from atts.local.padding import PaddedModel, padding_weights
 from atts.local.prefix import PrefixTree
 from atts.local.ray_stages import RayLine
 from atts.local.scheduler import Scheduler, SchedulerConfig
-from atts.local.scheme_drafting import SchemeDrafting
+from atts.local.scheme_drafting import GUESSING, SchemeDrafting
 from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
 from atts.local.stages import ProcessLine, StagedModel, StageLine, StageSetup, stage_setups
@@ -50,8 +50,6 @@ _K_BY_RATIO = 8
 """Tokens proposed at a time for requests that are tested by ratio, where no number is given."""
 _K_AHEAD = 16
 """Most tokens drafted beside a step, where no number is given: drafting ends with the step."""
-_FANS = {"ssd": 3, "mirror": 8}
-"""First tokens at a place that outcomes are guessed from: the draft's beside its own, those of the target's exit."""
 _SMALL_MODEL = 10_000_000
 """Weights below which a second thread costs more in waiting than it computes, unless the machine is idle."""
 
@@ -143,7 +141,9 @@ def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | 
     cache = allocate_cache(config, dtype, device)
     inner, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
     target = _padded(config, inner, cache)
-    exits = _with_exit(config, target, inner, weights) if config.options.speculate == "mirror" else None
+    may_hear = _may_learn(config, device) and (config.folder / EXIT_FILE).is_file()
+    hears = config.options.speculate == "mirror" or may_hear
+    exits = _with_exit(config, target, inner, weights) if hears else None
     return _Models(exits or target, cache, None, drafter, exits, trouble)
 
 
@@ -191,7 +191,8 @@ def _speculation(config: WorkerConfig, models: _Models, scheduler: Scheduler, ta
     elif _may_learn(config, device):
         ahead = _drafter_beside(config, models, scheduler)
         serial = ahead.serial() if isinstance(ahead, AheadDrafter) else _drafter(config, models, scheduler)
-        lengths = proposer = SchemeDrafting(_proposer("auto", serial), ahead, lengths, _K_AHEAD)
+        has_exit = models.exits is not None
+        lengths = proposer = SchemeDrafting(_proposer("auto", serial), ahead, lengths, _K_AHEAD, has_exit=has_exit)
     else:
         make = _drafter_beside if options.speculate in OVERLAPPED else _drafter
         proposer = _proposer(options.speculate or "auto", make(config, models, scheduler))
@@ -287,7 +288,7 @@ def ahead_drafter(
         config.model.vocabulary,
         cache=cache,
         transport=transport,
-        fan=_FANS.get(options.speculate or "", 0),
+        guessing=GUESSING.get(options.speculate or "", GUESSING["pearl"]),
         most=_K_AHEAD if options.k is None else options.k,
         exits=exits,
         heads=heads,

@@ -85,7 +85,7 @@ class BranchWriter:
         self, model: Model, table: SlotIds, vocabulary: int, heads: StreamHeads | None, stats: OverlapStats
     ) -> None:
         self._model, self._table, self._vocabulary, self._heads = model, table, vocabulary, heads
-        self._stats = stats
+        self._stats, self.streams = stats, False  # whether the heads are used
         self.fan = 0  # of a place's first tokens, those that are told beside its own
         self.stands = 0.7  # how likely a proposed token is thought to stand
 
@@ -109,7 +109,7 @@ class BranchWriter:
             stop = first + len(branch.tokens) - branch.fed
             ends.append(first + _keep(branch, drawn[first:stop], laws[first:stop]) - 1)
             first = stop
-        if self._heads is not None:
+        if self.streams and self._heads is not None:
             self._stream(self._heads, branches, hidden[ends])
         self._stats.passes += len(branches)
         self._stats.drafted += sum([len(branch.tokens) for branch in branches]) - before

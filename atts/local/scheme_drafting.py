@@ -9,10 +9,10 @@ from atts.local.ahead import AheadDrafter
 from atts.local.apart import DrafterProcess
 from atts.local.batch import StepPlan
 from atts.local.speculating import FixedLength, Lengths, SpeculationRound
-from atts.speculation import Ask, Forecast, OverlapStats, Proposer, SchemeControl, TokenProposal
+from atts.speculation import Ask, Forecast, Guessing, OverlapStats, Proposer, SchemeControl, TokenProposal
 
-_FANS = (0, 3)
-"""Of the schemes after the first: PEARL's one guess, and outcomes at every place."""
+GUESSING = {"pearl": Guessing(0), "ssd": Guessing(3), "mirror": Guessing(8, is_told=True)}
+"""One guess; the draft's first tokens at a place beside its own; those of the target's exit."""
 
 
 class SchemeDrafting(Proposer, Lengths):
@@ -22,10 +22,13 @@ class SchemeDrafting(Proposer, Lengths):
     tried where the first one proposes.
     """
 
-    def __init__(self, serial: Proposer, ahead: AheadDrafter | DrafterProcess, lengths: Lengths, most: int) -> None:
-        """`ahead` proposes up to `most` tokens."""
+    def __init__(
+        self, serial: Proposer, ahead: AheadDrafter | DrafterProcess, lengths: Lengths, most: int, *, has_exit: bool
+    ) -> None:
+        """`ahead` proposes up to `most` tokens, and can hear the target's exit where it has one."""
         self._serial, self._ahead, self._lengths, self._fixed = serial, ahead, lengths, FixedLength(most)
-        self._control = SchemeControl(1 + len(_FANS))
+        self._guessing = [way for way in GUESSING.values() if has_exit or not way.is_told]
+        self._control = SchemeControl(1 + len(self._guessing), has_oracle=has_exit)
         self._scheme = self._asked = 0  # of this step, and of the last one in which something was proposed
         self._began = 0.0
 
@@ -44,14 +47,15 @@ class SchemeDrafting(Proposer, Lengths):
         tokens = len(plan.decoding) + sum([each.stood for each in rounds])
         forecast = None if self._scheme else self._lengths.observed(plan, rounds, seconds)
         if self._scheme or plan.proposals or self._control.is_contested:  # where none pays, no other is tried
-            self._control.observed(len(plan.decoding), tokens, perf_counter() - self._began)
+            served = sum([each.proposed > 0 for each in rounds])
+            self._control.observed((len(plan.decoding), served), tokens, perf_counter() - self._began)
         return forecast
 
     def propose(self, asks: Many[Ask]) -> Many[TokenProposal]:
         """By the scheme whose turn it is."""
         if self._scheme != self._asked:
             self._asked = self._scheme
-            self._ahead.begin_anew(_FANS[self._scheme - 1] if self._scheme else 0)
+            self._ahead.begin_anew(self._guessing[max(0, self._scheme - 1)])
         return self._used.propose(asks)
 
     @property

@@ -10,6 +10,16 @@ from typing import NamedTuple, TypeVar
 Branch = TypeVar("Branch")
 
 
+class Guessing(NamedTuple):
+    """Which outcomes are continued beside one that everything stands: so many of a place's likeliest tokens.
+
+    They are those that the drafter finds likeliest, or those that the target itself tells on its way.
+    """
+
+    fan: int
+    is_told: bool = False
+
+
 class OutcomeGuess(NamedTuple):
     """So many proposed tokens stand and this one follows, with this estimated probability."""
 

@@ -2,84 +2,138 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _TURN = 16  # steps of a try
+_STRETCH = 64  # steps of the one that is used, after which it is looked at anew
 _SETTLE = 4  # first steps of a turn, which do not count: a drafter catches up in them
+_KNOWN = 128  # steps that what is known of a scheme counts for at most
 _GLANCE = 8  # steps after which a try ends that writes half as fast as another
-_SHARE = 0.01  # of the tokens, what may be lost by tries
+_SHARE = 0.005  # of the tokens, what may be lost by tries of one scheme
+_WORTH = 1.05  # gain that an oracle must promise
 _LONGEST = 1024  # steps between two tries, where they lose next to nothing
 
 
 @dataclass(slots=True)
-class _Load:
-    """What is known where about as many sequences decode."""
+class _Turn:
+    """What some steps came to."""
 
-    rates: list[float]  # tokens a second, by scheme; 0: never tried
-    scheme: int = 0
-    best: int = -1  # the one that is used between tries
-    is_try: bool = True
-    tries: int = 0
-    length: int = _TURN  # steps of this turn
-    stay: int = _TURN  # steps that the best one got last, at least
-    due: float = 0.0  # tokens that it must write before another is tried
-    steps: int = 0
+    steps: int = 0  # all of them; those that settle count for nothing else
+    sequences: int = 0
+    served: int = 0  # sequences that had a proposal
     tokens: int = 0
     seconds: float = 0.0
+
+    @property
+    def promise(self) -> float:
+        """Tokens a second, had every sequence had a proposal: those that had none wrote a token."""
+        own = (self.tokens - self.sequences) / self.served if self.served else float("inf")
+        return self.sequences * (1 + own) / max(1e-9, self.seconds)
+
+
+@dataclass(slots=True)
+class _Scheme:
+    """What is known of one where about as many sequences decode."""
+
+    rate: float = 0.0  # tokens a second
+    known: int = 0  # steps that this was measured in, those long ago left out; 0: it was never tried
+    promise: float = 0.0  # tokens a second, had every outcome been guessed; of the first scheme, which guesses none, 0
+    seconds: float = 0.0  # that its last try took
+    since: float = 0.0  # tokens that others wrote after it
+
+    def learn(self, turn: _Turn) -> None:
+        """A turn of it is over."""
+        steps, rate = turn.steps - _SETTLE, turn.tokens / max(1e-9, turn.seconds)
+        self.rate = (self.rate * self.known + rate * steps) / (self.known + steps)
+        self.known, self.promise = min(self.known + steps, _KNOWN), turn.promise
+        self.seconds, self.since = turn.seconds * turn.steps / steps, 0.0
+
+    def wait(self, most: float) -> float:
+        """Tokens that are to be written before it is tried, where so many a second are when it is not."""
+        return (most - self.rate) * self.seconds / _SHARE - self.since
+
+
+@dataclass(slots=True)
+class _Load:
+    """The schemes, and the turn that is under way."""
+
+    schemes: list[_Scheme]
+    current: int = 0
+    best: int = -1  # the one that is used between tries
+    turn: _Turn = field(default_factory=_Turn)
+    stayed: int = 0  # steps since the last try
+    stay: int = _TURN  # that must be at least
+
+    @property
+    def is_try(self) -> bool:
+        """Whether another than the best is measured."""
+        return self.current != self.best
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the turn is."""
+        turn, most = self.turn, max([each.rate for each in self.schemes])
+        is_hopeless = self.is_try and turn.steps == _GLANCE and 2 * turn.tokens < most * turn.seconds
+        return is_hopeless or turn.steps >= (_TURN if self.is_try else _STRETCH)
 
 
 class SchemeControl:
     """Says which of several schemes is used in the next step, for loads of about 1, 2, 4, 8... sequences apart."""
 
-    def __init__(self, schemes: int) -> None:
-        self._schemes, self._loads = schemes, dict[int, _Load]()
+    def __init__(self, schemes: int, *, has_oracle: bool = False) -> None:
+        """With an oracle the last scheme differs from those before it in guessing outcomes better.
+
+        It is tried only where the goodput of those would pay with every outcome guessed.
+        """
+        self._schemes, self._has_oracle, self._loads = schemes, has_oracle, dict[int, _Load]()
         self._place, self._away = -1, 0  # the load that is measured; steps in a row that were of another
         self.current = 0
 
-    def observed(self, sequences: int, tokens: int, seconds: float) -> None:
-        """A step of so many sequences wrote so many tokens in so much time."""
-        place = sequences.bit_length()
+    def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
+        """A step of so many sequences, and so many of them with a proposal, wrote so many tokens in so much time."""
+        place = sequences[0].bit_length()
         self._away = 0 if place == self._place else self._away + 1
         has_moved = self._place < 0 or self._away >= _SETTLE  # a load that goes to and fro is one load
         self._place = place if has_moved else self._place
-        load = self._loads.setdefault(self._place, _Load([0.0] * self._schemes))
+        load = self._loads.setdefault(self._place, _Load([_Scheme() for _ in range(self._schemes)]))
         if has_moved:  # what this step ran with was chosen for another load
-            self._away, load.steps, load.tokens, load.seconds = 0, 0, 0, 0.0
+            self._away, load.turn = 0, _Turn()
         else:
-            load.steps += 1
-            if load.steps > _SETTLE:
-                load.tokens, load.seconds = load.tokens + tokens, load.seconds + seconds
-            if _is_over(load):
-                _turn(load)
-        self.current = load.scheme
+            turn = load.turn
+            turn.steps += 1
+            if turn.steps > _SETTLE:
+                turn.tokens, turn.seconds = turn.tokens + tokens, turn.seconds + seconds
+                turn.sequences, turn.served = turn.sequences + sequences[0], turn.served + sequences[1]
+            if load.is_over:
+                self._next(load)
+        self.current = load.current
 
     @property
     def is_contested(self) -> bool:
         """Whether the first scheme is but tried, where another is used."""
         return self._place >= 0 and self.current == 0 < self._loads[self._place].best
 
+    def _next(self, load: _Load) -> None:
+        """Whose turn it is: what was never tried, else the best, and now and then another for a short while."""
+        turn, was_try, load.turn = load.turn, load.is_try, _Turn()
+        for scheme in load.schemes:
+            scheme.since += turn.tokens
+        load.schemes[load.current].learn(turn)
+        rates = [scheme.rate for scheme in load.schemes]
+        best, fit = rates.index(max(rates)), self._fit(load)
+        load.stayed = 0 if was_try else load.stayed + turn.steps
+        untried = [at for at in fit if not load.schemes[at].known]
+        waits = {at: load.schemes[at].wait(max(rates)) for at in fit if at != best}
+        if untried:
+            load.current = untried[0]
+        elif waits and load.stayed >= load.stay and min(waits.values()) <= 0:
+            load.current = min(waits, key=lambda at: waits[at])
+        else:
+            load.stay = min(2 * load.stay, _LONGEST) if best == load.best else _TURN
+            load.current = load.best = best
 
-def _is_over(load: _Load) -> bool:
-    if load.is_try:
-        is_hopeless = load.steps == _GLANCE and 2 * load.tokens < max(load.rates) * load.seconds
-        return is_hopeless or load.steps >= load.length
-    return load.steps >= load.length and load.tokens >= load.due
-
-
-def _turn(load: _Load) -> None:
-    """Whose turn is next: what was never tried, else the best, and after it another for a short while."""
-    rate, known = load.tokens / max(1e-9, load.seconds), load.rates[load.scheme]
-    load.rates[load.scheme] = (rate + known) / 2 if known else rate
-    lost = max(load.rates) * load.seconds - load.tokens
-    load.due = load.due + lost / _SHARE if load.is_try else 0.0
-    load.steps, load.tokens, load.seconds = 0, 0, 0.0
-    if 0.0 in load.rates:
-        load.scheme, load.length = load.rates.index(0.0), _TURN
-    elif load.is_try:
-        best = max(range(len(load.rates)), key=lambda scheme: load.rates[scheme])
-        load.stay = min(2 * load.stay, _LONGEST) if best == load.best else _TURN
-        load.scheme, load.best, load.length, load.is_try = best, best, load.stay, False
-    else:
-        others = [scheme for scheme in range(len(load.rates)) if scheme != load.best] or [load.best]
-        load.scheme, load.length, load.is_try = others[load.tries % len(others)], _TURN, True
-        load.tries += 1
+    def _fit(self, load: _Load) -> range:
+        """The schemes that may be tried."""
+        most = max([scheme.rate for scheme in load.schemes])
+        is_vain = self._has_oracle and max([scheme.promise for scheme in load.schemes[1:-1]]) <= _WORTH * most
+        return range(self._schemes - is_vain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import pytest
 from atts.core import Sampling
 from atts.local.ahead import AheadDrafter
 from atts.local.apart import DrafterProcess
-from atts.local.scheme_drafting import SchemeDrafting
+from atts.local.scheme_drafting import GUESSING, SchemeDrafting
 from atts.local.transport import PATIENCE, InlineTransport, ThreadTransport
+from atts.speculation import Guessing
 from tests.local.speculating import Make, counts, requests, run, same
+from tests.local.test_exits import trained
+from tests.local.test_streams import with_heads
 
 HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
@@ -23,7 +27,7 @@ class Changing:
 
     is_contested = True
 
-    def __init__(self, schemes: int) -> None:
+    def __init__(self, schemes: int, **ways: bool) -> None:
         self._schemes, self._steps = schemes, 0
 
     @property
@@ -31,24 +35,30 @@ class Changing:
         """All of them in turn."""
         return self._steps // 3 % self._schemes
 
-    def observed(self, sequences: int, tokens: int, seconds: float) -> None:
+    def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
         """A step, however long."""
         assert seconds > 0
+        assert 0 <= sequences[1] <= sequences[0] <= tokens
         self._steps += 1
 
 
+@pytest.mark.parametrize("has_exit", [False, True])
 @pytest.mark.parametrize("transport", [InlineTransport, ThreadTransport, DrafterProcess])
 def test_schemes_that_change_change_no_token(
-    transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+    transport: Any, has_exit: bool, make_model: Make, near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids, ends and log-probabilities to the bit; every scheme has its turn, in a thread or in another process."""
-    folder, orders, fans = make_model("llama"), requests(4, 60, HOT), set[int]()
+    """Ids, ends and log-probabilities to the bit; every scheme has its turn, in a thread or in another process.
+
+    Mirror is among them where the target has a trained exit; the drafter has heads, which it alone uses.
+    """
+    folder, near, orders = make_model("llama"), with_heads(copytree(near, tmp_path / "near")), requests(4, 60, HOT)
+    folder, fans = trained(folder, tmp_path / "heard") if has_exit else folder, set[Guessing]()
     drafter: Any = transport if transport is DrafterProcess else AheadDrafter
     begin = drafter.begin_anew
 
-    def seen(self: Any, fan: int) -> None:
-        fans.add(fan)
-        begin(self, fan)
+    def seen(self: Any, guessing: Guessing) -> None:
+        fans.add(guessing)
+        begin(self, guessing)
 
     if transport is not DrafterProcess:
         monkeypatch.setattr("atts.local.build.ThreadTransport", transport)
@@ -60,7 +70,7 @@ def test_schemes_that_change_change_no_token(
     done = run(folder, [orders], None, None, near, speculate="auto", beside=beside)
     assert same(plain, done)
     assert counts(done).trouble == ""
-    assert fans == {0, 3}
+    assert fans == {way for way in GUESSING.values() if has_exit or not way.is_told}
     assert counts(done).accepted > 0
     assert (found := counts(done).overlap) is not None
     assert found.hits + found.misses > 0
@@ -70,8 +80,8 @@ def test_only_what_is_left_open_is_learned(make_model: Make, near: Path, monkeyp
     """A number of tokens, another word or a single core leave it at drafts before the step."""
     made = list[SchemeDrafting]()
 
-    def make(*args: Any) -> SchemeDrafting:
-        made.append(SchemeDrafting(*args))
+    def make(*args: Any, **ways: Any) -> SchemeDrafting:
+        made.append(SchemeDrafting(*args, **ways))
         return made[-1]
 
     monkeypatch.setattr("atts.local.build.SchemeDrafting", make)

@@ -16,6 +16,7 @@ from atts.local.cache import allocate_cache
 from atts.local.devices import own_stream
 from atts.local.loader import load_weights
 from atts.local.native_model import NativeModel
+from atts.local.transport import ThreadTransport
 from tests.local.speculating import Make, counts, requests, run, same
 
 HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
@@ -68,6 +69,10 @@ def test_the_option_reaches_the_drafters_model(
         asked.append(device)
         return allocate_cache(config, dtype, CPU, **least)
 
+    class Patient(ThreadTransport):
+        def wait(self, seconds: float) -> bool:
+            return super().wait(60.0)
+
     class Stream:
         def __init__(self, device: torch.device) -> None:
             streams.append(device)
@@ -89,6 +94,7 @@ def test_the_option_reaches_the_drafters_model(
     monkeypatch.setattr("atts.local.build.load_weights", weights)
     monkeypatch.setattr("atts.local.build.allocate_cache", cache)
     monkeypatch.setattr("atts.local.ahead.own_stream", Stream)
+    monkeypatch.setattr("atts.local.build.ThreadTransport", Patient)
     monkeypatch.setattr(NativeModel, "draw_ahead", drawn)
     done = run(make_model("llama"), [requests(2, 24, HOT[:2])], None, 4, near, speculate=way, drafter_device="cuda:1")
     assert [device.type for device in asked] == ["cpu", "cuda", "cpu", "cuda"], "of the target, then of its drafter"

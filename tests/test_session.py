@@ -66,14 +66,14 @@ def test_hundreds_of_questions_at_once_stay_within_the_limits_and_leave_nothing(
                 assert (await session.solve(problem.text)).status != "failed"
 
             for _ in range(2):
-                await collect([ask for _ in range(250)])
+                await collect([ask for _ in range(150)])
                 gc.collect()
                 blocks.append(sys.getallocatedblocks())
 
     run_virtual(main)
     assert (draft.most, target.most) == (2, 1)
     assert draft.stats().in_flight == target.stats().in_flight == 0
-    assert blocks[1] - blocks[0] < 250 * 40, "what is kept of a question: its scores and its decision, at most"
+    assert blocks[1] - blocks[0] < 150 * 40, "what is kept of a question: its scores and its decision, at most"
 
 
 def test_cancelled_questions_end_alone() -> None:

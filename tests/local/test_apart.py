@@ -73,10 +73,9 @@ class Hurt:
         return self._propose(drafter, asks)
 
 
-@pytest.mark.parametrize("way", ["ssd", "mirror"])
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("way", "kind"), [("ssd", signal.SIGKILL), ("mirror", signal.SIGSTOP)])
 def test_a_process_that_dies_or_stops_is_a_miss(
-    kind: signal.Signals, way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, kind: signal.Signals, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The texts are what they are; of a dead one it is said."""
     folder, orders = make_model("llama"), requests(3, 40)

@@ -37,7 +37,7 @@ def stood(done: Driven) -> float:
 def test_training_makes_a_folder_that_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few steps on a few texts: eight narrow layers with the draft's tokenizer propose, and change nothing."""
     out = tmp_path / "deep"
-    train_drafter.main(DrafterRecipe(path("target"), path("draft"), out, texts=24, steps=30))
+    train_drafter.main(DrafterRecipe(path("target"), path("draft"), out, texts=6, steps=6))
     told = capsys.readouterr().out
     assert "deep: likeliest token agrees" in told
     config = read_model_config(out, "deep")

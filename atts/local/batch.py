@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -235,10 +235,46 @@ def _fed(plan: StepPlan) -> list[tuple[Sequence, int, int]]:
 
 def _decoding_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
-    numbers = [(s.row, s.rope_row, position, token, s.chain) for s, position, token in _fed(plan)]
-    rows, ropes, positions, tokens, chains = np.array(numbers, dtype=np.int64).T.copy()
-    batch = single_rows(tokens, positions, rows, table)
-    return replace(batch, positions=positions + ropes, chains=chains, units=np.zeros_like(chains))
+    numbers = [(s.row, s.rope_row, position, token, s.chain, 0) for s, position, token in _fed(plan)]
+    rows, ropes, positions, tokens, chains, units = np.array(numbers, dtype=np.int64).T.copy()
+    starts, last = np.arange(len(rows) + 1), positions + 1
+    slots, ones = table[rows, positions].astype(np.int64), last - positions
+    return StepBatch(
+        tokens=tokens,
+        positions=positions + ropes,
+        slots=slots,
+        table_rows=rows,
+        query_starts=starts,
+        context_lens=last,
+        num_logits=ones,
+        num_single=len(rows),
+        logit_rows=starts[:-1],
+        chains=chains,
+        units=units,
+    )
+
+
+class StepBatches:
+    """Makes the batches of a loop; steps in which the same sequences decode, nothing proposed, fill one batch anew."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[list[Sequence], list[int], StepBatch] | None = None
+
+    def of(self, plan: StepPlan, table: SlotIds) -> StepBatch:
+        """The plan's; to be read before the next one is asked for."""
+        sequences, rows = plan.decoding, [sequence.row for sequence in plan.decoding]
+        if plan.prefills or plan.proposals:
+            self._kept = None
+            return step_batch(plan, table)
+        if self._kept is None or self._kept[:2] != (sequences, rows):
+            self._kept = sequences, rows, step_batch(plan, table)
+            return self._kept[2]
+        batch, positions = self._kept[2], np.array([sequence.num_computed for sequence in sequences])
+        batch.tokens[:] = [sequence.ids[-1] for sequence in sequences]
+        np.add(positions, 1, out=batch.context_lens)
+        np.add(positions, [sequence.rope_row for sequence in sequences], out=batch.positions)
+        batch.slots[:] = table[rows, positions]
+        return batch
 
 
 def single_rows(tokens: Ints, positions: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None) -> StepBatch:

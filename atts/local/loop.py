@@ -16,7 +16,7 @@ from torch import Tensor
 from atts.core import SampleRequest
 from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.errors import EngineUnavailable
-from atts.local.batch import Model, PrefillChunk, StepPlan, step_batch
+from atts.local.batch import Model, PrefillChunk, StepBatches, StepPlan, step_batch
 from atts.local.chains import ChainModel
 from atts.local.drawing import DrawnTokens, beginning, draw_scored, extend_drawn
 from atts.local.messages import (
@@ -80,7 +80,8 @@ class StepLoop:
         self._stats = LoopStats()
         self._replies: list[Reply] = []
         self._reported_at = 0.0
-        self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))
+        self._sampling: tuple[list[Sequence], SamplingBatch] = ([], batch_sampling([], 1))
+        self._batches = StepBatches()
         self._is_closing = False
 
     def run(self, inbox: Inbox) -> None:
@@ -163,9 +164,9 @@ class StepLoop:
         """Feed the plan's tokens, then sample and score; no sequence changes."""
         hidden = None
         if plan.decoding or plan.prefills:
-            tables = self._scheduler.tables
-            batch = step_batch(plan, tables[0])
-            hidden = self._model.forward(batch, tables if isinstance(self._model, ChainModel) else tables[0])
+            tables, table = self._scheduler.tables, self._scheduler.table
+            batch = (step_batch if self._speculation else self._batches.of)(plan, tables[0])
+            hidden = self._model.forward(batch, tables if isinstance(self._model, ChainModel) else table)
         started, chunks = plan.started(), plan.scored()
         sequences = plan.ready + plan.decoding + started
         count = plan.num_rows + len(started)
@@ -185,7 +186,10 @@ class StepLoop:
         for chunk in plan.prefills:
             chunk.sequence.num_computed = chunk.stop
         for sequence, tokens, logprobs in computed.sampled:
-            self._guarded(sequence, self._commit_sampled, (tokens, logprobs, computed.started.get(sequence)))
+            if len(tokens) == 1 and sequence.is_decoding:
+                self._guarded(sequence, self._append, (tokens[0], logprobs[0]))
+            else:
+                self._guarded(sequence, self._commit_sampled, (tokens, logprobs, computed.started.get(sequence)))
         for sequence, value in computed.firsts:
             sequence.logprobs.append(value)
         self._stats.free_tokens += len(computed.firsts)
@@ -195,7 +199,7 @@ class StepLoop:
         for chunk, logprobs, last in computed.scored:
             self._guarded(chunk.sequence, self._commit_scores, (logprobs, last))
 
-    def _guarded(self, sequence: Sequence, commit: Callable[..., None], results: tuple[object, ...]) -> None:
+    def _guarded(self, sequence: Sequence, commit: Callable[..., object], results: tuple[object, ...]) -> None:
         try:
             commit(sequence, *results)
         except Exception as error:
@@ -219,9 +223,11 @@ class StepLoop:
     def _sample(self, sequences: list[Sequence], widths: list[int], logits: Tensor) -> list[Draws]:
         """One draw a row, with the uniform of its place; a sequence with a proposal has as many rows as its width."""
         sampling = self._sampling_batch(sequences, logits)
-        if len(logits) > len(sequences):
-            rows = np.repeat(np.arange(len(sequences)), widths)
-            sampling = spread_rows(sampling, torch.from_numpy(rows))
+        if logits.shape[0] == len(sequences):
+            ones = [s.uniforms.item(len(s.logprobs)) for s in sequences if s.uniforms is not None]
+            drawn, raw = self._model.sample(logits, sampling, ones).lists()
+            return [(s, [token], [value]) for s, token, value in zip(sequences, drawn, raw, strict=True)]
+        sampling = spread_rows(sampling, torch.from_numpy(np.repeat(np.arange(len(sequences)), widths)))
         uniforms = [
             float(uniform)
             for sequence, width in zip(sequences, widths, strict=True)
@@ -233,7 +239,7 @@ class StepLoop:
         draws = [
             (s, list(islice(tokens, n)), list(islice(logprobs, n))) for s, n in zip(sequences, widths, strict=True)
         ]
-        return draws if len(logits) == len(sequences) else self._redrawn(draws, sampling, logits)
+        return self._redrawn(draws, sampling, logits)
 
     def _redrawn(self, draws: list[Draws], sampling: SamplingBatch, logits: Tensor) -> list[Draws]:
         """The same, but for sequences whose proposals are to be tested by ratio."""
@@ -250,10 +256,9 @@ class StepLoop:
 
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
         """Settings as tensors, made anew only when the batch changed."""
-        key = tuple([sequence.request_id for sequence in sequences])
-        if key != self._sampling[0]:
+        if sequences != self._sampling[0]:
             settings = [s.request.sampling for s in sequences if isinstance(s.request, SampleRequest)]
-            self._sampling = key, batch_sampling(settings, logits.shape[-1], logits.device)
+            self._sampling = sequences, batch_sampling(settings, logits.shape[-1], logits.device)
         return self._sampling[1]
 
     def _score(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[ScoredChunk]:

@@ -143,6 +143,7 @@ class NativeModel:
         self._sample_scratch = np.empty(config.vocabulary // 4 + 1, dtype=np.float32)
         self._next_items = np.zeros(len(cache), dtype=np.int32)
         self._capacity = 0
+        self._filled: tuple[StepBatch | None, SlotIds | None] = None, None  # what the step's addresses are of
         self._buffers: dict[str, _Floats] = {}
         self._logits = np.empty((0, config.vocabulary), dtype=np.float32)  # of a block of scored rows
         self._step = _Step(
@@ -166,7 +167,11 @@ class NativeModel:
         if tap is not None:
             return self._tapped(batch, table, hidden, tap)
         self._grow_buffers(len(batch.tokens))
-        _fill(self._step, batch, table, hidden)
+        if batch is self._filled[0] and table is self._filled[1]:
+            self._step.hidden = _address(hidden)
+        else:
+            _fill(self._step, batch, table, hidden)
+            self._filled = batch, table
         model = self._grouped if self.is_grouped else self._model
         self._library.atts_forward(ctypes.byref(model), ctypes.byref(self._step))
         return torch.from_numpy(hidden)
@@ -218,6 +223,7 @@ class NativeModel:
         count, vocabulary = len(ahead.temperatures), self._config.vocabulary
         hidden, logits = np.empty((count, self._config.hidden_size), dtype=np.float32), torch.empty(count, vocabulary)
         self._grow_buffers(len(ahead.first.tokens))
+        self._filled = None, None
         _fill(self._step, ahead.first, table, hidden)
         following = _Step.from_buffer_copy(self._step)
         _fill(following, ahead.following, table, hidden)

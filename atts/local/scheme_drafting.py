@@ -46,7 +46,8 @@ class SchemeDrafting(Proposer, Lengths):
         """Between schemes seconds on the wall count: what another thread takes is no time of this one's."""
         tokens = len(plan.decoding) + sum([each.stood for each in rounds])
         forecast = None if self._scheme else self._lengths.observed(plan, rounds, seconds)
-        if self._scheme or plan.proposals or self._control.is_contested:  # where none pays, no other is tried
+        pays = bool(plan.proposals) and not (forecast and forecast.is_trial)
+        if self._scheme or pays or self._control.is_contested:  # where none pays, no other is tried
             served = sum([each.proposed > 0 for each in rounds])
             self._control.observed((len(plan.decoding), served), tokens, perf_counter() - self._began)
         return forecast

@@ -56,6 +56,7 @@ class Forecast(NamedTuple):
 
     tokens: float
     seconds: float
+    is_trial: bool = False  # whether its lengths were tried, not chosen
 
 
 @dataclass(slots=True)
@@ -155,13 +156,15 @@ class GoodputControl:
         self, step: StepShape, rounds: Sequence[Outcome], rows: int, seconds: tuple[float, float]
     ) -> Forecast | None:
         """Learn from a step that fed so many rows; what was expected of it, None where nothing could be."""
-        forecast = self._forecast(step, rounds, rows)
+        load, forecast = self._loads[len(step.keys).bit_length()], self._forecast(step, rounds, rows)
+        if forecast is not None and load.trial is not None:
+            forecast = forecast._replace(is_trial=True)
         # where most were not asked for in the last step, a drafter had to catch up with them
         is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
         self._costs.add(step.condition, rows, seconds[1])
         spent = sum(seconds) / self._costs.slowness
         self._learn(rounds, seconds[0] / self._costs.slowness, is_steady)
-        load, plain = self._loads[len(step.keys).bit_length()], self._plain(step)
+        plain = self._plain(step)
         self._balance = min(self._balance + _SHARE * spent / plain, _SAVED)
         if load.trial is not None:
             written = step.rows + sum([stood for _, _, stood in rounds])

@@ -5,16 +5,18 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from atts.core import Sampling
 from atts.local.ahead import AheadDrafter
 from atts.local.apart import DrafterProcess
+from atts.local.batch import StepPlan
 from atts.local.scheme_drafting import GUESSING, SchemeDrafting
+from atts.local.speculating import FixedLength, SpeculationRound
 from atts.local.transport import PATIENCE, InlineTransport, ThreadTransport
-from atts.speculation import Guessing
+from atts.speculation import Forecast, Guessing
 from tests.local.speculating import Make, counts, requests, run, same
 from tests.local.test_exits import trained
 from tests.local.test_streams import with_heads
@@ -128,3 +130,25 @@ def test_a_late_job_makes_no_other_scheme_late(make_model: Make, near: Path, mon
     assert 0.0 in waits, "some were late"
     assert len(first) > 2
     assert min(first) > 0
+
+
+def test_what_is_but_tried_counts_for_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with lengths on trial do not say that drafts before a step pay, so nothing else is tried for them."""
+    seen, trials = list[int](), iter((True, False, True))
+
+    class Said(FixedLength):
+        def observed(self, *args: Any) -> Forecast:
+            return Forecast(1.0, 1.0, next(trials))
+
+    class Counting(Changing):
+        is_contested, current = False, 0
+
+        def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
+            seen.append(tokens)
+
+    monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Counting)
+    drafting = SchemeDrafting(cast(Any, None), cast(Any, None), Said(4), 4, has_exit=False)
+    plan = StepPlan([], [], [], [(1, 2)])
+    for _ in range(3):
+        drafting.observed(plan, [SpeculationRound(1, 2, 2, 2)], (0.1, 0.1))
+    assert seen == [2]

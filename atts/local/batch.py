@@ -193,9 +193,9 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     A proposal is fed as rows of one token each that share a row of the slot table: each is computed as if those before
     it had been fed in earlier steps, to the bit where a kernel computes rows apart.
     """
+    fed = list(plan.spans()) if plan.proposals else _newest(plan.decoding)
     if not plan.prefills:
-        return _decoding_batch(plan, table)
-    fed = _fed(plan)
+        return _decoding_batch(fed, table)
     ids = chain([token for _, _, token in fed], *[s.ids[start:stop] for s, start, stop, _ in plan.prefills])
     numbers = [(s.row, at, at + 1, at, False, s.rope_row, s.chain, 0) for s, at, _ in fed]
     numbers += [
@@ -228,14 +228,14 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     )
 
 
-def _fed(plan: StepPlan) -> list[tuple[Sequence, int, int]]:
-    """Sequence, position and token of every row that decodes."""
-    return list(plan.spans()) if plan.proposals else [(s, s.num_computed, s.ids[-1]) for s in plan.decoding]
+def _newest(sequences: list[Sequence]) -> list[tuple[Sequence, int, int]]:
+    """Sequence, position and token of rows that feed nothing but the last token there is."""
+    return [(sequence, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]
 
 
-def _decoding_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
+def _decoding_batch(fed: list[tuple[Sequence, int, int]], table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
-    numbers = [(s.row, s.rope_row, position, token, s.chain, 0) for s, position, token in _fed(plan)]
+    numbers = [(s.row, s.rope_row, position, token, s.chain, 0) for s, position, token in fed]
     rows, ropes, positions, tokens, chains, units = np.array(numbers, dtype=np.int64).T.copy()
     starts, last = np.arange(len(rows) + 1), positions + 1
     slots, ones = table[rows, positions].astype(np.int64), last - positions
@@ -255,19 +255,20 @@ def _decoding_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
 
 
 class StepBatches:
-    """Makes the batches of a loop; steps in which the same sequences decode, nothing proposed, fill one batch anew."""
+    """Makes the batches of a loop; steps in which the same sequences feed their last token each fill one batch anew."""
 
     def __init__(self) -> None:
         self._kept: tuple[list[Sequence], list[int], StepBatch] | None = None
 
     def of(self, plan: StepPlan, table: SlotIds) -> StepBatch:
         """The plan's; to be read before the next one is asked for."""
-        sequences, rows = plan.decoding, [sequence.row for sequence in plan.decoding]
-        if plan.prefills or plan.proposals:
+        if plan.proposals or not all(map(_is_last, plan.prefills)):
             self._kept = None
             return step_batch(plan, table)
+        sequences = plan.decoding + [chunk.sequence for chunk in plan.prefills]
+        rows = [sequence.row for sequence in sequences]
         if self._kept is None or self._kept[:2] != (sequences, rows):
-            self._kept = sequences, rows, step_batch(plan, table)
+            self._kept = sequences, rows, _decoding_batch(_newest(sequences), table)
             return self._kept[2]
         batch, positions = self._kept[2], np.array([sequence.num_computed for sequence in sequences])
         batch.tokens[:] = [sequence.ids[-1] for sequence in sequences]
@@ -275,6 +276,12 @@ class StepBatches:
         np.add(positions, [sequence.rope_row for sequence in sequences], out=batch.positions)
         batch.slots[:] = table[rows, positions]
         return batch
+
+
+def _is_last(chunk: PrefillChunk) -> bool:
+    """Whether it is the last given token alone, sampled after, and computed in all layers: like one that decodes."""
+    sequence, start, stop, first = chunk
+    return stop - start == 1 and first == start >= sequence.borrowed and not sequence.is_scoring
 
 
 def single_rows(tokens: Ints, positions: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None) -> StepBatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 from time import perf_counter
 from typing import NamedTuple, Protocol
@@ -38,6 +39,7 @@ from atts.local.sequence import Sequence, TokenTable, ending, new_sequence
 from atts.local.speculating import Speculation, is_ratio
 
 _NOT_NUMBERS = "the model's logits are not numbers (NaN)", "Check the weights; in half precision try float32"
+_batch_sampling = lru_cache(256)(batch_sampling)
 _REPORT_SECONDS = 0.2
 """How stale the counters may get while nothing is finished."""
 
@@ -257,8 +259,8 @@ class StepLoop:
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
         """Settings as tensors, made anew only when the batch changed."""
         if sequences != self._sampling[0]:
-            settings = [s.request.sampling for s in sequences if isinstance(s.request, SampleRequest)]
-            self._sampling = sequences, batch_sampling(settings, logits.shape[-1], logits.device)
+            settings = tuple([s.request.sampling for s in sequences if isinstance(s.request, SampleRequest)])
+            self._sampling = sequences, _batch_sampling(settings, logits.shape[-1], logits.device)
         return self._sampling[1]
 
     def _score(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[ScoredChunk]:

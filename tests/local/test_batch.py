@@ -29,9 +29,12 @@ def test_a_batch_filled_anew_is_one_made_anew(data: st.DataObject) -> None:
     table = np.arange(_ROWS * _WIDTH, dtype=np.int32).reshape(_ROWS, _WIDTH)
     for _ in range(data.draw(st.integers(1, 8))):
         chosen = [one for one in sequences if data.draw(st.booleans()) and one.num_computed < _WIDTH - 1]
-        match data.draw(st.sampled_from(["on", "on", "on", "prefill", "propose", "rows"])):
+        match data.draw(st.sampled_from(["on", "on", "on", "last", "prefill", "propose", "rows"])):
             case "prefill" if chosen:
                 plan = StepPlan(chosen[1:], [PrefillChunk(chosen[0], 0, 2, 2)], [], [])
+            case "last" if chosen:
+                at = chosen[0].num_computed
+                plan = StepPlan(chosen[1:], [PrefillChunk(chosen[0], at, at + 1, at)], [], [])
             case "propose" if chosen:
                 plan = StepPlan(chosen, [], [], [(3,) for _ in chosen])
             case kind:

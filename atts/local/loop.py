@@ -17,7 +17,7 @@ from torch import Tensor
 from atts.core import SampleRequest
 from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.errors import EngineUnavailable
-from atts.local.batch import Model, PrefillChunk, StepBatches, StepPlan, step_batch
+from atts.local.batch import Model, PrefillChunk, StepBatches, StepPlan
 from atts.local.chains import ChainModel
 from atts.local.drawing import DrawnTokens, beginning, draw_scored, extend_drawn
 from atts.local.messages import (
@@ -167,7 +167,7 @@ class StepLoop:
         hidden = None
         if plan.decoding or plan.prefills:
             tables, table = self._scheduler.tables, self._scheduler.table
-            batch = (step_batch if self._speculation else self._batches.of)(plan, tables[0])
+            batch = self._batches.of(plan, tables[0])
             hidden = self._model.forward(batch, tables if isinstance(self._model, ChainModel) else table)
         started, chunks = plan.started(), plan.scored()
         sequences = plan.ready + plan.decoding + started

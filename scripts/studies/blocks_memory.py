@@ -20,7 +20,7 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import path
 from atts.seeds import Seed
 from atts.tasks import collect
-from scripts.studies.harness import Options, Row, Table, say
+from scripts.studies.harness import Options, Row, Table, children, say
 
 RELATIVES = ("draft", "wordings", "operations", "tuned")
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -64,7 +64,7 @@ async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
         for engine in opened:
             await stack.enter_async_context(engine)
         await collect([partial(engine.sample, _request(number)) for number in range(_REQUESTS) for engine in opened])
-        return sum(map(resident, _children())) / 1e3
+        return sum(map(resident, children())) / 1e3
 
 
 def _request(number: int) -> SampleRequest:
@@ -72,12 +72,7 @@ def _request(number: int) -> SampleRequest:
     return SampleRequest(ids, _TOKENS, Sampling(1.0), seed=Seed(number, "p", 0, 0, "target", 0))
 
 
-def _children() -> list[int]:
-    lists = Path("/proc/self/task").glob("*/children")
-    return [int(child) for file in lists for child in file.read_text().split()]
-
-
-def resident(process: int) -> int:
+def resident(process: Path) -> int:
     """Kilobytes of memory, pages that processes share in parts."""
-    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    lines = (process / "smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

@@ -45,8 +45,7 @@ def rates(lab: Lab, size: str) -> None:
         if lab.left < 20.0 * lab.is_cuda:
             raise OutOfTime
         model = RandomModel(lab, size, "auto" if graphs == "auto" else "off")
-        shape = asdict(model.config) | {"kernel": model.model.device_name, "trouble": model.trouble}
-        lab.cell(f"shape | {size}", partial(dict, shape))
+        lab.cell(f"shape | {size}", partial(dict, kernel=model.model.device_name, trouble=model.trouble))
         for name in wanted:
             work, batch = name.split(" | ")[0], int(name.split(" | ")[3])
             if batch <= model.most_sequences:

@@ -45,13 +45,17 @@ class Script:
         return orders or ([Close()] if wait else [])
 
 
+def shape_of(lab: Lab, size: str) -> ModelConfig:
+    """A published model's sizes."""
+    return padding_shape(read_model_config(path("draft"), "draft"), read_size(size), lab.sizes.vocabulary)
+
+
 class RandomModel:
     """A model of a published one's sizes with random weights, and a cache for some sequences."""
 
     def __init__(self, lab: Lab, size: str, graphs: Graphs) -> None:
-        sizes, base = lab.sizes, read_model_config(path("draft"), "draft")
-        self.config = padding_shape(base, read_size(size), sizes.vocabulary)
-        config = self.config
+        sizes, config = lab.sizes, shape_of(lab, size)
+        self.config = config
         weights = padding_weights(config, lab.half, lab.device)
         # a head of zeros would draw tokens at random, and its numbers would be easier on the device than others
         weights = replace(weights, head=weights.embedding * config.hidden_size**-0.5)
@@ -140,7 +144,7 @@ class TheirModel:
     def __init__(self, lab: Lab, size: str) -> None:
         from transformers import AutoModelForCausalLM, LlamaConfig
 
-        own = padding_shape(read_model_config(path("draft"), "draft"), read_size(size), lab.sizes.vocabulary)
+        own = shape_of(lab, size)
         names: dict[str, Any] = {
             "vocab_size": own.vocabulary,
             "hidden_size": own.hidden_size,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from atts.evaluators import Estimate, compare_runs, mean_estimate
-from atts.local.model_config import ModelConfig
 from scripts.studies.gpu_lab import Lab
-from scripts.studies.gpu_loops import least_step
+from scripts.studies.gpu_loops import least_step, shape_of
 from scripts.studies.gpu_pairs import ARMS, RATE
 from scripts.studies.tables import Row, Table, figure
 
@@ -66,25 +64,6 @@ def _exactness(lab: Lab) -> Table:
     )
 
 
-def _shape(lab: Lab, size: str) -> ModelConfig:
-    """What the limits of a shape need of its configuration."""
-    return cast(ModelConfig, _Shape(**lab.parts[f"shape | {size}"]))
-
-
-class _Shape(SimpleNamespace):
-    """A model's sizes as they were recorded."""
-
-    @property
-    def matrix_weights(self) -> int:
-        """As the configuration counts them."""
-        return cast(Any, ModelConfig.matrix_weights).fget(self)  # type: ignore[no-any-return]
-
-    @property
-    def kv_floats_per_token(self) -> int:
-        """The same."""
-        return cast(Any, ModelConfig.kv_floats_per_token).fget(self)  # type: ignore[no-any-return]
-
-
 def _decoding(lab: Lab) -> Table:
     sizes = list(dict.fromkeys(size for (size, *_), _ in _found(lab, "decode")))
     rows = [row for size in sizes for row in _rows_of(lab, size)]
@@ -106,7 +85,7 @@ def _rows_of(lab: Lab, size: str) -> Iterator[Row]:
         if not ours:
             continue
         theirs = parts.get(f"generate | {size} | {batch}") or {}
-        least = least_step(lab, _shape(lab, size), batch, limits)
+        least = least_step(lab, shape_of(lab, size), batch, limits)
         step, rate = ours["step"], ours["rate"]
         their_rate = theirs.get("rate")
         yield (

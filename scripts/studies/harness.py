@@ -126,11 +126,15 @@ class Spent:
         return f"Meanwhile others used {others:.1f} of this machine's {os.cpu_count()} processors."
 
 
+def children() -> list[Path]:
+    """Where the system tells of the processes that this one has started, from whichever thread."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return [Path("/proc", child) for file in lists for child in file.read_text().split()]
+
+
 def tree_seconds() -> float:
     """Processor seconds of this process and of the children that it has now, in which engines compute."""
-    children = (Path(f"/proc/{child}/stat") for task in Path("/proc/self/task").glob("*/children") for child in
-                task.read_text().split())  # fmt: skip
-    stats = [file.read_text().rpartition(")")[2].split() for file in children]
+    stats = [(child / "stat").read_text().rpartition(")")[2].split() for child in children()]
     return time.process_time() + sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
 

@@ -12,30 +12,28 @@ import torch
 from anyio.from_thread import start_blocking_portal
 from numpy.typing import NDArray
 
-from atts.core import Message, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.core import SampleRequest, ScoreRequest, TokenIds
 from atts.evaluators.datasets.arithmetic import problems
 from atts.local import LocalEngine
 from atts.models import path
-from atts.seeds import Seed
 from atts.tasks import collect
 from scripts.studies.harness import Options, Spread, Table, say
-from scripts.studies.local_subjects import Lab
+from scripts.studies.local_subjects import Lab, asked
 
 RATES = (0.1, 0.2, 0.4)
 _ROUND = 100
 """Problems whose chunks are scored at once."""
-_LAW = Sampling(0.7)
 
 
 def study(options: Options) -> list[Table]:
     """Chunks of the embedded draft, scored by the embedded target in both ways, in turn."""
     torch.set_num_threads(1)
-    asked = problems("test", options.pick(200, 1500, 3000), 7 + options.seed)
+    texts = [problem.text for problem in problems("test", options.pick(200, 1500, 3000), 7 + options.seed)]
     with start_blocking_portal() as portal:
         lab = Lab(options, portal)
         with lab.engine(path("draft")) as draft:
-            texts = portal.call(_texts, draft, [problem.text for problem in asked])
-            chunks = [_chunks(draft, prompt, text) for prompt, text in texts]
+            written = portal.call(_texts, draft, asked(draft, texts, 300, 1))
+            chunks = [_chunks(draft, prompt, text) for prompt, text in written]
         with lab.engine(path("target")) as exact, lab.engine(path("target"), scores="bfloat16") as rounded:
             arms, found, ratios = (exact, rounded), [list[float](), list[float]()], list[float]()
             for first in range(0, len(chunks), _ROUND):
@@ -62,12 +60,9 @@ def _table(exact: NDArray[np.float64], rounded: NDArray[np.float64], faster: Spr
     )
 
 
-async def _texts(engine: LocalEngine, asked: Sequence[str]) -> list[tuple[TokenIds, TokenIds]]:
-    prompts = [engine.tokenizer.render([Message("user", text)]) for text in asked]
-    calls = [
-        partial(engine.sample, SampleRequest(ids, 300, _LAW, Seed(1, sample=at))) for at, ids in enumerate(prompts)
-    ]
-    return [(ids, done.ids) for ids, done in zip(prompts, await collect(calls), strict=True)]
+async def _texts(engine: LocalEngine, requests: Sequence[SampleRequest]) -> list[tuple[TokenIds, TokenIds]]:
+    done = await collect([partial(engine.sample, request) for request in requests])
+    return [(request.ids, one.ids) for request, one in zip(requests, done, strict=True)]
 
 
 def _chunks(engine: LocalEngine, prompt: TokenIds, text: TokenIds) -> list[ScoreRequest]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from anyio.from_thread import BlockingPortal
 
-from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.core import Message, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.local import LocalEngine, LocalOptions
 from atts.local.model_config import ModelConfig, read_model_config
 from atts.models import EMBEDDED, path
@@ -113,6 +113,12 @@ async def send_all(engine: LocalEngine, requests: Sequence[SampleRequest] | Sequ
         return len((await engine.score(request)).logprobs)
 
     return sum(await collect([partial(one, request) for request in requests]))
+
+
+def asked(engine: LocalEngine, texts: Iterable[str], tokens: int, seed: int) -> list[SampleRequest]:
+    """A request for each question, at temperature .7, with random numbers of its own."""
+    law, prompts = Sampling(0.7), (engine.tokenizer.render([Message("user", text)]) for text in texts)
+    return [SampleRequest(ids, tokens, law, Seed(seed, sample=number)) for number, ids in enumerate(prompts)]
 
 
 class Fresh:

@@ -45,20 +45,19 @@ def study(options: Options) -> list[Table]:
     """Every table of docs/models.md but the training record."""
     torch.set_num_threads(1)
     count, samples = options.pick(50, 200, 1000), options.pick(2, 2, 8)
-    encoder = Encoder.open(path("target"))
-    models: dict[Embedded, Llama] = {name: load(path(name)) for name in EMBEDDED}
+    encoder, target = Encoder.open(path("target")), load(path("target"))
     tests, sampled = exercises("test", count, seed=options.seed), dict[Embedded, Sampled]()
-    for name, model in models.items():
+    for name in EMBEDDED:
         say(f"{name}: {count} problems, {samples} samples each")
         prompts = [prompt(one.text) for one in tests for _ in range(samples)]
-        texts = generate(model, encoder, prompts, temperature=TEMPERATURE, seed=options.seed)
+        texts = generate(path(name), prompts, temperature=TEMPERATURE, seed=options.seed)
         sampled[name] = Sampled(tests, [texts[start : start + samples] for start in range(0, len(texts), samples)])
     return [
         _accuracy(sampled),
         _voting(sampled, samples),
-        _recovery(models, encoder, tests, options.seed),
-        _evidence(models["target"], encoder, sampled["draft"], options.pick(200, 1000, 4000)),
-        _exits(models["target"], encoder, tests[:200]),
+        _recovery(tests, options.seed),
+        _evidence(target, encoder, sampled["draft"], options.pick(200, 1000, 4000)),
+        _exits(target, encoder, tests[:200]),
         _cost(),
     ]
 
@@ -92,18 +91,18 @@ def _voting(sampled: Mapping[Embedded, Sampled], samples: int) -> Table:
     )
 
 
-def _recovery(models: Mapping[Embedded, Llama], encoder: Encoder, tests: Sequence[Exercise], seed: int) -> Table:
+def _recovery(tests: Sequence[Exercise], seed: int) -> Table:
     starts = {
         "planted": planted_starts(tests, seed + 1),
-        "the draft's own": drafted_starts(models["draft"], encoder, tests, seed + 2),
+        "the draft's own": drafted_starts(path("draft"), tests, seed + 2),
     }
     rows: list[Row] = []
     for name in reversed(EMBEDDED):
         for kind, begun in starts.items():
-            found = recovery(models[name], encoder, begun, temperature=TEMPERATURE, seed=seed)
+            found = recovery(path(name), begun, temperature=TEMPERATURE, seed=seed)
             rows.append((name, kind, *_cells(found)))
     calm = [prompt(one.text) + "".join(one.chunks[: 1 + index % len(one.steps)]) for index, one in enumerate(tests)]
-    texts = generate(models["target"], encoder, calm, temperature=TEMPERATURE, seed=seed)
+    texts = generate(path("target"), calm, temperature=TEMPERATURE, seed=seed)
     alarms = rate([[text.startswith(ALARM.strip())] for text in texts])
     rows.append(("target", "false alarm after a right step", *_cells(alarms)))
     return Table.of(

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from atts.core import Message, SampleRequest, Sampling
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine, LocalOptions
 from atts.local.batch import single_rows
@@ -19,8 +18,8 @@ from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
 from atts.local.native_model import AheadBatch, NativeModel
 from atts.models import path
-from atts.seeds import Seed
 from scripts.studies.harness import Options, Row, Spent, Table, cpu_seconds, interleaved, ratio, say
+from scripts.studies.local_subjects import asked
 
 _GROUPS, _CONTEXTS = (1, 2, 3, 4, 6), (60, 150, 250)
 _TOKENS, _DRAWS = 8, 10  # drafted at a time, and how often in a round
@@ -72,9 +71,8 @@ def _stood(portal: BlockingPortal, size: int, calibration: Calibration, options:
     kept, FuzzyDrafter.calibration = FuzzyDrafter.calibration, calibration
     try:
         with portal.wrap_async_context_manager(LocalEngine(path("target"), options=own)) as engine:
-            for number, one in enumerate(arithmetic("test", options.pick(2, 5, 20), seed=5)):
-                ids = engine.tokenizer.render([Message("user", one.text)])
-                request = SampleRequest(ids, 300, Sampling(0.7), Seed(options.seed, sample=number))
+            texts = [one.text for one in arithmetic("test", options.pick(2, 5, 20), seed=5)]
+            for request in asked(engine, texts, 300, options.seed):
                 portal.call(engine.sample, request)
             told = engine.loop_stats().speculation
     finally:

@@ -12,13 +12,12 @@ from typing import Any
 
 from anyio.from_thread import start_blocking_portal
 
-from atts.core import Message, SampleRequest, Sampling
+from atts.core import SampleRequest
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine
 from atts.models import path
-from atts.seeds import Seed
 from scripts.studies.harness import Options, Row, Spent, Table, interleaved, ratio, say, wall_seconds
-from scripts.studies.local_subjects import Lab, send_all
+from scripts.studies.local_subjects import Lab, asked, send_all
 
 _PAIR = {"drafter": str(path("draft"))}
 _DEEP = {"drafter": str(path("deep")), "speculate": "draft", "k": 8}
@@ -56,7 +55,8 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
             name: stack.enter_context(lab.engine(_folder(name, Path(bare)), **{"pad": pad, **changes}))
             for name, changes in _ARMS.items()
         }
-        requests = _requests(next(iter(engines.values())), count, options.seed)
+        problems = [one.text for one in arithmetic("test", count)]
+        requests = asked(next(iter(engines.values())), problems, 160, options.seed)
         texts = {name: [portal.call(engine.sample, one).ids for one in requests] for name, engine in engines.items()}
         before = {name: engine.loop_stats() for name, engine in engines.items()}
         seen = interleaved({name: partial(_seconds, lab, each, requests) for name, each in engines.items()}, rounds)
@@ -91,11 +91,6 @@ def _folder(arm: str, bare: Path) -> Path:
         if file.is_file():
             copyfile(file, bare / file.name)
     return bare
-
-
-def _requests(engine: LocalEngine, count: int, seed: int) -> list[SampleRequest]:
-    ids = [engine.tokenizer.render([Message("user", one.text)]) for one in arithmetic("test", count)]
-    return [SampleRequest(each, 160, Sampling(0.7), Seed(seed, sample=n)) for n, each in enumerate(ids)]
 
 
 def _seconds(lab: Lab, engine: LocalEngine, requests: list[SampleRequest]) -> float:

@@ -7,26 +7,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from atts.core import Message, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.core import Sampling, TokenIds
 from atts.decode import batch_sampling, inverse_cdf, probabilities
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine, LocalOptions
-from atts.local.batch import PrefillChunk, StepPlan, Tap, step_batch
+from atts.local.batch import Tap
 from atts.local.exits import ExitAdapter
-from atts.local.loader import Weights, load_weights
-from atts.local.model_config import ModelConfig, read_model_config
-from atts.local.sequence import new_sequence
-from atts.local.torch_model import TorchModel
 from atts.models import path
 from atts.seeds import Seed, uniforms
 from atts.speculation import theory
 from atts.speculation.clock import AcceptanceTrace, Costs, Timeline, ahead, fuzzy_devices, mirror, serial
 from scripts.studies.harness import Options, Row, Table, interval, say
+from scripts.studies.local_subjects import asked
+from scripts.studies.train_heads import Reader, Text
 
 Speedup = Callable[[float], float]
 Run = Callable[[AcceptanceTrace], Timeline]
@@ -154,32 +151,20 @@ class Recorder:
     def __init__(self, name: str, layers: int | None = None, *, trained: bool = False) -> None:
         """`trained`: the laws are those that the shipped adapter reads at the exit it was trained for."""
         folder = path(name)  # type: ignore[arg-type]
-        config = read_model_config(folder, name)
-        weights = load_weights(folder, config, torch.float32, torch.device("cpu"), name)
+        self._reader = Reader(folder, layers)
+        config, weights = self._reader.config, self._reader.weights
         self._adapter = ExitAdapter.read(folder, config, weights, name) if trained else None
-        self._config, weights = _cut(config, weights, layers or config.num_layers)
-        size = (self._config.num_layers, 2, config.context_length + 2, config.num_kv_heads, config.head_dim)
-        self._model = TorchModel(self._config, weights, torch.zeros(size))
 
     def laws(self, ids: TokenIds, first: int, sampling: Sampling) -> Tensor:
         """[places, vocabulary]: what follows ids[:first], ids[:first + 1], ... but the last."""
-        sequence = new_sequence(1, ScoreRequest(ids[:1], ids[1:]), 0.0)
-        sequence.row = 0
-        table = np.arange(1, len(ids) + 1, dtype=np.int32)[None]
-        chunk = PrefillChunk(sequence, 0, len(ids) - 1, first - 1)
-        batch, heard = step_batch(StepPlan([], [chunk], [], []), table), list[Tensor]()
+        heard, text = list[Tensor](), Text(ids, first)
         if self._adapter is None:
-            hidden = self._model.forward(batch, table)
+            hidden = self._reader.read(text)
         else:
-            self._model.forward(batch, table, Tap(self._adapter.layers, heard.append))
-            hidden = self._adapter(heard[0], self._config.norm_eps)
-        logits = self._model.compute_logits(hidden)
+            self._reader.read(text, Tap(self._adapter.layers, heard.append))
+            hidden = self._adapter(heard[0], self._reader.config.norm_eps)
+        logits = self._reader.model.compute_logits(hidden)
         return probabilities(logits, batch_sampling([sampling] * len(logits), logits.shape[-1]))
-
-
-def _cut(config: ModelConfig, weights: Weights, layers: int) -> tuple[ModelConfig, Weights]:
-    fewer = {name: getattr(config, name)[:layers] for name in ("ropes", "windows")}
-    return replace(config, num_layers=layers, **fewer), replace(weights, layers=weights.layers[:layers])
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +197,13 @@ def _places(laws: Tensor, tokens: Tensor) -> list[int]:
 
 async def record(count: int, seed: int) -> Recorded:
     """The embedded target's texts on some problems."""
-    sampling, texts = Sampling(0.7), list[tuple[TokenIds, int, Seed]]()
+    texts = list[tuple[TokenIds, int, Seed]]()
     async with LocalEngine(path("target"), options=LocalOptions(worker="thread", threads=1)) as engine:
-        for number, problem in enumerate(arithmetic("test", count)):
-            ids, own = engine.tokenizer.render([Message("user", problem.text)]), Seed(seed, sample=number)
-            done = await engine.sample(SampleRequest(ids, 400, sampling, own))
-            texts.append((ids + done.ids, len(ids), own))
-    return Recorded(texts, sampling)
+        requests = asked(engine, [problem.text for problem in arithmetic("test", count)], 400, seed)
+        for request in requests:
+            done = await engine.sample(request)
+            texts.append((request.ids + done.ids, len(request.ids), request.seed))
+    return Recorded(texts, requests[0].sampling)
 
 
 def recorded(options: Options, texts: Recorded) -> list[Table]:

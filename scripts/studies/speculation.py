@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from atts.tasks import collect
 from scripts.studies.harness import Options, Row, Spent, Spread, Table, figure, interleaved, ratio, say, wall_seconds
 from scripts.studies.harness import cpu_seconds as processor_seconds
 from scripts.studies.local_subjects import Lab
+from scripts.studies.speed_draft import noisy
 
 TOKENS = 256
 SAMPLES = 4
@@ -161,23 +161,8 @@ def _drafts(place: Path, options: Options) -> list[tuple[str, Path]]:
     """The embedded draft, and copies with noise in their weights, which cost the same and agree less often."""
     found = [("embedded", path("draft"))]
     for name, noise in NOISE.items() if options.effort != "quick" else ():
-        found.append((name, weakened(place / name, noise)))
+        found.append((name, noisy(place / name, noise)))
     return found
-
-
-def weakened(folder: Path, noise: float) -> Path:
-    """A copy of the embedded draft whose matrices have Gaussian noise in them, always the same."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(path("draft"), folder)
-    generator = torch.Generator().manual_seed(0)
-    weights = load_file(folder / "model.safetensors")
-    for name, matrix in weights.items():
-        if matrix.dim() == 2:
-            added = torch.randn(matrix.shape, generator=generator) * noise * matrix.float().std()
-            weights[name] = (matrix.float() + added).to(matrix.dtype)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def _beside_transformers(lab: Lab) -> Table:

@@ -24,7 +24,7 @@ from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path as model_path
 from scripts.studies.arms import Schedule, Solved, run_block, scores_of
-from scripts.studies.harness import Options, Table, say
+from scripts.studies.harness import Options, Table, say, tree_seconds
 from scripts.studies.machine import pair_name
 from scripts.studies.parts import Parts
 from scripts.studies.pipelines_time import Rescoring
@@ -148,7 +148,7 @@ async def _measure(cell: Cell, repeat: int, bench: Bench, options: Options) -> M
     arms = [("target-only, all cores", ""), (ALONE, "")] if "target-only, all cores" in bench.targets else [(ALONE, "")]
     arms += [(method, draft) for method in METHODS for draft in bench.drafts]
     turn = repeat % len(arms)
-    now = time.perf_counter if bench.clock == "wall" else processor_seconds
+    now = time.perf_counter if bench.clock == "wall" else tree_seconds
     figures, scoring = dict[str, Figures](), dict[str, tuple[float, int]]()
     for number, (method, draft) in enumerate(arms[turn:] + arms[:turn]):
         own, drafting, target = bench.run(method, draft)
@@ -162,15 +162,6 @@ async def _measure(cell: Cell, repeat: int, bench: Bench, options: Options) -> M
             await rescoring.rescore(method, outcomes, schedule=schedule, target=target)
             scoring[draft] = rescoring.seconds, rescoring.tokens
     return Measured(cell, figures, scoring, load, bench.clock)
-
-
-def processor_seconds() -> float:
-    """Processor time of this process and of the engines that it started, as far as the system tells."""
-    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
-    found = (Path("/proc") / number / "stat" for numbers in children for number in numbers)
-    fields = [path.read_text().rpartition(")")[2].split() for path in found]
-    ticks = sum(int(each[11]) + int(each[12]) for each in fields)
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _problems(cell: Cell, repeat: int, options: Options) -> Sequence[Problem]:

@@ -23,12 +23,12 @@ _TRIES = 8
 async def weakened(folder: Path, noise: float | None = None) -> float:
     """Write the draft with this much noise, or with as much as is needed; the noise."""
     if noise is not None:
-        _write(folder, noise)
+        noisy(folder, noise)
         return noise
     low, high = 0.0, 1.0
     for _ in range(_TRIES):
         noise = (low + high) / 2
-        _write(folder, noise)
+        noisy(folder, noise)
         found = await agreement(folder)
         say(f"speed: noise of {noise:.3f} leaves agreement on {found:.3f} of tokens")
         if abs(found - AGREEMENT) < _CLOSE:
@@ -38,14 +38,15 @@ async def weakened(folder: Path, noise: float | None = None) -> float:
     return noise
 
 
-def _write(folder: Path, noise: float) -> None:
-    """The draft's folder with noise in units of each matrix's own deviation, always the same."""
+def noisy(folder: Path, noise: float) -> Path:
+    """The draft's folder, copied, with noise in units of each matrix's own deviation, always the same."""
     shutil.copytree(model_path("draft"), folder, dirs_exist_ok=True)
     generator, weights = torch.Generator().manual_seed(0), load_file(folder / "model.safetensors")
     for name, weight in sorted(weights.items()):
         scale = noise * weight.float().std() if weight.ndim == 2 else 0.0
         weights[name] = (weight.float() + scale * torch.randn(weight.shape, generator=generator)).to(weight.dtype)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 async def agreement(folder: Path, count: int = 6) -> float:

@@ -20,7 +20,7 @@ from scripts.studies.train_data import Batch, Cursor, Encoder, Errors, Mixture, 
 from scripts.studies.train_drafter import DrafterRecipe
 from scripts.studies.train_eval import answer, chunked, first_wrong, generate
 from scripts.studies.train_heads import HeadsRecipe
-from scripts.studies.train_model import Llama, ModelConfig, load, save
+from scripts.studies.train_model import Descent, Llama, ModelConfig, save
 from scripts.studies.train_workers import Losses, Work, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,13 +109,7 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         self.name, self.recipe, self.work, self.encoder = name, recipe, work, encoder
         self.model = Llama(recipe.model)
-        matrices = [weight for weight in self.model.model.layers.parameters() if weight.ndim == 2]
-        others = [weight for weight in self.model.parameters() if all(weight is not one for one in matrices)]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=recipe.muon_rate, momentum=0.95, weight_decay=recipe.decay),
-            torch.optim.AdamW(others, lr=recipe.adam_rate, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
-        self.rates = (recipe.muon_rate, recipe.adam_rate)
+        self.descent = Descent(self.model, recipe.muon_rate, recipe.adam_rate, recipe.decay)
         self.progress = Progress()
 
     @property
@@ -126,7 +120,7 @@ class Trainer:
     def keep(self) -> None:
         """Write the state in one step, so that a kill leaves the old one or the new one."""
         part = self.checkpoint.with_suffix(".part")
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        optimizers = [optimizer.state_dict() for optimizer, _ in self.descent.optimizers]
         plain = {"progress": asdict(self.progress), "recipe": asdict(self.recipe)}
         torch.save({"model": self.model.state_dict(), "optimizers": optimizers, **plain}, part)
         part.replace(self.checkpoint)
@@ -137,7 +131,7 @@ class Trainer:
             return False
         state: dict[str, Any] = torch.load(self.checkpoint, weights_only=True)
         self.model.load_state_dict(state["model"])
-        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
+        for (optimizer, _), stored in zip(self.descent.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
         stored = dict(state["progress"])
         stored["cursor"] = Cursor(**stored["cursor"])
@@ -173,11 +167,7 @@ class Trainer:
             for place, (batch, _) in enumerate(taken)
         ]
         losses = workers.backward(work)
-        for optimizer, peak in zip(self.optimizers, self.rates, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * self.factor()
-            optimizer.step()
-            optimizer.zero_grad()
+        self.descent.apply(self.factor())
         progress.step += 1
         progress.tokens += sum(batch.ids.numel() for batch, _ in taken)
         progress.cursor = taken[-1][1]
@@ -224,12 +214,13 @@ def _loop(trainer: Trainer, workers: Workers, options: Options, log: Path) -> No
         if progress.step % _KEEP_EVERY == 0 or progress.step == recipe.steps:
             trainer.keep()
         if progress.step % _CHECK_EVERY == 0 or progress.step == recipe.steps:
-            _check(trainer, watch, log)
-            save(trainer.model, options.models / trainer.name, trainer.encoder.end, trainer.encoder.pad)
+            folder = options.models / trainer.name
+            save(trainer.model, folder, trainer.encoder.end, trainer.encoder.pad)
+            _check(folder, watch, log, progress.step)
 
 
-def _check(trainer: Trainer, watch: Sequence[Exercise], log: Path) -> None:
-    texts = generate(trainer.model, trainer.encoder, [prompt(one.text) for one in watch], temperature=0.7, seed=0)
+def _check(folder: Path, watch: Sequence[Exercise], log: Path, step: int) -> None:
+    texts = generate(folder, [prompt(one.text) for one in watch], temperature=0.7, seed=0)
     right = [(one, answer(text) == one.answer) for one, text in zip(watch, texts, strict=True)]
 
     def share(marks: Sequence[bool], digits: int = 3) -> float:
@@ -239,7 +230,7 @@ def _check(trainer: Trainer, watch: Sequence[Exercise], log: Path) -> None:
     names = sorted({one.kind for one in watch})
     kinds = {name: share([mark for one, mark in right if one.kind == name]) for name in names}
     whole = share([mark for _, mark in right], 4)
-    _say(log, {"step": trainer.progress.step, "pass@1": whole, "levels": levels, "kinds": kinds})
+    _say(log, {"step": step, "pass@1": whole, "levels": levels, "kinds": kinds})
 
 
 def _say(log: Path, fields: dict[str, object]) -> None:
@@ -254,9 +245,7 @@ def draft_errors(options: Options) -> Errors:
     path = options.work / "draft_errors.json"
     tests = exercises("train", 3000, seed=991, levels=(1, 2, 3, 4, 4, 5, 5))
     if not path.exists():
-        draft = load(options.models / "draft")
-        encoder = Encoder.open(options.models / "draft")
-        texts = generate(draft, encoder, [prompt(item.text) for item in tests], temperature=0.8, seed=3)
+        texts = generate(options.models / "draft", [prompt(item.text) for item in tests], temperature=0.8, seed=3)
         path.write_text(json.dumps(texts))
     found: list[tuple[Exercise, tuple[str, ...], int]] = []
     for item, text in zip(tests, json.loads(path.read_text()), strict=True):

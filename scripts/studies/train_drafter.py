@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from atts.core import TokenIds
 from scripts.studies.train_heads import HeadsRecipe, Reader, Text, write_texts
-from scripts.studies.train_model import Llama, ModelConfig, load, save
+from scripts.studies.train_model import Descent, Llama, ModelConfig, load, save
 
 _SHAPE = ModelConfig(
     hidden_size=64, num_layers=8, num_heads=1, num_kv_heads=1, intermediate_size=96, vocabulary=512, head_dim=32
@@ -94,22 +94,14 @@ def _aims(head: Tensor, batch: Sequence[Lesson]) -> Tensor:
 
 def learn(model: Llama, head: Tensor, found: Sequence[Lesson], recipe: DrafterRecipe) -> None:
     """Lead its laws to the target's."""
-    matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
-    others = [weight for weight in model.parameters() if all(weight is not one for one in matrices)]
-    optimizers: list[tuple[torch.optim.Optimizer, float]] = [
-        (torch.optim.Muon(matrices, lr=_MUON, momentum=0.95, weight_decay=_DECAY), _MUON),
-        (torch.optim.AdamW(others, lr=_ADAM, betas=(0.9, 0.95), weight_decay=0.0), _ADAM),
-    ]
+    descent = Descent(model, _MUON, _ADAM, _DECAY)
     data, began = _batches(found, Random(recipe.seed)), time.process_time()
     for step in range(recipe.steps):
         batch, factor = next(data), min(1.0, (step + 1) / _WARM) * min(1.0, _EVEN * (1 - step / recipe.steps))
         loss = F.kl_div(_laws(model, batch), _aims(head, batch), log_target=True, reduction="batchmean")
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, peak in optimizers:
-            optimizer.param_groups[0]["lr"] = peak * factor
-            optimizer.step()
-            optimizer.zero_grad()
+        descent.apply(factor)
         if step % 100 == 99:
             print(f"{step + 1}/{recipe.steps}: {loss.item():.4f} nats, {time.process_time() - began:.0f} s", flush=True)
 

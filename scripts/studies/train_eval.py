@@ -4,84 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from random import Random
 
-import torch
-from torch import Tensor
+import anyio
 
+from atts.core import SampleRequest, Sampling
 from atts.evaluators import Estimate, mean_estimate
 from atts.evaluators.datasets.arithmetic import Exercise
+from atts.local import LocalEngine, LocalOptions
+from atts.seeds import Seed
+from atts.tasks import collect
 from scripts.studies.train_data import Encoder, prompt, wrong_chunk
-from scripts.studies.train_model import Llama
 
 BOX = re.compile(r"\\boxed\{(-?\d+)\}")
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (?:\d+ [-+] \d+ = )?(\d+)")
 
 
-@torch.inference_mode()
 def generate(
-    model: Llama,
-    encoder: Encoder,
-    prompts: Sequence[str],
-    *,
-    temperature: float,
-    seed: int,
-    max_tokens: int = 400,
-    compute: torch.dtype = torch.float32,
-    width: int = 256,
+    folder: Path, prompts: Sequence[str], *, temperature: float, seed: int, max_tokens: int = 400
 ) -> list[str]:
-    """One sampled continuation per prompt, until the end token or `max_tokens`; prompts of like length go together."""
-    ids = encoder.ids(prompts)
-    order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
-    texts = [""] * len(ids)
-    generator = torch.Generator().manual_seed(seed)
-    for start in range(0, len(order), width):
-        rows = order[start : start + width]
-        prompt_ids = [ids[row] for row in rows]
-        made = _generate(prompt_ids, model, encoder, temperature, generator, max_tokens=max_tokens, compute=compute)
-        for row, own in zip(rows, made, strict=True):
-            texts[row] = encoder.text(own)
-    return texts
+    """What a saved model goes on with after each rendered prompt, until its end or `max_tokens`."""
+    encoder, law = Encoder.open(folder), Sampling(temperature)
+    requests = [
+        SampleRequest(tuple(ids), max_tokens, law, Seed(seed, sample=n)) for n, ids in enumerate(encoder.ids(prompts))
+    ]
 
+    async def write() -> list[str]:
+        async with LocalEngine(folder, options=LocalOptions(worker="thread", threads=1)) as engine:
+            return [encoder.text(one.ids) for one in await collect([partial(engine.sample, ask) for ask in requests])]
 
-def _generate(
-    ids: Sequence[Sequence[int]],
-    model: Llama,
-    encoder: Encoder,
-    temperature: float,
-    generator: torch.Generator,
-    max_tokens: int,
-    compute: torch.dtype,
-) -> list[list[int]]:
-    """Left-padded batch with a cache; rotary positions are relative, so padding only needs to be hidden."""
-    width = max(len(own) for own in ids)
-    tokens = torch.tensor([[encoder.pad] * (width - len(own)) + list(own) for own in ids])
-    hidden = torch.zeros(len(ids), width + max_tokens)
-    for row, own in enumerate(ids):
-        hidden[row, : width - len(own)] = 1
-    cache = model.new_cache(len(ids), width + max_tokens, compute)
-    made: list[list[int]] = [[] for _ in ids]
-    alive = torch.arange(len(ids))
-    start, stop = 0, width
-    while alive.numel() and stop - width < max_tokens:
-        states = model.states(tokens, model.window(start, stop, hidden, compute), cache)
-        drawn = _draw(model.logits(states[-1][:, -1], compute), temperature, generator)
-        keep = drawn != encoder.end
-        for row, token in zip(alive.tolist(), drawn.tolist(), strict=True):
-            if token != encoder.end:
-                made[row].append(token)
-        if not bool(keep.all()):
-            alive, drawn, hidden = alive[keep], drawn[keep], hidden[keep]
-            cache = [(keys[keep], values[keep]) for keys, values in cache]
-        tokens = drawn[:, None]
-        start, stop = stop, stop + 1
-    return made
-
-
-def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(-1)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    return anyio.run(write)
 
 
 def answer(text: str) -> int | None:
@@ -119,12 +73,10 @@ def first_wrong(exercise: Exercise, text: str) -> int | None:
     return None
 
 
-def recovery(
-    model: Llama, encoder: Encoder, starts: Sequence[tuple[Exercise, str]], *, temperature: float, seed: int
-) -> Estimate:
+def recovery(folder: Path, starts: Sequence[tuple[Exercise, str]], *, temperature: float, seed: int) -> Estimate:
     """How often the model still reaches the right answer after a solution that starts with a wrong chunk."""
     prompts = [prompt(item.text) + begun for item, begun in starts]
-    texts = generate(model, encoder, prompts, temperature=temperature, seed=seed)
+    texts = generate(folder, prompts, temperature=temperature, seed=seed)
     pairs = zip(texts, starts, strict=True)
     return rate([[answer(begun + text) == item.answer and answer(text) is not None] for text, (item, begun) in pairs])
 
@@ -139,9 +91,9 @@ def planted_starts(tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise,
     return starts
 
 
-def drafted_starts(draft: Llama, encoder: Encoder, tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:
+def drafted_starts(draft: Path, tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:
     """The draft's own solutions up to and with its first wrong chunk, where it makes one."""
-    texts = generate(draft, encoder, [prompt(item.text) for item in tests], temperature=0.7, seed=seed)
+    texts = generate(draft, [prompt(item.text) for item in tests], temperature=0.7, seed=seed)
     starts: list[tuple[Exercise, str]] = []
     for item, text in zip(tests, texts, strict=True):
         place = first_wrong(item, text)

@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -207,21 +208,35 @@ def write(name: str, model: Relative, encoder: Encoder, out: Path) -> None:
         (out / "adapter_config.json").write_text(json.dumps(said, indent=2) + "\n")
         save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
         return
-    save(model, out, encoder.end, encoder.pad)
-    saved, base = load_file(out / "model.safetensors"), load_file(MODELS / "target" / "model.safetensors")
-    if "lm_head" in saved:
-        saved["lm_head.weight"] = saved.pop("lm_head")
-        said = json.loads((out / "config.json").read_text()) | {"tie_word_embeddings": False}
-        (out / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+    saved, base = whole(model, encoder, out), load_file(MODELS / "target" / "model.safetensors")
     own = {key: part for key, part in saved.items() if key not in base or not torch.equal(part, base[key])}
     (out / "model.safetensors").unlink()
     save_file(own, out / "own.safetensors", metadata={"format": "pt"})
 
 
-def check(name: str, model: Llama, encoder: Encoder, count: int) -> float:
+def whole(model: Relative, encoder: Encoder, out: Path) -> dict[str, Tensor]:
+    """Save all of a model, what is added to its matrices merged into them; the saved tensors."""
+    for part in list(model.modules()):
+        if parametrize.is_parametrized(part):
+            parametrize.remove_parametrizations(part, "weight")
+    save(model, out, encoder.end, encoder.pad)
+    saved = load_file(out / "model.safetensors")
+    if "lm_head" in saved:
+        saved["lm_head.weight"] = saved.pop("lm_head")
+        save_file(saved, out / "model.safetensors", metadata={"format": "pt"})
+        said = json.loads((out / "config.json").read_text()) | {"tie_word_embeddings": False}
+        (out / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+    return saved
+
+
+def check(name: str, model: Relative, encoder: Encoder, count: int) -> float:
     """The share of new problems of a member's own kind that a model solves at temperature 0."""
     tests = list(islice(MEMBERS[name].exercises("test", Random(77)), count))
-    texts = generate(model, encoder, [prompt(one.text) for one in tests], temperature=0.0, seed=0, max_tokens=200)
+    with tempfile.TemporaryDirectory() as place:
+        whole(model, encoder, Path(place))
+        for file in (MODELS / "target").glob("tokenizer*"):
+            shutil.copy(file, place)
+        texts = generate(Path(place), [prompt(one.text) for one in tests], temperature=0.0, seed=0, max_tokens=200)
     return sum(answer(text) == one.answer for one, text in zip(tests, texts, strict=True)) / count
 
 

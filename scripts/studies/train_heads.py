@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from atts.core import Message, SampleRequest, Sampling, TokenIds
+from atts.core import SampleRequest, TokenIds
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems
 from atts.local import LocalEngine, LocalOptions
@@ -25,12 +26,13 @@ from atts.local.model_config import read_model_config
 from atts.local.sequence import new_sequence
 from atts.local.streams import STREAM_FILE, StreamHead, StreamHeads
 from atts.local.torch_model import TorchModel
-from atts.seeds import Seed
+from atts.tasks import collect
+from scripts.studies.local_subjects import asked
 
 _RANK = 64  # of the exit adapter
 _HEADS, _WIDTH, _FADE = 2, 256, 0.8  # streaming heads, their width, and how much less the next one's loss counts
 _BATCH, _PEAK = 512, 0.003
-_TEMPERATURE, _TOKENS = 0.7, 300
+_TOKENS = 300
 _TOPS = 1, 3, 8
 _TESTED = 0.06  # share of the texts that nothing is learned from
 
@@ -66,21 +68,27 @@ class States(NamedTuple):
 class Reader:
     """A model that reads texts given whole."""
 
-    def __init__(self, folder: Path) -> None:
-        self.config = read_model_config(folder, folder.name)
-        self.weights = load_weights(folder, self.config, torch.float32, torch.device("cpu"), folder.name)
-        config = self.config
+    def __init__(self, folder: Path, layers: int | None = None) -> None:
+        """`layers`: only the first of them, the output matrix after these."""
+        config = read_model_config(folder, folder.name)
+        weights = load_weights(folder, config, torch.float32, torch.device("cpu"), folder.name)
+        if layers is not None:
+            fewer = {name: getattr(config, name)[:layers] for name in ("ropes", "windows")}
+            config = replace(config, num_layers=layers, **fewer)
+            weights = replace(weights, layers=weights.layers[:layers])
+        self.config, self.weights = config, weights
         size = (config.num_layers, 2, config.context_length + 2, config.num_kv_heads, config.head_dim)
-        self.model = TorchModel(config, self.weights, torch.zeros(size))
+        self.model = TorchModel(config, weights, torch.zeros(size))
 
     def states(self, texts: Sequence[Text], layers: int) -> States:
         """Of all places where something was written."""
         heard = list[Tensor]()
-        finals = [self._read(text, Tap(layers, heard.append)) for text in texts]
+        finals = [self.read(text, Tap(layers, heard.append)) for text in texts]
         tokens = [torch.tensor(text.ids[text.first :]) for text in texts]
         return States(torch.cat(heard), torch.cat(finals), torch.cat(tokens), list(map(len, tokens)))
 
-    def _read(self, text: Text, tap: Tap) -> Tensor:
+    def read(self, text: Text, tap: Tap | None = None) -> Tensor:
+        """Rows before the output matrix, at every place after which something was written."""
         sequence = new_sequence(1, SampleRequest(text.ids, 1), 0.0)
         sequence.row, stop = 0, len(text.ids) - 1
         table = np.arange(1, stop + 2, dtype=np.int32)[None]
@@ -95,18 +103,10 @@ async def write_texts(recipe: HeadsRecipe) -> list[Text]:
         prompts = [each.text for each in problems("train", recipe.texts)]
     else:
         prompts = recipe.prompts.read_text(encoding="utf-8").splitlines()[: recipe.texts]
-    found = list[Text]()
     async with LocalEngine(recipe.target, options=LocalOptions(worker="thread", threads=1)) as engine:
-
-        async def write(number: int, prompt: str) -> None:
-            ids = engine.tokenizer.render([Message("user", prompt)])
-            request = SampleRequest(ids, _TOKENS, Sampling(_TEMPERATURE), Seed(recipe.seed, sample=number))
-            found.append(Text((*ids, *(await engine.sample(request)).ids), len(ids)))
-
-        async with anyio.create_task_group() as group:
-            for number, prompt in enumerate(prompts):
-                group.start_soon(write, number, prompt)
-    return sorted(found)
+        requests = asked(engine, prompts, _TOKENS, recipe.seed)
+        done = await collect([partial(engine.sample, request) for request in requests])
+    return sorted(Text(one.ids + text.ids, len(one.ids)) for one, text in zip(requests, done, strict=True))
 
 
 def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapter:

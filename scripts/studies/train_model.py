@@ -59,19 +59,13 @@ class Linear(nn.Module):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-Cache = list[tuple[Tensor, Tensor]]
-"""Keys and values of each layer, [batch, kv_heads, capacity, head_dim]."""
-
-
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What attention needs to know about positions: rotation tables, an additive mask, and where new keys go."""
+    """What attention needs to know about positions: rotation tables, and an additive mask."""
 
     cos: Tensor
     sin: Tensor
     mask: Tensor
-    start: int = 0
-    stop: int = 0
 
 
 class Attention(nn.Module):
@@ -85,17 +79,13 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, (2 * config.num_layers) ** -0.5)
 
-    def forward(self, x: Tensor, where: Where, cache: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, where: Where) -> Tensor:
         batch, length, _ = x.shape
         weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)).to(x.dtype)
         joined = F.linear(x, weight).view(batch, length, self.heads + 2 * self.kv_heads, self.dim).transpose(1, 2)
         turned = _rotate(joined[:, : self.heads + self.kv_heads], where.cos, where.sin)
         q, k = turned[:, : self.heads], turned[:, self.heads :]
         v = joined[:, self.heads + self.kv_heads :]
-        if cache is not None:
-            cache[0][:, :, where.start : where.stop] = k
-            cache[1][:, :, where.start : where.stop] = v
-            k, v = cache[0][:, :, : where.stop], cache[1][:, :, : where.stop]
         groups = self.heads // self.kv_heads
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -135,9 +125,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(config.hidden_size)
         self.mlp = Mlp(config)
 
-    def forward(self, x: Tensor, where: Where, cache: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, where: Where) -> Tensor:
         compute = where.cos.dtype
-        middle: Tensor = x + self.self_attn(self.input_layernorm(x, compute), where, cache)
+        middle: Tensor = x + self.self_attn(self.input_layernorm(x, compute), where)
         result: Tensor = middle + self.mlp(self.post_attention_layernorm(middle, compute))
         return result
 
@@ -164,40 +154,40 @@ class Llama(nn.Module):
     def where(self, length: int, compute: torch.dtype) -> Where:
         """Positions of a fresh sequence."""
         mask = torch.full((length, length), -1e9).triu(1).to(compute)
-        return Where(*_tables(0, length, self.config.head_dim, compute), mask)
+        rates = 10_000.0 ** (-torch.arange(0, self.config.head_dim, 2) / self.config.head_dim)
+        angles = torch.outer(torch.arange(length).float(), rates)
+        return Where(angles.cos().to(compute), angles.sin().to(compute), mask)
 
-    def states(self, ids: Tensor, where: Where, cache: Cache | None = None) -> list[Tensor]:
+    def states(self, ids: Tensor, where: Where) -> list[Tensor]:
         """The residual stream after every layer, [batch, seq, hidden] each."""
-        x = F.embedding(ids, self.model.embed_tokens.weight)
-        found: list[Tensor] = []
-        for index, layer in enumerate(self.model.layers):
-            x = layer(x, where, cache[index] if cache is not None else None)
-            found.append(x)
-        return found
+        found = [F.embedding(ids, self.model.embed_tokens.weight)]
+        for layer in self.model.layers:
+            found.append(layer(found[-1], where))
+        return found[1:]
 
     def logits(self, state: Tensor, compute: torch.dtype) -> Tensor:
         """Raw next-token scores from a residual stream."""
         return F.linear(self.model.norm(state, compute), self.model.embed_tokens.weight.to(compute)).float()
 
-    def new_cache(self, batch: int, capacity: int, compute: torch.dtype) -> Cache:
-        """An empty cache for `batch` sequences."""
-        size = (batch, self.config.num_kv_heads, capacity, self.config.head_dim)
-        return [
-            (torch.zeros(size, dtype=compute), torch.zeros(size, dtype=compute)) for _ in range(self.config.num_layers)
+
+class Descent:
+    """Muon for the matrices of a model's layers, AdamW for all else."""
+
+    def __init__(self, model: Llama, muon: float, adam: float, decay: float) -> None:
+        matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
+        others = [weight for weight in model.parameters() if all(weight is not one for one in matrices)]
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Muon(matrices, lr=muon, momentum=0.95, weight_decay=decay), muon),
+            (torch.optim.AdamW(others, lr=adam, betas=(0.9, 0.95), weight_decay=0.0), adam),
         ]
 
-    def window(self, start: int, stop: int, hidden: Tensor, compute: torch.dtype) -> Where:
-        """Positions start to stop of sequences with a cache; `hidden`: keys out of sight, [batch, capacity]."""
-        mask = torch.full((stop - start, stop), -1e9).triu(1 + start)
-        mask = mask + hidden[:, None, None, :stop] * -1e9
-        turns = _tables(start, stop, self.config.head_dim, compute)
-        return Where(*turns, mask.clamp_min(-1e9).to(compute), start, stop)
-
-
-def _tables(start: int, stop: int, dim: int, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-    rates = 10_000.0 ** (-torch.arange(0, dim, 2) / dim)
-    angles = torch.outer(torch.arange(start, stop).float(), rates)
-    return angles.cos().to(compute), angles.sin().to(compute)
+    def apply(self, factor: float) -> None:
+        """A step along the gradients at a share of the peak rates; the gradients are gone then."""
+        for optimizer, peak in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * factor
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def save(model: Llama, folder: Path, end: int, pad: int) -> None:

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.checkout
 data = pytest.importorskip("scripts.studies.train_data", reason="needs a checkout")
 pair = pytest.importorskip("scripts.studies.train", reason="needs a checkout")
 scored = pytest.importorskip("scripts.studies.train_eval", reason="needs a checkout")
+family = pytest.importorskip("scripts.studies.train_family", reason="needs a checkout")
 llama = pytest.importorskip("scripts.studies.train_model", reason="needs a checkout")
 working = pytest.importorskip("scripts.studies.train_workers", reason="needs a checkout")
 
@@ -142,13 +143,29 @@ def test_the_model_is_transformers_llama(tmp_path: Path, encoder: Any) -> None:
         assert torch.allclose(own.logits(states[-1], torch.float32), other(ids).logits, atol=1e-4)
 
 
-def test_batched_generation_equals_one_by_one(encoder: Any) -> None:
-    """Padding, caching and leaving the batch early change nothing."""
-    model = llama.load(path("draft"))
-    prompts = [data.prompt(item.text) for item in exercises("test", 5, seed=8)]
-    together = scored.generate(model, encoder, prompts, temperature=0, seed=0, max_tokens=60)
-    alone = [scored.generate(model, encoder, [one], temperature=0, seed=0, max_tokens=60)[0] for one in prompts]
-    assert together == alone
+def test_texts_come_in_the_order_of_their_prompts() -> None:
+    """Each is what the saved model writes after its own prompt."""
+    tests = exercises("test", 5, seed=8)
+    texts = scored.generate(path("target"), [data.prompt(item.text) for item in tests], temperature=0.0, seed=0)
+    assert [scored.answer(text) for text in texts] == [item.answer for item in tests]
+
+
+def test_a_relative_is_saved_whole_with_what_it_adds(tmp_path: Path, encoder: Any) -> None:
+    """Adapters are merged, an output matrix of its own has the usual name: transformers reads the same scores."""
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.tensor(encoder.ids(["Compute (3 * 4) - 5. What is the result?"]))
+    for name in ("operations", "draft"):
+        model = family.relative(name)
+        for weight in model.parameters():
+            if weight.requires_grad:
+                torch.nn.init.normal_(weight, std=0.05)
+        with torch.inference_mode():
+            wanted = model.logits(model.states(ids, model.where(ids.shape[1], torch.float32))[-1], torch.float32)
+        family.whole(model, encoder, tmp_path / name)
+        other: Any = AutoModelForCausalLM.from_pretrained(str(tmp_path / name), dtype=torch.float32)
+        with torch.inference_mode():
+            assert torch.allclose(wanted, other(ids).logits, atol=0.2)
 
 
 def test_the_first_wrong_chunk_is_found(some: list[Exercise]) -> None:

@@ -42,9 +42,10 @@ def test_a_process_takes_what_it_has_written() -> None:
         assert one.stdin is not None
         assert one.stdout is not None
         one.stdout.readline()
-        before = resident(one.pid)
+        process = Path(f"/proc/{one.pid}")
+        before = resident(process)
         one.stdin.write(b"\n")
         one.stdin.flush()
         one.stdout.readline()
-        assert 15_000 < resident(one.pid) - before < 60_000
+        assert 15_000 < resident(process) - before < 60_000
         one.kill()

@@ -17,6 +17,7 @@ import pytest
 
 gpu = pytest.importorskip("scripts.studies.gpu", reason="needs a checkout")
 lab_module = pytest.importorskip("scripts.studies.gpu_lab", reason="needs a checkout")
+loops = pytest.importorskip("scripts.studies.gpu_loops", reason="needs a checkout")
 parts_module = pytest.importorskip("scripts.studies.parts", reason="needs a checkout")
 table_module = pytest.importorskip("scripts.studies.gpu_tables", reason="needs a checkout")
 
@@ -162,13 +163,12 @@ def test_a_first_round_leaves_time_to_every_part(tmp_path: Path) -> None:
 def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
     """Ratios to the limit, to generate and to target-only, over what both sides have."""
     own = lab(tmp_path)
-    shape: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "head_dim": 4, "num_heads": 2, "num_kv_heads": 1}
-    shape |= {"intermediate_size": 16, "vocabulary": 100, "trouble": "slots are gathered"}
-    weights = 2 * (8 * 4 * 6 + 3 * 8 * 16) + 100 * 8
+    shape = loops.shape_of(own, "8M")
+    weights = shape.matrix_weights
     own.parts.update(
         {
             "device": {"name": "a GPU", "memory": 8e10, "bytes": 4.0 * weights, "flops": 1e30, "launch": 5e-6},
-            "shape | 8M": shape,
+            "shape | 8M": {"trouble": "slots are gathered"},
             "decode | 8M | auto | 2": {"step": 2.0, "rate": 1.0},
             "decode | 8M | off | 2": {"step": 4.0, "rate": 0.5},
             "generate | 8M | 2": {"rate": 0.25},
@@ -183,7 +183,7 @@ def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
     tables = {table.title.split(":")[0]: table for table in table_module.tables(own)}
     (writing,) = tables["Writing"].rows
     context = own.sizes.prompt + 3 * own.sizes.tokens / 4
-    least = 1.0 + 2 * context * (2 * 2 * 4) * 4 / (4.0 * weights)
+    least = 1.0 + 2 * context * shape.kv_floats_per_token * 4 / (4.0 * weights)
     assert writing == ("8M", 2, 1.0, 2000.0, pytest.approx(1e3 * least), pytest.approx(least / 2), 4000.0, 0.25, 4.0)
     assert tables["Scoring 6 new tokens on each of several rollouts of 16 known ones"].rows == (("8M", 2, 7.0, 7.0),)
     rows = {row[2]: row for row in tables["Padded pairs"].rows}

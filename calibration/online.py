@@ -20,7 +20,7 @@ from atts.calibration.order import HOLD, Held, IssueOrder, with_lengths
 from atts.calibration.rates import Rate, exact_rate
 from atts.calibration.scale import PERPLEXITY, Scale
 from atts.calibration.state import Part, read_state, same, strict, write_state
-from atts.calibration.stored import StoredScores, check_fingerprint
+from atts.calibration.stored import StoredScores, check_fingerprint, check_stored
 from atts.core import Action, Decision, Origin
 from atts.errors import CalibrationInputError, OptionError
 
@@ -78,40 +78,34 @@ class Calibrator(Part):
         :raises OptionError: for an unknown mode or drift policy.
         :raises FingerprintError: if the stored scores were made under other conditions.
         """
-        self.rate = exact_rate(rate)
+        self.rate, self.cap = exact_rate(rate), None if cap is None else exact_rate(cap, "cap")
         self.mode: Mode = mode
-        self.seed = seed
+        self.seed, self.tuning, self._nominal = seed, tuning, float(self.rate)
         self.stored = stored if isinstance(stored, StoredScores) else StoredScores.of(stored, scale=scale)
         self.scale = self.stored.scale
         self.fingerprint = dict(self.stored.fingerprint if fingerprint is None else fingerprint)
-        if len(self.stored) and fingerprint is not None:
-            check_fingerprint("the calibration", self.stored.fingerprint, self.fingerprint)
-        if mode == "split" and not len(self.stored):
-            raise CalibrationInputError("stored scores", 0, 'at least one for mode "split", which learns nothing live')
-        self.decided = self.escalated = 0
+        check_stored(self.stored, self.fingerprint, mode, by_length=by_length)
         self._options: dict[str, object] = {"drift": drift, "window": window, "decay": decay, "hold": hold}
-        self.cap = None if cap is None else exact_rate(cap, "cap")
-        if self.cap is not None:
-            self._options["cap"] = str(self.cap)
+        self._options |= {} if self.cap is None else {"cap": str(self.cap)}
+        self._options |= {"by_length": True} if by_length else {}
+        self.decided = self.escalated = 0
         self._strata = LengthStrata() if by_length else None
-        if by_length:
-            self._options["by_length"] = True
-            if len(self.stored) and not self.stored.lengths:
-                raise CalibrationInputError("stored scores", "without lengths", "the length of every chunk, by_length")
-        self.tuning = tuning
-        self._nominal = float(self.rate)
         self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
-        self._order = IssueOrder(hold)
+        self._order, self._end = IssueOrder(hold), RunEnd()
         self._over = set[str]()  # questions to forget, once none of their scores waits for its issue
+        self._alert: DriftPolicy | None = None
+        self._widened = 0
+        self._take_stored()
+        self._monitor = DriftMonitor(self.stored, policy=drift)
+        for event in self._monitor.events:
+            self._act(event)
+
+    def _take_stored(self) -> None:
+        """The stored scores go into the pools, one after the other."""
         for place, (nonconformity, question, turn, length) in enumerate(self.stored.rows()):
             standing = self._standing(nonconformity, "", 0, place, length)
             self._pool.add(standing, question or f"stored {place}", turn, live=False)
             self._store_length(nonconformity, length)
-        self._monitor = DriftMonitor(self.stored, policy=drift)
-        self._alert: DriftPolicy | None = None
-        self._widened, self._end = 0, RunEnd()
-        for event in self._monitor.events:
-            self._act(event)
 
     def decide(
         self,

@@ -179,6 +179,20 @@ def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str,
         raise FingerprintError(what, different)
 
 
+def check_stored(stored: StoredScores, now: Mapping[str, object], mode: str, *, by_length: bool) -> None:
+    """Refuse stored scores with which a calibrator of this mode, under these conditions, could not begin.
+
+    :raises FingerprintError: they were made under other conditions.
+    :raises CalibrationInputError: there are none and mode "split" wants some; or wanted lengths are not known.
+    """
+    if not len(stored) and mode == "split":
+        raise CalibrationInputError("stored scores", 0, 'at least one for mode "split", which learns nothing live')
+    if len(stored):
+        check_fingerprint("the calibration", stored.fingerprint, now)
+        if by_length and not stored.lengths:
+            raise CalibrationInputError("stored scores", "without lengths", "the length of every chunk, by_length")
+
+
 def read_scores(
     path: Path,
     per_question: int | None = None,

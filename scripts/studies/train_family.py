@@ -220,7 +220,7 @@ def whole(model: Relative, encoder: Encoder, out: Path) -> dict[str, Tensor]:
         if parametrize.is_parametrized(part):
             parametrize.remove_parametrizations(part, "weight")
     save(model, out, encoder.end, encoder.pad)
-    saved = load_file(out / "model.safetensors")
+    saved: dict[str, Tensor] = load_file(out / "model.safetensors")
     if "lm_head" in saved:
         saved["lm_head.weight"] = saved.pop("lm_head")
         save_file(saved, out / "model.safetensors", metadata={"format": "pt"})

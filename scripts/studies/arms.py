@@ -31,6 +31,8 @@ RATE = Setup().rate
 CONTEXT = 128
 """Tokens that a token of the embedded pair sees on average, for the arithmetic it costs."""
 Schedule = Literal["together", "one by one"]
+Variant = Literal["plain", "proposed to", "rounding"]
+"""Of the target: the draft proposes tokens to it, or it rounds what it scores."""
 Watch = Callable[[str, Sequence[Outcome]], Awaitable[None]]
 
 
@@ -42,7 +44,7 @@ class Arm:
     setup: Setup
     target_threads: int = 1
     schedule: Schedule = "together"
-    is_proposed_to: bool = False  # whether the draft proposes tokens to the target
+    variant: Variant = "plain"
 
     def but(self, name: str = "", **changes: Any) -> Arm:
         """The same arm, perhaps under another name, its policy changed."""
@@ -53,35 +55,33 @@ class Arm:
 
 def arm(name: str, method: str = "", *, samples: int = 8, rate: float = RATE, threads: int = 1, **changes: Any) -> Arm:
     """An arm of that method (its own name's, unless said); `changes` are of the setup or of its policy."""
-    base, schedule, is_proposed_to = Setup(), changes.pop("schedule", "together"), changes.pop("proposed", False)
+    base, schedule, variant = Setup(), changes.pop("schedule", "together"), changes.pop("variant", "plain")
     own = {key: changes.pop(key) for key in ("mode", "stored", "limits", "rollouts", "gate") if key in changes}
     policy = replace(base.policy, samples=samples, **changes)
     setup = replace(base, method=method or name, rate=rate, policy=policy, **own)
-    return Arm(name, setup, threads, schedule, is_proposed_to)
+    return Arm(name, setup, threads, schedule, variant)
 
 
 class Pair:
     """The embedded engines, open; the target once per number of threads that an arm asks for."""
 
-    def __init__(self, threads: Iterable[int] = (1,), *, proposed: bool = False, **changes: Any) -> None:
-        """With `proposed`, also a target to which the draft proposes; `changes` are those of `LocalOptions`."""
+    def __init__(self, threads: Iterable[int] = (1,), variants: Iterable[Variant] = (), **changes: Any) -> None:
+        """Also targets of these variants, with one thread; `changes` are those of `LocalOptions`."""
         options = replace(LocalOptions(), **changes)
         self._stack = AsyncExitStack()
         self.draft: Engine = LocalEngine(model_path("draft"), name="draft", options=options)
-        self.targets: dict[int, Engine] = {
+        self.targets: dict[int | Variant, Engine] = {
             count: LocalEngine(model_path("target"), name="target", options=replace(options, threads=count))
             for count in sorted(set(threads))
         }
-        self.proposed_to: Engine | None = None
-        if proposed:
-            one = replace(options, threads=1)
-            draft = str(model_path("draft"))
-            self.proposed_to = LocalEngine(model_path("target"), name="target", options=one, lent=draft)
+        for variant in variants:
+            one = replace(options, threads=1, scores="bfloat16" if variant == "rounding" else options.scores)
+            lent = str(model_path("draft")) if variant == "proposed to" else ""
+            self.targets[variant] = LocalEngine(model_path("target"), name="target", options=one, lent=lent)
 
     async def __aenter__(self) -> Self:
-        for engine in (self.draft, *self.targets.values(), self.proposed_to):
-            if engine is not None:
-                await self._stack.enter_async_context(engine)
+        for engine in (self.draft, *self.targets.values()):
+            await self._stack.enter_async_context(engine)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -91,9 +91,8 @@ class Pair:
         """The arm's plan; its random numbers are no other arm's, so that none finds its texts in a cache."""
         own = seed * 1009 + sum(arm.name.encode()) % 997
         setup = replace(arm.setup, seed=own, gate=gate if gate is not None else arm.setup.gate)
-        target = self.proposed_to if arm.is_proposed_to else self.targets[arm.target_threads]
-        assert target is not None, "a pair is made with what its arms ask for"
-        return setup.plan(self.draft, target)
+        target = arm.target_threads if arm.variant == "plain" else arm.variant
+        return setup.plan(self.draft, self.targets[target])
 
 
 async def run_block(

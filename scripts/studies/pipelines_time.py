@@ -9,6 +9,9 @@ from typing import Literal
 
 from atts.core import Outcome, Rollout, ScoreRequest
 from atts.engine import Engine
+from atts.local.compiling import native_library
+from atts.local.model_config import read_model_config
+from atts.models import path
 from atts.tasks import collect
 from scripts.studies.arms import Grid, Ledger, Pair, Schedule, Sum, arm, run_grid
 from scripts.studies.harness import Options, Row, Table
@@ -29,16 +32,17 @@ async def _timed(how: Literal["latency", "throughput"], count: int, seed: int) -
     arms = [
         make("target-only"),
         make("target-only, 2 threads", "target-only", threads=2),
-        make("target-only, proposed to", "target-only", proposed=True),
+        make("target-only, proposed to", "target-only", variant="proposed to"),
         make("exact"),
         make("atts"),
-        make("atts, proposed to", "atts", proposed=True),
+        make("atts, proposed to", "atts", variant="proposed to"),
         make("atts, drafting on", "atts", optimistic=True),
+        *([make("atts, scores in bfloat16", "atts", variant="rounding")] if _can_round() else []),
         make("ordinal"),
         make("draft-only", early_stop="none"),
     ]
     ledger, scoring = Ledger(), Rescoring()
-    async with Pair((1, 2), proposed=True) as pair:
+    async with Pair((1, 2), {one.variant for one in arms if one.variant != "plain"}) as pair:
         rescore = partial(scoring.rescore, schedule=schedule, target=pair.targets[1])
         await run_grid(arms, Grid(count * ROUNDS, (seed,), count * ROUNDS, count), ledger, pair, how, rescore)
     found = {one.name: ledger.of(one.name) for one in arms}
@@ -61,6 +65,12 @@ async def _timed(how: Literal["latency", "throughput"], count: int, seed: int) -
         f"{s * 1e6:.0f} us per scored token ({s / t:.2f} of it), {d * 1e6:.0f} us per draft token ({d / t:.2f}), "
         "measured in this run on the work alone.",
     )
+
+
+def _can_round() -> bool:
+    """Whether this processor has products of pairs of bfloat16 numbers."""
+    library = native_library("target", read_model_config(path("target"), "target"))[0]
+    return bool(library.atts_has_pairs())
 
 
 def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:

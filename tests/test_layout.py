@@ -271,6 +271,13 @@ def test_import_atts_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_run_loads_neither_reports_nor_blocks() -> None:
+    """Every command waits for what `atts.api` imports: what few ask for is imported where it is."""
+    code = "import sys, atts.api.evaluation; print([n for n in ('atts.analysis', 'atts.blocks') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_distributions_come_from_one_module() -> None:
     """scipy.stats takes a second to import, at the end of every run; scipy.special has what is needed of it."""
     assert [

@@ -1,5 +1,8 @@
 """The public verbs and `Setup`: solve, evaluate, calibrate, and everything over recorded runs."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from atts.api.calibrating import (
     RATE_OF_FILES,
     calibrate,
@@ -18,8 +21,11 @@ from atts.api.pairs import Pair, find_pair, known_pairs
 from atts.api.placement import CARDS, Placement, place
 from atts.api.recorded import certify, compare, merge, plan, replay, report, trace
 from atts.api.setup import Setup, answers_for, load_problems
-from atts.api.standing_in import ComparedBlocks, MeasuredPair, compare_blocks
-from atts.api.sweeping import Sweep, SweepEnd, SweepPoint, plan_sweep, run_sweep, sweep, sweep_sync
+from atts.importing import import_lock
+
+if TYPE_CHECKING:
+    from atts.api.standing_in import ComparedBlocks, MeasuredPair, compare_blocks
+    from atts.api.sweeping import Sweep, SweepEnd, SweepPoint, plan_sweep, run_sweep, sweep, sweep_sync
 
 __all__ = [
     "CARDS",
@@ -76,3 +82,17 @@ __all__ = [
     "trace",
     "write_settings",
 ]
+
+_NAMES = {
+    "atts.api.standing_in": "ComparedBlocks MeasuredPair compare_blocks",
+    "atts.api.sweeping": "Sweep SweepEnd SweepPoint plan_sweep run_sweep sweep sweep_sync",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what few ask for, and what reads reports or blocks, when it is first used."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'atts.api' has no attribute {name!r}")
+    with import_lock:
+        return getattr(import_module(_HOME[name]), name)

@@ -36,7 +36,7 @@ Serve = Callable[..., DialectServer]
 OPTIONS = RemoteOptions(
     timeout_seconds=60.0, delay_seconds=0.01, wait_seconds=20.0, idle_seconds=1e9, recheck_seconds=1e9
 )
-HURRIED = replace(OPTIONS, timeout_seconds=1.5)  # some calls hang until then
+HURRIED = replace(OPTIONS, timeout_seconds=4.0)  # some calls hang until then
 FAULTS = {
     "refused": 0.05, "reset": 0.05, "429": 0.05, "500": 0.05, "truncated": 0.04,
     "wrong_ids": 0.02, "nan": 0.02, "slow_loris": 0.004, "hang": 0.004,

@@ -27,6 +27,7 @@ FLOORS: list[set[str]] = [
         "atts.errors",
         "atts.importing",
         "atts.jsonable",
+        "atts.placement",
         "atts.processes",
         "atts.seeds",
         "atts.slots",

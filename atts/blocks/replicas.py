@@ -6,9 +6,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from atts.blocks.placement import Instance, dispatched
 from atts.core import SampleRequest, ScoreRequest
 from atts.local import LocalEngine
+from atts.placement import Instance, dispatched
 from atts.remote import ReplicaLoad, ReplicaPool
 
 _REMEMBERED = 10_000

@@ -228,6 +228,30 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     )
 
 
+def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
+    """Some of a batch's sequences, those of a single token first; which of its rows and logit rows theirs are."""
+    begins = batch.query_starts[entries]
+    counts, starts = batch.query_starts[entries + 1] - begins, np.zeros(len(entries) + 1, dtype=np.int64)
+    counts.cumsum(out=starts[1:])
+    rows = np.arange(starts[-1]) + (begins - starts[:-1]).repeat(counts)
+    where = np.full(len(batch.tokens), -1)
+    where[rows] = np.arange(len(rows))
+    where = where[batch.logit_rows]
+    logits = (where >= 0).nonzero()[0]
+    found = StepBatch(
+        tokens=batch.tokens[rows],
+        positions=batch.positions[rows],
+        slots=batch.slots[rows],
+        table_rows=batch.table_rows[entries],
+        query_starts=starts,
+        context_lens=batch.context_lens[entries],
+        num_logits=batch.num_logits[entries],
+        num_single=int((counts == 1).sum()),
+        logit_rows=where[logits],
+    )
+    return found, rows, logits
+
+
 def _newest(sequences: list[Sequence]) -> list[tuple[Sequence, int, int]]:
     """Sequence, position and token of rows that feed nothing but the last token there is."""
     return [(sequence, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]

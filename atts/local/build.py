@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
+from atts.local import ray_stages, stage_child
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
 from atts.local.apart import DrafterProcess, DraftSetup
 from atts.local.batch import Model, RangedModel, TappedModel
@@ -31,12 +32,12 @@ from atts.local.native_model import NativeModel, unknown_parts
 from atts.local.options import MOST_PROPOSED, OVERLAPPED
 from atts.local.padding import PaddedModel, padding_weights
 from atts.local.prefix import PrefixTree
-from atts.local.ray_stages import RayLine
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.scheme_drafting import GUESSING, SchemeDrafting
 from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
-from atts.local.stages import ProcessLine, StagedModel, StageLine, StageSetup, stage_setups
+from atts.local.stage_line import HeldLine, StagedModel
+from atts.local.stages import StageSetup, stage_setups
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
 from atts.local.transport import DraftTransport, ThreadTransport
@@ -153,7 +154,7 @@ def _staged(config: WorkerConfig, device: torch.device) -> _Models:
     tokens = options.kv_tokens or default_tokens(config, dtype, device)
     options = replace(options, kv_tokens=tokens, threads=_threads(config))
     first, *others = stage_setups(replace(config, options=options, pieces=(), drafter=None, proposer=None))
-    line: StageLine = ProcessLine(others) if options.stage_worker == "process" else RayLine(others, build_stage)
+    line = _line(others)
     try:
         model, cache, trouble = _stage(first)
         drafter = None if options.beside == "process" else _drafter_weights(config)
@@ -164,13 +165,21 @@ def _staged(config: WorkerConfig, device: torch.device) -> _Models:
     return _Models(StagedModel(first, model, line, cache), cache, drafter=drafter, trouble=trouble)
 
 
-def build_stage(setup: StageSetup) -> RangedModel:
-    """The layers of one stage, for the thread that runs them.
+def _line(setups: list[StageSetup]) -> HeldLine:
+    """The stages behind the first in workers that begin to load."""
+    each = [setup for setup in setups for _ in range(setup.replicas)]
+    if each[0].config.options.stage_worker == "process":
+        return HeldLine(setups, [stage_child.StageProcess(setup) for setup in each], stage_child.ready)
+    return HeldLine(setups, [ray_stages.RayStage(setup, build_stage) for setup in each], ray_stages.ready)
+
+
+def build_stage(setup: StageSetup) -> tuple[RangedModel, Tensor]:
+    """The layers of one stage and their cache, for the thread that runs them.
 
     :raises EngineError: they cannot be loaded.
     """
     set_threads(setup.config)
-    return _stage(setup)[0]
+    return _stage(setup)[:2]
 
 
 def _stage(setup: StageSetup) -> tuple[RangedModel, Tensor, str]:

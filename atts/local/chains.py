@@ -21,7 +21,7 @@ from torch import Tensor
 from atts.decode import SampledTokens, SamplingBatch
 from atts.local.adapters import LowRank
 from atts.local.allocator import SlotIds
-from atts.local.batch import Ints, StepBatch
+from atts.local.batch import Ints, StepBatch, picked
 from atts.local.ledger import Lineage, SlotLedger
 from atts.local.loader import Weights, layer_deltas, load_adapter, load_weights
 from atts.local.messages import WorkerConfig
@@ -145,27 +145,13 @@ class ChainModel:
     def _ordered(self, batch: StepBatch, table: SlotIds) -> tuple[StepBatch, Ints]:
         """A batch in the order of chains, with slots of all columns; and where its logit rows stand then."""
         order = np.lexsort((self._ranks[batch.chains], batch.units))
-        begins, lengths, table_rows = batch.query_starts[order], batch.context_lens[order], batch.table_rows[order]
-        starts, counts = np.zeros(len(order) + 1, dtype=np.int64), batch.query_starts[order + 1] - begins
-        counts.cumsum(out=starts[1:])
-        at = np.arange(len(batch.tokens))
-        rows, places = at + (begins - starts[:-1]).repeat(counts), at + (lengths - starts[1:]).repeat(counts)
-        where = rows.argsort()[batch.logit_rows]
-        logit_rows = np.sort(where)
-        found = StepBatch(
-            tokens=batch.tokens[rows],
-            positions=batch.positions[rows],
-            slots=table[:, table_rows.repeat(counts), places].astype(np.int64, order="C"),
-            table_rows=table_rows,
-            query_starts=starts,
-            context_lens=lengths,
-            num_logits=batch.num_logits[order],
-            num_single=0,
-            logit_rows=logit_rows,
-            chains=batch.chains[order],
-            units=batch.units[order],
-        )
-        return found, logit_rows.searchsorted(where)
+        found, rows, _ = picked(batch, order)
+        where, counts = found.logit_rows, np.diff(found.query_starts)
+        places = np.arange(len(rows)) + (found.context_lens - found.query_starts[1:]).repeat(counts)
+        slots = table[:, found.table_rows.repeat(counts), places].astype(np.int64, order="C")
+        chains, units, logit_rows = batch.chains[order], batch.units[order], np.sort(where)
+        found = replace(found, slots=slots, logit_rows=logit_rows, chains=chains, units=units, num_single=0)
+        return found, found.logit_rows.searchsorted(where)
 
     def _layout(self, batch: StepBatch, table: SlotIds) -> _Layout:
         """Where each sequence writes one token it is the same step after step."""

@@ -19,6 +19,7 @@ StageWorker = Literal["process", "ray"]
 SPECULATE = ("auto", "draft", "suffix", "pearl", "ssd", "mirror", "off")
 OVERLAPPED = ("pearl", "ssd", "mirror")
 MOST_PROPOSED = 32
+MOST_REPLICAS = 64
 MOST_TOKENS = 1 << 24
 
 
@@ -38,6 +39,8 @@ class LocalOptions:
     block_rows: int | None = None  # most that one run of a block takes, where models of a zoo share them; None: all
     threads: int | None = None  # of one step; None leaves torch's setting
     stages: int = 1  # ranges of layers, each of the others with its keys and values in a worker of its own
+    stage_replicas: str = "1"  # workers of each stage behind the first: one number for all, or "2,1"
+    stage_steps: int | None = None  # steps on their way through the stages at once; None: as many as stages
     stage_worker: StageWorker = "process"  # what such a worker is; behind "ray:", an actor
     drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
     speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
@@ -60,7 +63,7 @@ class LocalOptions:
             choice = getattr(self, option)
             if choice not in get_args(known):
                 raise OptionError(str(choice), f"no such {option}", get_args(known))
-        for option in ("kv_tokens", "max_batch", "chunk_tokens", "block_rows", "threads", "stages"):
+        for option in ("kv_tokens", "max_batch", "chunk_tokens", "block_rows", "threads", "stages", "stage_steps"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise OptionError(option, f"is {value}, expected at least 1")
@@ -80,6 +83,12 @@ class LocalOptions:
         for option in ("drafter_pad", "drafter_device"):
             if getattr(self, option) and not self.drafter:
                 raise OptionError(option, "needs a draft model: write drafter=embedded:draft, or another's name")
+        counts = self.replicas_of_stages
+        if len(counts) != self.stages - 1 or not all(1 <= count <= MOST_REPLICAS for count in counts):
+            problem = (
+                f"{self.stage_replicas!r} is no number from 1 to {MOST_REPLICAS}, or one for each stage but the first"
+            )
+            raise OptionError("stage_replicas", problem)
         if self.stages > 1 and (self.pad or self.speculate == "mirror"):
             raise OptionError("stages", "are of a model that is not padded, and not heard between its layers (mirror)")
         for words in (self.pad, self.drafter_pad):
@@ -98,6 +107,12 @@ class LocalOptions:
         if self.speculate in ("draft", *OVERLAPPED) and not self.drafter:
             advice = "write drafter=embedded:draft, or another's name"
             raise OptionError("speculate", f"{self.speculate} needs a draft model: {advice}")
+
+    @property
+    def replicas_of_stages(self) -> list[int]:
+        """How many workers hold each stage behind the first; 0 for what is no number."""
+        said = [int(word) if word.isdecimal() else 0 for word in self.stage_replicas.split(",")]
+        return said * (self.stages - 1) if len(said) == 1 else said
 
     @property
     def speculates(self) -> bool:

@@ -1,88 +1,84 @@
-"""The stages of a model as actors of a Ray cluster: rows go from one to the next, not over the step loop's side."""
+"""The stages of a model as actors of a Ray cluster."""
 
 from __future__ import annotations
 
 import importlib
 import pickle
 import sys
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from atts.errors import EngineError, EngineUnavailable, UnsupportedByEngine
 from atts.local.messages import FailureReply
-from atts.local.stages import BuildStage, HeldLayers, StageSetup, StageStep
+from atts.local.stages import BuildStage, HeldLayers, StageSetup
 
 
 class StageActor:
-    """What runs in an actor; steps come as bytes, for what Ray itself unpacks cannot be written to."""
+    """What runs in an actor; messages come as bytes, for what Ray itself unpacks cannot be written to."""
+
+    def __init__(self, build: BuildStage) -> None:
+        self._build = build
+        self._held: HeldLayers | None = None
+
+    def answer(self, message: bytes) -> bytes:
+        """What came of the layers that the first message names, then of the steps after it."""
+        order: Any = pickle.loads(message)
+        if self._held is not None:
+            return pickle.dumps(self._held.answer(order))
+        try:
+            self._held = HeldLayers(order, *self._build(order))
+        except EngineError as error:
+            return pickle.dumps(FailureReply.of(error))
+        return pickle.dumps(None)
+
+
+class RayStage:
+    """An actor with a stage, which is given as many cores and GPUs as the one that this engine is in."""
 
     def __init__(self, setup: StageSetup, build: BuildStage) -> None:
-        self._setup, self._build = setup, build
-
-    def load(self) -> FailureReply | None:
-        """Load the layers; why they cannot be."""
-        try:
-            self._held = HeldLayers(self._setup, self._build(self._setup))
-        except EngineError as error:
-            return FailureReply.of(error)
-        return None
-
-    def step(self, step: bytes) -> bytes:
-        """The step behind these layers."""
-        return pickle.dumps(self._held.step(pickle.loads(step)))
-
-
-class RayLine:
-    """A stage in each actor, which is given as many cores and GPUs as the one that this engine is in."""
-
-    def __init__(self, setups: Sequence[StageSetup], build: BuildStage) -> None:
-        """Have all of them begin to load, on other nodes where there are some.
+        """Have it started, on another node where there is one.
 
         :raises UnsupportedByEngine: this is no actor.
         """
-        self._name = setups[0].config.name
-        self._ray: Any = sys.modules.get("ray")
-        if self._ray is None or not self._ray.is_initialized():
-            problem, advice = "stages are actors of an engine that is one", "Write ray: before its name"
-            raise UnsupportedByEngine(self._name, problem, advice)
+        self._name, self._ray = setup.config.name, _ray(setup.config.name)
         given = self._ray.get_runtime_context().get_assigned_resources()
         limits = {"num_cpus": given.get("CPU", 0), "num_gpus": given.get("GPU", 0), "scheduling_strategy": "SPREAD"}
         actor: Any = self._ray.remote(StageActor).options(**limits, max_restarts=0)
-        self._actors = [actor.remote(setup, build) for setup in setups]
-        self.close: Callable[[], object] = weakref.finalize(self, _end, self._actors, self._ray)
-        self._loading = [actor.load.remote() for actor in self._actors]
+        self._actor: Any = actor.remote(build)
+        self.answer: Any = None
 
-    def load(self) -> None:
-        """Wait until their models are loaded, which began before.
+    def send(self, message: object) -> None:
+        """Pass a message on."""
+        self.answer = self._actor.answer.remote(pickle.dumps(message))
 
-        :raises EngineError: one could not be.
+    def take(self) -> Any:
+        """Wait for the answer.
+
+        :raises EngineUnavailable: the actor is gone.
         """
-        for failure in self._got(self._loading):
-            if failure is not None:
-                raise failure.error(self._name)
-
-    def passed(self, step: StageStep) -> StageStep:
-        """The step behind all of them.
-
-        :raises EngineUnavailable: one is gone.
-        """
-        message: Any = pickle.dumps(step)
-        for actor in self._actors:
-            message = actor.step.remote(message)
-        done: StageStep = pickle.loads(self._got(message))
-        return done
-
-    def _got(self, references: Any) -> Any:
         try:
-            return self._ray.get(references)
+            return pickle.loads(self._ray.get(self.answer))
         except importlib.import_module("ray.exceptions").RayError as error:
             reason = str(error).strip().partition("\n")[0][:200]
             raise EngineUnavailable(self._name, f"an actor with a stage of it died ({reason})") from error
 
+    def close(self) -> None:
+        """End it; twice is fine."""
+        if self._ray.is_initialized():
+            self._ray.kill(self._actor)
 
-def _end(actors: Sequence[Any], ray: Any) -> None:
-    """When their user is gone."""
-    if ray.is_initialized():
-        for actor in actors:
-            ray.kill(actor)
+
+def ready(actors: Sequence[RayStage], seconds: float | None) -> Sequence[RayStage]:
+    """Which of them have answered or are gone; waits for one so many seconds, None: for as long as it takes."""
+    found, _ = _ray("").wait([actor.answer for actor in actors], num_returns=len(actors), timeout=0)
+    if not found:
+        found, _ = _ray("").wait([actor.answer for actor in actors], timeout=seconds)
+    return [actor for actor in actors if actor.answer in found]
+
+
+def _ray(name: str) -> Any:
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        problem, advice = "stages are actors of an engine that is one", "Write ray: before its name"
+        raise UnsupportedByEngine(name, problem, advice)
+    return ray

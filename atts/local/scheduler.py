@@ -76,6 +76,10 @@ class Scheduler:
         """Whether it is waiting or running."""
         return request_id in self._unfinished
 
+    def is_under_way(self, request_id: int) -> bool:
+        """Whether it is in a step that was begun."""
+        return request_id in self._unfinished and self._unfinished[request_id].is_under_way
+
     def running(self) -> list[Sequence]:
         """The requests that have a row, oldest first."""
         return list(self._running)
@@ -120,14 +124,20 @@ class Scheduler:
             self._preempt(sequence)
         return True
 
-    def plan(self) -> StepPlan:
-        """Admit what fits, then choose the tokens of the next step, for the oldest first."""
+    def plan(self, share: int = 1) -> StepPlan:
+        """Admit what fits, then choose the tokens of the next step, for the oldest first.
+
+        Of those that are not under way in other steps, one in `share` of all at most.
+        """
         if self._waiting:
             self._admit()
         plan = StepPlan([], [], [], [])
-        num_decoding = sum([sequence.is_decoding for sequence in self._running])
+        chosen = self._running.copy()
+        if share > 1:
+            chosen = [each for each in chosen if not each.is_under_way][: -(-len(chosen) // share)]
+        num_decoding = sum([sequence.is_decoding for sequence in chosen])
         budget = max(self._chunk_tokens - num_decoding, (self._chunk_tokens + 3) // 4)
-        for sequence in self._running.copy():
+        for sequence in chosen:
             if sequence.is_decoding:
                 if sequence.num_computed < sequence.capacity or self._reserve(sequence, sequence.num_computed + 1):
                     plan.decoding.append(sequence)
@@ -288,7 +298,7 @@ class Scheduler:
         """Evict, then preempt younger sequences, youngest first, until `count` slots are free; whether they are."""
         if count <= self.allocator.num_free:
             return True
-        younger = [other for other in self._running if other.order > sequence.order]
+        younger = [each for each in self._running if each.order > sequence.order and not each.is_under_way]
         while not self._evict_until_free(count):
             if not younger:
                 return False

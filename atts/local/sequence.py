@@ -53,6 +53,7 @@ class Sequence:
     borrowed: int = 0  # up to where a relative's keys and values of the first layers are read
     unit: int = 0  # of its model, from which on these positions are computed
     is_decoding: bool = False  # only its newest token is left to feed; set by the loop, cleared when it gives way
+    is_under_way: bool = False  # in a step that was begun; set by the loop
     is_finished: bool = False  # or cancelled
     was_admitted: bool = False
     drawn: Sequence | None = None  # of one that scores: the completion that is drawn beside, which no scheduler knows

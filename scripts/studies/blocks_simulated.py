@@ -2,7 +2,7 @@
 
 A step of some layers costs their share of a model's step, by the published fit of an 8B model that the virtual-time
 study uses too. Twenty tenants are tuned from three bases and share a fraction of their layers with these. A block
-batches what waits for it, whoever's it is; a request goes on where `atts.blocks.placement` sends it.
+batches what waits for it, whoever's it is; a request goes on where `atts.placement` sends it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from atts.blocks.placement import Demand, Instance, dispatched, placed
+from atts.placement import Demand, Instance, dispatched, placed
 from scripts.studies.harness import Options, Row, Table, say
 from scripts.studies.scale_costs import DRAFT_8B as COST
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atts.blocks.placement import Demand, Instance, dispatched, placed
+from atts.placement import Demand, Instance, dispatched, placed
 from scripts.studies.blocks_simulated import PROMPT, Arrivals, Cluster, Request, Serving, arrive, capacity, compared
 from scripts.studies.scale_costs import DRAFT_8B as COST
 

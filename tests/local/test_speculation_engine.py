@@ -204,11 +204,11 @@ def test_a_step_that_breaks_is_tried_without_proposals(
     orders, compute, seen = requests(4), StepLoop._compute, list[int]()  # pyright: ignore[reportPrivateUsage]
     plain = run(make_model("llama"), [orders])
 
-    def scarce(loop: StepLoop, plan: StepPlan) -> Any:
+    def scarce(loop: StepLoop, plan: StepPlan, *rest: Any) -> Any:
         seen.append(max(map(len, plan.proposals), default=0))
         if seen[-1] > 3:
             raise error
-        return compute(loop, plan)
+        return compute(loop, plan, *rest)
 
     monkeypatch.setattr(StepLoop, "_compute", scarce)
     done = run(make_model("llama"), [orders], Knowing(texts(plain), "right"), 8)

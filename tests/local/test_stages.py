@@ -6,31 +6,37 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import shutil
 import signal
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar
 
 import anyio
-import numpy as np
 import pytest
 import torch
 
-from atts.core import Message, SampleRequest, Sampling, ScoreRequest
-from atts.errors import EngineUnavailable, ModelLoadError, OptionError, UnsupportedByEngine
-from atts.local import LocalEngine, LocalOptions
-from atts.local.allocator import SlotIds
-from atts.local.batch import Floats, StepBatch, single_rows
-from atts.local.messages import Cancel, Command, Submit, WorkerConfig
+from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest
+from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OptionError, UnsupportedByEngine
+from atts.local import LocalEngine, LocalOptions, stage_child, stage_rows
+from atts.local.batch import StepBatch
+from atts.local.build import build_stage
+from atts.local.messages import Cancel, Command, FailureReply, Submit, WorkerConfig
 from atts.local.model_config import read_model_config
+from atts.local.native_model import NativeModel
 from atts.local.stages import HeldLayers, StageSetup, StageStep, stage_setups
+from atts.placement import Instance, dispatched
 from atts.seeds import Seed
+from atts.tasks import collect
 from atts.testing import check_engine
 from atts.tokenizing import ModelTokenizer
 
-from .speculating import ids_of
+from .speculating import Driven, Script, ids_of
 
 Make = Callable[..., Path]
 HERE = LocalOptions(device="cpu", worker="thread", kv_tokens=4096, stages=3)
@@ -50,14 +56,63 @@ def crowd() -> list[list[Command]]:
     return steps
 
 
+class StageHere:
+    """A stage in this process, which is quicker to start; it may be gone from some message on."""
+
+    made: ClassVar[list[StageHere]] = []
+
+    def __init__(self, setup: StageSetup) -> None:
+        self.setup, self.heard, self.ends, self.kinds = setup, 0, 1 << 30, Counter[str]()
+        self.held: HeldLayers | None = None
+        self.answers: list[Any] = []
+        StageHere.made.append(self)
+
+    def send(self, message: object) -> None:
+        """Answer at once."""
+        self.heard += 1
+        if self.heard > self.ends:
+            raise EngineUnavailable("m", "gone")
+        if isinstance(message, StageSetup):
+            try:
+                self.held = HeldLayers(message, *build_stage(message))
+            except EngineError as error:
+                self.answers.append(FailureReply.of(error))
+            else:
+                self.answers.append(None)
+            return
+        assert self.held is not None
+        if isinstance(message, StageStep):
+            self.kinds += Counter({"steps": 1, "brought": len(message.brought), "again": len(message.again)})
+        self.answers.append(self.held.answer(pickle.loads(pickle.dumps(message))))
+
+    def take(self) -> Any:
+        """Take it; one that is gone meanwhile has none."""
+        if self.heard == self.ends:
+            raise EngineUnavailable("m", "gone")
+        return self.answers.pop()
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
+    """Stages in this process."""
+    StageHere.made = []
+    monkeypatch.setattr(stage_child, "StageProcess", StageHere)
+    monkeypatch.setattr(stage_child, "ready", lambda stages, seconds: [each for each in stages if each.answers])
+    return StageHere
+
+
 @pytest.mark.parametrize(
-    ("family", "kernel", "stages"),
-    [pytest.param("llama", "native", 3, marks=pytest.mark.slow), ("gemma2", "torch", 2), ("qwen3", "native", 2)],
+    ("family", "kernel", "stages"), [("llama", "native", 3), ("gemma2", "torch", 2), ("qwen3", "native", 2)]
 )
-def test_stages_say_what_one_process_says(family: str, kernel: str, stages: int, make_model: Make, drive: Any) -> None:
+def test_stages_say_what_one_process_says(
+    family: str, kernel: str, stages: int, here: type[StageHere], make_model: Make, drive: Any
+) -> None:
     """Bit for bit, where there is too little room for all, and some leave on the way."""
     folder = make_model(family, eos_token_id=None)
-    settings = {"kernel": kernel, "kv_tokens": 200, "max_batch": 8}
+    settings = {"kernel": kernel, "kv_tokens": 200, "max_batch": 8, "stage_steps": 1}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a loop's thread does: torch sums by the number of threads
     alone, staged = (drive(folder, crowd(), **settings, stages=count) for count in (1, stages))
@@ -66,6 +121,30 @@ def test_stages_say_what_one_process_says(family: str, kernel: str, stages: int,
     assert len(alone.replies) == 12
     assert staged.replies == alone.replies
     assert staged.stats.preempted == alone.stats.preempted
+    assert len(here.made) == stages - 1
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_steps_under_way_change_no_bit(steps: int, here: type[StageHere], make_model: Make, drive: Any) -> None:
+    """Several at once, as long as no cached prompt is lost; where room is scarce all are answered all the same."""
+    folder = make_model("llama", eos_token_id=None)
+    alone = drive(folder, crowd(), kernel="native", chunk_tokens=1024)
+    asked = {"kernel": "native", "chunk_tokens": 1024, "stages": 3, "stage_steps": steps, "stage_replicas": "1,2"}
+    staged = drive(folder, crowd(), **asked)
+    assert said(staged) == said(alone)
+    assert staged.stats.steps > alone.stats.steps * 1.5
+    tight = drive(folder, crowd(), **asked, kv_tokens=200, max_batch=8)
+    assert tight.stats.preempted > 0
+    assert tight.stats.kv_locked == 0
+    assert len(tight.replies) >= 12
+    texts, wanted = dict(said(tight)), dict(said(alone))
+    assert all(text[0] == wanted.get(key, text)[0] for key, text in texts.items())
+
+
+def said(driven: Driven) -> list[tuple[int, tuple[object, object]]]:
+    """Ids and log-probabilities of all replies, by their requests."""
+    replies = sorted(driven.replies.items())
+    return [(key, (getattr(reply, "ids", None), getattr(reply, "logprobs", None))) for key, reply in replies]
 
 
 def setup_of(folder: Path, layers: range, stages: int = 3) -> StageSetup:
@@ -82,17 +161,34 @@ def stage_processes() -> dict[int, bytes]:
     return {pid: command for pid, command in commands.items() if b"atts.local.stage_child" in command}
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_killed_stage_is_an_outage_that_ends(make_model: Make) -> None:
-    """Whoever waits is told which layers are gone; opened anew it says the same; nothing is left behind."""
-    engine = LocalEngine(make_model("llama", eos_token_id=None), name="m", options=HERE)
+@pytest.mark.parametrize("replicas", ["1", "2"])
+async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: Make) -> None:
+    """While one is left that has its layers nobody notices; then whoever waits is told, and opened anew it goes on."""
+    options = replace(HERE, stages=2, stage_replicas=replicas)
+    engine = LocalEngine(make_model("llama", eos_token_id=None), name="m", options=options)
     ask = SampleRequest((5, 6, 7), 60, Sampling(0.8), Seed(1))
     async with engine:
-        assert engine.kernel.endswith("3 stages")
+        assert "2 stages" in engine.kernel
         wanted = await engine.sample(ask)
+        if replicas == "2":
+            found = list[Completion]()
+
+            async def kill() -> None:
+                await anyio.sleep(0.01)
+                os.kill(min(stage_processes()), signal.SIGKILL)
+
+            async def again(seed: int) -> None:
+                found.append(await engine.sample(replace(ask, max_tokens=200, rollout=f"{seed}")))
+
+            calls: list[Callable[[], Awaitable[None]]] = [kill, *(partial(again, seed) for seed in range(8))]
+            await collect(calls)
+            assert {done.ids[:60] for done in found} == {wanted.ids}
+            assert len(stage_processes()) == 1
         os.kill(min(stage_processes()), signal.SIGKILL)
-        with anyio.fail_after(60), pytest.raises(EngineUnavailable, match="layers 1 to 1 ended .* -9"):
+        with anyio.fail_after(60), pytest.raises(EngineUnavailable, match="layers 1 to 2 ended .* -9"):
             await engine.sample(ask)
         with pytest.raises(EngineUnavailable):
             await engine.score(ScoreRequest((5,), (6,)))
@@ -111,7 +207,9 @@ async def test_stages_keep_every_promise(make_model: Make) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_what_cannot_be_loaded_or_divided_is_told(make_model: Make, tmp_path: Path) -> None:
+async def test_what_cannot_be_loaded_or_divided_is_told(
+    here: type[StageHere], make_model: Make, tmp_path: Path
+) -> None:
     """A weight that a later stage lacks, more stages than layers, what stages cannot be combined with."""
     from safetensors.torch import load_file, save_file
 
@@ -121,41 +219,64 @@ async def test_what_cannot_be_loaded_or_divided_is_told(make_model: Make, tmp_pa
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"lacks the weight 'layers\.2\.mlp"):
         await LocalEngine(folder, options=HERE).__aenter__()
-    assert not stage_processes()
+    assert len(here.made) == 2
     with pytest.raises(UnsupportedByEngine, match="3 layers make no 4 stages"):
         await LocalEngine(make_model("llama"), options=replace(HERE, stages=4)).__aenter__()
     with pytest.raises(UnsupportedByEngine, match="ray:"):
         await LocalEngine(make_model("llama"), options=replace(HERE, stage_worker="ray")).__aenter__()
-    for options in (replace(HERE, pad="1M"), replace(HERE, stages=0), replace(HERE, speculate="mirror", drafter="d")):
-        with pytest.raises(OptionError, match="stages"):
+    counts = [replace(HERE, stage_replicas=said) for said in ("0", "2,2,2", "", "1,x", "65")]
+    others = replace(HERE, pad="1M"), replace(HERE, stages=0), replace(HERE, speculate="mirror", drafter="d")
+    for options in (*others, *counts, replace(HERE, stage_steps=0)):
+        with pytest.raises(OptionError, match="stage"):
             LocalEngine(folder, options=options)
 
 
-class Layers:
-    """Stands in for a model: adds one, or breaks."""
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_replicas_of_a_stage_say_what_one_says(
+    family: str, seed: int, here: type[StageHere], make_model: Make, drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, wherever each sequence goes in each step, and when most of the replicas are gone on the way."""
+    folder, rng = make_model(family, eos_token_id=None), random.Random(seed)
+    settings = {"kernel": "native", "kv_tokens": 300, "max_batch": 8, "chunk_tokens": 48}
+    alone = drive(folder, crowd(), **settings)
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    def anywhere(instances: list[Instance]) -> int:
+        """Where it costs least, or anywhere else."""
+        return rng.randrange(len(instances)) if rng.random() < 0.3 else dispatched(instances)
 
-    def through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int]) -> None:
-        """Rows of which all are asked for."""
-        if self.error is not None:
-            raise self.error
-        rows[1][:] = rows[0] + 1
+    class Prepared(Script):
+        def take(self, *, wait: bool) -> list[Command]:
+            for stage, steps in zip(here.made, (1 << 30, 40, 40, 9, 1 << 30), strict=True):
+                stage.ends = steps * (seed > 0) or stage.ends
+            return super().take(wait=wait)
+
+    monkeypatch.setattr(stage_rows, "dispatched", anywhere)
+    monkeypatch.setattr("tests.local.conftest.Script", Prepared)
+    found = drive(folder, crowd(), **settings, stages=3, stage_replicas="3,2", stage_steps=1)
+    assert found.replies == alone.replies
+    kinds = sum((stage.kinds for stage in here.made), Counter[str]())
+    assert min(kinds["brought"], kinds["again"]) > 5
 
 
-def test_what_breaks_in_one_stage_passes_through_the_others(make_model: Make) -> None:
-    """They hear of new slots all the same; a lack of memory stays one."""
-    table, rows = np.array([[7, 8, 9]], dtype=np.int32), np.zeros((1, 64), dtype=np.float32)
-    batch = single_rows(np.array([5]), np.array([0]), np.array([0]), table)
-    setups = [setup_of(make_model("llama"), range(at, at + 1)) for at in (1, 2)]
-    for error, kind in ((None, np.ndarray), (ValueError("odd"), RuntimeError), (MemoryError(), MemoryError)):
-        one, two = (HeldLayers(setup, cast(Any, Layers(error if at == 0 else None))) for at, setup in enumerate(setups))
-        done = two.step(one.step(StageStep(batch, table.shape, (np.array([0]), np.array([0]), table[0, :1]), rows)))
-        assert isinstance(done.rows, kind)
-        assert two._table.tolist() == [[7, 0, 0]]
-    assert isinstance(done.rows, MemoryError)
-    assert "layers 1 to 1" in str(done.rows)
+@pytest.mark.parametrize(("error", "shrunk"), [(ValueError("odd"), 0), (MemoryError(), 1)])
+def test_a_step_that_breaks_in_a_stage_is_tried_again(
+    error: Exception, shrunk: int, here: type[StageHere], make_model: Make, drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one replica could not do is done in smaller steps; nobody relies on what it did of it."""
+    folder, through, calls = make_model("llama", eos_token_id=None), NativeModel.through, count()
+    wanted = dict(said(drive(folder, crowd(), kernel="native")))
+
+    def once(model: NativeModel, batch: StepBatch, table: Any, rows: Any, units: tuple[int, int]) -> None:
+        if units[0] and next(calls) == 30:
+            raise error
+        through(model, batch, table, rows, units)
+
+    monkeypatch.setattr(NativeModel, "through", once)
+    found = drive(folder, crowd(), kernel="native", stages=3, stage_replicas="2")
+    assert (found.stats.shrunk, found.stats.failed) == (shrunk, 0)
+    assert all(text[0] == wanted.get(key, text)[0] for key, text in said(found))
+    assert next(calls) > 60
 
 
 def test_a_tokenizer_goes_into_another_process(make_model: Make) -> None:

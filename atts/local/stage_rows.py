@@ -1,0 +1,153 @@
+"""What went into a stage's layers, and which of its workers has keys and values of it: who goes on with a sequence."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atts.local.allocator import SlotIds
+from atts.local.batch import Floats, Ints, StepBatch
+from atts.placement import Instance, dispatched
+
+MANY = 4
+"""Rows of a sequence from which on all attend by the same kernels, however many; fewer are fed again as they were."""
+_LATEST = 0.1
+"""How much the latest time counts; what a hop takes at least rises by a hundredth of that a step."""
+
+
+class Share(NamedTuple):
+    """What one worker does of a step."""
+
+    worker: int
+    entries: Ints  # of the batch
+    wanted: list[tuple[int, Ints]]  # whose keys and values it is brought, of which slots
+    again: list[tuple[StepBatch, Floats]]  # what it computes anew first
+    slots: Ints  # whose keys and values it has then
+
+
+class StageCosts:
+    """Seconds that a stage's workers take, as they were measured."""
+
+    def __init__(self, token_bytes: int) -> None:
+        self._bytes = token_bytes  # of one token's keys and values
+        self._row, self._byte = [1e-4, 1e-4], 1e-9  # rows alone and among many
+        self._hops: dict[int, float] = {}
+
+    def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
+        """What a part of a step took: from its sending to its answer, and within the worker."""
+        (whole, inside), is_many = seconds, rows >= MANY * sequences
+        self._row[is_many] += _LATEST * (inside / rows - self._row[is_many])
+        self._hops[worker] = min(whole - inside, (1 + _LATEST / 100) * self._hops.get(worker, inf))
+
+    def brought(self, size: int, seconds: float) -> None:
+        """How long keys and values took half of their way."""
+        self._byte += _LATEST * (2 * seconds / size - self._byte)
+
+    def instance(self, worker: int, own: tuple[int, bool], lacks: int, wait: float) -> Instance:
+        """A worker for one sequence: `own` says what it feeds, and if others have all that is lacked."""
+        hop, (fed, is_there) = self._hops.get(worker, 0.0), own
+        move = 2 * hop + lacks * self._bytes * self._byte if is_there else inf
+        return Instance(wait, fed * self._row[fed >= MANY], not lacks, move, lacks * self._row[1], hop)
+
+
+class _Sequences(NamedTuple):
+    """Those of a step."""
+
+    rows: Ints  # of the slot table
+    turns: Ints  # where position 0 of each is in the tables of angles
+    entries: Ints  # of the batch: whose each is
+    fed: Ints
+    slots: Ints  # [sequences, positions]
+    lacks: NDArray[np.bool_]  # [workers, sequences, positions] of keys and values before what is fed
+
+
+class KeptRows:
+    """What went into a stage by slots, so that any of its workers can go on from it; and who has."""
+
+    def __init__(self, workers: int, slots: int, width: int) -> None:
+        self.rows = np.zeros((slots, width), dtype=np.float32)
+        self._together = np.ones(slots, dtype=np.int64)  # of how many rows of its sequence each was, MANY at most
+        self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
+
+    def note(self, batch: StepBatch, rows: Floats) -> None:
+        """What goes in now; nobody has it yet."""
+        counts = np.diff(batch.query_starts)
+        self.rows[batch.slots], self._together[batch.slots] = rows, np.minimum(counts, MANY).repeat(counts)
+        self.held[:, batch.slots] = False
+
+    def divided(self, batch: StepBatch, table: SlotIds, costs: StageCosts, workers: list[int]) -> list[Share]:
+        """The sequences of a step by worker: each goes where it is through first; those that feed most choose first."""
+        step = self._lacking(batch, table)
+        chosen, is_moved = np.zeros((2, len(step.fed)), dtype=np.int64)
+        waits, missing = dict.fromkeys(workers, 0.0), step.lacks.sum(-1)
+        is_lost = np.logical_and.reduce(step.lacks).any(axis=1).tolist()
+        for at in np.argsort(-step.fed, kind="stable").tolist():
+            own = int(step.fed[at]), not is_lost[at]
+            instances = [costs.instance(one, own, int(missing[one, at]), waits[one]) for one in workers]
+            best = dispatched(instances)
+            chosen[at], found = workers[best], instances[best]
+            waits[workers[best]], is_moved[at] = found.cost - found.hop, found.move <= found.recompute
+        return [self._share(one, step, chosen == one, is_moved == 1) for one in workers if one in chosen]
+
+    def _lacking(self, batch: StepBatch, table: SlotIds) -> _Sequences:
+        rows, entries = np.unique(batch.table_rows, return_inverse=True)
+        counts = np.diff(batch.query_starts)
+        firsts = batch.context_lens - counts
+        begins, turns = np.full(len(rows), table.shape[1]), np.zeros(len(rows), dtype=np.int64)
+        np.minimum.at(begins, entries, firsts)
+        turns[entries] = batch.positions[batch.query_starts[:-1]] - firsts
+        slots = table[rows, : max(1, int(begins.max()))].astype(np.int64)
+        lacks = (np.arange(slots.shape[1]) < begins[:, None]) & ~self.held[:, slots]
+        return _Sequences(rows, turns, entries, np.bincount(entries, counts).astype(np.int64), slots, lacks)
+
+    def _share(self, worker: int, step: _Sequences, mine: NDArray[np.bool_], is_moved: NDArray[np.bool_]) -> Share:
+        lacking, again = step.lacks[worker] & mine[:, None], list[tuple[StepBatch, Floats]]()
+        moved, done = np.unique(step.slots[lacking & is_moved[:, None]]), np.zeros(len(self.rows), dtype=np.bool_)
+        done[moved] = True
+        for at in (lacking & ~is_moved[:, None]).any(1).nonzero()[0].tolist():
+            missing = (lacking[at] & ~done[step.slots[at]]).nonzero()[0]
+            done[step.slots[at][missing]] = True
+            if len(missing):
+                again.append(self._again((int(step.rows[at]), int(step.turns[at])), step.slots[at], missing))
+        wanted = list[tuple[int, Ints]]()
+        for other, held in enumerate(self.held):
+            theirs = moved[held[moved]]
+            if len(theirs):
+                wanted.append((other, theirs))
+                moved = np.setdiff1d(moved, theirs)
+        return Share(worker, mine[step.entries].nonzero()[0], wanted, again, done.nonzero()[0])
+
+    def _again(self, row: tuple[int, int], slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
+        """Earlier rows of a sequence, in runs as they were fed: the same to the bit.
+
+        A run of which a part alone is missing is filled up with rows that are written where nobody reads.
+        """
+        kinds = self._together[slots[missing]]
+        is_new = np.append(True, (np.diff(missing) != 1) | (np.diff(kinds) != 0))
+        inside = np.arange(len(missing)) - is_new.nonzero()[0][is_new.cumsum() - 1]
+        begins = (is_new | ((kinds < MANY) & (inside % kinds == 0))).nonzero()[0]
+        real = np.diff(np.append(begins, len(missing)))
+        order = np.argsort(np.maximum(real, kinds[begins]) > 1, kind="stable")
+        firsts, real = missing[begins][order], real[order]
+        counts = np.maximum(real, kinds[begins][order])
+        starts = np.append(0, counts.cumsum())
+        inside = np.arange(starts[-1]) - starts[:-1].repeat(counts)
+        positions = firsts.repeat(counts) + inside
+        is_real = inside < real.repeat(counts)
+        written = np.full(len(positions), len(self.rows) - 1)
+        written[is_real] = slots[positions[is_real]]
+        batch = StepBatch(
+            tokens=np.zeros_like(positions),
+            positions=positions + row[1],
+            slots=written,
+            table_rows=np.full(len(counts), row[0]),
+            query_starts=starts,
+            context_lens=firsts + counts,
+            num_logits=np.zeros_like(counts),
+            num_single=int((counts == 1).sum()),
+            logit_rows=np.zeros(0, dtype=np.int64),
+        )
+        return batch, self.rows[written]

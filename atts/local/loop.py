@@ -18,7 +18,7 @@ from torch import Tensor
 from atts.core import SampleRequest
 from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.errors import EngineUnavailable
-from atts.local.batch import Model, PrefillChunk, StepBatches, StepPlan
+from atts.local.batch import Model, PrefillChunk, StepBatches, StepPlan, step_batch
 from atts.local.chains import ChainModel
 from atts.local.drawing import DrawnTokens, beginning, draw_scored, extend_drawn
 from atts.local.messages import (

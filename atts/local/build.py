@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
-from atts.local import ray_stages, stage_child
+from atts.local import ray_stages, stage_process
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
 from atts.local.apart import DrafterProcess, DraftSetup
 from atts.local.batch import Model, RangedModel, TappedModel
@@ -169,7 +169,7 @@ def _line(setups: list[StageSetup]) -> HeldLine:
     """The stages behind the first in workers that begin to load."""
     each = [setup for setup in setups for _ in range(setup.replicas)]
     if each[0].config.options.stage_worker == "process":
-        return HeldLine(setups, [stage_child.StageProcess(setup) for setup in each], stage_child.ready)
+        return HeldLine(setups, [stage_process.StageProcess(setup) for setup in each], stage_process.ready)
     return HeldLine(setups, [ray_stages.RayStage(setup, build_stage) for setup in each], ray_stages.ready)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OptionError, UnsupportedByEngine
-from atts.local import LocalEngine, LocalOptions, stage_child, stage_rows
+from atts.local import LocalEngine, LocalOptions, stage_process, stage_rows
 from atts.local.batch import StepBatch
 from atts.local.build import build_stage
 from atts.local.messages import Cancel, Command, FailureReply, Submit, WorkerConfig
@@ -99,8 +99,8 @@ class StageHere:
 def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
     """Stages in this process."""
     StageHere.made = []
-    monkeypatch.setattr(stage_child, "StageProcess", StageHere)
-    monkeypatch.setattr(stage_child, "ready", lambda stages, seconds: [each for each in stages if each.answers])
+    monkeypatch.setattr(stage_process, "StageProcess", StageHere)
+    monkeypatch.setattr(stage_process, "ready", lambda stages, seconds: [each for each in stages if each.answers])
     return StageHere
 
 

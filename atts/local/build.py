@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
-from atts.local import ray_stages, stage_process
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
 from atts.local.apart import DrafterProcess, DraftSetup
 from atts.local.batch import Model, RangedModel, TappedModel
@@ -37,6 +36,7 @@ from atts.local.scheme_drafting import GUESSING, SchemeDrafting
 from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
 from atts.local.stage_line import HeldLine, StagedModel
+from atts.local.staged_loop import StagedLoop
 from atts.local.stages import StageSetup, stage_setups
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
@@ -121,7 +121,10 @@ def _build(
     table = TokenTable(config.pieces, frozenset(model.end_ids))
     is_speculating = options.speculates or (config.proposer is not None and options.k != 0)
     speculation = _speculation(config, models, scheduler, table) if is_speculating else None
-    loop = StepLoop(models.target, scheduler, table, send, speculation)
+    if isinstance(models.target, StagedModel) and speculation is None:
+        loop: StepLoop = StagedLoop(models.target, scheduler, table, send)
+    else:
+        loop = StepLoop(models.target, scheduler, table, send, speculation)
     told = models.trouble or trouble
     return loop, WorkerReady(models.slots, models.target.device_name, told, kernels is not None)
 
@@ -154,7 +157,7 @@ def _staged(config: WorkerConfig, device: torch.device) -> _Models:
     tokens = options.kv_tokens or default_tokens(config, dtype, device)
     options = replace(options, kv_tokens=tokens, threads=_threads(config))
     first, *others = stage_setups(replace(config, options=options, pieces=(), drafter=None, proposer=None))
-    line = _line(others)
+    line = HeldLine.of(others, build_stage)
     try:
         model, cache, trouble = _stage(first)
         drafter = None if options.beside == "process" else _drafter_weights(config)
@@ -163,14 +166,6 @@ def _staged(config: WorkerConfig, device: torch.device) -> _Models:
         line.close()
         raise
     return _Models(StagedModel(first, model, line, cache), cache, drafter=drafter, trouble=trouble)
-
-
-def _line(setups: list[StageSetup]) -> HeldLine:
-    """The stages behind the first in workers that begin to load."""
-    each = [setup for setup in setups for _ in range(setup.replicas)]
-    if each[0].config.options.stage_worker == "process":
-        return HeldLine(setups, [stage_process.StageProcess(setup) for setup in each], stage_process.ready)
-    return HeldLine(setups, [ray_stages.RayStage(setup, build_stage) for setup in each], ray_stages.ready)
 
 
 def build_stage(setup: StageSetup) -> tuple[RangedModel, Tensor]:

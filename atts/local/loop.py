@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +17,7 @@ from torch import Tensor
 from atts.core import SampleRequest
 from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.errors import EngineUnavailable
-from atts.local.batch import Model, PrefillChunk, StepBatches, StepPlan, step_batch
+from atts.local.batch import Model, PrefillChunk, StepBatches, StepPlan
 from atts.local.chains import ChainModel
 from atts.local.drawing import DrawnTokens, beginning, draw_scored, extend_drawn
 from atts.local.messages import (
@@ -38,7 +37,6 @@ from atts.local.messages import (
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, TokenTable, ending, new_sequence
 from atts.local.speculating import Speculation, is_ratio
-from atts.local.stage_line import Flight, StagedModel
 
 _NOT_NUMBERS = "the model's logits are not numbers (NaN)", "Check the weights; in half precision try float32"
 _batch_sampling = lru_cache(256)(batch_sampling)
@@ -79,10 +77,8 @@ class StepLoop:
         send: Callable[[LoopReport], None],
         speculation: Speculation | None = None,
     ) -> None:
-        """Of a model in stages several steps are under way, unless tokens are proposed."""
         self._model, self._scheduler, self._token_table, self._send = model, scheduler, token_table, send
         self._speculation = speculation
-        self._under_way = deque[tuple[StepPlan, Flight | None]]()  # through stages, the oldest first
         self._stats = LoopStats()
         self._replies: list[Reply] = []
         self._reported_at = 0.0
@@ -106,36 +102,14 @@ class StepLoop:
     def step(self) -> None:
         """One step of the model, for all sequences whose turn it is."""
         began = perf_counter()
-        staged = self._model if isinstance(self._model, StagedModel) and self._speculation is None else None
-        plan = self._scheduler.plan(staged.most_steps if staged else 1)
+        plan = self._scheduler.plan()
         self._count(plan, began)
         if self._speculation is not None:
             self._speculation.propose(plan)
-        if staged is None:
-            self._attempt(plan)
-        else:
-            self._begin(plan, staged)
+        self._attempt(plan)
         self._stats.busy_seconds += perf_counter() - began
         if self._speculation is not None:
             self._speculation.observed(plan)
-
-    def _begin(self, plan: StepPlan, model: StagedModel) -> None:
-        """Send a step on its way; end the one that has been longest under way, where there are as many as can be."""
-        if plan.size:
-            for sequence in plan.sequences():
-                sequence.is_under_way = True
-            is_fed = plan.decoding or plan.prefills
-            table = self._scheduler.tables[0]
-            self._under_way.append((plan, model.begin(step_batch(plan, table), table) if is_fed else None))
-        if len(self._under_way) == model.most_steps or not plan.size:
-            self._end_one()
-
-    def _end_one(self) -> None:
-        if self._under_way:
-            plan, flight = self._under_way.popleft()
-            for sequence in plan.sequences():
-                sequence.is_under_way = False
-            self._attempt(plan, flight)
 
     def fail_all(self, failure: FailureReply) -> None:
         """Tell every caller that nothing more will come."""
@@ -162,18 +136,16 @@ class StepLoop:
                     assert isinstance(self._model, ChainModel), "only a loop that shares is given other models"
                     self._model.add(config)
                 case Cancel(request_id):
-                    while self._scheduler.is_under_way(request_id):
-                        self._end_one()
                     self._stats.cancelled += self._scheduler.cancel(request_id)
                 case Close():
                     self._is_closing = True
 
-    def _attempt(self, plan: StepPlan, flight: Flight | None = None) -> None:
+    def _attempt(self, plan: StepPlan) -> None:
         """Execute a plan; one that breaks is tried without proposals, then halved until what breaks it fails alone."""
         if not plan.size:
             return
         try:
-            computed = self._compute(plan, flight)
+            computed = self._compute(plan)
         except EngineUnavailable:  # part of the model is gone
             raise
         except Exception as error:  # noqa: BLE001  told to the callers whose requests it concerns
@@ -190,16 +162,9 @@ class StepLoop:
         else:
             self._commit(plan, computed)
 
-    def _compute(self, plan: StepPlan, flight: Flight | None = None) -> Computed:
-        """Feed the plan's tokens, if that was not begun, then sample and score; no sequence changes."""
-        hidden = None
-        if flight is not None:
-            assert isinstance(self._model, StagedModel), "steps are begun in stages"
-            hidden = self._model.end(flight)
-        elif plan.decoding or plan.prefills:
-            tables, table = self._scheduler.tables, self._scheduler.table
-            batch = self._batches.of(plan, tables[0])
-            hidden = self._model.forward(batch, tables if isinstance(self._model, ChainModel) else table)
+    def _compute(self, plan: StepPlan) -> Computed:
+        """Feed the plan's tokens, then sample and score; no sequence changes."""
+        hidden = self._hidden(plan) if plan.decoding or plan.prefills else None
         started, chunks = plan.started(), plan.scored()
         sequences = plan.ready + plan.decoding + started
         count = plan.num_rows + len(started)
@@ -211,6 +176,12 @@ class StepLoop:
             firsts=self._score_first_tokens(chunks),
             drawn=list(draw_scored(self._model, chunks, hidden[count:])) if hidden is not None else [],
         )
+
+    def _hidden(self, plan: StepPlan) -> Tensor:
+        """The states that follow from what a plan feeds."""
+        tables, table = self._scheduler.tables, self._scheduler.table
+        batch = self._batches.of(plan, tables[0])
+        return self._model.forward(batch, tables if isinstance(self._model, ChainModel) else table)
 
     def _commit(self, plan: StepPlan, computed: Computed) -> None:
         """Tell each sequence what was computed for it; where that breaks, this sequence fails."""
@@ -381,8 +352,6 @@ class StepLoop:
     def _shrink(self) -> None:
         """Out of memory: smaller steps from now on; when they cannot get smaller, those in flight fail."""
         self._stats.shrunk += 1
-        while self._under_way:
-            self._end_one()
         if self._scheduler.shrink():
             return
         advice = "Lower kv_tokens, max_batch or chunk_tokens, or use a smaller model"

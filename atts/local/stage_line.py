@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from atts.errors import EngineUnavailable
+from atts.local import ray_stages, stage_process
 from atts.local.allocator import SlotIds
 from atts.local.batch import Floats, Ints, ModelAround, RangedModel, StepBatch, Tap, picked
 from atts.local.cache import SPARE_SLOTS
 from atts.local.messages import FailureReply
 from atts.local.stage_rows import KeptRows, Share, StageCosts
-from atts.local.stages import Held, HeldLayers, StageDone, StageSetup, StageStep
+from atts.local.stages import BuildStage, Held, HeldLayers, StageDone, StageSetup, StageStep
 
 
 class StageWorker(Protocol):
@@ -233,6 +234,17 @@ class HeldLine:
             self._stages.append(HeldStage(setup, own))
             for worker in own:
                 worker.send(setup)
+
+    @classmethod
+    def of(cls, setups: Sequence[StageSetup], build: BuildStage) -> HeldLine:
+        """Workers of the kind that the setups name.
+
+        :raises EngineError: there can be none.
+        """
+        each = [setup for setup in setups for _ in range(setup.replicas)]
+        if each[0].config.options.stage_worker == "process":
+            return cls(setups, [stage_process.StageProcess(setup) for setup in each], stage_process.ready)
+        return cls(setups, [ray_stages.RayStage(setup, build) for setup in each], ray_stages.ready)
 
     def load(self) -> None:
         """Wait until their models are loaded, which began before.

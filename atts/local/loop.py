@@ -122,8 +122,7 @@ class StepLoop:
                 case Submit(request_id, request, chain):
                     self._stats.requests += 1
                     try:
-                        pieces = self._token_table.pieces
-                        sequence = new_sequence(request_id, request, perf_counter(), pieces)
+                        sequence = new_sequence(request_id, request, perf_counter(), self._token_table.pieces)
                         sequence.chain = chain
                         if isinstance(self._model, ChainModel):
                             self._model.open(chain, self._scheduler.divide)

@@ -18,7 +18,7 @@ from atts.local.allocator import SlotIds
 from atts.local.batch import Floats, Ints, ModelAround, RangedModel, StepBatch, Tap, picked
 from atts.local.cache import SPARE_SLOTS
 from atts.local.messages import FailureReply
-from atts.local.stage_rows import KeptRows, Share, StageCosts
+from atts.local.stage_rows import KeptRows, StageCosts, StageShare
 from atts.local.stages import BuildStage, Held, HeldLayers, StageDone, StageSetup, StageStep
 
 
@@ -186,7 +186,7 @@ class HeldStage:
             step = StageStep(own.batch, flight.rows[own.rows], brought, share.again)
             self._send(holders[share.worker], own, step, flight.table)
 
-    def _brought(self, share: Share, holders: dict[int, _Holder]) -> list[tuple[Ints, Held]]:
+    def _brought(self, share: StageShare, holders: dict[int, _Holder]) -> list[tuple[Ints, Held]]:
         """The keys and values that a worker lacks and others have."""
         found = list[tuple[Ints, Held]]()
         for number, slots in share.wanted:

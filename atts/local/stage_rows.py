@@ -18,7 +18,7 @@ _LATEST = 0.1
 """How much the latest time counts; what a hop takes at least rises by a hundredth of that a step."""
 
 
-class Share(NamedTuple):
+class StageShare(NamedTuple):
     """What one worker does of a step."""
 
     worker: int
@@ -78,7 +78,7 @@ class KeptRows:
         self.rows[batch.slots], self._together[batch.slots] = rows, np.minimum(counts, MANY).repeat(counts)
         self.held[:, batch.slots] = False
 
-    def divided(self, batch: StepBatch, table: SlotIds, costs: StageCosts, workers: list[int]) -> list[Share]:
+    def divided(self, batch: StepBatch, table: SlotIds, costs: StageCosts, workers: list[int]) -> list[StageShare]:
         """The sequences of a step by worker: each goes where it is through first; those that feed most choose first."""
         step = self._lacking(batch, table)
         chosen, is_moved = np.zeros((2, len(step.fed)), dtype=np.int64)
@@ -103,7 +103,7 @@ class KeptRows:
         lacks = (np.arange(slots.shape[1]) < begins[:, None]) & ~self.held[:, slots]
         return _Sequences(rows, turns, entries, np.bincount(entries, counts).astype(np.int64), slots, lacks)
 
-    def _share(self, worker: int, step: _Sequences, mine: NDArray[np.bool_], is_moved: NDArray[np.bool_]) -> Share:
+    def _share(self, worker: int, step: _Sequences, mine: NDArray[np.bool_], is_moved: NDArray[np.bool_]) -> StageShare:
         lacking, again = step.lacks[worker] & mine[:, None], list[tuple[StepBatch, Floats]]()
         moved, done = np.unique(step.slots[lacking & is_moved[:, None]]), np.zeros(len(self.rows), dtype=np.bool_)
         done[moved] = True
@@ -118,7 +118,7 @@ class KeptRows:
             if len(theirs):
                 wanted.append((other, theirs))
                 moved = np.setdiff1d(moved, theirs)
-        return Share(worker, mine[step.entries].nonzero()[0], wanted, again, done.nonzero()[0])
+        return StageShare(worker, mine[step.entries].nonzero()[0], wanted, again, done.nonzero()[0])
 
     def _again(self, row: tuple[int, int], slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
         """Earlier rows of a sequence, in runs as they were fed: the same to the bit.

@@ -128,7 +128,7 @@ class HeldStage:
     def collect(self, answered: Sequence[object]) -> None:
         """Take what is done; a step that is, is behind this stage.
 
-        :raises EngineUnavailable: nobody is left who has it.
+        :raises EngineUnavailable: it has no worker left.
         """
         flight = self.flight
         if flight is None:
@@ -168,7 +168,7 @@ class HeldStage:
             self._left.append(part)
 
     def _begin(self, flight: Flight) -> None:
-        """Give everyone a share of what is left to do."""
+        """Give every worker a share of what is left to do."""
         part, kept = self._left.pop(), self._kept
         if kept is None:
             self._send(self._holders[0], part, StageStep(part.batch, flight.rows), flight.table)
@@ -259,7 +259,7 @@ class HeldLine:
     def begin(self, flight: Flight) -> None:
         """Send a step on, behind those that are on their way.
 
-        :raises EngineUnavailable: nobody is left who has a stage.
+        :raises EngineUnavailable: a stage has no worker left.
         """
         self._flights.append(flight)
         self._go_on(0.0)
@@ -267,7 +267,7 @@ class HeldLine:
     def end(self, flight: Flight) -> None:
         """Wait until it is behind all of them.
 
-        :raises EngineUnavailable: nobody is left who has a stage.
+        :raises EngineUnavailable: a stage has no worker left.
         """
         while flight in self._flights:
             self._go_on(None)
@@ -311,7 +311,7 @@ class StagedModel(ModelAround):
     def begin(self, batch: StepBatch, table: SlotIds) -> Flight:
         """Take a step through the first stage and send it on; what hinders it is raised at its end.
 
-        :raises EngineUnavailable: nobody is left who has a stage.
+        :raises EngineUnavailable: a stage has no worker left.
         """
         flight = Flight(batch, table, np.empty((len(batch.tokens), self._width), dtype=np.float32))
         try:

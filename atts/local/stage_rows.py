@@ -73,7 +73,7 @@ class KeptRows:
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
     def note(self, batch: StepBatch, rows: Floats) -> None:
-        """What goes in now; nobody has it yet."""
+        """What goes in now; no worker has it yet."""
         counts = np.diff(batch.query_starts)
         self.rows[batch.slots], self._together[batch.slots] = rows, np.minimum(counts, MANY).repeat(counts)
         self.held[:, batch.slots] = False
@@ -123,7 +123,7 @@ class KeptRows:
     def _again(self, row: tuple[int, int], slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
         """Earlier rows of a sequence, in runs as they were fed: the same to the bit.
 
-        A run of which a part alone is missing is filled up with rows that are written where nobody reads.
+        A run of which a part alone is missing is filled up with rows that are written to a slot that is never read.
         """
         kinds = self._together[slots[missing]]
         is_new = np.append(True, (np.diff(missing) != 1) | (np.diff(kinds) != 0))

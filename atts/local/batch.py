@@ -29,6 +29,14 @@ class PrefillChunk(NamedTuple):
     logits_from: int  # first position whose logits are needed: to sample after, to score what follows, or to cache
 
 
+class Branch(NamedTuple):
+    """Another token for a place of a proposal, and the row of the slot table that ends with it."""
+
+    place: int
+    token: int
+    row: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes: `decoding` feed their newest token, `prefills` some given ones, `ready` nothing."""
@@ -37,6 +45,9 @@ class StepPlan:
     prefills: list[PrefillChunk]  # those of a single token first
     ready: list[Sequence]  # all given ids are cached, logits included: sampled from without a forward
     proposals: list[TokenIds]  # what may follow each decoding sequence's newest token; empty when nothing is proposed
+    branches: list[list[Branch]] = field(
+        default_factory=list[list[Branch]]
+    )  # of each proposal; empty when none has any
 
     @property
     def size(self) -> int:
@@ -62,18 +73,23 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         """How many tokens its decoding sequences feed: their newest, and what is proposed to follow."""
-        return len(self.decoding) + sum(map(len, self.proposals))
+        return len(self.decoding) + sum(map(len, self.proposals)) + sum(map(len, self.branches))
 
     def widths(self) -> list[int]:
         """At how many places each sequence that is sampled is computed: those ready, decoding and started."""
         spans = [1 + len(proposal) for proposal in self.proposals] or [1] * len(self.decoding)
+        if self.branches:
+            spans = [width + len(own) for width, own in zip(spans, self.branches, strict=True)]
         return [1] * len(self.ready) + spans + [1] * len(self.started())
 
-    def spans(self) -> Iterator[tuple[Sequence, int, int]]:
-        """Every token that a decoding sequence feeds, and its position."""
-        for sequence, proposal in zip(self.decoding, self.proposals, strict=True):
+    def spans(self) -> Iterator[tuple[Sequence, int, int, int]]:
+        """Every token that a decoding sequence feeds: its row of the table and its position; branches come last."""
+        branches = self.branches or [list[Branch]()] * len(self.decoding)
+        for sequence, proposal, own in zip(self.decoding, self.proposals, branches, strict=True):
             for position, token in enumerate((sequence.ids[-1], *proposal), sequence.num_computed):
-                yield sequence, position, token
+                yield sequence, sequence.row, position, token
+            for place, token, row in own:
+                yield sequence, row, sequence.num_computed + 1 + place, token
 
     def started(self) -> list[Sequence]:
         """Sampling sequences whose last given token is fed now."""
@@ -196,8 +212,8 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     fed = list(plan.spans()) if plan.proposals else _newest(plan.decoding)
     if not plan.prefills:
         return _decoding_batch(fed, table)
-    ids = chain([token for _, _, token in fed], *[s.ids[start:stop] for s, start, stop, _ in plan.prefills])
-    numbers = [(s.row, at, at + 1, at, False, s.rope_row, s.chain, 0) for s, at, _ in fed]
+    ids = chain([token for *_, token in fed], *[s.ids[start:stop] for s, start, stop, _ in plan.prefills])
+    numbers = [(row, at, at + 1, at, False, s.rope_row, s.chain, 0) for s, row, at, _ in fed]
     numbers += [
         (s.row, start, stop, first, s.is_scoring, s.rope_row, s.chain, s.unit * (start < s.borrowed))
         for s, start, stop, first in plan.prefills
@@ -252,14 +268,18 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
     return found, rows, logits
 
 
-def _newest(sequences: list[Sequence]) -> list[tuple[Sequence, int, int]]:
-    """Sequence, position and token of rows that feed nothing but the last token there is."""
-    return [(sequence, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]
+_Fed = tuple[Sequence, int, int, int]
+"""Of a row that decodes: sequence, row of the table, position and token."""
 
 
-def _decoding_batch(fed: list[tuple[Sequence, int, int]], table: SlotIds) -> StepBatch:
+def _newest(sequences: list[Sequence]) -> list[_Fed]:
+    """Rows that feed nothing but the last token there is."""
+    return [(sequence, sequence.row, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]
+
+
+def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
-    numbers = [(s.row, s.rope_row, position, token, s.chain, 0) for s, position, token in fed]
+    numbers = [(row, s.rope_row, position, token, s.chain, 0) for s, row, position, token in fed]
     rows, ropes, positions, tokens, chains, units = np.array(numbers, dtype=np.int64).T.copy()
     starts, last = np.arange(len(rows) + 1), positions + 1
     slots, ones = table[rows, positions].astype(np.int64), last - positions

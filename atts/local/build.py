@@ -31,7 +31,7 @@ from atts.local.native_model import NativeModel, unknown_parts
 from atts.local.options import MOST_PROPOSED, OVERLAPPED
 from atts.local.padding import PaddedModel, padding_weights
 from atts.local.prefix import PrefixTree
-from atts.local.scheduler import Scheduler, SchedulerConfig
+from atts.local.scheduler import MOST_BRANCHES, Scheduler, SchedulerConfig
 from atts.local.scheme_drafting import GUESSING, SchemeDrafting
 from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
@@ -115,6 +115,7 @@ def _build(
         model.context_length,
         model.long_after,
         rope_rows(model, models.cache.shape[2]),
+        branches=MOST_BRANCHES if options.tree or config.proposer else 0,
     )
     tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * model.vocabulary))))
     scheduler = Scheduler(limits, tree, models.ledger)
@@ -254,7 +255,9 @@ def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> Mod
     model = _model(own, weights, own_cache, options.fuzzy)[0]
     if options.fuzzy > 1:
         return FuzzyDrafter(model, own.model, scheduler, config.model.vocabulary)
-    return ModelDrafter(_padded(own, model, own_cache), own.model, scheduler, config.model.vocabulary)
+    drafter = ModelDrafter(_padded(own, model, own_cache), own.model, scheduler, config.model.vocabulary)
+    drafter.tree = options.tree
+    return drafter
 
 
 def _drafter_beside(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> AheadDrafter | DrafterProcess:

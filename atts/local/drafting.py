@@ -7,6 +7,7 @@ so here; all it keeps of its own is how far it has come in each sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -52,6 +53,9 @@ class DraftedRows(Protocol):
 class ModelDrafter(Proposer):
     """Proposes what a smaller model draws in the target's place."""
 
+    tree = 0  # first places of a proposal at which the likeliest other token is proposed as well
+    _kept: Tensor | None = None  # [turns, sequences, vocabulary] what tokens were drawn from, where that is wanted
+
     def __init__(self, model: Model, config: ModelConfig, scheduler: DraftedRows, vocabulary: int) -> None:
         """`vocabulary` is the target's: tokens beyond it are never proposed."""
         self._model, self._config, self._scheduler, self._table = model, config, scheduler, scheduler.table
@@ -91,10 +95,21 @@ class ModelDrafter(Proposer):
         following = np.array([len(sequence.ids) for sequence in sequences], dtype=np.int64)
         wants_laws = any(ask.wants_laws for ask in asks)
         first = self._catch_up(sequences)
+        if self.tree:
+            self._kept = torch.empty(asks[0].room, len(asks), self._config.vocabulary)
+        proposals = self._drawn_after(asks, first, (rows, following), wants_laws)
+        if self._kept is not None and not wants_laws:
+            near = self._kept[: self.tree, :, : self._vocabulary].topk(2, -1).indices.transpose(0, 1).tolist()
+            proposals = [_with_others(own, pairs) for own, pairs in zip(proposals, near, strict=True)]
+        return proposals
+
+    def _drawn_after(
+        self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints], wants_laws: bool
+    ) -> list[TokenProposal]:
+        """A chain each; `places` are rows, and the positions after the newest."""
         if self._native is None or wants_laws or self._filters(asks):
-            return self._draft_in_turns(asks, first, (rows, following), wants_laws)
-        uniforms = [ask.uniforms[: ask.room] for ask in asks]
-        drawn = self._drawn_ahead(asks, uniforms, first, (rows, following))
+            return self._draft_in_turns(asks, first, places, wants_laws)
+        drawn = self._drawn_ahead(asks, [ask.uniforms[: ask.room] for ask in asks], first, places)
         return [TokenProposal(tuple(own), _CONFIDENCE) for own in drawn]
 
     def _drawn_ahead(
@@ -114,13 +129,13 @@ class ModelDrafter(Proposer):
             temperatures=self._sampling_batch(asks).temperature,
             uniforms=numbers,
         )
-        drawn = self._native.draw_ahead(ahead, self._table).T.tolist()
+        drawn = self._native.draw_ahead(ahead, self._table, self._kept).T.tolist()
         return [own[:count] for own, count in zip(drawn, counts, strict=True)]
 
     def _draft_in_turns(
         self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints], wants_laws: bool
     ) -> list[TokenProposal]:
-        """The same with a step of the model for every turn; `places` are rows, and the positions after the newest."""
+        """The same with a step of the model for every turn."""
         drafted: list[list[int]] = [[] for _ in asks]
         laws: list[list[Tensor]] = [[] for _ in asks]
         count, batch, (rows, following) = len(asks), first, places
@@ -143,6 +158,8 @@ class ModelDrafter(Proposer):
     def _draw(self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool) -> tuple[list[int], Tensor | None]:
         """A token for each, and the laws they come from where one of them is asked for."""
         logits = self._model.compute_logits(self._model.forward(batch, self._table))[:, : self._vocabulary]
+        if self._kept is not None:
+            self._kept[turn, : len(logits), : self._vocabulary] = logits
         uniforms = [float(ask.uniforms[turn]) for ask in asks]
         sampling = self._sampling_batch(asks, logits.device)
         tokens: list[int]
@@ -200,6 +217,12 @@ class ModelDrafter(Proposer):
         """Slots from here on hold the drafter's keys and values as well."""
         slots = self._scheduler.table[sequence.row, start : sequence.num_drafted]
         self._scheduler.allocator.drafted[slots] = True
+
+
+def _with_others(proposal: TokenProposal, near: list[list[int]]) -> TokenProposal:
+    """And of the two likeliest tokens of each place the one that is not proposed there."""
+    pairs = enumerate(zip(proposal.tokens, near, strict=False))
+    return replace(proposal, others=tuple([(at, two if one == token else one) for at, (token, (one, two)) in pairs]))
 
 
 class FuzzyDrafter(ModelDrafter):

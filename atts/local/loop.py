@@ -232,16 +232,16 @@ class StepLoop:
             return [(s, [token], [value]) for s, token, value in zip(sequences, drawn, raw, strict=True)]
         sampling = spread_rows(sampling, torch.from_numpy(np.repeat(np.arange(len(sequences)), widths)))
         uniforms = [
-            float(uniform)
+            float(sequence.uniforms[len(sequence.logprobs) + place])
             for sequence, width in zip(sequences, widths, strict=True)
             if sequence.uniforms is not None
-            for uniform in sequence.uniforms[len(sequence.logprobs) :][:width]
+            for place in (
+                self._speculation.places(sequence, width) if self._speculation and width > 1 else range(width)
+            )
         ]
         drawn, raw = self._model.sample(logits, sampling, uniforms).lists()
-        tokens, logprobs = iter(drawn), iter(raw)
-        draws = [
-            (s, list(islice(tokens, n)), list(islice(logprobs, n))) for s, n in zip(sequences, widths, strict=True)
-        ]
+        tokens, values = iter(drawn), iter(raw)
+        draws = [(s, list(islice(tokens, n)), list(islice(values, n))) for s, n in zip(sequences, widths, strict=True)]
         return self._redrawn(draws, sampling, logits)
 
     def _redrawn(self, draws: list[Draws], sampling: SamplingBatch, logits: Tensor) -> list[Draws]:
@@ -289,10 +289,10 @@ class StepLoop:
         """Append what is to be written; a prompt fed to its end, to these logits, is cached for its siblings."""
         if started is not None and not math.isnan(logprobs[0]):
             self._cache(sequence, started)
-        stood = self._speculation.settle(sequence, tokens) if self._speculation and len(tokens) > 1 else 0
-        for place in range(stood + 1):
+        path = self._speculation.settle(sequence, tokens) if self._speculation and len(tokens) > 1 else (0,)
+        for place, row in enumerate(path):
             sequence.num_computed += place > 0  # a proposed token that stands was fed
-            if not self._append(sequence, tokens[place], logprobs[place]):
+            if not self._append(sequence, tokens[row], logprobs[row]):
                 break
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> bool:

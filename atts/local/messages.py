@@ -152,6 +152,7 @@ class SpeculationStats:
     accepted: int = 0
     tested_at: list[int] = field(default_factory=list[int])  # rounds in which all tokens before this place stood
     stood_at: list[int] = field(default_factory=list[int])  # of them, those in which the one at this place did as well
+    branched: int = 0  # rounds in which another token stood in place of one that did not
     seconds: float = 0.0  # spent on proposing
     trouble: str = ""  # why nothing is proposed any more
     choices: int = 0  # of a length: sequences summed over steps

@@ -218,10 +218,15 @@ class NativeModel:
         all_ = 0, len(x), 0, len(batch.table_rows), 0, len(hidden)
         self.run(step, np.array([(self.address, *units, 0, 0, *all_)]))
 
-    def draw_ahead(self, ahead: AheadBatch, table: SlotIds) -> NDArray[np.int64]:
-        """Tokens to come, [turns, sequences], each drawn after the one before and fed, in groups, to draw the next."""
+    def draw_ahead(self, ahead: AheadBatch, table: SlotIds, logits: Tensor | None = None) -> NDArray[np.int64]:
+        """Tokens to come, [turns, sequences], each drawn after the one before and fed, in groups, to draw the next.
+
+        What they were drawn from is written to `logits`, [turns, sequences, vocabulary], where these are given.
+        """
         count, vocabulary = len(ahead.temperatures), self._config.vocabulary
-        hidden, logits = np.empty((count, self._config.hidden_size), dtype=np.float32), torch.empty(count, vocabulary)
+        apart = 0 if logits is None else count * vocabulary
+        hidden = np.empty((count, self._config.hidden_size), dtype=np.float32)
+        logits = torch.empty(count, vocabulary) if logits is None else logits
         self._grow_buffers(len(ahead.first.tokens))
         self._filled = None, None
         _fill(self._step, ahead.first, table, hidden)
@@ -238,7 +243,7 @@ class NativeModel:
             scratch=_address(self._sample_scratch),
         )
         parts = [ctypes.byref(part) for part in (self._model, self._grouped, self._step, following, sampling)]
-        self._library.atts_draw_ahead(*parts, len(tokens), _address(ahead.counts))
+        self._library.atts_draw_ahead(*parts, len(tokens), _address(ahead.counts), apart)
         return tokens
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class LocalOptions:
     speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
     beside: Beside = "thread"  # where a drafter works that does so while the target verifies
     fuzzy: int = 1  # attentions of the drafter that read one input; 1: exact
+    tree: int = 0  # first places of a proposal at which the drafter's next choice is proposed as well
     k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
     pad: str = ""  # the cost of a model of so many weights, as 20M or 8B, at the model's own words
     pad_vocabulary: int = 0  # tokens the padding's output matrix is made for; 0: as many as the model knows
@@ -72,6 +73,11 @@ class LocalOptions:
             raise OptionError("scores", "bfloat16 is for the native kernels in one process, in float32 otherwise")
         if self.k is not None and not 0 <= self.k <= MOST_PROPOSED:
             raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
+        if not 0 <= self.tree <= (self.k or 0) or (self.tree and (self.speculate != "draft" or self.fuzzy > 1)):
+            problem = (
+                "places of a proposal of k tokens that is drafted before a step, exactly: write speculate=draft&k=8"
+            )
+            raise OptionError("tree", f"is {self.tree}: {problem}")
         if self.speculate is not None and self.speculate not in SPECULATE:
             raise OptionError("speculate", f"{self.speculate!r} is no way to speculate", SPECULATE, self.speculate)
         if not 0 <= self.pad_vocabulary <= MOST_TOKENS:

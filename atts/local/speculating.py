@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.core import SampleRequest
-from atts.local.batch import StepPlan
+from atts.local.batch import Branch, StepPlan
 from atts.local.messages import SpeculationStats
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, TokenTable, going_on
@@ -127,6 +127,7 @@ class Speculation:
         self._vocabulary, self._table = vocabulary, table
         self._most = 1 << 30  # tokens a proposal may have, less once memory ran out
         self._asked = dict[int, tuple[TokenProposal, int]]()  # by sequence; with how many tokens there were at first
+        self._branches = dict[int, list[Branch]]()  # by sequence
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
         self._is_timed = False  # this step
@@ -138,6 +139,7 @@ class Speculation:
         self._is_timed = False
         self._rounds.clear()
         self._asked.clear()
+        self._branches.clear()
         self._forget_finished()
         if self._stats.trouble or not plan.decoding:
             return
@@ -159,16 +161,29 @@ class Speculation:
             plan.proposals.extend([self._asked.get(each.request_id, _NONE)[0].tokens for each in plan.decoding])
             if not any(plan.proposals):
                 plan.proposals.clear()
+            elif any(proposal.others for proposal, _ in self._asked.values()):
+                self._branch(plan)
         self._proposing = self._clock() - self._began
         self._stats.seconds += self._proposing
 
-    def settle(self, sequence: Sequence, drawn: list[int]) -> int:
-        """How many of a sequence's proposed tokens stand, where these were drawn at its places."""
+    def places(self, sequence: Sequence, width: int) -> list[int]:
+        """Of the rows of a sequence, which of the next tokens each draws: one after a token that is proposed first."""
+        branches = self._branches.get(sequence.request_id, ())
+        return [*range(width - len(branches)), *[branch.place + 1 for branch in branches]]
+
+    def settle(self, sequence: Sequence, drawn: list[int]) -> list[int]:
+        """The rows whose draws are written, as far as what is proposed stands; all rows of the sequence drew these."""
         proposal, guessed = self._asked[sequence.request_id]
-        stood = standing(proposal.tokens, drawn)
+        length, stood = len(proposal.tokens), standing(proposal.tokens, drawn)
         self._proposer.settled(sequence.request_id, proposal, stood)
-        self._rounds.append(SpeculationRound(sequence.request_id, len(proposal.tokens), stood, guessed))
-        return stood
+        self._rounds.append(SpeculationRound(sequence.request_id, length, stood, guessed))
+        path = list(range(stood + 1))
+        for number, branch in enumerate(self._branches.get(sequence.request_id, ())):
+            if (branch.place, branch.token) == (stood, drawn[stood]):
+                self._scheduler.take_branch(sequence, stood, length + number)
+                self._stats.branched += 1
+                return [*path, length + 1 + number]
+        return path
 
     def redrawn(self, sequence: Sequence, laws: NDArray[np.float64], drawn: list[int]) -> list[int]:
         """What the ratio test writes at a sequence's places, where the target has these laws."""
@@ -209,7 +224,27 @@ class Speculation:
         if shorten:
             self._most = min(self._most, max(map(len, plan.proposals)) // 2)
         plan.proposals.clear()
+        plan.branches.clear()
         self._rounds.clear()
+        self._branches.clear()
+
+    def _branch(self, plan: StepPlan) -> None:
+        """Give what else may stand at a place a row, as far as the sequence has slots behind its proposal."""
+        count = 0
+        for sequence, tokens in zip(plan.decoding, plan.proposals, strict=True):
+            others = () if is_ratio(sequence) else self._asked.get(sequence.request_id, _NONE)[0].others
+            fit = [(at, token) for at, token in others if at < len(tokens) and 0 <= token < self._vocabulary]
+            room = self._scheduler.widen(sequence, len(tokens) + len(fit)) - len(tokens) if fit else 0
+            own = list[Branch]()
+            for spare, (place, token) in enumerate(fit[:room], len(tokens)):
+                row = self._scheduler.branch(sequence, place, spare, count)
+                if row is not None:
+                    own.append(Branch(place, token, row))
+                    count += 1
+            plan.branches.append(own)
+            self._branches[sequence.request_id] = own
+        if not count:
+            plan.branches.clear()
 
     def _ask(self, asks: list[Ask]) -> None:
         self._known.update(ask.key for ask in asks)
@@ -231,7 +266,7 @@ class Speculation:
         sound = going_on(self._scheduler.sequence(ask.key), tokens[:known], self._table)
         if sound == len(proposal.tokens):
             return proposal
-        return TokenProposal(tuple(tokens[:sound]), proposal.confidence, proposal.laws)
+        return replace(proposal, tokens=tuple(tokens[:sound]))
 
     def _forget_finished(self) -> None:
         gone = [key for key in self._known if not self._scheduler.is_unfinished(key)]

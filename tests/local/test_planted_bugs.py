@@ -29,9 +29,9 @@ def wrong_rows(spread: Callable[..., Any]) -> Callable[..., Any]:
 def shifted(spans: Callable[..., Any]) -> Callable[..., Any]:
     """Proposed tokens one place too far."""
 
-    def found(plan: StepPlan) -> Iterator[tuple[Any, int, int]]:
-        for sequence, position, token in spans(plan):
-            yield sequence, position + (position > sequence.num_computed), token
+    def found(plan: StepPlan) -> Iterator[tuple[Any, int, int, int]]:
+        for sequence, row, position, token in spans(plan):
+            yield sequence, row, position + (position > sequence.num_computed), token
 
     return found
 
@@ -83,7 +83,7 @@ def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
 
     def found(loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any) -> None:
         own = loop._speculation  # pyright: ignore[reportPrivateUsage]
-        stood = own.settle(sequence, tokens) if own and len(tokens) > 1 else 0
+        stood = len(own.settle(sequence, tokens)) - 1 if own and len(tokens) > 1 else 0
         sequence.ids += tokens[:stood]
         sequence.logprobs += logprobs[:stood]
         sequence.num_computed += stood
@@ -203,7 +203,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "token after a proposal written twice": ("atts.local.loop.StepLoop._commit_sampled", doubled, "text"),
     "proposed tokens not stored": (
         "atts.local.batch.StepPlan.spans",
-        lambda f: lambda plan: [(s, at, token + (at > s.num_computed)) for s, at, token in f(plan)], "text",
+        lambda f: lambda plan: [(s, row, at, token + (at > s.num_computed)) for s, row, at, token in f(plan)], "text",
     ),
     "drafter at another temperature": (
         "atts.local.drafting.batch_sampling",

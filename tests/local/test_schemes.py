@@ -137,11 +137,14 @@ def test_what_is_but_tried_counts_for_no_scheme(monkeypatch: pytest.MonkeyPatch)
     seen, trials = list[int](), iter((True, False, True))
 
     class Said(FixedLength):
-        def observed(self, *args: Any) -> Forecast:
+        def observed(self, plan: StepPlan, rounds: Any, seconds: tuple[float, float]) -> Forecast:
             return Forecast(1.0, 1.0, next(trials))
 
-    class Counting(Changing):
+    class Counting:
         is_contested, current = False, 0
+
+        def __init__(self, schemes: int, **ways: bool) -> None:
+            pass
 
         def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
             seen.append(tokens)

@@ -285,9 +285,9 @@ EXPORT void atts_logits(const Model *model, const float *hidden, int64_t n, floa
 
 // Draws `turns` tokens for each sequence of `first`, which feeds what it was not fed yet; every token is fed, as a row of
 // `next`, to draw the one after, which the model `later` computes. Turn after turn: uniforms and tokens, as many as there
-// are sequences; `counts` go on.
+// are sequences; `counts` go on. The logits of a turn lie `apart` numbers after those of the one before.
 EXPORT void atts_draw_ahead(const Model *model, const Model *later, const Step *first, const Step *next,
-                            const Sampling *sampling, int64_t turns, const int64_t *counts) {
+                            const Sampling *sampling, int64_t turns, const int64_t *counts, int64_t apart) {
   Step step = *first;
   Sampling own = *sampling;
   for (int64_t turn = 0; turn < turns; turn++) {
@@ -298,7 +298,7 @@ EXPORT void atts_draw_ahead(const Model *model, const Model *later, const Step *
     atts_sample(&own);
     if (turn == 0) step = *next, model = later;
     step.tokens = own.tokens;
-    own.uniforms += sampling->num_rows, own.tokens += sampling->num_rows;
+    own.uniforms += sampling->num_rows, own.tokens += sampling->num_rows, own.logits += apart;
     if (turn + 1 == turns) return;
     step.rows.to = step.sequences.to = step.logits.to = counts[turn + 1];
     for (int64_t i = 0; turn && i < counts[turn + 1]; i++) {

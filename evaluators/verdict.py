@@ -47,11 +47,7 @@ LIMITS = Limits()
 
 
 def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
-    """The policy with these fields as given, None as it is; raises OptionError for a value that is none.
-
-    >>> changed(STRICT, {"relative": 0.01, "units": None}).relative
-    0.01
-    """
+    """The policy with these fields as given, None as it is; raises OptionError for a value that is none."""
     try:
         told = {name: value for name, value in given.items() if value is not None}
         found = msgspec.convert({**asdict(grading), **told}, Grading)

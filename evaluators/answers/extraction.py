@@ -124,6 +124,9 @@ def extraction(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "st
             raise OptionError(f"{name} {asked}", f"is not a {name}", get_args(known))
     speakers = (each.start() for each in PATTERNS["turn"].finditer(text))
     text = text[: next((start for start in speakers if not PATTERNS["opening"].match(text[:start])), None)]
+    firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
+    again = PATTERNS["again"].search(text, min(firsts)) if firsts else None  # a question that is asked after an answer
+    text = text[: again.start()] if again else text
     found, open_at = boxes(text)
     if group := last_group(found, text):
         after = text[found[-1].end :]  # which may name another value as the final answer
@@ -251,4 +254,4 @@ def _choice(text: str, first: bool = False) -> str | None:
     found = [*PATTERNS["settled"].finditer(rest)] or [*PATTERNS["leading_letter"].finditer(text)][:1]
     found = found or [*_LETTER.finditer(rest)]
     is_clear = found and (len(plain.split()) < 13 or found[0].re is not _LETTER)
-    return next(filter(None, found[-1].groups())) if is_clear else None
+    return next(filter(None, found[-1].groups())).upper() if is_clear else None

@@ -146,11 +146,7 @@ def cell(value: object) -> str:
 
 
 def letter_order(seed: int, name: str, count: int) -> tuple[int, ...]:
-    """The seeded order of a question's choices: equal on every machine, another for every question.
-
-    >>> sorted(letter_order(0, "gpqa/1", 4))
-    [0, 1, 2, 3]
-    """
+    """The seeded order of a question's choices: equal on every machine, another for every question."""
     keys = [blake2b(f"{seed}\x1f{name}\x1f{at}".encode(), digest_size=8).digest() for at in range(count)]
     return tuple(sorted(range(count), key=keys.__getitem__))
 
@@ -197,11 +193,7 @@ FORMS: Mapping[AnswerForm, Callable[[str], str]] = {
 
 
 def _unit(text: str) -> str:
-    r"""A unit as it stands behind a number.
-
-    >>> _unit("km/h"), _unit(r"^{\circ}"), _unit("$cm^2$"), _unit("%")
-    ('\\text{ km/h}', '^{\\circ}', '\\text{ cm}^2', '\\%')
-    """
+    r"""A unit as it stands behind a number."""
     name, power, size = text.strip("$ ").partition("^")
     return {"": "", "%": "\\%"}.get(text, (f"\\text{{ {name.lstrip(chr(92))}}}" if name else "") + power + size)
 

@@ -11,6 +11,7 @@ import mpmath
 
 from atts.core import AnswerKind, Grading
 from atts.errors import OptionError
+from atts.evaluators.equivalence import views
 from atts.evaluators.equivalence.approx import NotRational
 from atts.evaluators.equivalence.compare import Comparer
 from atts.evaluators.equivalence.numeric import Value, exact
@@ -79,6 +80,9 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
     """Equal when any pair of readings is, else what the first pair says."""
     first: Verdict | None = None
     for gold, answer in product(one.trees, two.trees):
+        if has(gold, "call") or has(answer, "call"):
+            names = variables(gold) | variables(answer)
+            gold, answer = (views.unapplied(node, names) for node in (gold, answer))
         comparison = Comparer(limits, held_to(grading, gold), brackets="free" if first is None else "strict")
         try:
             found = _verdict(comparison.same(gold, answer), comparison.rule)

@@ -13,7 +13,7 @@ from atts.evaluators.equivalence.approx import NotRational, digits_in_base
 from atts.evaluators.equivalence.numeric import exact
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.syntax.tree import REALS, Kind, Node, grid, has, negated, number, substituted, symbol, variables
-from atts.evaluators.syntax.vocabulary import Dimension, is_generic, measure
+from atts.evaluators.syntax.vocabulary import Dimension, is_generic, measure, squashed
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
 _CHAIN, _IMPLICATIONS = frozenset({"=", "~"}), frozenset({"=>>", "<=>"})
@@ -25,6 +25,14 @@ class Named(NamedTuple):
 
     name: Node | None
     value: Node
+
+
+def unapplied(node: Node, names: frozenset[str]) -> Node:
+    """The tree with g(a+b) as a product where g is a variable elsewhere."""
+    args = tuple(unapplied(arg, names) for arg in node.args)
+    if node.kind == "call" and node.text in names and [arg.kind for arg in args] == ["add"]:
+        return Node("mul", (symbol(node.text), *args))
+    return replace(node, args=args) if args else node
 
 
 def is_name(node: Node) -> bool:
@@ -49,6 +57,8 @@ def _is_point(node: Node) -> bool:
 
 def named(node: Node) -> Named:
     """x = 5 as 5 named x, 5 + 6 = 11 as 11, an equation between expressions as itself."""
+    if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(node.args[0]):  # A(1, 2)
+        return Named(*node.args)
     if node.kind != "relation":
         return Named(None, node)
     signs = node.text.split()
@@ -118,6 +128,31 @@ def labelled(node: Node) -> dict[Node, Node] | None:
     return labels if labels and len(labels) == len(pairs) else None
 
 
+def grouped(node: Node) -> Node:
+    """x=1, y=8 or x=2, y=7 as two points, each value with its name; any other node as it is."""
+    names = [named(arg).name for arg in node.args] if node.kind == "list" else []
+    size = names.index(names[0], 1) if None not in names and names.count((*names, None)[0]) > 1 else 1
+    if size == 1 or names != names[:size] * (len(names) // size):
+        return node
+    parts = (node.args[at : at + size] for at in range(0, len(names), size))
+    return Node("list", tuple(Node("tuple", tuple(sorted(part, key=repr)), "()") for part in parts))
+
+
+def free(node: Node, other: Node) -> Node:
+    """k pi, k in Z as k pi, beside an answer that does not say what k is."""
+    value, said = node.args if node.kind == "list" and len(node.args) == 2 else (node, node)
+    is_whole = said.kind == "relation" and said.text == "in" and said.args[1].text == "mathbb:Z"
+    is_free = is_whole and said.args[0].text in variables(value) and value.text in ("", "=")
+    return value if is_free and other.kind != "list" else node
+
+
+def spelt(node: Node) -> str | None:
+    """A word, or letters side by side, as they are compared; None for anything else."""
+    letters = [part.text for part in node.args if part.kind == "symbol" and len(part.text) == 1]
+    is_run = node.kind == "mul" and len(letters) == len(node.args)
+    return squashed("".join(letters) if is_run else node.text) if is_run or node.kind == "word" else None
+
+
 def bound_alike(node: Node) -> Node:
     """The tree with integer parameters such as k in "k pi, k in Z" named by their order."""
     if node.kind not in ("list", "builder"):
@@ -137,6 +172,9 @@ def matrix(node: Node) -> Node | None:
         return node
     if all((each.kind, each.text) == ("tuple", "[]") for each in (node, *node.args)):
         return grid(arg.args for arg in node.args) if len({len(arg.args) for arg in node.args}) == 1 else None
+    if node.kind == "pow" and node.args[1].text == "T" and node.args[0].kind in ("matrix", "tuple"):
+        rows = node.args[0].args if node.args[0].kind == "matrix" else node.args[:1]
+        return grid(zip(*(row.args for row in rows), strict=True))
     if not has(node, "matrix") or node.kind in ("func", "list", "set", "tuple", "relation"):
         return None
     if node.kind not in ("add", "mul"):
@@ -204,7 +242,7 @@ def same_numeral(gold: Node, answer: Node) -> bool:
 
 def progression(node: Node) -> Node | None:
     """8k+3, k perhaps said to be an integer, as the class of 3 modulo 8; None for what is no such class."""
-    value, *said = node.args if node.kind == "list" else (node,)
+    value, *said = node.args if node.kind in ("list", "builder") else (node,)
     names = variables(value)
     are_whole = all(each.text == "in" and each.args[1].text == "mathbb:Z" for each in said)
     if len(names) != 1 or has(value, "relation", "func", "call") or not are_whole:

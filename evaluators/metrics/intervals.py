@@ -49,11 +49,7 @@ class Estimate:
         return f"{self.unscored:,} unscored: {value:.3f} [{low:.3f}, {high:.3f}] were they right"
 
     def brief(self, missing: str = "undefined") -> str:
-        """The number with its interval and what is unscored; `missing` where there was nothing to count.
-
-        >>> Estimate(0.5, 0.25, 0.75, 8, 8, "wilson").brief()
-        '0.500 [0.250, 0.750]'
-        """
+        """The number with its interval and what is unscored; `missing` where there was nothing to count."""
         if math.isnan(self.value):
             return missing
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]" + (f" ({self.doubt})" if self.unscored else "")
@@ -81,11 +77,7 @@ def mean_estimate(values: ArrayLike, n_samples: int, *, level: float = 0.95) -> 
 
 
 def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
-    """The share of problems that are right; None, for what could not be scored, counts as wrong, and its reach is told.
-
-    >>> accuracy_estimate([True, False, True, None]).brief()
-    '0.500 [0.150, 0.850] (1 unscored: 0.750 [0.301, 0.954] were they right)'
-    """
+    """The share of problems that are right; None, for what could not be scored, counts as wrong; its reach is told."""
     known = list(right)
     worst, best = ([float(instead if one is None else one) for one in known] for instead in (0.0, 1.0))
     return mean_estimate(worst, len(known)).beside(mean_estimate(best, len(known)), known.count(None))

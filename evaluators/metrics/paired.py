@@ -144,11 +144,7 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
 
 
 def _no_spread(mean: float, problems: int, level: float) -> tuple[float, float]:
-    """Where the mean difference of shares may lie when all problems seen agree on it: others are rare, not impossible.
-
-    >>> [round(end, 3) for end in _no_spread(0.0, 40, 0.95)]
-    [-0.072, 0.072]
-    """
+    """Where a mean difference of shares may lie when all problems seen agree on it: others are rare, not impossible."""
     rare = 1 - (1 - level) ** (1 / problems)  # a larger share of others would have shown itself
     return mean - rare * (1 + mean), mean + rare * (1 - mean)
 

@@ -24,12 +24,7 @@ class Counts:
 
 
 def count(correct: Sequence[Sequence[bool | None]]) -> Counts:
-    """Samples and right ones per problem, ragged or not (None: not known); what is there, never what was configured.
-
-    >>> counts = count([[True, False, None], [True]])
-    >>> counts.n.tolist(), counts.c.tolist()
-    ([3, 1], [1, 1])
-    """
+    """Samples and right ones per problem, ragged or not (None: not known); what is there, never what was configured."""
     n = np.fromiter(map(len, correct), np.int64, len(correct))
     return Counts(n, np.fromiter((sum(bool(one) for one in row) for row in correct), np.int64, len(correct)))
 
@@ -181,11 +176,7 @@ SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
 
 
 def status_of(answer: str | None, finish: str | None, verdict: str | None, rule: str) -> SampleStatus:
-    """What became of a sample that ended by `finish`; `rule` is what the grader went by.
-
-    >>> status_of(None, "tokens", "wrong", ""), status_of("7", "answer", "unscored", "slow: timeout")
-    ('cut', 'timeout')
-    """
+    """What became of a sample that ended by `finish`; `rule` is what the grader went by."""
     if answer is None:
         return "cut" if finish in ("turns", "tokens") else "no answer"
     if verdict == "unscored":
@@ -249,11 +240,7 @@ def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) ->
 
 
 def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int | None, ...]:
-    """A class per answer, None where there is none; each different text is compared once.
-
-    >>> answer_classes(["7", None, "8", "7"], lambda texts: range(len(texts)))
-    (0, None, 1, 0)
-    """
+    """A class per answer, None where there is none; each different text is compared once."""
     texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
     classes = dict(zip(texts, group(texts), strict=True))
     return tuple(None if answer is None else classes[answer] for answer in answers)

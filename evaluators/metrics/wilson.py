@@ -6,12 +6,7 @@ NORMAL_95 = 1.959963984540054  # standard deviations to either side that hold 95
 
 
 def wilson_interval(mean: float, n: float, reach: float = NORMAL_95) -> tuple[float, float]:
-    """Of a rate over `n` independent draws, `reach` standard deviations to either side.
-
-    >>> low, high = wilson_interval(0.8, 10)
-    >>> round(low, 4), round(high, 4)
-    (0.4902, 0.9433)
-    """
+    """Of a rate over `n` independent draws, `reach` standard deviations to either side."""
     scale = 1 + reach * reach / n
     centre = (mean + reach * reach / (2 * n)) / scale
     half = reach / scale * math.sqrt(mean * (1 - mean) / n + reach * reach / (4 * n * n))

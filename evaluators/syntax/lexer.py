@@ -123,8 +123,8 @@ class _Lexer:
             if rest[:1] == "^" and len(first) == 1 and not self.after("number"):
                 return None
             if not rest and (len(first) == 1 or (first.islower() and not is_word)):
-                self.saw_loose = self.saw_loose or (self.gap and self.after("number"))
-                if not (self.loose and self.gap and self.after("number")):
+                self.saw_loose = self.saw_loose or (self.gap and self.after("number", "close"))
+                if not (self.loose and self.gap and self.after("number", "close")):
                     return None
                 phrase = "~" + phrase
         self.add("unit", phrase)

@@ -12,7 +12,7 @@ from atts.evaluators.answers.extraction import boxes, last_group
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.atoms import Parser
 from atts.evaluators.syntax.lexer import tokens
-from atts.evaluators.syntax.tree import Node, number
+from atts.evaluators.syntax.tree import Kind, Node, number
 from atts.evaluators.syntax.vocabulary import Tables, spelled, table, unit_at
 from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided, UnknownWords
 
@@ -75,10 +75,19 @@ def _rewritten(text: str, steps: Sequence[Step]) -> str:
     return text
 
 
-def _arc(found: re.Match[str]) -> str:
-    """5 degrees, 30 minutes and 36 seconds of arc as a fraction of seconds."""
-    degrees, minutes, seconds = (int(part or 0) for part in found.groups())
-    return rf"(({degrees * 3600 + minutes * 60 + seconds})/3600)^\circ "
+def _parts(found: re.Match[str]) -> str:
+    """(a) 3 (b) 5 as a=3, b=5; the text itself where what is marked are no parts of an answer."""
+    _, *pieces = FORMS["part"].split(found[0])
+    marks, said = " ".join(pieces[::2]), [piece.strip(" ,;.\n") for piece in pieces[1::2]]
+    is_row = " " in marks and any(row.startswith(marks) for row in ("a b c d e", "i ii iii iv", "1 2 3 4 5"))
+    is_row = is_row and all(value and value[-1] not in "+-*/^=(" for value in said)
+    return ", ".join(map("{}={}".format, "abcde", said)) if is_row else found[0]
+
+
+def _vector(found: re.Match[str]) -> str:
+    """A sum of unit vectors as its coefficients, in two dimensions where there is no third."""
+    sizes = {name: f"{size}(1)" for size, name in FORMS["component"].findall(found[0])}
+    return rf"\langle {','.join(sizes.get(name, '0') for name in 'ijk'[: 2 + ('k' in sizes)])}\rangle"
 
 
 def _repeating(found: re.Match[str]) -> str:
@@ -97,7 +106,11 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
     "unit_vectors": lambda found: (
         _BASIS.sub(r"\\vec{\1}", found[0]) if len({*_BASIS.findall(found[0])}) > 1 else found[0]
     ),
-    "arc": _arc,
+    "classes": lambda found: ", ".join(
+        rf"{found[1]} \equiv {each} {found[3]}" for each in re.findall(r"-?\d+", found[2])
+    ),
+    "parts": _parts,
+    "vector": _vector,
     "repeating": _repeating,
     # 0.1666...: a cycle shows when it is there twice, one digit three times
     "going_on": lambda found: _repeating(found) if len(found[3] + found[4]) > 2 else found[0],
@@ -117,12 +130,6 @@ def _steps(name: str) -> list[Step]:
 
 
 _LINES, _SIGNED, _STEPS, _LAST = map(_steps, ("lines", "signs", "steps", "last"))
-
-
-def joined_thousands(text: str) -> str:
-    """The text with 1,234,567 read as one number, (1,234) as two."""
-    apart = FORMS["pair"].sub(lambda found: found[0].replace(",", ", "), text)
-    return FORMS["thousands"].sub(lambda found: found[0].replace(",", ""), apart)
 
 
 def spaceless(text: str) -> str:
@@ -195,7 +202,8 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
     said = _in_words(plain, limits) if len(plain) < 240 else None
     if said is not None:
         return [said]
-    joined = joined_thousands(plain)
+    joined = FORMS["pair"].sub(lambda found: found[0].replace(",", ", "), plain)  # (1,234) are two
+    joined = FORMS["thousands"].sub(lambda found: found[0].replace(",", ""), joined)
     found: list[Node] = []
     problem: Undecided | None = None
     counted = FORMS["counted"].sub(_as_binomial, joined)
@@ -213,7 +221,8 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
 
 def _as_binomial(found: re.Match[str]) -> str:
     """C(6,2) and _6C_2 as they are written elsewhere; permutations of so many as a quotient of factorials."""
-    n, kind, k = found.groups()[:3] if found[2] else (found[5], found[4], found[6])
+    n, k = (part for part in found.groups() if part and part.isdigit())
+    kind = next(part for part in found.groups() if part and part.isalpha())
     return rf"\binom{{{n}}}{{{k}}}" if kind == "C" else rf"(({n})!/({n}-{k})!)"
 
 
@@ -239,12 +248,15 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
     value = vocabulary.number_in_words(phrase) if phrase.strip(" -")[:1].isalpha() else None
     if value is not None and not FORMS["numeric"].search(phrase):
         return number(value, str(value))
-    first, _, unit = phrase.strip().partition(" ")
-    value = vocabulary.number_in_words(first)
-    counted = unit_at(unit, 0) if value is not None and unit else None
-    if value is None or counted is None or counted[1] < len(unit.rstrip()):
-        return None
-    return Node("quantity", (number(value, str(value)),), counted[0])
+    pieces = phrase.split()
+    for at in range(min(len(pieces), 12) - 1, 0, -1):
+        unit = " ".join(pieces[at:])
+        value = vocabulary.number_in_words(" ".join(pieces[:at])) if not FORMS["numeric"].search(phrase) else None
+        counted = (unit, len(unit)) if unit == "percent" else unit_at(unit, 0)
+        if value is not None and counted and counted[1] == len(unit):
+            kind: Kind = "percent" if unit == "percent" else "quantity"
+            return Node(kind, (number(value, str(value)),), unit if kind == "quantity" else "")
+    return None
 
 
 def unboxed(text: str) -> str:

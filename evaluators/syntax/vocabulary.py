@@ -48,11 +48,7 @@ FORMS = _WORDS.patterns("forms")
 
 
 def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
-    """What each spelling means, from a table of the spellings of each meaning.
-
-    >>> spelled({"<=": "le leq"})
-    {'le': '<=', 'leq': '<='}
-    """
+    """What each spelling means, from a table of the spellings of each meaning."""
     return {spelling: meaning for meaning, spellings in meanings.items() for spelling in spellings.split()}
 
 
@@ -73,11 +69,7 @@ MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[st
 
 
 def number_in_words(text: str) -> Fraction | None:
-    """The number a phrase such as "twenty-seven", "minus four" or "two thirds" spells, else None.
-
-    >>> number_in_words("two thousand and twenty-five")
-    Fraction(2025, 1)
-    """
+    """The number a phrase such as "twenty-seven", "minus four" or "two thirds" spells, else None."""
     whole, _, rest = text.rpartition(" and ")
     if whole and (rest.startswith(("a ", "an ")) or " " in rest.strip()):  # one and a half
         one, two = number_in_words(whole), number_in_words(rest)
@@ -85,6 +77,8 @@ def number_in_words(text: str) -> Fraction | None:
     found = [word for word in re.findall(r"[a-z]+", text.lower()) if word != "and"]
     sign = -1 if found[:1] in (["minus"], ["negative"]) else 1
     found = found[sign < 0 :]
+    if found[:1] in (["a"], ["an"]) and {*found[1:2]} & LARGE.keys():
+        found[0] = "one"
     if share := SHARES.get(found[-1], 0) if found else 0:
         found = found[:-1] if found[:-1] not in ([], ["a"], ["an"]) else ["one"]
     if not found or len(found) > 12 or not all(word in _VALUES or word in LARGE for word in found):
@@ -110,11 +104,7 @@ _MONTHS = {form: index for index, name in enumerate(table("months", str).split()
 
 
 def date_in_words(phrase: str) -> str:
-    """A date in one fixed form, its year left out where it is not said; empty for what is none.
-
-    >>> date_in_words("March 5, 2024") == date_in_words("5th of march 2024") == date_in_words("2024-03-05")
-    True
-    """
+    """A date in one fixed form, its year left out where it is not said; empty for what is none."""
     found = FORMS["date"].fullmatch(phrase.strip().lower())
     if found is None or not (day := found["d"] or found["d1"] or found["d2"]) or (found["d1"] and found["d2"]):
         return ""
@@ -138,11 +128,7 @@ def is_word(letters: str) -> bool:
 
 
 def squashed(text: str) -> str:
-    """A phrase as it is compared: lower case, punctuation and a leading article dropped, operators kept.
-
-    >>> squashed("An  Ellipse.")
-    'ellipse'
-    """
+    """A phrase as it is compared: lower case, punctuation and a leading article dropped, operators kept."""
     pieces = FORMS["piece"].findall(FORMS["hyphen"].sub(" ", text.lower()))
     if len(pieces) > 1 and pieces[0] in ("a", "an", "the") and pieces[1].isalnum():
         pieces = pieces[1:]
@@ -220,11 +206,7 @@ def entry(word: str) -> Measure | None:
 
 @lru_cache(maxsize=2048)
 def measure(unit: str) -> Measure | None:
-    """Dimension and scale of a unit phrase such as "square feet" or "cm^2", None when a word is unknown.
-
-    >>> measure("km / h") == measure("kilometers per hour")
-    True
-    """
+    """Dimension and scale of a unit phrase such as "square feet" or "cm^2", None when a word is unknown."""
     parts: list[tuple[Measure, int]] = []
     sign, power = 1, 1
     tokens: list[str] = re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit)

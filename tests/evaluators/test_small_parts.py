@@ -1,0 +1,52 @@
+"""Small parts of the grading room on one example each: words of numbers and dates, units, intervals, policies."""
+
+from fractions import Fraction
+
+import pytest
+
+from atts.evaluators import accuracy_estimate, answer_classes, count, reference
+from atts.evaluators.datasets.arithmetic import Operation
+from atts.evaluators.datasets.columns import letter_order
+from atts.evaluators.metrics.intervals import Estimate
+from atts.evaluators.metrics.rates import status_of
+from atts.evaluators.metrics.wilson import wilson_interval
+from atts.evaluators.syntax.vocabulary import date_in_words, measure, number_in_words, spelled, squashed
+from atts.evaluators.verdict import STRICT, changed
+
+
+def test_words() -> None:
+    """Spellings, numbers, dates and phrases by what they mean."""
+    assert spelled({"<=": "le leq"}) == {"le": "<=", "leq": "<="}
+    assert number_in_words("two thousand and twenty-five") == 2025
+    assert number_in_words("a dozen") == 12
+    assert number_in_words("minus two thirds") == Fraction(-2, 3)
+    assert number_in_words("a") is None
+    assert date_in_words("March 5, 2024") == date_in_words("5th of march 2024") == date_in_words("2024-03-05") != ""
+    assert squashed("An  Ellipse.") == "ellipse"
+
+
+def test_units() -> None:
+    """A phrase by its dimension and scale, nothing for words that are no unit."""
+    assert measure("km / h") == measure("kilometers per hour")
+    assert measure("glorp and") is None
+
+
+def test_datasets() -> None:
+    """The order of choices, what became of a sample, a policy with one field changed, a worked solution's answer."""
+    assert sorted(letter_order(0, "gpqa/1", 4)) == [0, 1, 2, 3]
+    assert status_of(None, "tokens", "wrong", "") == "cut"
+    assert status_of("7", "answer", "unscored", "slow: timeout") == "timeout"
+    assert changed(STRICT, {"relative": 0.01, "units": None}).relative == 0.01
+    assert reference(r"Adding both gives $2x = 6$, so $x = \boxed{3}$.") == "3"
+    assert Operation(87, "+", 46).worked() == "87 + 46 = 127 + 6 = 133"
+
+
+def test_metrics() -> None:
+    """Counts, classes and intervals of a few samples."""
+    counts = count([[True, False, None], [True]])
+    assert (counts.n.tolist(), counts.c.tolist()) == ([3, 1], [1, 1])
+    assert answer_classes(["7", None, "8", "7"], lambda texts: range(len(texts))) == (0, None, 1, 0)
+    assert Estimate(0.5, 0.25, 0.75, 8, 8, "wilson").brief() == "0.500 [0.250, 0.750]"
+    told = accuracy_estimate([True, False, True, None]).brief()
+    assert told == "0.500 [0.150, 0.850] (1 unscored: 0.750 [0.301, 0.954] were they right)"
+    assert wilson_interval(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)

@@ -162,7 +162,7 @@ def _value(following: str, kind: AnswerKind) -> str | None:
     """The value at the start of what follows a mark, or in its first sentence."""
     if kind == "choice":
         return _choice(following[:200], first=True)
-    following = following.lstrip("*: \n")
+    following = PATTERNS["leading"].sub("", following.lstrip("*: \n"))
     if run := _RUN.match(following):
         return _listed(run[0])
     if maths := _MATHS.match(following):
@@ -208,6 +208,8 @@ def _stated_in(sentence: str) -> str | None:
         return _listed(run[0])
     if maths:
         rest = sentence[maths.end() :]
+        if _inside(maths)[-1:] == "=":
+            return _last_number(rest)
         later = states and states[-1].start() >= maths.end() and _NUMBER.search(rest)
         return _inside(maths) if not later else _last_number(rest)
     bold = re.findall(r"\*\*([^*]+)\*\*", sentence)

@@ -86,11 +86,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {it.name: it for it in LISTED.table("bench
 
 
 def find_benchmark(name: str) -> Benchmark | None:
-    """The benchmark of that name or alias, whatever its case, hyphens or underscores; None when there is none.
-
-    >>> [found.name for text in ("MATH-500", "aime_2025") if (found := find_benchmark(text))]
-    ['math500', 'aime25']
-    """
+    """The benchmark of that name or alias, whatever its case, hyphens or underscores; None when there is none."""
     return next((it for it in BENCHMARKS.values() if _bare(name) in (_bare(it.name), *it.aliases)), None)
 
 

@@ -53,11 +53,7 @@ class Selection:
 
 
 def split_slice(name: str) -> tuple[str, Selection]:
-    """A name such as "math500[:100]" as the name and the slice.
-
-    >>> split_slice("aime24[10:20]")[1].words()
-    'slice [10:20]'
-    """
+    """A name such as "math500[:100]" as the name and the slice."""
     found = re.fullmatch(r"(.+?)\[(-?\d{0,18}):(-?\d{0,18})(?::(-?\d{0,18}))?\]", name)
     if not found:
         return name, Selection()

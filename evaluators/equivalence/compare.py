@@ -181,6 +181,8 @@ class Comparer:
         """Bare lists and sets: order is free, save where one side is a tuple or names its parts."""
         if gold.kind == "tuple" or answer.kind == "tuple":
             pair, other = (gold, answer) if gold.kind == "tuple" else (answer, gold)
+            if len(other.args) == 1 and other.args[0].kind == "tuple":
+                return self.same(pair, other.args[0])
             if other.kind == "set" or pair.text not in ("()", "[]", "") or other.text == "or":
                 return self.ruled("set", False)
             return self.each(pair.args, other.args, "tuple")

@@ -118,7 +118,7 @@ def _signed(node: Node, choice: list[int]) -> Node:
 
 def labelled(node: Node) -> dict[Node, Node] | None:
     """Several named values by their names: x=4, y=6 or (x,y)=(4,6); None for anything else."""
-    pairs: Sequence[tuple[Node | None, Node]] = []
+    pairs: Sequence[tuple[Node | None, Node]] = [(each.args[0], each.args[1]) for each in equations(node)]
     if node.kind == "list" and node.text != "or" and all(arg.text != "in" for arg in node.args):
         pairs = [(each.name, each.value) for each in map(named, node.args)]
     elif (one := named(node)).name is not None and one.name.kind == one.value.kind == "tuple":
@@ -128,13 +128,23 @@ def labelled(node: Node) -> dict[Node, Node] | None:
     return labels if labels and len(labels) == len(pairs) else None
 
 
+def equations(node: Node) -> tuple[Node, ...]:
+    """x=y=1 as x=1 and y=1; nothing for what is no such chain."""
+    *names, value = node.args or (node,)
+    is_chain = node.kind == "relation" and {*node.text.split()} == {"="} and not variables(value)
+    is_chain = is_chain and len(names) > 1 and all(name.kind == "symbol" for name in names)
+    return tuple(Node("relation", (name, value), "=") for name in names) if is_chain else ()
+
+
 def grouped(node: Node) -> Node:
     """x=1, y=8 or x=2, y=7 as two points, each value with its name; any other node as it is."""
     names = [named(arg).name for arg in node.args] if node.kind == "list" else []
     size = names.index(names[0], 1) if None not in names and names.count((*names, None)[0]) > 1 else 1
-    if size == 1 or names != names[:size] * (len(names) // size):
+    parts = [*map(equations, node.args)] if names else [()]
+    if size > 1 and names == names[:size] * (len(names) // size):
+        parts = [node.args[at : at + size] for at in range(0, len(names), size)]
+    if not all(parts):
         return node
-    parts = (node.args[at : at + size] for at in range(0, len(names), size))
     return Node("list", tuple(Node("tuple", tuple(sorted(part, key=repr)), "()") for part in parts))
 
 

@@ -87,9 +87,6 @@ def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) ->
     """The share counted of all there were, a pair (counted, of) being a problem's; Wilson, clustered by problem.
 
     A problem with more of them weighs more, unlike in `mean_estimate`.
-
-    >>> print(share_estimate([(3, 10), (1, 5), (0, 0)]))
-    0.267 [0.001, 0.990] (95 % wilson, 2 problems, 15 samples)
     """
     check_level(level)
     table = np.asarray([pair for pair in counts if pair[1]], dtype=np.float64).reshape(-1, 2)

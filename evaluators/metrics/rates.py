@@ -90,11 +90,7 @@ class Votes:
 
 
 def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | None]) -> Votes:
-    """Classes with their value: the share of their members judged right (None counts as wrong); no label, no vote.
-
-    >>> votes(["a", "b", "a", None], [True, False, True, False])
-    Votes(sizes=(2, 1), values=(1.0, 0.0), blanks=1)
-    """
+    """Classes with their value: the share of their members judged right (None counts as wrong); no label, no vote."""
     if len(labels) != len(correct):
         raise OptionError("labels", f"there are {len(labels)} labels for {len(correct)} verdicts")
     members: defaultdict[Hashable | None, list[float]] = defaultdict(list)

@@ -174,7 +174,7 @@ class _Lexer:
             return position  # \rm 5, \bf x: the switch is dropped
         content, after = _group(text, position)
         inside = content.strip()
-        if name in _UPRIGHT and len(inside) == 1 and inside.isalpha():
+        if name in _UPRIGHT and len(inside) == 1 and inside.isalpha() and inside.isascii():
             self.add("symbol", inside)
         else:
             self.gap = True

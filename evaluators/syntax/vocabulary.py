@@ -123,7 +123,7 @@ def is_word(letters: str) -> bool:
     if lower in ascii_lowercase:
         return letters.isupper()
     if len(letters) == 3:
-        return lower in _WORDS_OF_THREE or not (letters.islower() or letters.isupper() or letters[1:].isupper())
+        return lower in _WORDS_OF_THREE or letters.istitle()
     return True
 
 

@@ -4,11 +4,12 @@ from fractions import Fraction
 
 import pytest
 
-from atts.evaluators import accuracy_estimate, answer_classes, count, reference
+from atts.evaluators import accuracy_estimate, answer_classes, count, find_benchmark, reference, votes
 from atts.evaluators.datasets.arithmetic import Operation
 from atts.evaluators.datasets.columns import letter_order
-from atts.evaluators.metrics.intervals import Estimate
-from atts.evaluators.metrics.rates import status_of
+from atts.evaluators.datasets.loading import split_slice
+from atts.evaluators.metrics.intervals import Estimate, share_estimate
+from atts.evaluators.metrics.rates import Votes, status_of
 from atts.evaluators.metrics.wilson import wilson_interval
 from atts.evaluators.syntax.vocabulary import date_in_words, measure, number_in_words, spelled, squashed
 from atts.evaluators.verdict import STRICT, changed
@@ -33,6 +34,9 @@ def test_units() -> None:
 
 def test_datasets() -> None:
     """The order of choices, what became of a sample, a policy with one field changed, a worked solution's answer."""
+    names = [found.name for text in ("MATH-500", "aime_2025") if (found := find_benchmark(text))]
+    assert names == ["math500", "aime25"]
+    assert split_slice("aime24[10:20]")[1].words() == "slice [10:20]"
     assert sorted(letter_order(0, "gpqa/1", 4)) == [0, 1, 2, 3]
     assert status_of(None, "tokens", "wrong", "") == "cut"
     assert status_of("7", "answer", "unscored", "slow: timeout") == "timeout"
@@ -49,4 +53,7 @@ def test_metrics() -> None:
     assert Estimate(0.5, 0.25, 0.75, 8, 8, "wilson").brief() == "0.500 [0.250, 0.750]"
     told = accuracy_estimate([True, False, True, None]).brief()
     assert told == "0.500 [0.150, 0.850] (1 unscored: 0.750 [0.301, 0.954] were they right)"
+    shares = share_estimate([(3, 10), (1, 5), (0, 0)])
+    assert str(shares) == "0.267 [0.001, 0.990] (95 % wilson, 2 problems, 15 samples)"
+    assert votes(["a", "b", "a", None], [True, False, True, False]) == Votes((2, 1), (1.0, 0.0), 1)
     assert wilson_interval(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.errors import ATTSError, ModelLoadError, OptionError
 from atts.local import LocalEngine, LocalOptions
 from atts.seeds import Seed
+from tests.local.test_stages import StageHere
+from tests.local.test_stages import here as here
 
 from .conftest import Tune, contents
 
@@ -114,6 +117,21 @@ def test_an_adapter_is_its_base_with_what_it_adds(
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) > 0.1
     zoo.export("tuned", tmp_path / "out")
     assert contents(tmp_path / "out") == contents(adapter)
+
+
+def test_models_of_a_zoo_have_stages(here: type[StageHere], base: Path, tune: Tune, tmp_path: Path) -> None:
+    """Each says what its folder says in one process, an adapter what merged weights say, two workers with a range."""
+    zoo, adapter = Zoo(tmp_path / "zoo"), save_adapter(tmp_path / "lora", base, "q_proj", "down_proj")
+    zoo.add("base", base)
+    zoo.add("tuned", tune("tuned", "layers.2"))
+    zoo.add("lora", adapter)
+    folders = {"tuned": tmp_path / "tuned", "lora": merged(tmp_path / "merged", base, adapter, tune)}
+    for name, folder in folders.items():
+        ours, drawn = anyio.run(partial(asked, zoo.folder(name), stages=3, stage_replicas="2,1"))
+        theirs, wanted = anyio.run(partial(asked, folder))
+        assert (drawn, len(here.made)) == (wanted, 3)
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < (2e-4 if name == "lora" else 1e-12)
+        here.made.clear()
 
 
 def test_adapters_come_and_go(base: Path, tmp_path: Path) -> None:

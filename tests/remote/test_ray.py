@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from atts.api import build_engine
+from atts.api import Setup, build_engine, solve
 from atts.core import Completion, Message, Outcome, SampleRequest, Sampling
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineUnavailable, OptionError, UsageError
@@ -149,6 +150,27 @@ async def test_stages_in_actors_say_what_one_process_says(cluster: Any) -> None:
                 await engine.sample(ask)
             assert await cast(RayEngine, engine).comes_back()  # as a run waits before it asks again
             assert (await engine.sample(ask)).logprobs == wanted.logprobs
+
+
+@pytest.mark.anyio
+async def test_a_killed_replica_of_a_stage_costs_no_answer(cluster: Any) -> None:
+    """Two actors with the same layers: one goes on with what was asked of both; the commands take such words too."""
+    words, law = "embedded:target?threads=1&kv_tokens=4096", Sampling(0.8)
+    asks = [SampleRequest((5, 6, 7 + at), 80, law, Seed(run=1), rollout=f"r{at}") for at in range(4)]
+    async with build_engine(words, "target") as alone:
+        wanted = await collect([partial(alone.sample, ask) for ask in asks])
+    staged = f"ray:{words}&stages=2&stage_replicas=2&cpus=0.25"
+    async with build_engine(staged, "target") as engine:
+        assert await collect([partial(engine.sample, ask) for ask in asks])
+        stages = stage_actors()
+        assert len(stages) == 2
+        os.kill(stages[0], signal.SIGKILL)
+        found = await collect([partial(engine.sample, ask) for ask in asks])
+        assert [done.ids for done in found] == [done.ids for done in wanted]
+        assert len(stage_actors()) == 1
+    policy = replace(Setup().policy, samples=2, max_tokens=64)
+    outcome = await solve("Start at 4. +3, -2. What is the result?", Setup(target=staged, policy=policy))
+    assert len(outcome.rollouts) == 2
 
 
 def test_without_ray_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

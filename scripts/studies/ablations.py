@@ -9,8 +9,8 @@ import anyio
 from atts.calibration import MODES, Calibrator
 from atts.pipelines import Chunking, ConformalGate, ExploringGate, RandomGate, ScoreRule
 from atts.pipelines.policy import Takeover
-from scripts.studies.arms import RATE, Arm, Grid, Ledger, Pair, Sum, arm, points, right, run_grid
-from scripts.studies.harness import Options, Row, Table, interval
+from scripts.studies.arms import RATE, Arm, Grid, Ledger, Pair, Sum, arm, right, run_grid
+from scripts.studies.harness import Options, Row, Table, interval, points
 from scripts.studies.machine import pair_name
 
 SAMPLES = 8

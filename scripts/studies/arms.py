@@ -335,8 +335,3 @@ def right(one: Solved) -> float:
 def share(one: Solved) -> float:
     """How many of the rollouts that ended are right."""
     return one.share
-
-
-def points(estimate: Estimate) -> str:
-    """A difference in points with its interval."""
-    return f"{100 * estimate.value:+.2f} [{100 * estimate.low:+.2f}, {100 * estimate.high:+.2f}]"

@@ -74,6 +74,12 @@ def interval(estimate: Estimate) -> str:
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
+def points(estimate: Estimate, digits: int = 2) -> str:
+    """A difference in points with its interval."""
+    value, low, high = (f"{100 * each:+.{digits}f}" for each in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [{low}, {high}]"
+
+
 def interleaved(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
     """Measure every arm `repeats` times in turn, A B A B, so that a drifting machine hits all alike."""
     values: dict[str, list[float]] = {name: [] for name in arms}

@@ -12,13 +12,13 @@ import torch
 from anyio.from_thread import start_blocking_portal
 from numpy.typing import NDArray
 
-from atts.core import SampleRequest, ScoreRequest, TokenIds
+from atts.core import ScoreRequest, TokenIds
 from atts.evaluators.datasets.arithmetic import problems
 from atts.local import LocalEngine
 from atts.models import path
 from atts.tasks import collect
 from scripts.studies.harness import Options, Spread, Table, say
-from scripts.studies.local_subjects import Lab, asked
+from scripts.studies.local_subjects import Lab, asked, texts
 
 RATES = (0.1, 0.2, 0.4)
 _ROUND = 100
@@ -28,12 +28,13 @@ _ROUND = 100
 def study(options: Options) -> list[Table]:
     """Chunks of the embedded draft, scored by the embedded target in both ways, in turn."""
     torch.set_num_threads(1)
-    texts = [problem.text for problem in problems("test", options.pick(200, 1500, 3000), 7 + options.seed)]
+    questions = [problem.text for problem in problems("test", options.pick(200, 1500, 3000), 7 + options.seed)]
     with start_blocking_portal() as portal:
         lab = Lab(options, portal)
         with lab.engine(path("draft")) as draft:
-            written = portal.call(_texts, draft, asked(draft, texts, 300, 1))
-            chunks = [_chunks(draft, prompt, text) for prompt, text in written]
+            requests = asked(draft, questions, 300, 1)
+            written = zip(requests, portal.call(texts, draft, requests), strict=True)
+            chunks = [_chunks(draft, request.ids, text) for request, text in written]
         with lab.engine(path("target")) as exact, lab.engine(path("target"), scores="bfloat16") as rounded:
             arms, found, ratios = (exact, rounded), [list[float](), list[float]()], list[float]()
             for first in range(0, len(chunks), _ROUND):
@@ -58,11 +59,6 @@ def _table(exact: NDArray[np.float64], rounded: NDArray[np.float64], faster: Spr
         "Scored from the prompt on, in batches of 100 problems, processor time with the caller's own tasks. A chunk is "
         "decided otherwise where only one of its two scores is above the bound that the rate sets in float32.",
     )
-
-
-async def _texts(engine: LocalEngine, requests: Sequence[SampleRequest]) -> list[tuple[TokenIds, TokenIds]]:
-    done = await collect([partial(engine.sample, request) for request in requests])
-    return [(request.ids, one.ids) for request, one in zip(requests, done, strict=True)]
 
 
 def _chunks(engine: LocalEngine, prompt: TokenIds, text: TokenIds) -> list[ScoreRequest]:

@@ -115,6 +115,11 @@ async def send_all(engine: LocalEngine, requests: Sequence[SampleRequest] | Sequ
     return sum(await collect([partial(one, request) for request in requests]))
 
 
+async def texts(engine: LocalEngine, requests: Sequence[SampleRequest]) -> list[TokenIds]:
+    """What is written on each, all sent at once."""
+    return [done.ids for done in await collect([partial(engine.sample, request) for request in requests])]
+
+
 def asked(engine: LocalEngine, texts: Iterable[str], tokens: int, seed: int) -> list[SampleRequest]:
     """A request for each question, at temperature .7, with random numbers of its own."""
     law, prompts = Sampling(0.7), (engine.tokenizer.render([Message("user", text)]) for text in texts)

@@ -14,7 +14,7 @@ from atts.api import Pair, answers_for
 from atts.core import Role, Usage
 from atts.evaluators import Dataset, Estimate, Samples, compare_runs, samples_of, score, share_estimate
 from atts.run import RunResult
-from scripts.studies.harness import Row, Spread, Table, interval
+from scripts.studies.harness import Row, Spread, Table, interval, points
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,7 @@ def _difference(one: Measured, alone: Measured | None) -> str:
     common = [name for name in theirs if name in mine]
     if not common:
         return "-"
-    found = compare_runs([theirs[name] for name in common], [mine[name] for name in common]).difference
-    return f"{100 * found.value:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+    return points(compare_runs([theirs[name] for name in common], [mine[name] for name in common]).difference, 1)
 
 
 def as_json(

@@ -9,8 +9,8 @@ import anyio
 
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.methods import PRESETS
-from scripts.studies.arms import RATE, Grid, Ledger, Pair, arm, points, right, run_block, run_grid, scores_of
-from scripts.studies.harness import Options, Table, say
+from scripts.studies.arms import RATE, Grid, Ledger, Pair, arm, right, run_block, run_grid, scores_of
+from scripts.studies.harness import Options, Table, points, say
 from scripts.studies.machine import pair_name
 from scripts.studies.pipelines_exact import same_transcripts
 from scripts.studies.pipelines_gates import certified_table, ordinal_tables

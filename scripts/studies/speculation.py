@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from atts.local import LocalEngine, LoopStats
 from atts.local.messages import SpeculationStats
 from atts.models import path
 from atts.seeds import Seed
-from atts.tasks import collect
 from scripts.studies.harness import Options, Row, Spent, Spread, Table, figure, interleaved, ratio, say, wall_seconds
 from scripts.studies.harness import cpu_seconds as processor_seconds
-from scripts.studies.local_subjects import Lab
+from scripts.studies.local_subjects import Lab, texts
 from scripts.studies.speed_draft import noisy
 
 TOKENS = 256
@@ -53,7 +51,7 @@ class Arm:
         taken = list[float]()
 
         def write() -> None:
-            self.written.append(self.lab.portal.call(_texts, self.engine, requests))
+            self.written.append(self.lab.portal.call(texts, self.engine, requests))
 
         used = processor_seconds(lambda: taken.append(wall_seconds(write)))
         total = sum(map(len, self.written[-1]))
@@ -71,13 +69,6 @@ class Arm:
     def speculation(self) -> SpeculationStats:
         """What was proposed; nothing where none was."""
         return self.stats.speculation or SpeculationStats()
-
-
-async def _texts(engine: LocalEngine, requests: Sequence[SampleRequest]) -> list[TokenIds]:
-    async def one(request: SampleRequest) -> TokenIds:
-        return (await engine.sample(request)).ids
-
-    return list(await collect([partial(one, request) for request in requests]))
 
 
 def study(options: Options) -> list[Table]:
@@ -111,8 +102,8 @@ def _opened(lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]) -> Gene
         arms = dict[str, Arm]()
         for name, changes in ways.items():
             engine = stack.enter_context(lab.engine(target, max_batch=batch, kv_tokens=1 << 16, **changes))
-            texts = [problem.text for problem in problems("test", 512, 7 + lab.options.seed)]
-            prompts = [engine.tokenizer.render([Message("user", text)]) for text in texts]
+            found = problems("test", 512, 7 + lab.options.seed)
+            prompts = [engine.tokenizer.render([Message("user", problem.text)]) for problem in found]
             arms[name] = Arm(lab, engine, prompts, max(8, 2 * batch), [], [])
         yield arms
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +25,7 @@ from atts.local.model_config import read_model_config
 from atts.local.sequence import new_sequence
 from atts.local.streams import STREAM_FILE, StreamHead, StreamHeads
 from atts.local.torch_model import TorchModel
-from atts.tasks import collect
-from scripts.studies.local_subjects import asked
+from scripts.studies.local_subjects import asked, texts
 
 _RANK = 64  # of the exit adapter
 _HEADS, _WIDTH, _FADE = 2, 256, 0.8  # streaming heads, their width, and how much less the next one's loss counts
@@ -105,8 +103,8 @@ async def write_texts(recipe: HeadsRecipe) -> list[Text]:
         prompts = recipe.prompts.read_text(encoding="utf-8").splitlines()[: recipe.texts]
     async with LocalEngine(recipe.target, options=LocalOptions(worker="thread", threads=1)) as engine:
         requests = asked(engine, prompts, _TOKENS, recipe.seed)
-        done = await collect([partial(engine.sample, request) for request in requests])
-    return sorted(Text(one.ids + text.ids, len(one.ids)) for one, text in zip(requests, done, strict=True))
+        written = await texts(engine, requests)
+    return sorted(Text(one.ids + text, len(one.ids)) for one, text in zip(requests, written, strict=True))
 
 
 def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapter:

@@ -290,7 +290,18 @@ def served_another(select: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def tail_returned(settle: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """As PEARL was released: what is pending where a request ends is returned as it is."""
+
+    def found(self: Any, sequence: Any, drawn: list[int]) -> list[int]:
+        path, left = settle(self, sequence, drawn), sequence.request.max_tokens - len(sequence.logprobs)
+        return path if left > len(drawn) else list(range(len(drawn)))
+
+    return found
+
+
 BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "the pending tail is returned": ("atts.local.speculating.Speculation.settle", tail_returned, "text"),
     "PEARL's numbers by place": ("atts.local.loop.StepLoop._sample", seeded_by_place, "text"),
     "a branch of another outcome is served": (
         "atts.speculation.OutcomeCache.select",
@@ -305,7 +316,7 @@ BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
 
 def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) -> bool:
     """A small form of one of the checks above; of branches, that a miss is one."""
-    drafter = near if check == "branches" else folder
+    drafter = near if check in ("branches", "text") else folder
     done = run(folder, [requests(2, 40, HOT)], None, 4, drafter, speculate="pearl")
     if check == "branches":
         return overlap(done).misses > 0

@@ -19,7 +19,8 @@ def study(options: Options) -> list[Table]:
 def part(name: str, options: Options) -> list[Table]:
     """Those in virtual time, which no machine's load changes."""
     assert name == "virtual", "there is one part"
-    if (picture := options.file("../acceleration.svg")) is not None:
-        picture.write_text(drawn(schemes()))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out.parent / "acceleration.svg").write_text(drawn(schemes()))
     texts = anyio.run(record, options.pick(6, 16, 200), options.seed)
     return [closed_forms(options), published(options), *recorded(options, texts)]

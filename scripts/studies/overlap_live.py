@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from shutil import copyfile
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 from anyio.from_thread import start_blocking_portal
 
-from atts.core import SampleRequest
+from atts.core import SampleRequest, TokenIds
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
-from atts.local import LocalEngine
+from atts.local import LocalEngine, build
+from atts.local.batch import StepBatch
+from atts.local.exits import Ear, ExitModel, Told
 from atts.models import path
 from scripts.studies.harness import Options, Row, Spent, Table, interleaved, ratio, say, wall_seconds
 from scripts.studies.local_subjects import Lab, asked, send_all
@@ -33,9 +36,36 @@ _ARMS: Mapping[str, Mapping[str, Any]] = {
     "ssd": {**_PAIR, "speculate": "ssd", "k": 16},
     "mirror": {**_PAIR, "speculate": "mirror", "k": 16},
     "mirror, untrained": {**_PAIR, "speculate": "mirror", "k": 16},
+    "mirror, oracle": {**_PAIR, "speculate": "mirror", "k": 16},
     "deep, k=8": _DEEP,
     "easy: deep in groups of 4": {**_DEEP, "fuzzy": 4},
 }
+
+
+class Oracle(ExitModel):
+    """An exit that knows what will be written, where the same texts are asked for again and again in this order."""
+
+    texts: ClassVar[list[TokenIds]] = []
+
+    def _heard(self, ear: Ear, batch: StepBatch, x: object) -> Told:
+        rows = np.repeat(batch.table_rows, np.diff(batch.query_starts))[batch.logit_rows].tolist()
+        told = dict[int, list[tuple[Sequence[int], Sequence[float]]]]()
+        for row, place in zip(rows, batch.positions[batch.logit_rows].tolist(), strict=True):
+            if row in ear.rows:
+                key = ear.rows[row][0]
+                coming = self.texts[(key - 1) % len(self.texts)][place + 1 : place + 2]
+                told.setdefault(key, []).append((coming, [1.0] * len(coming)))
+        return told
+
+
+@contextmanager
+def _exit(arm: str) -> Generator[None]:
+    """An engine that is opened meanwhile has the exit of its arm."""
+    vars(build)["ExitModel"] = Oracle if "oracle" in arm else ExitModel
+    try:
+        yield
+    finally:
+        vars(build)["ExitModel"] = ExitModel
 
 
 def live(options: Options) -> list[Table]:
@@ -51,13 +81,16 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
     count, rounds = (2, 3) if pad == "200M" else (options.pick(2, 4, 8), options.pick(2, 5, 9))
     with start_blocking_portal() as portal, ExitStack() as stack:
         lab, bare = Lab(options, portal), stack.enter_context(TemporaryDirectory())
-        engines = {
-            name: stack.enter_context(lab.engine(_folder(name, Path(bare)), **{"pad": pad, **changes}))
-            for name, changes in _ARMS.items()
-        }
+        engines = dict[str, LocalEngine]()
+        for name, changes in _ARMS.items():
+            with _exit(name):
+                engines[name] = stack.enter_context(lab.engine(_folder(name, Path(bare)), **{"pad": pad, **changes}))
         problems = [one.text for one in arithmetic("test", count)]
-        requests = asked(next(iter(engines.values())), problems, 160, options.seed)
-        texts = {name: [portal.call(engine.sample, one).ids for one in requests] for name, engine in engines.items()}
+        requests = asked(engines["plain"], problems, 160, options.seed)
+        texts = dict[str, list[TokenIds]]()
+        for name, engine in engines.items():
+            texts[name] = [portal.call(engine.sample, one).ids for one in requests]
+            Oracle.texts = [one.ids + text for one, text in zip(requests, texts["plain"], strict=True)]
         before = {name: engine.loop_stats() for name, engine in engines.items()}
         seen = interleaved({name: partial(_seconds, lab, each, requests) for name, each in engines.items()}, rounds)
         rows = list[Row]()

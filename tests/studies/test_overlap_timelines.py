@@ -23,3 +23,15 @@ def test_the_picture_of_the_page_is_that_of_the_devices() -> None:
         numbers = [int(found) for found in re.findall(r'style="fill:#fff">(\d+)<', alone)]
         assert len(numbers) > 2
         assert numbers == line.written[: len(numbers)]
+
+
+@pytest.mark.checkout
+def test_virtual_time_needs_no_folder_made_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The picture lies beside the folder of the tables, whether that is there yet or not."""
+    overlap = pytest.importorskip("scripts.studies.overlap", reason="needs a checkout")
+    for name in ("record", "closed_forms", "published"):
+        monkeypatch.setattr(overlap, name, lambda *args: None)
+    monkeypatch.setattr(overlap, "recorded", lambda *args: [])
+    monkeypatch.setattr(overlap.anyio, "run", lambda *args: None)
+    overlap.part("virtual", overlap.Options("quick", 0, tmp_path / "runs" / "overlap"))
+    assert (tmp_path / "runs" / "acceleration.svg").is_file()

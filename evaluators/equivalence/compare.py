@@ -303,7 +303,7 @@ class Comparer:
         """Ratios by proportion, times of day by their digits."""
         if gold.kind == answer.kind == "ratio":
             one, two = (tuple(quotient(each, node.args[0]) for each in node.args) for node in (gold, answer))
-            is_time = views.clock(gold) and views.clock(answer)
+            is_time = len(gold.args) == 2 and views.clock(gold) and views.clock(answer)
             return self.each(gold.args, answer.args, "ratio") or (not is_time and self.each(one, two, "ratio"))
         ratio, other = (gold, answer) if gold.kind == "ratio" else (answer, gold)
         is_number = len(ratio.args) == 2 and not views.clock(ratio)

@@ -81,10 +81,14 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
         return
     yield from (generic(ranges, index) for index in range(_SMOOTH, _SMOOTH + _SCATTERED))
     constants = tuple(_constants((left, right), limits))
+    conditions = [each for node in (left, right) for each in node.walk() if each.kind == "relation"]
+    least = 1 - any(
+        arg.value == 0 for each in conditions for arg in each.args
+    )  # counts begin at 0 where one is said of 0
     for base in (generic(ranges, 0), generic(ranges, 3))[: len(ranges)]:
         for name, domain in ranges.items():
             marks = {*constants, *(mark for node in switches for mark in _marks(node, name, base, limits))}
-            for value in around(marks) if domain == "real" else _whole_around(marks, domain):
+            for value in around(marks) if domain == "real" else _whole_around(marks, domain, least):
                 yield base | {name: value}
     if len(ranges) > 1 and set(ranges.values()) == {"real"}:  # where all are about as large as a constant
         near = [mark * factor for mark in constants for factor in (Fraction(3), Fraction(-3), Fraction(1, 7))]
@@ -152,7 +156,7 @@ def around(marks: Iterable[Fraction]) -> list[Fraction]:
     return [*crowd, *found, crowd[0] * 3 - 1, crowd[-1] * 3 + 1]
 
 
-def _whole_around(marks: Iterable[Fraction], domain: Domain) -> list[Fraction]:
+def _whole_around(marks: Iterable[Fraction], domain: Domain, least: int) -> list[Fraction]:
     """Integers at, beside and twice each mark; all residues of small ones."""
     known = sorted({abs(math.floor(mark)) for mark in marks})
     found = {mark + step for mark in known for step in (-1, 0, 1, mark)}
@@ -163,7 +167,7 @@ def _whole_around(marks: Iterable[Fraction], domain: Domain) -> list[Fraction]:
             found |= {shift * pow(slope, -1, modulus) % modulus for shift in range(-5, 6)}
     if domain == "step":
         found |= {-value for value in found}
-    return [Fraction(value) for value in sorted(found) if domain == "step" or value > 0]
+    return [Fraction(value) for value in sorted(found) if domain == "step" or value >= least]
 
 
 _BITS = 200

@@ -54,9 +54,10 @@ class Parser(Phrases):
             name += "^-1"
         # a capital before a bracket with one variable or number names a function too
         is_simple = self.ahead().kind in ("symbol", "number") and self.ahead(2).text == ")"
+        is_given = is_simple and self.ahead(3).text == "="  # x(t) = 5t
         is_braced = self.here.text == "{" and self.ahead().text == "("
         if (is_function and is_braced) or (
-            self.here.text == "(" and (is_function or (name[0] in _MAYBE_CALLABLE and is_simple))
+            self.here.text == "(" and (is_function or is_given or (name[0] in _MAYBE_CALLABLE and is_simple))
         ):
             inside = self.bracketed()
             return Node("call", inside.args if inside.kind in ("tuple", "list") else (inside,), name)

@@ -117,6 +117,8 @@ class Phrases(Grammar):
         found: list[str] = []
         while self.is_kind("word", "unit"):
             found.append(self.take().text)
+        if found and found[-1].lower() == "from" and self.is_kind("number"):
+            raise UnknownWords("a stretch between two values")
         end = self.end_of_label()
         if end is not None:
             label = self.tokens[self.at : end]

@@ -190,6 +190,11 @@ class Comparer:
         if len(nested) == 2 or (gold.kind == answer.kind == "list" and len({gold.text, answer.text, ""}) == 3):
             return self.ruled("logic", False)
         one, two = views.members(gold), views.members(answer)
+        alone = [
+            node for node in (gold, answer) if [arg.kind for arg in node.args] == ["symbol"] and node.kind == "set"
+        ]
+        if len(alone) == 1 and len(one) == len(two):  # {x} is the fractional part
+            return self.ruled("set", False)
         if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):  # one value in two forms
             return all(self.same(a, b) for a in one for b in two)
         if len(one) == len(two) and views.counts_apart(one) != views.counts_apart(two):

@@ -112,9 +112,6 @@ def problems_needed(deviation: float, difference: float, *, power: float = 0.8, 
     """Problems for a paired two-sided t test at 1 - level to see `difference` with that power.
 
     `deviation` is the standard deviation over problems of the paired difference. Raises OptionError for 0.
-
-    >>> problems_needed(0.5, 0.1)
-    199
     """
     check_level(level)
     if difference == 0 or not math.isfinite(difference) or not deviation >= 0 or not 0 < power < 1:

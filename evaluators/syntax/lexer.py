@@ -122,7 +122,8 @@ class _Lexer:
             is_word = first in vocabulary.ATTACHED or (len(first) > 2 and vocabulary.is_word(first))
             if rest[:1] == "^" and len(first) == 1 and not self.after("number"):
                 return None
-            if not rest and (len(first) == 1 or (first.islower() and not is_word)):
+            is_part = self.gap and FORMS["amount"].match(text, end)  # 7 h 4 min
+            if not rest and not is_part and (len(first) == 1 or (first.islower() and not is_word)):
                 self.saw_loose = self.saw_loose or (self.gap and self.after("number", "close"))
                 if not (self.loose and self.gap and self.after("number", "close")):
                     return None

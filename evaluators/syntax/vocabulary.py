@@ -178,6 +178,7 @@ def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
             larger = dimension, scale * Fraction(factor)
             symbols.setdefault(prefix + symbol, larger)
             names |= {name + spelling: larger for spelling in spellings.split()}
+    symbols = {symbol: found for symbol, found in symbols.items() if symbol not in _DATA.words("products")}
     for spelling, definition in spelled(_DATA.table("fixed", dict[str, str])).items():
         symbols[spelling] = names[spelling] = _defined(definition, symbols)
     return symbols, names

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from atts.evaluators import accuracy_estimate, answer_classes, count, find_benchmark, reference, votes
+from atts.evaluators import accuracy_estimate, answer_classes, count, find_benchmark, problems_needed, reference, votes
 from atts.evaluators.datasets.arithmetic import Operation
 from atts.evaluators.datasets.columns import letter_order
 from atts.evaluators.datasets.loading import split_slice
@@ -56,4 +56,5 @@ def test_metrics() -> None:
     shares = share_estimate([(3, 10), (1, 5), (0, 0)])
     assert str(shares) == "0.267 [0.001, 0.990] (95 % wilson, 2 problems, 15 samples)"
     assert votes(["a", "b", "a", None], [True, False, True, False]) == Votes((2, 1), (1.0, 0.0), 1)
+    assert problems_needed(0.5, 0.1) == 199
     assert wilson_interval(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)

@@ -158,7 +158,7 @@ def _staged(config: WorkerConfig, device: torch.device) -> _Models:
     tokens = options.kv_tokens or default_tokens(config, dtype, device)
     options = replace(options, kv_tokens=tokens, threads=_threads(config))
     first, *others = stage_setups(replace(config, options=options, pieces=(), drafter=None, proposer=None))
-    line = HeldLine.of(others, build_stage)
+    line = HeldLine(others, build_stage)
     try:
         model, cache, trouble = _stage(first)
         drafter = None if options.beside == "process" else _drafter_weights(config)

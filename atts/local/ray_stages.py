@@ -8,28 +8,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from atts.errors import EngineError, EngineUnavailable, UnsupportedByEngine
-from atts.local.messages import FailureReply
-from atts.local.stages import BuildStage, HeldLayers, StageSetup
+from atts.errors import EngineUnavailable, UnsupportedByEngine
+from atts.local.stages import BuildStage, StageServer, StageSetup
 
 
-class StageActor:
+class StageActor(StageServer):
     """What runs in an actor; messages come as bytes, for what Ray itself unpacks cannot be written to."""
 
-    def __init__(self, build: BuildStage) -> None:
-        self._build = build
-        self._held: HeldLayers | None = None
-
-    def answer(self, message: bytes) -> bytes:
-        """What came of the layers that the first message names, then of the steps after it."""
-        order: Any = pickle.loads(message)
-        if self._held is not None:
-            return pickle.dumps(self._held.answer(order))
-        try:
-            self._held = HeldLayers(order, *self._build(order))
-        except EngineError as error:
-            return pickle.dumps(FailureReply.of(error))
-        return pickle.dumps(None)
+    def answer_bytes(self, message: bytes) -> bytes:
+        """The answer to a message."""
+        return pickle.dumps(self.answer(pickle.loads(message)))
 
 
 class RayStage:
@@ -49,7 +37,7 @@ class RayStage:
 
     def send(self, message: object) -> None:
         """Pass a message on."""
-        self.answer = self._actor.answer.remote(pickle.dumps(message))
+        self.answer = self._actor.answer_bytes.remote(pickle.dumps(message))
 
     def take(self) -> Any:
         """Wait for the answer.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,34 +19,13 @@ from atts.local.allocator import SlotIds
 from atts.local.batch import Floats, Ints, ModelAround, RangedModel, StepBatch, Tap, picked
 from atts.local.cache import SPARE_SLOTS
 from atts.local.messages import FailureReply
+from atts.local.ray_stages import RayStage
+from atts.local.stage_process import StageProcess
 from atts.local.stage_rows import KeptRows, StageCosts, StageShare
 from atts.local.stages import BuildStage, Held, HeldLayers, StageDone, StageSetup, StageStep
 
-
-class StageWorker(Protocol):
-    """A process or an actor with the layers of a stage: it answers each message before it is sent the next."""
-
-    def send(self, message: object) -> None:
-        """Pass a message on.
-
-        :raises EngineUnavailable: the worker is gone.
-        """
-        ...
-
-    def take(self) -> Any:
-        """Wait for the answer.
-
-        :raises EngineUnavailable: the worker is gone.
-        """
-        ...
-
-    def close(self) -> None:
-        """End it; twice is fine."""
-        ...
-
-
-Ready = Callable[[Sequence[Any], float | None], Sequence[object]]
-"""Which of several workers have answered or are gone; waits for one so many seconds, None: for as long as it takes."""
+StageWorker = StageProcess | RayStage
+"""It answers each message before it is sent the next."""
 
 
 class _Part(NamedTuple):
@@ -104,7 +84,7 @@ class HeldStage:
         self._holders = [_Holder(number, worker) for number, worker in enumerate(workers)]
         self._left, self._found = list[_Part](), np.zeros((0, 0), dtype=np.float32)
         self.flight: Flight | None = None
-        self._costs = StageCosts(setup.token_bytes)
+        self._costs = StageCosts(setup)
         if len(workers) > 1:
             options, width = setup.config.options, setup.config.model.hidden_size
             assert options.kv_tokens is not None, "the first stage knows how many there are"
@@ -219,32 +199,23 @@ class _Lost(Exception):
 class HeldLine:
     """The stages behind the first; every one takes one step at a time."""
 
-    def __init__(self, setups: Sequence[StageSetup], workers: Sequence[StageWorker], ready: Ready) -> None:
-        """Have all workers begin to load, in the order of the stages: of each as many as its setup says.
-
-        :raises EngineUnavailable: one is gone already.
-        """
-        self._ready, self._workers, self._name = ready, workers, setups[0].config.name
-        self.close: Callable[[], object] = weakref.finalize(self, _end, workers)
-        self._flights, self._stages = list[Flight](), list[HeldStage]()
-        first = 0
-        for setup in setups:
-            own = workers[first : first + setup.replicas]
-            first += setup.replicas
-            self._stages.append(HeldStage(setup, own))
-            for worker in own:
-                worker.send(setup)
-
-    @classmethod
-    def of(cls, setups: Sequence[StageSetup], build: BuildStage) -> HeldLine:
-        """Workers of the kind that the setups name.
+    def __init__(self, setups: Sequence[StageSetup], build: BuildStage) -> None:
+        """Have all workers, of the kind that the setups name, begin to load.
 
         :raises EngineError: there can be none.
         """
-        each = [setup for setup in setups for _ in range(setup.replicas)]
-        if each[0].config.options.stage_worker == "process":
-            return cls(setups, [stage_process.StageProcess(setup) for setup in each], stage_process.ready)
-        return cls(setups, [ray_stages.RayStage(setup, build) for setup in each], ray_stages.ready)
+        config, self._workers = setups[0].config, list[StageWorker]()
+        is_here, self._name = config.options.stage_worker == "process", config.name
+        self._ready: Any = stage_process.ready if is_here else ray_stages.ready
+        self.close: Callable[[], object] = weakref.finalize(self, _end, self._workers)
+        self._flights, self._stages = list[Flight](), list[HeldStage]()
+        for setup in setups:
+            kind = stage_process.StageProcess if is_here else partial(ray_stages.RayStage, build=build)
+            own: list[StageWorker] = [kind(setup) for _ in range(setup.replicas)]
+            self._workers += own
+            self._stages.append(HeldStage(setup, own))
+            for worker in own:
+                worker.send(setup)
 
     def load(self) -> None:
         """Wait until their models are loaded, which began before.

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from atts.local.allocator import SlotIds
 from atts.local.batch import Floats, Ints, StepBatch
+from atts.local.stages import StageSetup
 from atts.placement import Instance, dispatched
 
 MANY = 4
@@ -31,8 +32,9 @@ class StageShare(NamedTuple):
 class StageCosts:
     """Seconds that a stage's workers take, as they were measured."""
 
-    def __init__(self, token_bytes: int) -> None:
-        self._bytes = token_bytes  # of one token's keys and values
+    def __init__(self, setup: StageSetup) -> None:
+        model, number = setup.config.model, 4 if setup.config.options.dtype == "float32" else 2
+        self._bytes = 2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number  # of a token
         self._row, self._byte = [1e-4, 1e-4], 1e-9  # rows alone and among many
         self._hops: dict[int, float] = {}
 
@@ -105,6 +107,9 @@ class KeptRows:
 
     def _share(self, worker: int, step: _Sequences, mine: NDArray[np.bool_], is_moved: NDArray[np.bool_]) -> StageShare:
         lacking, again = step.lacks[worker] & mine[:, None], list[tuple[StepBatch, Floats]]()
+        entries = mine[step.entries].nonzero()[0]
+        if not lacking.any():
+            return StageShare(worker, entries, [], [], entries[:0])
         moved, done = np.unique(step.slots[lacking & is_moved[:, None]]), np.zeros(len(self.rows), dtype=np.bool_)
         done[moved] = True
         for at in (lacking & ~is_moved[:, None]).any(1).nonzero()[0].tolist():
@@ -118,7 +123,7 @@ class KeptRows:
             if len(theirs):
                 wanted.append((other, theirs))
                 moved = np.setdiff1d(moved, theirs)
-        return StageShare(worker, mine[step.entries].nonzero()[0], wanted, again, done.nonzero()[0])
+        return StageShare(worker, entries, wanted, again, done.nonzero()[0])
 
     def _again(self, row: tuple[int, int], slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
         """Earlier rows of a sequence, in runs as they were fed: the same to the bit.

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atts.errors import UnsupportedByEngine
+from atts.errors import EngineError, UnsupportedByEngine
 from atts.local.allocator import SlotIds
 from atts.local.batch import Floats, Ints, RangedModel, StepBatch
-from atts.local.messages import WorkerConfig
+from atts.local.messages import FailureReply, WorkerConfig
 
 Held = NDArray[np.uint8]
 """Keys and values of some slots in some layers, as bytes."""
@@ -32,12 +33,6 @@ class StageSetup(NamedTuple):
     def is_last(self) -> bool:
         """Whether it ends with the model's last norm."""
         return self.layers.stop == self.config.model.num_layers
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token's keys and values."""
-        model, number = self.config.model, 4 if self.config.options.dtype == "float32" else 2
-        return 2 * len(self.layers) * model.num_kv_heads * model.head_dim * number
 
     def __str__(self) -> str:
         return f"the stage of layers {self.layers.start} to {self.layers.stop - 1}"
@@ -104,6 +99,25 @@ class HeldLayers:
         hidden = np.empty((len(batch.logit_rows), rows.shape[1]), dtype=np.float32)
         self._model.through(batch, table, (rows, hidden), self._units)
         return hidden
+
+
+class StageServer:
+    """What runs in a stage's process or actor."""
+
+    def __init__(self, build: BuildStage) -> None:
+        self._build = build
+        self._held: HeldLayers | None = None
+
+    def answer(self, message: Any) -> object:
+        """The first message says what is to be loaded: None, or why it cannot be; then see `HeldLayers`."""
+        if self._held is not None:
+            return self._held.answer(message)
+        try:
+            self._held = HeldLayers(message, *self._build(message))
+        except EngineError as error:
+            return FailureReply.of(error)
+        gc.freeze()  # what is loaded stays, and need not be looked through for garbage
+        return None
 
 
 def stage_setups(config: WorkerConfig) -> list[StageSetup]:

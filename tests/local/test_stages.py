@@ -18,18 +18,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import anyio
+import numpy as np
 import pytest
 import torch
 
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest
-from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OptionError, UnsupportedByEngine
+from atts.errors import EngineUnavailable, ModelLoadError, OptionError, UnsupportedByEngine
 from atts.local import LocalEngine, LocalOptions, stage_process, stage_rows
-from atts.local.batch import StepBatch
+from atts.local.batch import StepBatch, single_rows
 from atts.local.build import build_stage
-from atts.local.messages import Cancel, Command, FailureReply, Submit, WorkerConfig
+from atts.local.messages import Cancel, Command, Submit, WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.local.native_model import NativeModel
-from atts.local.stages import HeldLayers, StageSetup, StageStep, stage_setups
+from atts.local.stage_rows import KeptRows
+from atts.local.stages import HeldLayers, StageServer, StageSetup, StageStep, stage_setups
 from atts.placement import Instance, dispatched
 from atts.seeds import Seed
 from atts.tasks import collect
@@ -63,7 +65,7 @@ class StageHere:
 
     def __init__(self, setup: StageSetup) -> None:
         self.setup, self.heard, self.ends, self.kinds = setup, 0, 1 << 30, Counter[str]()
-        self.held: HeldLayers | None = None
+        self.server = StageServer(build_stage)
         self.answers: list[Any] = []
         StageHere.made.append(self)
 
@@ -72,18 +74,9 @@ class StageHere:
         self.heard += 1
         if self.heard > self.ends:
             raise EngineUnavailable("m", "gone")
-        if isinstance(message, StageSetup):
-            try:
-                self.held = HeldLayers(message, *build_stage(message))
-            except EngineError as error:
-                self.answers.append(FailureReply.of(error))
-            else:
-                self.answers.append(None)
-            return
-        assert self.held is not None
         if isinstance(message, StageStep):
             self.kinds += Counter({"steps": 1, "brought": len(message.brought), "again": len(message.again)})
-        self.answers.append(self.held.answer(pickle.loads(pickle.dumps(message))))
+        self.answers.append(self.server.answer(pickle.loads(pickle.dumps(message))))
 
     def take(self) -> Any:
         """Take it; one that is gone meanwhile has none."""
@@ -231,14 +224,16 @@ async def test_what_cannot_be_loaded_or_divided_is_told(
             LocalEngine(folder, options=options)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("family", "proposed"), [("llama", 0), ("llama", 3), ("qwen3", 0)])
 @pytest.mark.parametrize("seed", range(3))
 def test_replicas_of_a_stage_say_what_one_says(
-    family: str, seed: int, here: type[StageHere], make_model: Make, drive: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    family: str, proposed: int, seed: int, here: type[StageHere], make_model: Make, near: Path, drive: Any,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """To the bit, wherever each sequence goes in each step, and when most of the replicas are gone on the way."""
-    folder, rng = make_model(family, eos_token_id=None), random.Random(seed)
-    settings = {"kernel": "native", "kv_tokens": 300, "max_batch": 8, "chunk_tokens": 48}
+    folder, rng = make_model(family, eos_token_id=None, num_hidden_layers=5), random.Random(seed)
+    settings: dict[str, Any] = {"kernel": "native", "kv_tokens": 300, "max_batch": 8, "chunk_tokens": 48}
+    settings |= {"drafter": str(near), "k": proposed, "speculate": "draft"} if proposed else {}
     alone = drive(folder, crowd(), **settings)
 
     def anywhere(instances: list[Instance]) -> int:
@@ -247,7 +242,7 @@ def test_replicas_of_a_stage_say_what_one_says(
 
     class Prepared(Script):
         def take(self, *, wait: bool) -> list[Command]:
-            for stage, steps in zip(here.made, (1 << 30, 40, 40, 9, 1 << 30), strict=True):
+            for stage, steps in zip(here.made, (1 << 30, 30, 30, 9, 1 << 30), strict=True):
                 stage.ends = steps * (seed > 0) or stage.ends
             return super().take(wait=wait)
 
@@ -257,6 +252,38 @@ def test_replicas_of_a_stage_say_what_one_says(
     assert found.replies == alone.replies
     kinds = sum((stage.kinds for stage in here.made), Counter[str]())
     assert min(kinds["brought"], kinds["again"]) > 5
+
+
+def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
+    """As they were fed, whichever of them are missing: long runs, short ones, rows alone, and parts of runs."""
+    setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5), 2)
+    (model, cache), (other, copied) = (build_stage(setup) for _ in range(2))
+    one, two = HeldLayers(setup, model, cache), HeldLayers(setup, other, copied)
+    rng, kept = np.random.default_rng(0), KeptRows(2, 4098, 64)
+    table = np.arange(1, 258, dtype=np.int32)[None]
+    fed = 0
+    for number in (40, *[1] * 10, 2, 3, 2, 20, *[1] * 20, 3):
+        batch = run_of(fed, number)
+        rows = rng.standard_normal((number, 64)).astype(np.float32)
+        kept.note(batch, rows)
+        one.run(batch, table, rows.copy())
+        fed += number
+    copied[:] = cache
+    for share in (1.0, 0.9, 0.5, 0.1):
+        missing = (rng.random(fed) < share).nonzero()[0]
+        copied[:, :, missing + 1] = 0
+        batch, rows = kept._again((0, 0), table[0].astype(np.int64), missing)
+        two.run(batch, table, rows)
+        assert torch.equal(cache[:, :, : fed + 1], copied[:, :, : fed + 1])
+
+
+def run_of(first: int, number: int) -> StepBatch:
+    """A sequence in the slots from 1 on that feeds so many rows, none of which is asked for."""
+    at, none = np.arange(first, first + number), np.zeros(0, dtype=np.int64)
+    batch = single_rows(np.zeros_like(at), at, np.zeros_like(at), np.arange(1, 258, dtype=np.int32)[None], none)
+    row, starts, stop = np.zeros(1, dtype=np.int64), np.array([0, number]), at[-1:] + 1
+    batch = replace(batch, table_rows=row, query_starts=starts, context_lens=stop, num_logits=row)
+    return replace(batch, num_single=int(number == 1))
 
 
 @pytest.mark.parametrize(("error", "shrunk"), [(ValueError("odd"), 0), (MemoryError(), 1)])

@@ -61,11 +61,11 @@ class Oracle(ExitModel):
 @contextmanager
 def _exit(arm: str) -> Generator[None]:
     """An engine that is opened meanwhile has the exit of its arm."""
-    vars(build)["ExitModel"] = Oracle if "oracle" in arm else ExitModel
+    build.__dict__["ExitModel"] = Oracle if "oracle" in arm else ExitModel
     try:
         yield
     finally:
-        vars(build)["ExitModel"] = ExitModel
+        build.__dict__["ExitModel"] = ExitModel
 
 
 def live(options: Options) -> list[Table]:

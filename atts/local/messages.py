@@ -161,14 +161,16 @@ class SpeculationStats:
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
+    saved_seconds: float = 0.0  # of these, beside what steps without proposals take for as many tokens
     overlap: OverlapStats | None = None  # of guesses continued beside the target, where there are any
 
-    def compare(self, forecast: Forecast, came: tuple[int, float]) -> None:
-        """Tokens and seconds of one more step, as they were expected and as they came."""
+    def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:
+        """Tokens and seconds of one more step of so many sequences, as they were expected and as they came."""
         self.expected_tokens += forecast.tokens
         self.expected_seconds += forecast.seconds
         self.came_tokens += came[0]
         self.came_seconds += came[1]
+        self.saved_seconds += forecast.plain * came[0] / sequences - came[1] if forecast.plain else 0.0
 
     def add(self, proposed: int, stood: int) -> None:
         """One more round."""

@@ -211,7 +211,7 @@ class Speculation:
             forecast = self._lengths.observed(plan, self._rounds, (self._proposing, seconds - self._proposing))
             if forecast is not None:
                 written = len(plan.decoding) + sum([each.stood for each in self._rounds])
-                self._stats.compare(forecast, (written, seconds))
+                self._stats.compare(forecast, (written, seconds), len(plan.decoding))
 
     def report(self) -> SpeculationStats:
         """A copy of the counters."""

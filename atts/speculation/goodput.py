@@ -57,6 +57,7 @@ class Forecast(NamedTuple):
     tokens: float
     seconds: float
     is_trial: bool = False  # whether its lengths were tried, not chosen
+    plain: float = 0.0  # seconds without proposals; 0 where others are fed beside
 
 
 @dataclass(slots=True)
@@ -299,7 +300,7 @@ class GoodputControl:
         curve, tokens = self._costs.curve(step.condition), float(step.rows)
         if curve is None:
             return None
-        seconds = curve.one(rows)
+        seconds, plain = curve.one(rows), 0.0 if step.others else curve.one(step.rows) * self._costs.slowness
         if self._total:
             proposing = self._proposing.curve(_among(len(self._wanted)))
             if proposing is None:
@@ -307,7 +308,7 @@ class GoodputControl:
             seconds += proposing.one(self._total)
             unknown = self._standing.get(_NEW, [])
             tokens += sum([self._standing.get(key, unknown)[proposed - 1] for key, proposed, _ in rounds])
-        return Forecast(tokens, seconds * self._costs.slowness)
+        return Forecast(tokens, seconds * self._costs.slowness, plain=plain)
 
 
 def _among(sequences: int) -> Condition:

@@ -245,6 +245,7 @@ def test_counters_add_up_and_what_came_between_is_their_difference() -> None:
     assert (both.tested_at, both.stood_at, both.chosen, both.came_tokens) == ((3, 3, 1), (3, 2, 1), 12, 7)
     assert both - first == more
     assert both.by_place == pytest.approx((1.0, 2 / 3, 1.0))
+    assert "0.5 s saved of 0.8" in str(Speculated(1, 2, 2, came_seconds=0.25, saved_seconds=0.5))
     assert together(None, first) == together(first, None) == first
     assert together(first, more) == both
     assert speculated_since(None, object()) is None

@@ -124,6 +124,7 @@ def speculation_table(report: RunReport) -> ReportTable:
             ("tokens written by a step with a proposal", 1 + found.accepted / max(1, found.rounds)),
             ("tokens proposed to a sequence and step, on average", found.chosen / max(1, found.choices)),
             ("tokens a second of these steps: expected, came", _rates(found)),
+            ("seconds saved, by what such steps take without proposals", cell(found.saved_seconds)),
         ]
     return ReportTable.of("Speculation: the same text in fewer steps", ("what", "how much"), rows, "facts")
 

@@ -70,7 +70,7 @@ Step = tuple[list[str], bool, re.Pattern[str], str | Callable[[re.Match[str]], s
 
 def _rewritten(text: str, steps: Sequence[Step]) -> str:
     for marks, is_without, pattern, put in steps:
-        if not marks or any(mark in text for mark in marks) != is_without:
+        if not marks or (True in map(text.__contains__, marks)) != is_without:
             text = pattern.sub(put, text)
     return text
 

@@ -18,6 +18,8 @@ from atts.local.sequence import Sequence
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
+MANY = 4
+"""Rows of a sequence in a step from which on all attend by the kernels for many, whatever the model; fewer may not."""
 
 
 class PrefillChunk(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor
 from atts.decode import SampledTokens, SamplingBatch
 from atts.local.adapters import LowRank
 from atts.local.allocator import SlotIds
-from atts.local.batch import Ints, StepBatch, picked
+from atts.local.batch import MANY, Ints, StepBatch, picked
 from atts.local.ledger import Lineage, SlotLedger
 from atts.local.loader import Weights, layer_deltas, load_adapter, load_weights
 from atts.local.messages import WorkerConfig
@@ -33,8 +33,6 @@ from atts.stored_blocks import content_digest, unit_digests
 _Floats = NDArray[np.float32]
 _Rows = slice | Ints
 _MOST_LAYOUTS = 256
-MANY = 4
-"""Rows of a sequence in a step that attend by the kernels for many, whatever the model."""
 
 
 class Stage(NamedTuple):

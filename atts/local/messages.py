@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -229,6 +230,14 @@ def first_answer(process: subprocess.Popen[bytes], config: object, name: str) ->
     if isinstance(answer, FailureReply):
         raise answer.error(name)
     return answer
+
+
+def close_pipes(process: subprocess.Popen[bytes]) -> None:
+    """Close what a process that is gone, or soon will be, was written to and read from."""
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with suppress(OSError):  # closing writes what is left
+                stream.close()
 
 
 def write(stream: IO[bytes], value: object) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from atts.errors import EngineUnavailable
-from atts.local.messages import GONE, write
+from atts.local.messages import GONE, close_pipes, write
 from atts.local.stages import StageSetup
 from atts.processes import python_command
 
@@ -71,10 +71,7 @@ class StageProcess:
         """End it; twice is fine."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with suppress(OSError):  # what is left to write is for a process that is gone
-                    stream.close()
+        close_pipes(self._process)
 
 
 def ready(processes: Sequence[StageProcess], seconds: float | None) -> Sequence[StageProcess]:

@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.local.allocator import SlotIds
-from atts.local.batch import Floats, Ints, StepBatch
+from atts.local.batch import MANY, Floats, Ints, StepBatch
 from atts.local.stages import StageSetup
 from atts.placement import Instance, dispatched
 
-MANY = 4
-"""Rows of a sequence from which on all attend by the same kernels, however many; fewer are fed again as they were."""
 _LATEST = 0.1
 """How much the latest time counts; what a hop takes at least rises by a hundredth of that a step."""
 

@@ -23,6 +23,7 @@ from atts.local.messages import (
     LoopReport,
     WorkerConfig,
     WorkerReady,
+    close_pipes,
     first_answer,
     write,
 )
@@ -166,7 +167,7 @@ class ProcessWorker:
             process.wait()
         self._last_words.wait()
         if not self._threads:
-            _close_pipes(process)
+            close_pipes(process)
 
 
 class LoopWorker(Protocol):
@@ -259,10 +260,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a child that is not waited for yet, and the compiler it may have started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with suppress(OSError):  # closing writes what is left, to a process that may be gone
-                stream.close()

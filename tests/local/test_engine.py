@@ -35,12 +35,13 @@ from atts.local.messages import WorkerConfig
 from atts.local.sequence import new_sequence
 from atts.seeds import Seed
 from atts.tasks import task_group
-from atts.testing import check_engine
+from atts.testing import CheckOptions, check_engine
 from atts.tokenizing import ModelTokenizer
 
 Make = Callable[..., Path]
 HERE = LocalOptions(worker="thread")
 """Opens at once, which tests that are not about processes do often."""
+PATIENT = CheckOptions(timeout_seconds=600, settle_seconds=60)  # a busy machine is no broken engine
 
 
 @pytest.mark.anyio
@@ -48,7 +49,7 @@ async def test_the_engine_keeps_every_promise(make_model: Make, anyio_backend: s
     """The conformance suite that ships with the protocol: on asyncio in the processes users get, on trio in threads."""
     folder = make_model("llama")
     options = LocalOptions(worker="process" if anyio_backend == "asyncio" else "thread", kv_tokens=8192)
-    await check_engine(lambda: LocalEngine(folder, name="local", options=options))
+    await check_engine(lambda: LocalEngine(folder, name="local", options=options), options=PATIENT)
 
 
 @pytest.mark.anyio
@@ -76,7 +77,7 @@ async def test_every_worker_and_kernel_keeps_every_promise(
     """The conformance suite over all four combinations."""
     folder = make_model("qwen3")
     options = LocalOptions(worker=worker, kernel=kernel, kv_tokens=8192)
-    await check_engine(lambda: LocalEngine(folder, options=options))
+    await check_engine(lambda: LocalEngine(folder, options=options), options=PATIENT)
 
 
 @pytest.mark.anyio

@@ -78,7 +78,7 @@ def prompt(engine: Engine, begun: str = "") -> tuple[int, ...]:
 async def test_what_text_can_keep_of_the_promises_is_kept(serve: Serve, kind: Simple) -> None:
     """`check_engine` finds nothing broken; the context's last place is the server's to count, and is not filled."""
     server = serve("chat" if kind is chat else "ollama")
-    options = CheckOptions(tokens=9, long_tokens=96, boundary=0)
+    options = CheckOptions(tokens=9, long_tokens=96, boundary=0, timeout_seconds=600, settle_seconds=60)
     report = await check_engine(lambda: kind(server), options=options)
     assert not report.broken
     assert server.running == 0

@@ -11,7 +11,7 @@ from atts.seeds import Seed
 from atts.testing import CheckOptions, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine
 from atts.testing.servers import DialectServer
 
-OPTIONS = CheckOptions(draws=32, tokens=9, long_tokens=96)
+OPTIONS = CheckOptions(draws=32, tokens=9, long_tokens=96, timeout_seconds=600, settle_seconds=60)
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])

@@ -19,6 +19,7 @@ from atts.testing.servers import DialectServer
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
+PATIENT = CheckOptions(draws=24, tokens=6, long_tokens=64, timeout_seconds=600, settle_seconds=60)
 QUICK = RemoteOptions(timeout_seconds=60.0, attempts=2, delay_seconds=0.01, idle_seconds=1e9, recheck_seconds=1e9)
 
 
@@ -41,9 +42,7 @@ async def until(true: Callable[[], bool]) -> None:
 async def test_a_pool_keeps_every_promise_of_an_engine(serve: Serve, client: Connect) -> None:
     """`check_engine` finds nothing broken over two replicas."""
     servers = serve("sglang"), serve("sglang")
-    report = await check_engine(
-        lambda: pool_of(client, *servers), options=CheckOptions(draws=24, tokens=6, long_tokens=64)
-    )
+    report = await check_engine(lambda: pool_of(client, *servers), options=PATIENT)
     assert not report.broken
     assert [server.running for server in servers] == [0, 0]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atts.errors import EngineUnavailable
+from atts.errors import EngineError, EngineUnavailable
 from atts.local import ray_stages, stage_process
 from atts.local.allocator import SlotIds
 from atts.local.batch import Floats, Ints, ModelAround, RangedModel, StepBatch, Tap, picked
@@ -79,16 +79,37 @@ class HeldStage:
     or computed anew. What a worker that is gone was to do, and had, the others compute.
     """
 
-    def __init__(self, setup: StageSetup, workers: Sequence[StageWorker]) -> None:
-        self._setup, self._kept = setup, None
-        self._holders = [_Holder(number, worker) for number, worker in enumerate(workers)]
+    def __init__(self, setup: StageSetup, make: Callable[[StageSetup], StageWorker]) -> None:
+        """Have the workers that `make` starts begin to load; as many are started anew for those that are gone, at most.
+
+        :raises EngineError: there can be none.
+        """
+        self._setup, self._make, self._kept, self._spare = setup, make, None, setup.replicas
+        self._holders = list[_Holder]()
+        self.loading = {make(setup): number for number in range(setup.replicas)}
+        for worker in self.loading:
+            worker.send(setup)
         self._left, self._found = list[_Part](), np.zeros((0, 0), dtype=np.float32)
         self.flight: Flight | None = None
         self._costs = StageCosts(setup)
-        if len(workers) > 1:
+        if setup.replicas > 1:
             options, width = setup.config.options, setup.config.model.hidden_size
             assert options.kv_tokens is not None, "the first stage knows how many there are"
-            self._kept = KeptRows(len(workers), options.kv_tokens + SPARE_SLOTS, width)
+            self._kept = KeptRows(setup.replicas, options.kv_tokens + SPARE_SLOTS, width)
+
+    def load(self) -> None:
+        """Wait for all of them.
+
+        :raises EngineError: one could not be loaded.
+        """
+        for worker in list(self.loading):
+            self._join(worker)
+
+    def _join(self, worker: StageWorker) -> None:
+        number, failure = self.loading.pop(worker), worker.take()
+        if isinstance(failure, FailureReply):
+            raise failure.error(self._setup.config.name)
+        self._holders.append(_Holder(number, worker))
 
     @property
     def busy(self) -> list[StageWorker]:
@@ -110,6 +131,9 @@ class HeldStage:
 
         :raises EngineUnavailable: it has no worker left.
         """
+        for worker in [worker for worker in self.loading if worker in answered]:
+            with suppress(EngineError):  # the others go on
+                self._join(worker)
         flight = self.flight
         if flight is None:
             return
@@ -144,6 +168,11 @@ class HeldStage:
         if self._kept is None or not self._holders:
             raise error
         self._kept.held[holder.number] = False
+        if self._spare:
+            with suppress(EngineError):  # the others go on
+                worker, self._spare = self._make(self._setup), self._spare - 1
+                worker.send(self._setup)
+                self.loading[worker] = holder.number
         if part is not None:
             self._left.append(part)
 
@@ -204,28 +233,24 @@ class HeldLine:
 
         :raises EngineError: there can be none.
         """
-        config, self._workers = setups[0].config, list[StageWorker]()
-        is_here, self._name = config.options.stage_worker == "process", config.name
+        is_here, workers = setups[0].config.options.stage_worker == "process", list[StageWorker]()
         self._ready: Any = stage_process.ready if is_here else ray_stages.ready
-        self.close: Callable[[], object] = weakref.finalize(self, _end, self._workers)
-        self._flights, self._stages = list[Flight](), list[HeldStage]()
-        for setup in setups:
-            kind = stage_process.StageProcess if is_here else partial(ray_stages.RayStage, build=build)
-            own: list[StageWorker] = [kind(setup) for _ in range(setup.replicas)]
-            self._workers += own
-            self._stages.append(HeldStage(setup, own))
-            for worker in own:
-                worker.send(setup)
+        self.close: Callable[[], object] = weakref.finalize(self, _end, workers)
+
+        def make(setup: StageSetup) -> StageWorker:  # does not know the line, which so ends when its user does
+            worker = stage_process.StageProcess(setup) if is_here else ray_stages.RayStage(setup, build)
+            workers.append(worker)
+            return worker
+
+        self._flights, self._stages = list[Flight](), [HeldStage(setup, make) for setup in setups]
 
     def load(self) -> None:
         """Wait until their models are loaded, which began before.
 
         :raises EngineError: one could not be.
         """
-        for worker in self._workers:
-            failure = worker.take()
-            if isinstance(failure, FailureReply):
-                raise failure.error(self._name)
+        for stage in self._stages:
+            stage.load()
 
     def begin(self, flight: Flight) -> None:
         """Send a step on, behind those that are on their way.
@@ -244,7 +269,7 @@ class HeldLine:
             self._go_on(None)
 
     def _go_on(self, seconds: float | None) -> None:
-        busy = [worker for stage in self._stages for worker in stage.busy]
+        busy = [worker for stage in self._stages for worker in (*stage.busy, *stage.loading)]
         answered = self._ready(busy, seconds) if busy else []
         for stage in self._stages:
             stage.collect(answered)

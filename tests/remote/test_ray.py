@@ -167,7 +167,6 @@ async def test_a_killed_replica_of_a_stage_costs_no_answer(cluster: Any) -> None
         os.kill(stages[0], signal.SIGKILL)
         found = await collect([partial(engine.sample, ask) for ask in asks])
         assert [done.ids for done in found] == [done.ids for done in wanted]
-        assert len(stage_actors()) == 1
     policy = replace(Setup().policy, samples=2, max_tokens=64)
     outcome = await solve("Start at 4. +3, -2. What is the result?", Setup(target=staged, policy=policy))
     assert len(outcome.rollouts) == 2

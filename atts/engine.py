@@ -73,7 +73,7 @@ class EngineSpec:
         fields = asdict(self)
         found = {f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING}
         own = {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")}
-        return own | found | ({"weights": self.weights} if self.weights else {})
+        return {**own, **found, **({"weights": self.weights} if self.weights else {})}
 
 
 _LASTING = ("tokenizer", "scores", "planted", "convention", "rating")  # findings that time and load do not change
